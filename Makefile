@@ -1,0 +1,59 @@
+# Two commands are meant for everybody: `make pretrain` and `make test`. `make help` lists the rest.
+
+PYTHON ?= python3
+# The torch that the tests run on; the package itself accepts 2.10 and newer.
+TORCH ?= torch==2.13.0
+# Your own text for `make pretrain`: a .txt, .jsonl, .jsonl.zst or a folder of them.
+DATA ?=
+# How many iterations `make pretrain` trains for; its own default when empty.
+ITERATIONS ?=
+# Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
+OUT ?=
+# Test processes that run side by side.
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv pretrain test quick gates bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(READY)  ## make .venv with everything that training and the tests need
+
+$(READY): pyproject.toml setup.py csrc/data/sample_maps.cpp Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). fix: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "making $(VENV) (once; torch is a large download)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	@touch $@
+
+pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt for your own text
+	@$(BIN)/python -m tools.first_run $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(if $(ITERATIONS),--iterations $(ITERATIONS))
+
+test: gates  ## everything that has to pass: gates, then all tests
+	@$(BIN)/python -m pytest -n $(JOBS) tests
+
+quick: gates  ## the gates and the tests that start no processes
+	@$(BIN)/python -m pytest -q tests/architecture tests/unit
+
+gates: $(READY)  ## ruff, formatting, mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(READY)  ## tokens/s of this machine beside a plain eager GPT
+	@$(BIN)/python benchmarks/train_cpu.py
+
+docs: $(READY)  ## write docs/flags.md again from the config
+	@$(BIN)/python -m tools.write_flag_docs
+
+clean:  ## remove builds and caches, but neither .venv nor runs/
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find megatron tests tools tasks benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,245 @@
+"""A command-line flag is declared once, as a dataclass field; this module reads it back.
+
+Name, type and default come from the field, help and spellings from `flag()`. Nothing here knows
+any particular flag, and nothing imports torch: `--help` has to answer in milliseconds.
+"""
+
+import argparse
+import dataclasses
+import enum
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from megatron.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    aliases: Sequence[str] = (),
+    off: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
+) -> Any:
+    """A config field that is also a flag.
+
+    Args:
+        aliases: other spellings of the flag.
+        off: spellings that mean "no" (`--disable-bias-linear`), for a boolean field.
+        values: legacy spellings of an enum's values (`rotary` for `rope`).
+    """
+    metadata = {
+        "help": help,
+        "aliases": tuple(aliases),
+        "off": tuple(off),
+        "values": dict(values or {}),
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field_name: str) -> str:
+    """The flag that a field answers to: `hidden_size` is `--hidden-size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def field_names(group: type) -> tuple[str, ...]:
+    """The names of a config group's fields, in order."""
+    return tuple(field.name for field in dataclasses.fields(group))
+
+
+def check_field(
+    condition: bool, field_name: str, value: object, *, problem: str, fix: str
+) -> Iterator[ConfigError]:
+    """Yield one `ConfigError` that spells the field as its flag, unless `condition` holds."""
+    if not condition:
+        yield ConfigError(problem, found=f"{flag_name(field_name)} {value}", fix=fix)
+
+
+def raise_all(errors: Iterator[ConfigError]) -> None:
+    """Raise everything that a config group found wrong with itself, as one error."""
+    found = list(errors)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise FieldsError(found)
+
+
+class FieldsError(ConfigError):
+    """Several things wrong in one config group; `errors` holds each on its own."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__(
+            "\n".join(str(error) for error in errors), fix="mend each of the flags named above"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (FieldsError, (self.errors,))
+
+
+def add_flags(parser: argparse.ArgumentParser, group: type, problems: list[ConfigError]) -> None:
+    """Give `parser` one flag for every field of config class `group`.
+
+    Values that cannot be converted are appended to `problems` instead of ending the program, so
+    that everything wrong with a command line is reported together.
+    """
+    section = parser.add_argument_group(group.__name__, (group.__doc__ or "").strip())
+    hints = typing.get_type_hints(group)
+    for field in dataclasses.fields(group):
+        section.add_argument(
+            *(flag_name(field.name), *field.metadata["aliases"]),
+            dest=field.name,
+            default=argparse.SUPPRESS,  # the dataclass owns the default, in one place
+            help=_help(field),
+            **_argparse_kwargs(field, hints[field.name], problems),
+        )
+        if hints[field.name] is bool:
+            section.add_argument(
+                *("--no-" + field.name.replace("_", "-"), *field.metadata["off"]),
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                action="store_const",
+                const=False,
+                help=argparse.SUPPRESS,
+            )
+
+
+def from_flags(group: type[C], parsed: Mapping[str, Any]) -> C:
+    """Build one frozen config from what the user typed; defaults stay with the dataclass."""
+    fields = {field.name: field for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    missing = [
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in parsed
+    ]
+    if missing:
+        raise ConfigError(
+            "a required flag is missing",
+            found="no " + ", no ".join(flag_name(name) for name in missing),
+            fix="add " + " ".join(f"{flag_name(name)} <value>" for name in missing),
+        )
+    return group(**{name: value for name, value in parsed.items() if name in fields})
+
+
+def to_plain(group: Any) -> dict[str, Any]:
+    """The fields of a config group as JSON values; `from_plain` turns them back exactly."""
+    return {field.name: _plain(getattr(group, field.name)) for field in dataclasses.fields(group)}
+
+
+def from_plain(group: type[C], values: Mapping[str, Any]) -> C:
+    """Rebuild a config group from `to_plain`; unknown or missing names are errors."""
+    hints = typing.get_type_hints(group)
+    names = {field.name for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise ConfigError(
+            f"a stored {group.__name__} holds fields that this version does not know",
+            found=", ".join(unknown),
+            fix="read it with the version that wrote it",
+        )
+    return group(**{name: _typed(hints[name], value) for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # "Infinity" stays readable JSON
+    return value
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    hint = _without_none(hint)
+    if value is None:
+        return None
+    if typing.get_origin(hint) is tuple:
+        return tuple(_typed(typing.get_args(hint)[0], item) for item in value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    return float(value) if hint is float else value
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata["help"]).replace("%", "%%")
+    if field.default is dataclasses.MISSING:
+        return f"{text} [required]"
+    if field.default is None:
+        return f"{text} [not set]"
+    default = field.default
+    if isinstance(default, tuple):
+        shown = " ".join(str(_plain(item)) for item in default) or "none"
+    else:
+        shown = (
+            {True: "on", False: "off"}[default] if isinstance(default, bool) else _plain(default)
+        )
+    switch = f"; --no-{field.name.replace('_', '-')} turns it off" if default is True else ""
+    return f"{text} [{shown}{switch}]"
+
+
+def _argparse_kwargs(
+    field: dataclasses.Field[Any], hint: Any, problems: list[ConfigError]
+) -> dict[str, Any]:
+    hint = _without_none(hint)
+    name = flag_name(field.name)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return {
+            "type": _converter(name, item, {}, problems),
+            "nargs": "+",
+            "action": _AsTuple,
+            "metavar": item.__name__.upper(),
+        }
+    if hint is bool:
+        convert = _converter(name, bool, {}, problems)
+        return {"type": convert, "nargs": "?", "const": True, "metavar": "true|false"}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        convert = _converter(name, hint, field.metadata["values"], problems)
+        return {"type": convert, "metavar": "{" + ",".join(str(c.value) for c in hint) + "}"}
+    return {"type": _converter(name, hint, {}, problems), "metavar": hint.__name__.upper()}
+
+
+def _converter(
+    name: str, kind: type, spellings: Mapping[str, str], problems: list[ConfigError]
+) -> Any:
+    def convert(text: str) -> Any:
+        try:
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            return kind(spellings.get(text, text))
+        except (ValueError, KeyError):
+            problems.append(
+                ConfigError(
+                    "a flag was given a value of the wrong kind",
+                    found=f"{name} {text}",
+                    fix=f"give {_expected(kind)}",
+                )
+            )
+            return None
+
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def _expected(kind: type) -> str:
+    if issubclass(kind, enum.Enum):
+        return "one of " + ", ".join(str(choice.value) for choice in kind)
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # `X | None`
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+class _AsTuple(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, tuple(values))

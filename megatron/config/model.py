@@ -1,0 +1,227 @@
+"""ModelConfig: the shape of the network and how its values begin.
+
+Only what the user asked for is stored; what follows from it is a property.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.config.fields import check_field, flag, raise_all
+from megatron.errors import ConfigError
+
+
+class PositionEmbedding(StrEnum):
+    """How a model knows where a token stands."""
+
+    LEARNED = "learned_absolute"
+    ROPE = "rope"
+    ALIBI = "alibi"
+    NONE = "none"
+
+
+class Normalization(StrEnum):
+    """Which normalisation stands before attention, before the MLP and at the end."""
+
+    LAYER_NORM = "LayerNorm"
+    RMS_NORM = "RMSNorm"
+
+
+class GluActivation(StrEnum):
+    """Gated linear units (Shazeer 2020, arXiv 2002.05202): act(gate) * up."""
+
+    GEGLU = "geglu"
+    LIGLU = "liglu"
+    REGLU = "reglu"
+    SWIGLU = "swiglu"
+
+
+class Activation(StrEnum):
+    """The element-wise function of the MLP."""
+
+    GELU_TANH = "gelu_tanh"
+    GELU_ERF = "gelu_erf"
+    RELU = "relu"
+    SQUARED_RELU = "squared_relu"
+    SILU = "silu"
+    IDENTITY = "identity"
+
+
+_GLU = {
+    GluActivation.GEGLU: Activation.GELU_ERF,
+    GluActivation.LIGLU: Activation.IDENTITY,
+    GluActivation.REGLU: Activation.RELU,
+    GluActivation.SWIGLU: Activation.SILU,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of the network."""
+
+    num_layers: int = flag(help="transformer layers in the whole model")
+    hidden_size: int = flag(help="width of the residual stream")
+    num_attention_heads: int = flag(help="attention (query) heads in the whole model")
+    ffn_hidden_size: int | None = flag(
+        None,
+        help="MLP width; when not set 4 x hidden-size, and for --swiglu 8/3 x hidden-size "
+        "rounded down to a multiple of 64",
+    )
+    kv_channels: int | None = flag(
+        None, help="width of one attention head; when not set hidden-size / num-attention-heads"
+    )
+    num_query_groups: int | None = flag(
+        None,
+        help="key/value heads: 1 is multi-query, num-attention-heads (or not set) multi-head",
+        aliases=("--num-key-value-heads",),
+    )
+    position_embedding_type: PositionEmbedding = flag(
+        PositionEmbedding.LEARNED,
+        help="learned table, rotary, ALiBi or no positions",
+        values={"absolute": "learned_absolute", "rotary": "rope"},
+    )
+    max_position_embeddings: int | None = flag(
+        None, help="rows of the learned position table, in tokens; when not set the seq-length"
+    )
+    rotary_base: float = flag(
+        10000.0, help="base of the rotary frequencies", aliases=("--rope-theta",)
+    )
+    rotary_percent: float = flag(1.0, help="share of each head that rotates, 0 to 1")
+    normalization: Normalization = flag(
+        Normalization.LAYER_NORM,
+        help="kind of normalisation",
+        values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
+    layernorm_epsilon: float = flag(
+        1e-5, help="added to the variance in a norm", aliases=("--norm-epsilon",)
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, help="take the residual after the norm, as the original BERT does"
+    )
+    embed_layernorm: bool = flag(False, help="normalise the word embedding (as BLOOM does)")
+    swiglu: bool = flag(False, help="SwiGLU in the MLP; the same as --glu-activation swiglu")
+    glu_activation: GluActivation | None = flag(None, help="gated linear unit in the MLP")
+    squared_relu: bool = flag(False, help="squared ReLU in the MLP (arXiv 2109.08668)")
+    openai_gelu: bool = flag(False, help="tanh form of GELU, which is also the default here")
+    onnx_safe: bool = flag(False, help="exact (erf) form of GELU")
+    add_bias_linear: bool = flag(
+        True, help="biases in the linear layers", off=("--disable-bias-linear",)
+    )
+    add_qkv_bias: bool = flag(
+        False, help="a bias in the query/key/value projection even without the others"
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, help="give the output projection weights of its own"
+    )
+    hidden_dropout: float = flag(0.1, help="dropout before each residual addition, 0 to 1")
+    attention_dropout: float = flag(0.1, help="dropout on attention probabilities, 0 to 1")
+    init_method_std: float = flag(
+        0.02, help="standard deviation of initial weights; / sqrt(2 layers) at residual outputs"
+    )
+    init_method_xavier_uniform: bool = flag(False, help="draw initial weights from Xavier uniform")
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> Iterator[ConfigError]:
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            yield from _positive(name, getattr(self, name))
+        for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+            if getattr(self, name) is not None:
+                yield from _positive(name, getattr(self, name))
+        for name in ("hidden_dropout", "attention_dropout"):
+            yield from check_field(
+                0 <= getattr(self, name) < 1,
+                name,
+                getattr(self, name),
+                problem="a dropout probability is outside [0, 1)",
+                fix="use a number from 0 up to, not including, 1",
+            )
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.kv_channels is None and heads > 0 and hidden > 0 and hidden % heads:
+            yield ConfigError(
+                "the hidden size does not divide into attention heads",
+                found=f"--hidden-size {hidden}, --num-attention-heads {heads}",
+                fix=f"use --hidden-size {hidden // heads * heads or heads} or "
+                f"{(hidden // heads + 1) * heads}, or give --kv-channels",
+            )
+        groups = self.num_query_groups
+        if groups is not None and groups > 0 and heads > 0 and heads % groups:
+            yield ConfigError(
+                "the query heads cannot be shared out evenly over the key/value heads",
+                found=f"--num-attention-heads {heads}, --num-query-groups {groups}",
+                fix=f"use one of {_divisors(heads)} query groups",
+            )
+        chosen = [
+            flag
+            for flag, on in (
+                ("--swiglu", self.swiglu),
+                (f"--glu-activation {self.glu_activation}", self.glu_activation is not None),
+                ("--squared-relu", self.squared_relu),
+                ("--openai-gelu", self.openai_gelu),
+                ("--onnx-safe", self.onnx_safe),
+            )
+            if on
+        ]
+        if len(chosen) > 1 and not (self.swiglu and self.glu_activation == GluActivation.SWIGLU):
+            yield ConfigError(
+                "more than one activation was asked for",
+                found=", ".join(chosen),
+                fix=f"keep one, for example {chosen[0]}",
+            )
+        if self.position_embedding_type is PositionEmbedding.ROPE and not (
+            0 < self.rotary_percent <= 1
+        ):
+            yield ConfigError(
+                "the rotating share of a head is outside (0, 1]",
+                found=f"--rotary-percent {self.rotary_percent}",
+                fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
+            )
+
+    @property
+    def glu(self) -> GluActivation | None:
+        """The gated unit of the MLP, or None for a plain MLP."""
+        return GluActivation.SWIGLU if self.swiglu else self.glu_activation
+
+    @property
+    def activation(self) -> Activation:
+        """The element-wise function of the MLP; of its gate where there is one."""
+        if self.glu is not None:
+            return _GLU[self.glu]
+        if self.squared_relu:
+            return Activation.SQUARED_RELU
+        return Activation.GELU_ERF if self.onnx_safe else Activation.GELU_TANH
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP's middle; with a gated unit, of each of its two halves."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.swiglu:  # Megatron-LM's rule: 2/3 keeps the parameter count of the plain MLP
+            return max(int(4 * self.hidden_size * 2 / 3) // 64 * 64, 64)
+        return 4 * self.hidden_size
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the word embedding."""
+        return not self.untie_embeddings_and_output_weights
+
+
+def _positive(name: str, value: int) -> Iterator[ConfigError]:
+    yield from check_field(
+        value > 0, name, value, problem="a size is not positive", fix="use a whole number above 0"
+    )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

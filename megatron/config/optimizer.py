@@ -1,0 +1,191 @@
+"""OptimizerConfig and ScheduleConfig: how gradients become updates, and how fast."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.config.fields import check_field, flag, raise_all
+from megatron.errors import ConfigError
+
+
+class OptimizerKind(StrEnum):
+    """Rule that turns a gradient into an update."""
+
+    ADAM = "adam"
+    SGD = "sgd"
+
+
+class DecayStyle(StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    INVERSE_SQUARE_ROOT = "inverse-square-root"
+    WSD = "WSD"
+
+
+class WsdDecayStyle(StrEnum):
+    """Shape of the last part of a warm-up, stable, decay schedule."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    EXPONENTIAL = "exponential"
+    MINUS_SQRT = "minus_sqrt"
+
+
+class WeightDecayStyle(StrEnum):
+    """Shape of the weight decay from its start to its end value."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients become updates."""
+
+    optimizer: OptimizerKind = flag(
+        OptimizerKind.ADAM, help="adam is AdamW (decoupled weight decay); sgd has momentum"
+    )
+    weight_decay: float = flag(0.01, help="decay of weights; biases and norms are never decayed")
+    adam_beta1: float = flag(0.9, help="decay of AdamW's running mean of gradients")
+    adam_beta2: float = flag(0.999, help="decay of AdamW's running mean of squared gradients")
+    adam_eps: float = flag(1e-8, help="added to the root of AdamW's second moment")
+    sgd_momentum: float = flag(0.9, help="momentum of SGD")
+    clip_grad: float = flag(1.0, help="largest global L2 norm of the gradient; 0 does not clip")
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> Iterator[ConfigError]:
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            value = getattr(self, name)
+            yield from check_field(
+                0 <= value < 1,
+                name,
+                value,
+                problem="a decay rate of the optimizer is outside [0, 1)",
+                fix="use a number such as 0.9",
+            )
+        for name in ("weight_decay", "adam_eps", "clip_grad"):
+            value = getattr(self, name)
+            yield from check_field(
+                value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate and weight decay as functions of samples seen."""
+
+    lr: float = flag(help="peak learning rate")
+    min_lr: float = flag(0.0, help="learning rate that decay ends at")
+    lr_decay_style: DecayStyle = flag(DecayStyle.LINEAR, help="shape after warm-up")
+    lr_decay_iters: int | None = flag(
+        None, help="iterations over which it decays; when not set, the whole training"
+    )
+    lr_decay_samples: int | None = flag(
+        None, help="samples over which it decays; when not set, the whole training"
+    )
+    lr_warmup_iters: int = flag(0, help="iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, help="samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(
+        None, help="share of the decay length that is warm-up, 0 to 1"
+    )
+    lr_warmup_init: float = flag(0.0, help="learning rate that warm-up starts from")
+    lr_wsd_decay_style: WsdDecayStyle = flag(
+        WsdDecayStyle.EXPONENTIAL, help="shape of the last part of WSD"
+    )
+    lr_wsd_decay_iters: int | None = flag(None, help="iterations of the last part of WSD")
+    lr_wsd_decay_samples: int | None = flag(None, help="samples of the last part of WSD")
+    start_weight_decay: float | None = flag(
+        None, help="weight decay at the start, with a --weight-decay-incr-style"
+    )
+    end_weight_decay: float | None = flag(
+        None, help="weight decay at the end, with a --weight-decay-incr-style"
+    )
+    weight_decay_incr_style: WeightDecayStyle = flag(
+        WeightDecayStyle.CONSTANT, help="how weight decay goes from start to end"
+    )
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> Iterator[ConfigError]:
+        yield from check_field(
+            self.lr > 0, "lr", self.lr, problem="the learning rate is not positive", fix="try 3e-4"
+        )
+        for name in ("min_lr", "lr_warmup_init"):
+            value = getattr(self, name)
+            yield from check_field(
+                0 <= value <= max(self.lr, 0),
+                name,
+                value,
+                problem="it is not between 0 and the peak learning rate",
+                fix=f"use a number from 0 to {self.lr}",
+            )
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            value = getattr(self, name)
+            yield from check_field(
+                value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
+            )
+        if self.lr_warmup_fraction is not None:
+            yield from check_field(
+                0 <= self.lr_warmup_fraction <= 1,
+                "lr_warmup_fraction",
+                self.lr_warmup_fraction,
+                problem="the warm-up share is outside [0, 1]",
+                fix="use a share such as 0.01",
+            )
+        warmups = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+            if getattr(self, name)
+        ]
+        if len(warmups) > 1:
+            yield ConfigError(
+                "warm-up was given in more than one unit",
+                found=", ".join(warmups),
+                fix=f"keep one, for example {warmups[0]}",
+            )
+        if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
+            yield ConfigError(
+                "the decay length was given in two units",
+                found=f"--lr-decay-iters {self.lr_decay_iters}, "
+                f"--lr-decay-samples {self.lr_decay_samples}",
+                fix="keep the one that fits --train-iters or --train-samples",
+            )
+        for name in (
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                yield from check_field(
+                    value > 0, name, value, problem="it is not positive", fix="use 1 or more"
+                )
+        wsd_length = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
+        if self.lr_decay_style is DecayStyle.WSD and wsd_length == (None, None):
+            yield ConfigError(
+                "a WSD schedule does not know how long its decay is",
+                found="--lr-decay-style WSD without a decay length",
+                fix="add --lr-wsd-decay-iters (a tenth of the training is usual)",
+            )
+        ends = (self.start_weight_decay, self.end_weight_decay)
+        moving = self.weight_decay_incr_style is not WeightDecayStyle.CONSTANT
+        if moving and None in ends:
+            yield ConfigError(
+                "a moving weight decay needs both of its ends",
+                found=f"--weight-decay-incr-style {self.weight_decay_incr_style}",
+                fix="give --start-weight-decay and --end-weight-decay",
+            )
+        if not moving and ends != (None, None):
+            yield ConfigError(
+                "the ends of a moving weight decay were given, but it is constant",
+                found=f"--start-weight-decay {ends[0]}, --end-weight-decay {ends[1]}",
+                fix="add --weight-decay-incr-style linear, or use --weight-decay",
+            )

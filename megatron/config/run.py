@@ -1,0 +1,112 @@
+"""RunConfig: every config group of one run, as one value that can be stored and compared.
+
+The fingerprint is what ranks compare and checkpoints record. The flat view is what `get_args()`
+hands to user programs: it reads, and never writes.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.fields import from_plain, to_plain
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.runtime import LaunchConfig, LoggingConfig
+from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything the user asked for in one run."""
+
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    launch: LaunchConfig
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
+
+    def to_plain(self) -> dict[str, dict[str, Any]]:
+        """Nested JSON values; `from_plain` turns them back exactly."""
+        groups = {name: to_plain(getattr(self, name)) for name in GROUPS}
+        return groups | {"extra": dict(self.extra)}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Mapping[str, Any]]) -> "RunConfig":
+        """Rebuild a config from `to_plain`; a missing group is an error."""
+        missing = sorted(set(GROUPS) - set(values))
+        if missing:
+            raise ConfigError(
+                "a stored run config lacks whole groups",
+                found="no " + ", ".join(missing),
+                fix="read it with the version that wrote it",
+            )
+        groups: dict[str, Any] = {name: from_plain(GROUPS[name], values[name]) for name in GROUPS}
+        return cls(**groups, extra=dict(values.get("extra", {})))
+
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that differ between any two different configs."""
+        text = json.dumps(self.to_plain(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def flat(self) -> "FlatView":
+        """Megatron's flat namespace over the groups, for reading."""
+        return FlatView(self)
+
+
+GROUPS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "tokenizer": TokenizerConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "precision": PrecisionConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "launch": LaunchConfig,
+}
+
+
+class FlatView:
+    """A read-only view of a `RunConfig`: `args.hidden_size`, `args.lr`. Assigning raises."""
+
+    __slots__ = ("_config",)
+
+    def __init__(self, config: RunConfig) -> None:
+        object.__setattr__(self, "_config", config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._config.extra:
+            return self._config.extra[name]
+        for group in GROUPS:
+            if name in {field.name for field in dataclasses.fields(GROUPS[group])}:
+                return getattr(getattr(self._config, group), name)
+        raise AttributeError(f"no flag --{name.replace('_', '-')} in this run")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(
+            "the arguments of a run cannot be changed",
+            found=f"args.{name} = {value!r}",
+            fix="give the flag on the command line, or pass the value as an argument",
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        for group in GROUPS.values():
+            yield from (field.name for field in dataclasses.fields(group))
+        yield from self._config.extra

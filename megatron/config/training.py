@@ -1,0 +1,119 @@
+"""TrainingConfig: batch sizes, how long a run lasts, what ends it, evaluation and recomputation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.config.fields import check_field, flag, raise_all
+from megatron.errors import ConfigError
+
+
+class RecomputeGranularity(StrEnum):
+    """How much of a layer is computed again in the backward pass."""
+
+    FULL = "full"
+
+
+class NonfinitePolicy(StrEnum):
+    """What happens when the loss or the gradient is not finite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Batch sizes, duration, evaluation and what ends a run."""
+
+    micro_batch_size: int = flag(help="samples per forward pass of one data-parallel rank")
+    global_batch_size: int | None = flag(
+        None, help="samples per iteration; when not set one micro-batch per data-parallel rank"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None, help="START INCREMENT SAMPLES: grow the global batch linearly from START"
+    )
+    train_iters: int | None = flag(None, help="iterations to train for")
+    train_samples: int | None = flag(None, help="samples to train for")
+    eval_interval: int = flag(1000, help="iterations between evaluations; 0 for only at the end")
+    eval_iters: int = flag(100, help="global batches per evaluation; 0 turns evaluation off")
+    exit_interval: int | None = flag(None, help="stop at a multiple of this many iterations")
+    exit_duration_in_mins: float | None = flag(None, help="stop after this many minutes")
+    exit_signal_handler: bool = flag(True, help="on SIGTERM save a checkpoint and exit")
+    kill_switch_path: str | None = flag(
+        None, help="save and exit as soon as a file of this name exists"
+    )
+    seed: int = flag(1234, help="seed of initial values, data order and dropout")
+    recompute_granularity: RecomputeGranularity | None = flag(
+        None, help="compute layers again in the backward pass instead of keeping activations"
+    )
+    nonfinite_policy: NonfinitePolicy = flag(
+        NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
+    )
+    nonfinite_limit: int = flag(
+        10, help="iterations in a row that may be skipped under --nonfinite-policy skip"
+    )
+    check_agreement_interval: int = flag(
+        100, help="iterations between comparisons of the counters over ranks; 0 for only at saves"
+    )
+    num_threads: int | None = flag(None, help="CPU threads per rank; when not set, torch's choice")
+
+    def __post_init__(self) -> None:
+        raise_all(self._problems())
+
+    def _problems(self) -> Iterator[ConfigError]:
+        for name in (
+            "micro_batch_size",
+            "global_batch_size",
+            "train_iters",
+            "train_samples",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "num_threads",
+            "nonfinite_limit",
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                yield from check_field(
+                    value > 0, name, value, problem="it is not positive", fix="use 1 or more"
+                )
+        for name in ("eval_interval", "eval_iters", "check_agreement_interval", "seed"):
+            value = getattr(self, name)
+            yield from check_field(
+                value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
+            )
+        if (self.train_iters is None) == (self.train_samples is None):
+            yield ConfigError(
+                "the length of the training must be given exactly once",
+                found="neither --train-iters nor --train-samples"
+                if self.train_iters is None
+                else f"--train-iters {self.train_iters} and --train-samples {self.train_samples}",
+                fix="give one of the two",
+            )
+        ramp = self.rampup_batch_size
+        if ramp is not None:
+            yield from self._ramp_problems(ramp)
+
+    def _ramp_problems(self, ramp: tuple[int, ...]) -> Iterator[ConfigError]:
+        shown = "--rampup-batch-size " + " ".join(map(str, ramp))
+        if len(ramp) != 3 or min(ramp) <= 0:
+            yield ConfigError(
+                "a batch-size ramp is three positive numbers",
+                found=shown,
+                fix="give START INCREMENT SAMPLES, for example --rampup-batch-size 16 8 10000",
+            )
+            return
+        start, increment, _ = ramp
+        end = self.global_batch_size
+        if end is None or start >= end or (end - start) % increment:
+            yield ConfigError(
+                "a batch-size ramp does not arrive at the global batch size",
+                found=f"{shown}, --global-batch-size {end}",
+                fix="use a START below the global batch size and an INCREMENT that divides the "
+                "difference",
+            )
+        if self.train_samples is None:
+            yield ConfigError(
+                "a batch-size ramp needs training measured in samples",
+                found=f"{shown} with --train-iters",
+                fix="give --train-samples instead of --train-iters",
+            )

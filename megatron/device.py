@@ -1,0 +1,128 @@
+"""The device of this process: the only module that names `torch.cuda`.
+
+Everything here works on a CPU-only machine. A device asked for that is not there is an error,
+never a silent fallback.
+"""
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from megatron.errors import MachineError
+
+
+@dataclass(slots=True)
+class _Current:
+    device: torch.device = torch.device("cpu")
+
+
+_CURRENT = _Current()
+
+
+def cuda_is_available() -> bool:
+    """Whether a CUDA device can be used by this build of torch on this machine."""
+    return torch.cuda.is_available()
+
+
+def device_count() -> int:
+    """Number of CUDA devices that this process can see."""
+    return torch.cuda.device_count()
+
+
+def select(kind: str, local_rank: int = 0) -> torch.device:
+    """Make `cpu` or `cuda:<local_rank>` the device of this process and return it."""
+    if kind == "cpu":
+        _CURRENT.device = torch.device("cpu")
+        return _CURRENT.device
+    if not cuda_is_available():
+        raise MachineError(
+            "a CUDA device was asked for and there is none",
+            found=f"torch {torch.__version__}, CUDA build: {torch.version.cuda or 'no'}",
+            fix="use --device cpu --distributed-backend gloo, or install a CUDA build of torch",
+        )
+    if local_rank >= device_count():
+        raise MachineError(
+            "there are more ranks on this node than CUDA devices",
+            found=f"local rank {local_rank}, {device_count()} devices",
+            fix=f"start at most {device_count()} processes per node",
+        )
+    _CURRENT.device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(_CURRENT.device)
+    return _CURRENT.device
+
+
+def current() -> torch.device:
+    """The device of this process; the CPU until `select` says otherwise."""
+    return _CURRENT.device
+
+
+def synchronize() -> None:
+    """Wait until every kernel that was launched has ended."""
+    if _CURRENT.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def bf16_is_supported() -> bool:
+    """Whether bfloat16 arithmetic runs on the current device."""
+    return _CURRENT.device.type == "cpu" or torch.cuda.is_bf16_supported()
+
+
+def get_rng_state() -> torch.Tensor:
+    """State of the current device's default generator, as a CPU uint8 tensor."""
+    if _CURRENT.device.type == "cuda":
+        return torch.cuda.get_rng_state(_CURRENT.device)
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Give the current device's default generator `state` (a CPU uint8 tensor)."""
+    if _CURRENT.device.type == "cuda":
+        torch.cuda.set_rng_state(state, _CURRENT.device)
+    else:
+        torch.set_rng_state(state)
+
+
+def default_generator() -> torch.Generator:
+    """The generator that dropout draws from on the current device."""
+    if _CURRENT.device.type == "cuda":
+        return torch.cuda.default_generators[_CURRENT.device.index]
+    return torch.default_generator
+
+
+def memory_allocated_bytes() -> int:
+    """Bytes in use: by tensors on a GPU, resident in this process on a CPU."""
+    if _CURRENT.device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_bytes() -> int:
+    """The most bytes ever in use: by tensors on a GPU, resident in this process on a CPU."""
+    if _CURRENT.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def name() -> str:
+    """What the device calls itself, for the log."""
+    if _CURRENT.device.type == "cuda":
+        return torch.cuda.get_device_name(_CURRENT.device)
+    return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+class Event:
+    """A moment on the device's own clock; `elapsed_s` waits only for the two moments compared."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def elapsed_s(self, later: "Event") -> float:
+        """Seconds between this moment and `later`."""
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1000

@@ -1,0 +1,105 @@
+"""What can go wrong in a run, by who has to act on it.
+
+Every message has three parts: the problem, what was found (spelled as flags or paths), and a fix
+that works. The exit code tells a scheduler whether to start the same command again.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+
+class MegatronError(Exception):
+    """An error whose message says what is wrong, what was found, and what to do about it."""
+
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False  # may a scheduler start the same command again, unchanged?
+
+    def __init__(self, problem: str, *, found: object = None, fix: str) -> None:
+        self.problem, self.found, self.fix = problem, found, fix
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        if self.found is not None:
+            lines.append(f"found: {self.found}")
+        lines.append(f"fix: {self.fix}")
+        return "\n  ".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would call cls(problem) and lose the keyword-only parts between processes.
+        return (_rebuild, (type(self), self.problem, self.found, self.fix))
+
+
+def _rebuild(kind: type[MegatronError], problem: str, found: object, fix: str) -> MegatronError:
+    return kind(problem, found=found, fix=fix)
+
+
+class ConfigError(MegatronError):
+    """The flags contradict each other, the model they describe, or the machines they ask for."""
+
+    exit_code = 64
+
+
+class DataError(MegatronError):
+    """A dataset on disk is missing, damaged, or not what the flags say it is."""
+
+    exit_code = 65
+
+
+class CheckpointError(MegatronError):
+    """A checkpoint is missing, incomplete, damaged, or of another model."""
+
+    exit_code = 66
+
+
+class NumericsError(MegatronError):
+    """The run itself went wrong: a non-finite loss, diverging replicas."""
+
+    exit_code = 67
+
+
+class NotInitialisedError(MegatronError):
+    """Something was asked for before `initialize_megatron()`, or it was called twice."""
+
+    exit_code = 70
+
+
+class MachineError(MegatronError):
+    """The machine or the cluster failed: a full disk, a missing device, a lost network."""
+
+    exit_code = 75
+    retryable = True
+
+
+class PeerError(MegatronError):
+    """Another rank failed; the reason is in that rank's message."""
+
+    exit_code = 76
+    retryable = True
+
+
+class Finding(NamedTuple):
+    """One thing that a check found wrong; `check` is the check's name, which is its title."""
+
+    check: str
+    error: MegatronError
+
+
+class PreflightError(MegatronError):
+    """Everything that is wrong with one launch, reported together."""
+
+    exit_code = 64
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        count = len(self.findings)
+        super().__init__(
+            f"{count} {'check' if count == 1 else 'checks'} failed before training",
+            fix="see each",
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.problem, *(f"[{check}] {error}" for check, error in self.findings)])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (PreflightError, (self.findings,))
