@@ -1,0 +1,157 @@
+"""One process's membership of every parallel group; built once and passed down explicitly.
+
+The only caller of `new_group`. To torch.distributed a group of `None` means *the whole world*, so
+once processes exist every group here has a real handle, groups of one included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.errors import ConfigError, NotInitialisedError
+from megatron.mpu.topology import Coord, Topology
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share one axis with this process, and the handle to talk to them.
+
+    `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
+    is None only in `ParallelContext.single()`, where no process group exists and our collectives
+    return at once.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has index 0 in the group."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the highest index in the group."""
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """Where this process stands. Immutable; whoever needs a group takes it from here."""
+
+    topology: Topology
+    world: Group
+    tp: Group
+    pp: Group
+    dp: Group
+    model: Group  # tp x pp: one whole replica, for the gradient norm
+    embedding: Group  # first and last stage, which share a tied embedding; else this rank alone
+
+    @classmethod
+    def single(cls) -> "ParallelContext":
+        """The context of a process that runs alone, without torch.distributed."""
+        alone = Group(ranks=(0,), rank=0)
+        return cls(Topology(), alone, alone, alone, alone, alone, alone)
+
+    @classmethod
+    def build(cls, topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> "ParallelContext":
+        """Create every process group of `topology`; all ranks must call this together.
+
+        `timeout` bounds every collective in the groups made here; the world group keeps the one
+        that `init_process_group` was given.
+
+        Raises:
+            NotInitialisedError: there is no process group yet.
+            ConfigError: the topology is for another number of ranks.
+        """
+        if not dist.is_initialized():
+            raise NotInitialisedError(
+                "parallel groups were asked for before the processes found each other",
+                fix="call initialize_megatron() first, or use ParallelContext.single()",
+            )
+        if topology.world_size != dist.get_world_size():
+            raise ConfigError(
+                "the parallel grid is for another number of ranks",
+                found=f"{topology} needs {topology.world_size} ranks, "
+                f"{dist.get_world_size()} were started",
+                fix=f"start {topology.world_size} ranks",
+            )
+        maker = _GroupMaker(timeout)
+        everyone = tuple(range(topology.world_size))
+        ctx = cls(
+            topology,
+            world=Group(everyone, dist.get_rank(), dist.group.WORLD),
+            tp=maker.make(topology.groups("tp")),
+            pp=maker.make(topology.groups("pp")),
+            dp=maker.make(topology.groups("dp")),
+            model=maker.make(topology.groups("pp", "tp")),
+            embedding=maker.make(_ends_of_pipelines(topology)),
+        )
+        if dist.get_backend() == dist.Backend.GLOO:
+            # gloo connects here, NCCL at first use: a rank that went on and ended would close
+            # connections that the others are still making.
+            dist.barrier()
+        return ctx
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.world.rank
+
+    @property
+    def coord(self) -> Coord:
+        """The place of this process in the grid."""
+        return self.topology.coord(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process holds the first pipeline stage."""
+        return self.pp.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process holds the last pipeline stage."""
+        return self.pp.is_last
+
+    def axis(self, name: str) -> Group:
+        """The group of the grid axis called `name`, as in `Partition.axis`."""
+        group: Group = getattr(self, name)
+        return group
+
+
+def _ends_of_pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    pipelines = topology.groups("pp")
+    ends = [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines]
+    return (*ends, *((rank,) for ranks in pipelines for rank in ranks[1:-1]))
+
+
+class _GroupMaker:
+    """Creates process groups, once per set of ranks.
+
+    Axes of size one make the same sets again (at tp = pp = 1 every rank is its own tp, pp, model
+    and embedding group); a second communicator for them would cost memory and start-up time. The
+    world handle is not shared this way, so that groups can be destroyed without it.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def make(self, groups: Sequence[tuple[int, ...]]) -> Group:
+        """This process's group among `groups`; every rank creates all, in the same order."""
+        me = dist.get_rank()
+        for ranks in groups:
+            if ranks not in self._handles:
+                self._handles[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+        mine = next(ranks for ranks in groups if me in ranks)
+        return Group(mine, mine.index(me), self._handles[mine])

@@ -1,0 +1,86 @@
+"""Sends a batch from the first tensor-parallel rank to the others.
+
+Only that rank reads data; the others would read the same samples. A rank without a batch gets
+every tensor on its current device.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron import device
+from megatron.errors import DataError
+from megatron.mpu.collectives import broadcast, broadcast_object
+from megatron.mpu.context import Group
+
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    )
+}
+
+
+class _Entry(NamedTuple):
+    """What a rank must know to receive one tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+    """The batch of the first rank of `group`, on every rank of it, on the current device.
+
+    A header with keys, shapes and dtypes goes first, then one message per dtype. The `batch` of
+    the other ranks is ignored and may be None.
+
+    Raises:
+        DataError: the first rank has no batch, or one with a dtype that cannot be sent. It is
+            raised on every rank, so that none waits for the others.
+    """
+    if group.size == 1 and batch is not None:
+        return batch
+    entries = None if batch is None else [_entry(key, tensor) for key, tensor in batch.items()]
+    header: list[_Entry] | None = broadcast_object(entries, group)
+    if header is None:
+        raise DataError(
+            "the first tensor-parallel rank has no batch to send",
+            found=f"global rank {group.ranks[0]}",
+            fix="pass the batch on the first rank of the group; the others may pass None",
+        )
+    unknown = [f"{entry.key}: {entry.dtype}" for entry in header if entry.dtype not in _DTYPES]
+    if unknown:
+        raise DataError(
+            "a batch holds a tensor whose dtype cannot be sent",
+            found=", ".join(unknown),
+            fix=f"use one of {', '.join(_DTYPES)}",
+        )
+    received: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(entry.dtype for entry in header):
+        same = [entry for entry in header if entry.dtype == dtype]
+        received.update(_broadcast_same_dtype(batch if group.is_first else None, same, group))
+    return {entry.key: received[entry.key] for entry in header}
+
+
+def _entry(key: str, tensor: Tensor) -> _Entry:
+    return _Entry(key, tuple(tensor.shape), str(tensor.dtype))
+
+
+def _broadcast_same_dtype(
+    batch: dict[str, Tensor] | None, entries: list[_Entry], group: Group
+) -> dict[str, Tensor]:
+    sizes = [torch.Size(entry.shape).numel() for entry in entries]
+    flat = torch.empty(sum(sizes), dtype=_DTYPES[entries[0].dtype], device=device.current())
+    if batch is not None:
+        torch.cat([batch[entry.key].reshape(-1).to(flat.device) for entry in entries], out=flat)
+    parts = torch.split(broadcast(flat, group), sizes)
+    return {entry.key: part.view(entry.shape) for entry, part in zip(entries, parts)}

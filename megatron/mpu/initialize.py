@@ -1,0 +1,200 @@
+"""Megatron's accessor names, over the one context of this process.
+
+For entry points and user code that cannot be handed a ParallelContext. Nothing below the training
+edge may import this module. Axes that do not exist here (context, expert) have no accessors.
+"""
+
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.errors import NotInitialisedError
+from megatron.mpu.context import DEFAULT_TIMEOUT, Group, ParallelContext
+from megatron.mpu.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class _Current:
+    context: ParallelContext
+    call_site: str  # where it was made, for the message about a second time
+
+
+_current: _Current | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> ParallelContext:
+    """Build this process's groups and remember them; all ranks must call this together.
+
+    Raises:
+        NotInitialisedError: it was called before, or torch.distributed has no process group yet.
+        ConfigError: the ranks do not divide into whole model replicas.
+    """
+    global _current
+    if _current is not None:
+        raise NotInitialisedError(
+            "model parallelism is already initialised in this process",
+            found=f"first initialised at {_current.call_site}",
+            fix="remove the second call, or call destroy_model_parallel() before it",
+        )
+    if not dist.is_initialized():
+        raise NotInitialisedError(
+            "initialize_model_parallel() was called before the processes found each other",
+            fix="call initialize_megatron() or torch.distributed.init_process_group() first",
+        )
+    topology = Topology.fill(
+        dist.get_world_size(), tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size
+    )
+    caller = traceback.extract_stack(limit=2)[0]
+    context = ParallelContext.build(topology, timeout)
+    _current = _Current(context, f"{caller.filename}:{caller.lineno}")
+    return context
+
+
+def destroy_model_parallel() -> None:
+    """Forget this process's context and end its groups, so that another can be initialised.
+
+    The world process group stays. Does nothing when there is no context.
+    """
+    global _current
+    if _current is None:
+        return
+    context, _current = _current.context, None
+    groups = (context.tp, context.pp, context.dp, context.model, context.embedding)
+    # One handle can serve several groups (see context._GroupMaker).
+    for handle in {id(group.handle): group.handle for group in groups}.values():
+        if handle is not None and dist.is_initialized():
+            dist.destroy_process_group(handle)
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` was called in this process."""
+    return _current is not None
+
+
+def get_parallel_context() -> ParallelContext:
+    """The context of this process; NotInitialisedError before there is one."""
+    if _current is None:
+        raise NotInitialisedError(
+            "model parallelism is not initialised in this process",
+            fix="call initialize_megatron() or initialize_model_parallel() first",
+        )
+    return _current.context
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup:
+    """The group that shares one layer's weights; never None, which would mean the world."""
+    return _handle(get_parallel_context().tp)
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
+    """The group whose ranks hold one replica's stages; never None."""
+    return _handle(get_parallel_context().pp)
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    """The group that holds the same weights for other samples; never None."""
+    return _handle(get_parallel_context().dp)
+
+
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """The group that holds one whole replica (tp x pp); never None."""
+    return _handle(get_parallel_context().model)
+
+
+def get_embedding_group() -> dist.ProcessGroup:
+    """The first and last stage of this pipeline; a group of one in the stages between."""
+    return _handle(get_parallel_context().embedding)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Number of ranks that share one layer's weights."""
+    return get_parallel_context().tp.size
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of pipeline stages."""
+    return get_parallel_context().pp.size
+
+
+def get_data_parallel_world_size() -> int:
+    """Number of model replicas."""
+    return get_parallel_context().dp.size
+
+
+def get_model_parallel_world_size() -> int:
+    """Number of ranks that hold one whole replica."""
+    return get_parallel_context().model.size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """This process's index in its tensor-parallel group."""
+    return get_parallel_context().tp.rank
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This process's pipeline stage."""
+    return get_parallel_context().pp.rank
+
+
+def get_data_parallel_rank() -> int:
+    """This process's replica."""
+    return get_parallel_context().dp.rank
+
+
+def get_model_parallel_rank() -> int:
+    """This process's index within its replica."""
+    return get_parallel_context().model.rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this process's tensor-parallel group."""
+    return get_parallel_context().tp.ranks[0]
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first member of this process's data-parallel group."""
+    return get_parallel_context().dp.ranks[0]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of this pipeline's first stage."""
+    return get_parallel_context().pp.ranks[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of this pipeline's last stage."""
+    return get_parallel_context().pp.ranks[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next stage; the last stage's next is the first."""
+    pp = get_parallel_context().pp
+    return pp.ranks[(pp.rank + 1) % pp.size]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the previous stage; the first stage's previous is the last."""
+    pp = get_parallel_context().pp
+    return pp.ranks[(pp.rank - 1) % pp.size]
+
+
+def is_pipeline_first_stage() -> bool:
+    """Whether this process holds the first pipeline stage."""
+    return get_parallel_context().is_first_stage
+
+
+def is_pipeline_last_stage() -> bool:
+    """Whether this process holds the last pipeline stage."""
+    return get_parallel_context().is_last_stage
+
+
+def _handle(group: Group) -> dist.ProcessGroup:
+    assert group.handle is not None  # noqa: S101  # invariant: build() made every handle
+    return group.handle

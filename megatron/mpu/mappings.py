@@ -1,0 +1,129 @@
+"""Collectives with gradients: the two conjugate pairs of tensor parallelism, and sequence's.
+
+Each function is the identity on a group of one. The names are Megatron's: "tp" functions act on
+the last dimension, "sequence" functions on the first. Sums are of equal dtypes; nothing is cast.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.mpu.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.mpu.context import Group
+
+
+def copy_to_tp(tensor: Tensor, group: Group) -> Tensor:
+    """Use a replicated tensor on every rank of `group`: identity; its gradient is summed."""
+    return tensor if group.size == 1 else _COPY(tensor, group)
+
+
+def reduce_from_tp(tensor: Tensor, group: Group) -> Tensor:
+    """Sum partial results over `group`; the gradient, equal on all ranks, passes unchanged."""
+    return tensor if group.size == 1 else _REDUCE(tensor, group)
+
+
+def scatter_to_tp(tensor: Tensor, group: Group) -> Tensor:
+    """Keep this rank's part [.., n/tp] of a replicated [.., n]; the gradient is gathered."""
+    return tensor if group.size == 1 else _SCATTER(tensor, group)
+
+
+def gather_from_tp(tensor: Tensor, group: Group) -> Tensor:
+    """Concatenate [.., n/tp] into [.., n] on every rank; the gradient's own part is kept."""
+    return tensor if group.size == 1 else _GATHER(tensor, group)
+
+
+def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
+    """Concatenate [s/tp, ..] into [s, ..]; the gradient is summed and split again.
+
+    For an input of split computation, where each rank's gradient is partial (Korthikanti et al.
+    2022, operator g-bar's conjugate).
+    """
+    return tensor if group.size == 1 else _GATHER_SEQUENCE(tensor, group)
+
+
+def reduce_scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
+    """Sum partial [s, ..] over `group` and keep [s/tp, ..]; the gradient is gathered."""
+    return tensor if group.size == 1 else _REDUCE_SCATTER_SEQUENCE(tensor, group)
+
+
+def _own_part(tensor: Tensor, group: Group) -> Tensor:
+    assert tensor.shape[-1] % group.size == 0, tensor.shape  # noqa: S101  # invariant: checked
+    return tensor.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Cloned: autograd may hand the same gradient to other consumers.
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own_part(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group, dim=-1), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(tensor, group, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_part(grad, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(tensor, group, dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.group, dim=0), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(tensor, group, dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group, dim=0), None
+
+
+# Function.apply is untyped in torch; these say what it takes and gives here.
+_Mapping = Callable[[Tensor, Group], Tensor]
+_COPY: _Mapping = _Copy.apply
+_REDUCE: _Mapping = _Reduce.apply
+_SCATTER: _Mapping = _Scatter.apply
+_GATHER: _Mapping = _Gather.apply
+_GATHER_SEQUENCE: _Mapping = _GatherSequence.apply
+_REDUCE_SCATTER_SEQUENCE: _Mapping = _ReduceScatterSequence.apply

@@ -1,0 +1,142 @@
+"""How a parameter is split over a grid axis, and where its values come from: arithmetic only.
+
+A parameter says both in two attributes, `partition` (absent: every rank holds the whole) and
+`init`. Initialisation, clipping, the optimizer and checkpoints read them here and need to know
+nothing else about parallel layers. `copy.deepcopy` of a parameter loses both: build models anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A tensor is cut along `dim` into equal parts, one per index of grid axis `axis`.
+
+    With `blocks` > 1 the dimension is that many blocks one after the other, each of which is cut
+    evenly: a gated MLP's [gate; up] has two, and rank i holds part i of both, concatenated.
+    """
+
+    axis: str = "tp"
+    dim: int = 0
+    blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """The values a parameter starts from, as a rule about the whole parameter.
+
+    `std` belongs to "normal". `xavier_uniform` takes its bounds from the whole shape. Rows beyond
+    `true_rows` are padding and start as zeros (None: no padding).
+    """
+
+    kind: Literal["normal", "zeros", "ones", "xavier_uniform"]
+    std: float = 0.0
+    true_rows: int | None = None
+
+
+class Piece(NamedTuple):
+    """A box of the local tensor and the box of the whole tensor that holds the same values."""
+
+    local: tuple[slice, ...]
+    global_: tuple[slice, ...]
+
+
+def describe(parameter: Tensor, *, init: Init, partition: Partition | None = None) -> None:
+    """Write on `parameter` how it is split (None: replicated) and initialised."""
+    vars(parameter).update(init=init, partition=partition)
+
+
+def partition_of(parameter: Tensor) -> Partition | None:
+    """How `parameter` is split; None when every rank holds the whole of it."""
+    partition: Partition | None = getattr(parameter, "partition", None)
+    return partition
+
+
+def init_of(parameter: Tensor) -> Init | None:
+    """The values `parameter` starts from; None when nobody said."""
+    init: Init | None = getattr(parameter, "init", None)
+    return init
+
+
+def global_shape(
+    local_shape: Sequence[int], partition: Partition | None, size: int
+) -> tuple[int, ...]:
+    """The shape of the whole tensor of which `size` ranks hold parts of `local_shape`."""
+    shape = list(local_shape)
+    if partition is not None:
+        shape[partition.dim] *= size
+    return tuple(shape)
+
+
+def local_shape(
+    global_shape: Sequence[int], partition: Partition | None, size: int
+) -> tuple[int, ...]:
+    """The shape of one of `size` equal parts; ConfigError when they would not be equal."""
+    shape = list(global_shape)
+    if partition is not None:
+        shape[partition.dim] = partition.blocks * _part_length(shape, partition, size)
+    return tuple(shape)
+
+
+def pieces(
+    global_shape: Sequence[int], partition: Partition | None, index: int, size: int
+) -> tuple[Piece, ...]:
+    """The boxes that make up part `index` of `size`; one per block, or the whole if replicated.
+
+    Over all indexes the global boxes hold every element exactly once, and for each index the
+    local boxes tile the local tensor.
+
+    Raises:
+        ConfigError: the dimension does not divide into `blocks * size` equal lengths.
+    """
+    whole = tuple(slice(0, length) for length in global_shape)
+    if partition is None:
+        return (Piece(whole, whole),)
+    part = _part_length(global_shape, partition, size)
+    dim = partition.dim % len(whole)
+
+    def box(start: int) -> tuple[slice, ...]:
+        return (*whole[:dim], slice(start, start + part), *whole[dim + 1 :])
+
+    return tuple(
+        Piece(local=box(block * part), global_=box((block * size + index) * part))
+        for block in range(partition.blocks)
+    )
+
+
+def local_slice(full_tensor: Tensor, partition: Partition | None, index: int, size: int) -> Tensor:
+    """Part `index` of `size` of a whole tensor: a view where one box is enough, else a copy."""
+    boxes = pieces(full_tensor.shape, partition, index, size)
+    if partition is None or len(boxes) == 1:
+        return full_tensor[boxes[0].global_]
+    return torch.cat([full_tensor[box.global_] for box in boxes], dim=partition.dim)
+
+
+def join_slices(locals_: Sequence[Tensor], partition: Partition | None) -> Tensor:
+    """The whole tensor whose parts, in index order, are `locals_`; undoes `local_slice`."""
+    size = len(locals_)
+    full = locals_[0].new_empty(global_shape(locals_[0].shape, partition, size))
+    for index, local in enumerate(locals_):
+        for piece in pieces(full.shape, partition, index, size):
+            full[piece.global_] = local[piece.local]
+    return full
+
+
+def _part_length(shape: Sequence[int], partition: Partition, size: int) -> int:
+    length = shape[partition.dim]
+    if length % (partition.blocks * size):
+        raise ConfigError(
+            "a dimension does not divide evenly over the ranks that share it",
+            found=f"shape {tuple(shape)}, dimension {partition.dim} in {partition.blocks} "
+            f"block(s) over {size} {partition.axis} ranks",
+            fix=f"make the dimension a multiple of {partition.blocks * size}, "
+            f"or use fewer {partition.axis} ranks",
+        )
+    return length // (partition.blocks * size)

@@ -1,0 +1,115 @@
+"""Ends this process within seconds when another rank has failed.
+
+A rank whose peer died sits in a collective until its timeout, minutes later, and then reports the
+timeout instead of the reason. So the first rank to fail writes why into the rendezvous store, and
+a thread in every process looks there once a second.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
+
+from megatron import log
+from megatron.errors import PeerError
+
+_FAILURE = "megatron/first_failure"
+_CLOSED = "megatron/closed"
+_POLL_S = 1.0
+_GRACE_S = 2.0  # for the main thread to end by itself, with a traceback of its own
+_LINGER_S = 5.0  # how long rank 0, which may host the store, waits for the others to close
+_LONGEST_MESSAGE = 4000
+
+
+class Failure(NamedTuple):
+    """The first rank that failed, and what it said."""
+
+    rank: int
+    message: str
+
+
+class PeerWatch:
+    """Tells the other ranks of a failure here, and ends this process after a failure there.
+
+    The watching thread ends the process by `os._exit` with PeerError's exit code: the main thread
+    may be inside a collective that no exception reaches. Make one per process, after the
+    rendezvous, and `close` it before the process group is destroyed.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        # A connection of its own: a main thread that waits in the store would block this one. The
+        # store itself is kept alive, because the one of rank 0 may be the server.
+        self._given = store
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._rank, self._world_size = rank, world_size
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread.start()
+        # A daemon thread that is inside the store while the interpreter shuts down aborts it.
+        atexit.register(self.close)
+
+    def announce(self, error_text: str) -> None:
+        """Tell the other ranks that this one fails; only the first announcement of all counts."""
+        said = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
+        try:
+            self._store.compare_set(_FAILURE, "", said)
+        except RuntimeError as error:  # the store is gone, and with it whoever could read this
+            log.error(f"could not tell the other ranks about this failure: {error}")
+
+    def close(self) -> None:
+        """Stop watching. Rank 0 waits a few seconds for the others, since it may host the store.
+
+        Without that wait, ranks still at work would take its normal end for a failure.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        atexit.unregister(self.close)
+        self._thread.join()
+        with contextlib.suppress(RuntimeError):  # the host may go first now
+            closed = self._store.add(_CLOSED, 1)
+            deadline = time.monotonic() + _LINGER_S
+            while self._rank == 0 and closed < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                closed = self._store.add(_CLOSED, 0)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            error = self._look()
+            if error is not None and not self._closing.wait(_GRACE_S):
+                _end_process(error, self._store)
+
+    def _look(self) -> PeerError | None:
+        """What ends this process: another rank's failure, or the loss of the store."""
+        try:
+            if not self._store.check([_FAILURE]):
+                return None
+            failure = Failure(**json.loads(self._store.get(_FAILURE)))
+        except RuntimeError as error:
+            return PeerError(
+                "the rank that hosts the rendezvous store is gone",
+                found=str(error).splitlines()[0],
+                fix="read the end of rank 0's log; start the job again if its machine failed",
+            )
+        if failure.rank == self._rank:
+            return None
+        return PeerError(
+            f"rank {failure.rank} failed, so this rank ends too",
+            found=f"rank {failure.rank} said: {failure.message}",
+            fix=f"act on the message of rank {failure.rank}",
+        )
+
+
+def _end_process(error: PeerError, store: Store) -> None:
+    log.error(str(error))
+    with contextlib.suppress(RuntimeError):  # the store is gone; there is nobody left to tell
+        store.add(_CLOSED, 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PeerError.exit_code)

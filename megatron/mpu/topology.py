@@ -1,0 +1,100 @@
+"""Which rank holds which coordinate of the parallel grid: arithmetic only, no processes.
+
+The order is Megatron's: tp varies fastest, so that it stays within a node, then dp, then pp. An
+axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here knows how
+many axes there are, so a context- or expert-parallel axis is one more name in each.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from megatron.errors import ConfigError
+
+
+class Coord(NamedTuple):
+    """One rank's place in the grid, slowest axis first."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A pp x dp x tp grid of ranks; tp varies fastest, so it stays within a node."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if any(self.size(axis) < 1 for axis in Coord._fields):
+            raise ConfigError(
+                "a parallel size is not positive",
+                found=f"tp={self.tp} pp={self.pp} dp={self.dp}",
+                fix="use 1 to switch an axis off",
+            )
+
+    @classmethod
+    def fill(cls, world_size: int, *, tp: int, pp: int) -> "Topology":
+        """The grid whose data-parallel size uses up every rank left over by tp and pp.
+
+        Raises:
+            ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
+                never changed to make them fit.
+        """
+        replica = cls(tp=tp, pp=pp).world_size
+        if world_size < 1 or world_size % replica:
+            raise ConfigError(
+                "the ranks do not divide into whole model replicas",
+                found=f"{world_size} ranks, --tensor-model-parallel-size {tp} x "
+                f"--pipeline-model-parallel-size {pp}",
+                fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
+            )
+        return cls(tp=tp, pp=pp, dp=world_size // replica)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        total = 1
+        for axis in Coord._fields:
+            total *= self.size(axis)
+        return total
+
+    def size(self, axis: str) -> int:
+        """Number of coordinates along `axis`."""
+        return int(getattr(self, axis))
+
+    def rank(self, at: Coord) -> int:
+        """The rank that stands at a coordinate; the inverse of `coord`."""
+        rank = 0
+        for axis, index in zip(Coord._fields, at):
+            rank = rank * self.size(axis) + index
+        return rank
+
+    def coord(self, rank: int) -> Coord:
+        """Where a rank stands; the inverse of `rank`."""
+        assert 0 <= rank < self.world_size, rank  # noqa: S101  # invariant: ranks come from this grid
+        indexes: dict[str, int] = {}
+        for axis in reversed(Coord._fields):
+            rank, indexes[axis] = divmod(rank, self.size(axis))
+        return Coord(**indexes)
+
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only along `axes`, in rank order, itself included."""
+        here = self.coord(rank)
+        assert set(axes) <= set(Coord._fields), axes  # noqa: S101  # invariant: our own names
+        ranges = [
+            range(self.size(axis)) if axis in axes else (index,)
+            for axis, index in zip(Coord._fields, here)
+        ]
+        return tuple(self.rank(Coord(*indexes)) for indexes in product(*ranges))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Every set of peers along `axes`: together they hold each rank exactly once."""
+        firsts = (rank for rank in range(self.world_size) if self._leads(rank, axes))
+        return tuple(self.peers(rank, *axes) for rank in firsts)
+
+    def _leads(self, rank: int, axes: tuple[str, ...]) -> bool:
+        return all(getattr(self.coord(rank), axis) == 0 for axis in axes)

@@ -1,0 +1,78 @@
+"""Tests of every collective against arithmetic, in a group that is not the world."""
+
+import pytest
+import torch
+
+from megatron.mpu import collectives
+from tests.distributed.mpu.reference import build
+from tests.support.ranks import run_on_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def collectives_are_arithmetic() -> None:
+    ctx = build(tp=2)  # with 4 ranks: two tp groups, (0, 1) and (2, 3)
+    tp, low = ctx.tp, ctx.tp.ranks[0]
+    mine, theirs = float(ctx.rank), float(ctx.tp.ranks[1 - tp.rank])
+    for dtype in DTYPES:
+        for op, expected in (
+            ("sum", mine + theirs),
+            ("max", max(mine, theirs)),
+            ("min", min(mine, theirs)),
+        ):
+            tensor = torch.full((3,), mine, dtype=dtype)
+            assert collectives.all_reduce(tensor, tp, op=op) is tensor
+            assert tensor.tolist() == [expected] * 3
+        if dtype.is_floating_point:
+            tensor = torch.full((3,), mine, dtype=dtype)
+            assert collectives.all_reduce(tensor, tp, op="mean").tolist() == [low + 0.5] * 3
+        pending = collectives.start_all_reduce(torch.full((3,), mine, dtype=dtype), tp)
+        assert pending.wait().tolist() == [mine + theirs] * 3
+        tensor = torch.full((2,), mine, dtype=dtype)
+        assert collectives.broadcast(tensor, tp, source=1) is tensor
+        assert tensor.tolist() == [low + 1] * 2
+
+
+def gathering_and_scattering_work_along_any_dimension() -> None:
+    tp = build(tp=2).tp
+    for dtype in DTYPES:
+        whole = torch.arange(48).view(4, 2, 6).to(dtype)
+        for dim in (0, 1, 2, -1):
+            part = whole.chunk(2, dim=dim)[tp.rank]  # not contiguous for dim > 0
+            assert torch.equal(collectives.all_gather(part, tp, dim=dim), whole)
+            scattered = collectives.reduce_scatter(whole, tp, dim=dim)
+            assert torch.equal(scattered, 2 * part)
+    scalars = collectives.all_gather(torch.tensor(float(tp.rank)), tp)
+    assert scalars.tolist() == [0.0, 1.0]
+
+
+def strided_and_empty_tensors_are_reduced_in_place() -> None:
+    tp = build(tp=2).tp
+    whole = torch.ones(3, 4)
+    column = whole[:, 1]
+    assert collectives.all_reduce(column, tp) is column
+    collectives.broadcast(whole[:, 2].mul_(5.0 + tp.rank), tp, source=1)
+    assert whole[0].tolist() == [1, 2, 6, 1]
+    assert collectives.all_reduce(torch.empty(0), tp).shape == (0,)
+
+
+def objects_travel() -> None:
+    ctx = build(tp=2)
+    mine = {"rank": ctx.rank}
+    assert collectives.all_gather_object(mine, ctx.tp) == [{"rank": r} for r in ctx.tp.ranks]
+    assert collectives.broadcast_object(mine, ctx.tp, source=1) == {"rank": ctx.tp.ranks[1]}
+    collectives.barrier(ctx.tp)
+    collectives.barrier(ctx.world)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        collectives_are_arithmetic,
+        gathering_and_scattering_work_along_any_dimension,
+        strided_and_empty_tensors_are_reduced_in_place,
+        objects_travel,
+    ],
+)
+def test_collectives(body: object) -> None:
+    run_on_ranks(4, body)

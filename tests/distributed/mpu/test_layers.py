@@ -1,0 +1,133 @@
+"""Tests of the parallel layers: outputs and gradients equal those of the whole layer in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.errors import DataError
+from megatron.mpu.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_with_input_reduction,
+)
+from megatron.mpu.mappings import gather_from_tp
+from megatron.mpu.partition import Init
+from tests.distributed.mpu.reference import EXACT, build, fill, own_part, sample
+from tests.support.ranks import run_on_ranks
+
+NORMAL = Init("normal")
+FP64 = torch.float64
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def column_linear_is_linear(tp: int, blocks: int, gather_output: bool) -> None:
+    ctx = build(tp)
+    layer = ColumnParallelLinear(
+        6, 16, ctx=ctx, init=NORMAL, blocks=blocks, gather_output=gather_output, dtype=FP64
+    )
+    weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
+    hidden, whole_hidden = (sample(5, 2, 6, seed=3).requires_grad_() for _ in range(2))
+    expected, upstream = F.linear(whole_hidden, weight, bias), sample(5, 2, 16, seed=4)
+    expected.backward(upstream)
+
+    def mine(whole: Tensor) -> Tensor:
+        if gather_output:
+            return whole
+        return own_part(whole.permute(2, 0, 1), layer.bias, ctx).permute(1, 2, 0)
+
+    output = layer(hidden)
+    close(output, mine(expected))
+    output.backward(mine(upstream))
+    close(hidden.grad, whole_hidden.grad)
+    close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
+    close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
+
+
+def row_linear_is_linear(tp: int, input_is_parallel: bool) -> None:
+    ctx = build(tp)
+    layer = RowParallelLinear(
+        8, 6, ctx=ctx, init=NORMAL, input_is_parallel=input_is_parallel, dtype=FP64
+    )
+    weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
+    whole = sample(5, 2, 8, seed=3).requires_grad_()
+    expected, upstream = F.linear(whole, weight, bias), sample(5, 2, 6, seed=4)
+    expected.backward(upstream)
+
+    def mine(tensor: Tensor) -> Tensor:
+        return tensor.chunk(tp, dim=-1)[ctx.tp.rank] if input_is_parallel else tensor
+
+    hidden = mine(whole.detach()).clone().requires_grad_()
+    output = layer(hidden)
+    close(output, expected)
+    output.backward(upstream)
+    close(hidden.grad, mine(whole.grad))
+    close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
+    close(layer.bias.grad, bias.grad)  # the same on every rank
+
+
+def embedding_is_a_lookup(tp: int) -> None:
+    ctx = build(tp)
+    table = VocabParallelEmbedding(12, 6, ctx=ctx, true_size=10, init=NORMAL, dtype=FP64)
+    weight = fill(table.weight, ctx, seed=1)
+    ids = torch.tensor([[0, 9, 3], [3, 5, 8]])
+    expected, upstream = F.embedding(ids, weight), sample(2, 3, 6, seed=2)
+    expected.backward(upstream)
+    output = table(ids)
+    assert torch.equal(output, expected)  # one rank's value plus zeros
+    output.backward(upstream)
+    close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
+    with pytest.raises(DataError, match="greater than the highest possible input id"):
+        table(torch.tensor([10]))
+
+
+def tied_logits_and_frozen_inputs(tp: int) -> None:
+    """A weight used twice collects both gradients; a frozen input needs no reduction."""
+    ctx = build(tp)
+    table = VocabParallelEmbedding(12, 6, ctx=ctx, true_size=12, init=NORMAL, dtype=FP64)
+    weight = fill(table.weight, ctx, seed=1)
+    ids, upstream = torch.tensor([[0, 11, 3]]), sample(1, 3, 12, seed=2)
+    F.linear(F.embedding(ids, weight), weight).backward(upstream)
+    logits = linear_with_input_reduction(table(ids), table.weight, None, ctx.tp)
+    gather_from_tp(logits, ctx.tp).backward(upstream)
+    close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
+    frozen = sample(2, 6, seed=3)
+    linear_with_input_reduction(frozen, table.weight, None, ctx.tp).sum().backward()
+    assert frozen.grad is None
+
+
+def two_layers_agree_on_a_grid_with_data_parallelism() -> None:
+    """tp = 2 x dp = 2: each replica's gradients are those of its own samples."""
+    ctx = build(tp=2)
+    up = ColumnParallelLinear(6, 8, ctx=ctx, init=NORMAL, dtype=FP64)
+    down = RowParallelLinear(8, 6, ctx=ctx, init=NORMAL, dtype=FP64)
+    parameters = [up.weight, up.bias, down.weight, down.bias]
+    whole = [fill(parameter, ctx, seed=seed) for seed, parameter in enumerate(parameters)]
+    hidden = sample(3, 2, 6, seed=10 + ctx.dp.rank)
+    F.linear(F.gelu(F.linear(hidden, *whole[:2])), *whole[2:]).square().sum().backward()
+    down(F.gelu(up(hidden))).square().sum().backward()
+    for parameter, reference in zip(parameters, whole):
+        close(parameter.grad, own_part(reference.grad, parameter, ctx))
+
+
+def every_layer(tp: int) -> None:
+    for blocks in (1, 2):
+        for gather_output in (False, True):
+            column_linear_is_linear(tp, blocks, gather_output)
+    for input_is_parallel in (True, False):
+        row_linear_is_linear(tp, input_is_parallel)
+    embedding_is_a_lookup(tp)
+    tied_logits_and_frozen_inputs(tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_layers_equal_the_whole_layers(tp: int) -> None:
+    run_on_ranks(tp, every_layer, tp)
+
+
+def test_two_layers_agree_on_a_grid_with_data_parallelism() -> None:
+    run_on_ranks(4, two_layers_agree_on_a_grid_with_data_parallelism)

@@ -1,0 +1,75 @@
+"""Tests that a rank stuck in a collective ends soon after another rank has failed."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.mpu.collectives import barrier, broadcast_object
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.peers import PeerWatch
+from megatron.mpu.topology import Topology
+from tests.support.ranks import run_on_ranks
+
+SOON_S = 10  # about three seconds by design, and room for a machine under load
+
+
+def store_over_tcp() -> tuple[ParallelContext, dist.TCPStore]:
+    """A store like torchrun's, hosted by rank 0."""
+    ctx = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=1, pp=1))
+    wait = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=wait) if ctx.rank == 0 else None
+    port = broadcast_object(store.port if store else None, ctx.world)
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+    return ctx, store
+
+
+def watch_over_tcp() -> tuple[ParallelContext, PeerWatch]:
+    ctx, store = store_over_tcp()
+    return ctx, PeerWatch(store, ctx.rank, ctx.world.size)
+
+
+def one_fails_and_one_is_stuck(rank_that_fails: int) -> None:
+    ctx, watch = watch_over_tcp()
+    if ctx.rank == rank_that_fails:
+        watch.announce("the disk is full")
+        time.sleep(30)  # alive, so that the other's barrier does not fail by itself
+    barrier(ctx.world)
+
+
+def the_host_of_the_store_dies() -> None:
+    ctx, store = store_over_tcp()
+    watch = PeerWatch(store, ctx.rank, ctx.world.size) if ctx.rank == 1 else None
+    barrier(ctx.world)
+    del store  # on rank 0 this ends the server, as the end of its process would
+    time.sleep(30)
+    del watch
+
+
+def all_end_well() -> None:
+    ctx, watch = watch_over_tcp()
+    if ctx.rank == 1:
+        time.sleep(1.5)  # the host of the store waits for this rank
+    watch.close()
+
+
+@pytest.mark.parametrize("rank_that_fails", [0, 1])
+def test_a_rank_stuck_in_a_barrier_ends_soon(rank_that_fails: int) -> None:
+    stuck = 1 - rank_that_fails
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=f"rank {stuck} of 2 died with exit code 76"):
+        run_on_ranks(2, one_fails_and_one_is_stuck, rank_that_fails)
+    assert time.monotonic() - start < SOON_S
+
+
+def test_a_rank_ends_when_the_host_of_the_store_has_died() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1 of 2 died with exit code 76"):
+        run_on_ranks(2, the_host_of_the_store_dies)
+    assert time.monotonic() - start < SOON_S
+
+
+def test_nobody_is_ended_when_all_end_well() -> None:
+    assert run_on_ranks(2, all_end_well) == [None, None]

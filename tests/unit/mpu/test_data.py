@@ -1,0 +1,20 @@
+"""Tests of batches in a process that runs alone."""
+
+import pytest
+import torch
+
+from megatron.errors import DataError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.data import broadcast_batch
+
+ALONE = ParallelContext.single().tp
+
+
+def test_a_lone_process_keeps_its_batch() -> None:
+    batch = {"text": torch.arange(3)}
+    assert broadcast_batch(batch, ALONE) is batch
+
+
+def test_a_missing_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="first tensor-parallel rank has no batch"):
+        broadcast_batch(None, ALONE)

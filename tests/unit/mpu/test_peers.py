@@ -1,0 +1,61 @@
+"""Tests of the failure watch in one process; the ending of others is a distributed test."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron.mpu.peers import PeerWatch
+
+
+def test_the_first_announcement_is_the_one_that_counts() -> None:
+    store = dist.HashStore()
+    watch = PeerWatch(store, rank=1, world_size=2)
+    watch.announce("disk full")
+    watch.announce("a consequence")
+    assert b"disk full" in store.get("megatron/first_failure")
+    assert watch._look() is None  # its own failure does not end it
+    watch.close()
+
+
+def test_another_ranks_failure_is_named() -> None:
+    store = dist.HashStore()
+    watch, other = (PeerWatch(store, rank=rank, world_size=2) for rank in (0, 1))
+    other.announce("disk full")
+    error = watch._look()
+    assert error is not None
+    assert "rank 1 failed" in error.problem
+    assert "disk full" in str(error.found)
+    other.close()
+    watch.close()
+
+
+def test_closing_waits_for_the_others_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.mpu.peers._LINGER_S", 0.2)
+    watch = PeerWatch(dist.HashStore(), rank=0, world_size=2)
+    start = time.monotonic()
+    watch.close()
+    assert 0.2 <= time.monotonic() - start < 5
+    watch.close()
+
+
+def test_a_lost_store_is_named() -> None:
+    class Lost:
+        def clone(self) -> "Lost":
+            return self
+
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        def compare_set(self, *_: str) -> str:
+            raise dist.DistNetworkError("Broken pipe")
+
+        def add(self, *_: object) -> int:
+            raise dist.DistNetworkError("Broken pipe")
+
+    watch = PeerWatch(Lost(), rank=1, world_size=2)
+    watch.announce("nobody is there to hear this")
+    error = watch._look()
+    assert error is not None
+    assert "hosts the rendezvous store is gone" in error.problem
+    watch.close()

@@ -1,0 +1,86 @@
+"""Tests that recomputation changes no bit, random draws included, and does free memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.mpu.random import RandomStreams
+from megatron.mpu.recompute import recompute
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def block(streams: RandomStreams, x: torch.Tensor, y: torch.Tensor, scale: float) -> Tensors:
+    """Draws from both streams and from the default generator; two outputs."""
+    with streams.fork("replicated"):
+        x = F.dropout(x.exp(), 0.5)
+    with streams.fork("tensor"):
+        x = F.dropout(x * scale, 0.3)
+        with torch.no_grad():
+            noise = torch.rand_like(y)
+    return F.dropout(x * y, 0.2).sin(), (x + y + noise).square()
+
+
+def train(*, recomputing: bool, backwards: int = 1) -> list[torch.Tensor]:
+    """Two blocks forward and backward; every result and every state afterwards."""
+    torch.manual_seed(0)
+    streams = RandomStreams(5)
+    x, y = (torch.randn(64, requires_grad=True) for _ in range(2))
+    a, b = x, y
+    for _ in range(2):
+        if recomputing:
+            a, b = recompute(lambda *inputs: block(streams, *inputs), streams, a, b, 0.7)
+        else:
+            a, b = block(streams, a, b, 0.7)
+    torch.rand(3)
+    for _ in range(backwards):
+        (a.sum() + b.sum()).backward(retain_graph=True)
+    return [a, b, x.grad, y.grad, torch.get_rng_state(), *streams.snapshot().values()]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_results_gradients_and_states_are_bit_equal(backwards: int) -> None:
+    plain = train(recomputing=False, backwards=backwards)
+    recomputed = train(recomputing=True, backwards=backwards)
+    assert all(torch.equal(left, right) for left, right in zip(plain, recomputed, strict=True))
+
+
+def test_a_region_inside_a_fork_is_replayed_too() -> None:
+    def run(recomputing: bool) -> torch.Tensor:
+        streams = RandomStreams(5)
+        x = torch.ones(64, requires_grad=True)
+        with streams.fork("tensor"):
+            if recomputing:
+                y = recompute(lambda x: F.dropout(x.exp(), 0.5).square(), streams, x)
+            else:
+                y = F.dropout(x.exp(), 0.5).square()
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(run(False), run(True))
+
+
+def test_intermediate_tensors_are_not_kept() -> None:
+    saved: list[torch.Size] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(100).exp().sin().cos().view(100, -1).sum(0)
+
+    x = torch.ones(8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        wide(x)
+        plain = sum(shape.numel() for shape in saved)
+        saved.clear()
+        recompute(wide, RandomStreams(0), x)
+    assert plain >= 2400
+    assert sum(shape.numel() for shape in saved) <= 8
+
+
+def test_without_gradients_the_function_is_simply_called() -> None:
+    with torch.no_grad():
+        assert recompute(lambda value, _: value, RandomStreams(0), "text", None) == "text"

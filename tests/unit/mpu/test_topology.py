@@ -1,0 +1,69 @@
+"""Tests of the rank grid: bijection, Megatron's order, refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.mpu.topology import Coord, Topology
+
+sizes = st.integers(1, 4)
+grids = st.builds(Topology, tp=sizes, pp=sizes, dp=sizes)
+axes = st.lists(st.sampled_from(Coord._fields), unique=True)
+
+
+@given(grids)
+def test_coord_inverts_rank(grid: Topology) -> None:
+    assert [grid.rank(grid.coord(r)) for r in range(grid.world_size)] == list(
+        range(grid.world_size)
+    )
+
+
+@given(grids, axes)
+def test_groups_hold_each_rank_once_and_agree_with_peers(grid: Topology, axes: list[str]) -> None:
+    groups = grid.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert all(grid.peers(rank, *axes) == group for rank in group)
+
+
+@given(grids, axes)
+def test_peers_are_the_ranks_with_equal_other_coordinates(grid: Topology, axes: list[str]) -> None:
+    fixed = [axis for axis in Coord._fields if axis not in axes]
+    for rank in range(grid.world_size):
+        here = grid.coord(rank)
+        expected = tuple(
+            other
+            for other in range(grid.world_size)
+            if all(getattr(grid.coord(other), axis) == getattr(here, axis) for axis in fixed)
+        )
+        assert grid.peers(rank, *axes) == expected
+
+
+def test_tp_varies_fastest_then_dp_then_pp() -> None:
+    grid = Topology.fill(16, tp=2, pp=4)
+    assert grid == Topology(tp=2, pp=4, dp=2)
+    assert grid.peers(4, "tp") == (4, 5)
+    assert grid.peers(0, "dp") == (0, 2)
+    assert grid.peers(1, "pp") == (1, 5, 9, 13)
+    assert grid.coord(7) == Coord(pp=1, dp=1, tp=1)
+
+
+def test_fill_refuses_ranks_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match="do not divide into whole model replicas") as caught:
+        Topology.fill(6, tp=2, pp=2)
+    assert "multiple of 4" in caught.value.fix
+    assert "--tensor-model-parallel-size 2" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(("world_size", "tp", "pp"), [(2, 4, 1), (1, 1, 2), (0, 1, 1)])
+def test_fill_never_shrinks_a_size_to_fit(world_size: int, tp: int, pp: int) -> None:
+    with pytest.raises(ConfigError, match="do not divide"):
+        Topology.fill(world_size, tp=tp, pp=pp)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}])
+def test_sizes_must_be_positive(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a parallel size is not positive"):
+        Topology(**sizes)
