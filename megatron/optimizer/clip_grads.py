@@ -1,0 +1,87 @@
+"""Norms and zero counts of tensors that are spread over a model replica.
+
+What every rank holds must count once. A split parameter counts on each tensor-parallel rank, a
+replicated one on the first only, and one that two pipeline stages share (a tied embedding) on the
+first stage that holds it. Sums are in float64, so that a norm hardly depends on the layout.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron import device
+from megatron.mpu.collectives import all_gather_object, all_reduce
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.partition import partition_of
+from megatron.optimizer.grad_buffer import HALF_DTYPES
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ and Megatron have the same
+
+
+def counted_here(
+    named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
+) -> tuple[bool, ...]:
+    """For each parameter, whether this rank is the one that counts it (or its part of it).
+
+    Gathers names over the pipeline group, so all its ranks must call it together.
+    """
+    stages = all_gather_object([name for name, _ in named_parameters], ctx.pp)
+    earlier = {name for names in stages[: ctx.pp.rank] for name in names}
+    return tuple(
+        name not in earlier and (ctx.tp.is_first or partition_of(parameter) is not None)
+        for name, parameter in named_parameters
+    )
+
+
+def global_norm(counted: Sequence[Tensor], ctx: ParallelContext) -> float:
+    """L2 norm of all tensors of a model replica; sums over the model group.
+
+    Norms of single tensors are taken in float32 (float64 for float64). Non-finite values, or a
+    tensor with a norm beyond float32, make the result non-finite.
+
+    Args:
+        counted: the tensors that this rank counts, see `counted_here`.
+    """
+    halves = [tensor for tensor in counted if tensor.dtype in HALF_DTYPES]
+    wide = [tensor for tensor in counted if tensor.dtype not in HALF_DTYPES]
+    total = torch.zeros((), dtype=torch.float64, device=_device_of(counted))
+    for norms in (
+        torch._foreach_norm(halves, 2.0, dtype=torch.float32) if halves else (),
+        torch._foreach_norm(wide, 2.0) if wide else (),
+    ):
+        if norms:
+            total += torch.stack(list(norms)).double().square().sum()
+    return math.sqrt(float(all_reduce(total, ctx.model)))
+
+
+def count_zeros(counted: Sequence[Tensor], ctx: ParallelContext) -> int:
+    """Number of elements that are exactly zero in a model replica; sums over the model group."""
+    total = torch.zeros((), dtype=torch.int64, device=_device_of(counted))
+    for tensor in counted:
+        total += tensor.numel() - torch.count_nonzero(tensor)
+    return int(all_reduce(total, ctx.model))
+
+
+def parameters_norm(
+    named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
+) -> float:
+    """L2 norm of all parameters of the model; gathers over pp and sums over the model group."""
+    counts = counted_here(named_parameters, ctx)
+    return global_norm(
+        [parameter.detach() for (_, parameter), mine in zip(named_parameters, counts) if mine], ctx
+    )
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What to multiply gradients of norm `norm` by so that it is at most `max_norm` (0: no limit).
+
+    min(1, max_norm / (norm + 1e-6)), as in Megatron and torch.
+    """
+    return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else device.current()

@@ -1,0 +1,128 @@
+"""The factor that lifts fp16 gradients out of underflow, and how it follows overflows.
+
+The loss is multiplied by `scale` before backward and the gradients divided by it after. A scaler
+only counts; who found the overflow has to have agreed on it over all ranks, or the scales part.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from megatron.errors import CheckpointError, NumericsError
+
+GROWTH = 2.0
+BACKOFF = 0.5
+
+
+class GradScaler(Protocol):
+    """What an optimizer asks of a loss scale."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss of the next iteration."""
+
+    @property
+    def expects_overflow(self) -> bool:
+        """Whether an overflow now and then is part of how it works."""
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of one iteration."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What has to be kept to go on, as JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state_dict`."""
+
+
+class ConstantGradScaler:
+    """A loss scale that never moves; 1 for every precision that needs none."""
+
+    expects_overflow = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return self._scale
+
+    def update(self, *, overflow: bool) -> None:
+        """Do nothing: it is constant."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Nothing: the flag says it all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Do nothing: a constant scale follows the flag, not the checkpoint."""
+
+
+class DynamicGradScaler:
+    """Halves the loss scale after `hysteresis` overflows, doubles it after a window without one.
+
+    The count of overflows starts anew after every halving and every doubling. (Megatron refills it
+    only at a doubling, so that after the first halving every single overflow halves again.)
+    """
+
+    expects_overflow = True
+
+    def __init__(
+        self, *, initial_scale: float, min_scale: float, growth_interval: int, hysteresis: int
+    ) -> None:
+        self._scale = initial_scale
+        self._min_scale = min_scale
+        self._growth_interval = growth_interval
+        self._hysteresis = hysteresis
+        self._good_iterations = 0
+        self._overflows_left = hysteresis
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss of the next iteration."""
+        return self._scale
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of one iteration; a `NumericsError` if the scale cannot go any lower."""
+        if not overflow:
+            self._good_iterations += 1
+            if self._good_iterations == self._growth_interval:
+                self._move(self._scale * GROWTH)
+            return
+        self._good_iterations = 0
+        self._overflows_left -= 1
+        if self._overflows_left > 0:
+            return
+        if self._scale * BACKOFF < self._min_scale:
+            raise NumericsError(
+                "the gradients overflow although the loss scale is at its minimum",
+                found=f"loss scale {self._scale:g}, --min-loss-scale {self._min_scale:g}",
+                fix="use --bf16, or a lower --lr; the run resumes from its last checkpoint",
+            )
+        self._move(self._scale * BACKOFF)
+
+    def state_dict(self) -> dict[str, float]:
+        """What has to be kept to go on, as JSON values."""
+        return {
+            "scale": self._scale,
+            "good_iterations": self._good_iterations,
+            "overflows_left": self._overflows_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state_dict`; state of another kind of scaler is an error."""
+        if set(state) != set(self.state_dict()):
+            raise CheckpointError(
+                "the checkpoint holds no state of a dynamic loss scale",
+                found=f"fields: {', '.join(sorted(state)) or 'none'}",
+                fix="start with the --fp16 and --loss-scale flags of the run that saved it, or "
+                "use --no-load-optim",
+            )
+        self._scale = float(state["scale"])
+        self._good_iterations = int(state["good_iterations"])
+        self._overflows_left = int(state["overflows_left"])
+
+    def _move(self, scale: float) -> None:
+        self._scale = scale
+        self._good_iterations = 0
+        self._overflows_left = self._hysteresis

@@ -1,0 +1,392 @@
+"""The optimizer: takes summed gradients to new weights, and keeps its state under global names.
+
+A step reads the gradients once for their norm and writes them once: mean over tokens, loss scale
+and clipping are a single factor. Whether a step is taken is agreed on by all ranks. The state that
+leaves here (`named_state`, `scalars`) has the shapes of the local parameters and nothing of torch's
+layout.
+"""
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron import device
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.config.precision import Precision, PrecisionConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import ParallelContext
+from megatron.optimizer.clip_grads import clip_factor, count_zeros, counted_here, global_norm
+from megatron.optimizer.data_parallel import DistributedDataParallel
+from megatron.optimizer.grad_buffer import HALF_DTYPES
+from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.optimizer.param_groups import ParamGroup, param_groups
+
+_NAMES_SHOWN = 5
+_STEPS, _SCALER = "steps", "loss_scaler"
+_MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerReport:
+    """What one step did; the same on all ranks.
+
+    Where replicas hold different gradients, which is an error elsewhere, `grad_norm` is this one's.
+    """
+
+    applied: bool  # the weights have changed
+    finite: bool  # every gradient was finite, and so was their norm
+    grad_norm: float  # of the mean gradient before clipping; inf or nan if not finite
+    loss_scale: float  # that the gradients of this step were made with
+    overflow: bool = False  # not finite under dynamic loss scaling, where it is expected at times
+    num_zeros: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter, and the tensor that the update rule works on: itself or its fp32 master."""
+
+    name: str
+    parameter: Parameter
+    weight: Tensor
+
+
+class MegatronOptimizer(ABC):
+    """Turns the gradients of parameters with global names into an update; see the subclasses.
+
+    All ranks must construct it and call `step` together.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        *,
+        config: OptimizerConfig,
+        scaler: GradScaler,
+        ctx: ParallelContext,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._config = config
+        self._scaler = scaler
+        self._ctx = ctx
+        self._steps = 0
+        by_group = [
+            [
+                _Slot(name, parameter, self._weight_of(parameter))
+                for name, parameter in group.parameters
+            ]
+            for group in self._groups
+        ]
+        self._slots = list(itertools.chain.from_iterable(by_group))
+        pairs = [(slot.name, slot.parameter) for slot in self._slots]
+        self._counted = counted_here(pairs, ctx)
+        self._rule = _update_rule([[slot.weight for slot in slots] for slots in by_group], config)
+        self._set_steps()
+
+    @property
+    def loss_scale(self) -> float:
+        """What to multiply the next loss by before backward; `step` takes it out again."""
+        return self._scaler.scale
+
+    def step(
+        self,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        grad_multiplier: float = 1.0,
+        with_zeros: bool = False,
+    ) -> OptimizerReport:
+        """Update the weights, unless a gradient anywhere is not finite; then nothing changes.
+
+        Reduces over the model group (norm) and the data-parallel group (whether it is finite).
+
+        Args:
+            grad_multiplier: turns the accumulated gradients into those of the mean loss.
+            with_zeros: also count the gradients that are exactly zero.
+
+        Raises:
+            NumericsError: the gradients overflow at the smallest loss scale.
+        """
+        loss_scale = self.loss_scale
+        gradients = [self._gradient(slot) for slot in self._slots]
+        counted = [gradient for gradient, mine in zip(gradients, self._counted) if mine]
+        factor = grad_multiplier / loss_scale
+        norm = global_norm(counted, self._ctx) * factor
+        zeros = count_zeros(counted, self._ctx) if with_zeros else None
+        finite = self._agree_on_finite(norm)
+        self._scaler.update(overflow=not finite)
+        if finite:
+            factor *= clip_factor(norm, self._config.clip_grad)
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            self._update(gradients, learning_rate, weight_decay)
+        return OptimizerReport(
+            applied=finite,
+            finite=finite,
+            grad_norm=norm,
+            loss_scale=loss_scale,
+            overflow=not finite and self._scaler.expects_overflow,
+            num_zeros=zeros,
+        )
+
+    def zero_grad(self) -> None:
+        """Zero the gradients, before the first backward pass of an iteration.
+
+        Parameters in a `GradBuffer` are zeroed there too, in one kernel: prefer its `zero`.
+        """
+        for slot in self._slots:
+            view = getattr(slot.parameter, "main_grad", None)
+            if view is None:
+                slot.parameter.grad = None
+            else:
+                view.zero_()
+
+    def named_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's own tensors, by global name of the parameter and kind.
+
+        Kinds are `exp_avg` and `exp_avg_sq` (adam), `momentum_buffer` (sgd) and `master` (the fp32
+        weights of half-precision parameters). Each has the local shape and the partition of its
+        parameter. They are the live tensors, not copies.
+        """
+        return {slot.name: self._state_of(slot) for slot in self._slots}
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values: the number of updates, and the loss scale."""
+        return {_STEPS: self._steps, _SCALER: self._scaler.state_dict()}
+
+    def load_state(
+        self, named: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]
+    ) -> None:
+        """Go on from `named_state` and `scalars` of an equal optimizer, by copying.
+
+        The model's own weights are not touched: whoever loads masters loads them too.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown or of another shape; nothing was changed.
+        """
+        mine = self.named_state()
+        _check_same_tensors(mine, named)
+        if not isinstance(scalars.get(_STEPS), int) or _SCALER not in scalars:
+            raise CheckpointError(
+                "the checkpoint lacks the optimizer's number of updates or its loss scale",
+                found=f"fields: {', '.join(sorted(scalars)) or 'none'}",
+                fix="resume from another checkpoint, or use --no-load-optim",
+            )
+        self._scaler.load_state_dict(scalars[_SCALER])
+        with torch.no_grad():
+            for name, tensors in mine.items():
+                for kind, tensor in tensors.items():
+                    tensor.copy_(named[name][kind])
+        self._steps = scalars[_STEPS]
+        self._set_steps()
+
+    @abstractmethod
+    def _weight_of(self, parameter: Parameter) -> Tensor:
+        """The tensor that the update rule works on for `parameter`."""
+
+    @abstractmethod
+    def refresh_masters(self) -> None:
+        """Take over weights that were loaded into the model without optimizer state."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Bring the model's parameters up to date with the updated weights."""
+
+    def _gradient(self, slot: _Slot) -> Tensor:
+        gradient = getattr(slot.parameter, "main_grad", None)
+        if gradient is None:
+            gradient = slot.parameter.grad
+        if gradient is None:
+            raise ConfigError(
+                "a parameter has no gradient",
+                found=slot.name,
+                fix="run backward first, and use every parameter in the loss",
+            )
+        return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
+
+    def _agree_on_finite(self, norm: float) -> bool:
+        broken = torch.tensor(int(not math.isfinite(norm)), device=device.current())
+        return not int(all_reduce(broken, self._ctx.dp, op="max"))
+
+    def _update(self, gradients: list[Tensor], learning_rate: float, weight_decay: float) -> None:
+        for group, target in zip(self._groups, self._rule.param_groups):
+            target["lr"] = learning_rate * group.lr_multiplier
+            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        for slot, gradient in zip(self._slots, gradients):
+            slot.weight.grad = gradient
+        self._rule.step()
+        self._steps += 1
+        self._publish()
+
+    def _state_of(self, slot: _Slot) -> dict[str, Tensor]:
+        state = {
+            kind: tensor
+            for kind, tensor in self._rule.state[slot.weight].items()
+            if kind != "step" and isinstance(tensor, Tensor)
+        }
+        return state if slot.weight is slot.parameter else {**state, _MASTER: slot.weight}
+
+    def _set_steps(self) -> None:
+        for state in self._rule.state.values():
+            if "step" in state:
+                state["step"].fill_(self._steps)
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """Updates the parameters themselves, in their own dtype: float32 or float64."""
+
+    def _weight_of(self, parameter: Parameter) -> Tensor:
+        return parameter
+
+    def refresh_masters(self) -> None:
+        """Do nothing: the model's parameters are the only weights."""
+
+    def _publish(self) -> None:
+        """Do nothing: the update was made in place."""
+
+
+class MixedPrecisionOptimizer(MegatronOptimizer):
+    """Updates fp32 masters of half-precision parameters and rounds them into the model.
+
+    The masters remember updates that are too small to show in half precision. Parameters that are
+    in fp32 already have no master.
+    """
+
+    def _weight_of(self, parameter: Parameter) -> Tensor:
+        if parameter.dtype not in HALF_DTYPES:
+            return parameter
+        return parameter.detach().clone().float()
+
+    def refresh_masters(self) -> None:
+        """Take over weights that were loaded into the model without optimizer state."""
+        with torch.no_grad():
+            for slot in self._with_master():
+                slot.weight.copy_(slot.parameter)
+
+    def _publish(self) -> None:
+        slots = self._with_master()
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [slot.parameter for slot in slots], [slot.weight for slot in slots]
+            )
+        for slot in slots:
+            slot.weight.grad = None  # a half-precision gradient was widened for this step only
+
+    def _with_master(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.weight is not slot.parameter]
+
+
+def build_optimizer(
+    parameters: nn.Module | Iterable[tuple[str, Parameter]],
+    *,
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    ctx: ParallelContext,
+) -> MegatronOptimizer:
+    """The optimizer for a module, or for parameters with their global names.
+
+    Gathers names over the pipeline group, so all ranks must call it together.
+
+    Raises:
+        ConfigError: nothing is trainable here, or a parameter is of another precision.
+    """
+    if isinstance(parameters, DistributedDataParallel):
+        parameters = parameters.module  # names without the wrapper's prefix
+    named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
+    groups = param_groups(named)
+    pairs = [pair for group in groups for pair in group.parameters]
+    if not pairs:
+        raise ConfigError(
+            "there is nothing to train on this rank",
+            found="no parameter with requires_grad",
+            fix="give every pipeline stage at least one trainable parameter",
+        )
+    dtype = getattr(torch, precision.precision.value)
+    allowed = {dtype, torch.float32} if precision.precision.is_half else {dtype}
+    odd = [
+        f"{name} ({parameter.dtype})" for name, parameter in pairs if parameter.dtype not in allowed
+    ]
+    if odd:
+        raise ConfigError(
+            "a parameter is not in the precision of the run",
+            found=f"{', '.join(odd[:_NAMES_SHOWN])} in a run in {precision.precision.value}",
+            fix=f"convert the model with .to(torch.{precision.precision.value}) before this",
+        )
+    kind = MixedPrecisionOptimizer if precision.precision.is_half else FP32Optimizer
+    return kind(groups, config=optimizer, scaler=_build_scaler(precision), ctx=ctx)
+
+
+def _build_scaler(precision: PrecisionConfig) -> GradScaler:
+    if precision.precision is not Precision.FP16 or precision.loss_scale is not None:
+        return ConstantGradScaler(precision.loss_scale or 1.0)
+    return DynamicGradScaler(
+        initial_scale=precision.initial_loss_scale,
+        min_scale=precision.min_loss_scale,
+        growth_interval=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+    )
+
+
+def _update_rule(
+    weights_by_group: Sequence[Sequence[Tensor]], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """torch's update rule over `weights_by_group`, with all of its state already there.
+
+    torch makes the state at the first step. Made here, a checkpoint of iteration 0 is like any
+    other, and a lack of memory shows at once. Zeros change no result: the first update of torch
+    starts from zeros too (SGD's momentum from 0 * momentum + gradient).
+    """
+    groups = [{"params": list(weights)} for weights in weights_by_group]
+    weights = [weight for group in weights_by_group for weight in group]
+    fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)
+    fast: dict[str, bool] = {"fused": True} if fused else {"foreach": True}
+    rule: torch.optim.Optimizer
+    kinds: tuple[str, ...]
+    if config.optimizer is OptimizerKind.SGD:
+        rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **fast)
+        kinds = ("momentum_buffer",) if config.sgd_momentum else ()
+    else:
+        betas = (config.adam_beta1, config.adam_beta2)
+        rule = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **fast)
+        kinds = ("exp_avg", "exp_avg_sq")
+    for weight in weights:
+        state: dict[str, Tensor] = {kind: torch.zeros_like(weight) for kind in kinds}
+        if config.optimizer is OptimizerKind.ADAM:
+            # float32 counts exactly to 2^24 updates; fused rules want it beside the weight
+            where = weight.device if fused else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        rule.state[weight] = state
+    return rule
+
+
+def _check_same_tensors(
+    mine: Mapping[str, Mapping[str, Tensor]], given: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    def shapes(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{name}/{kind}": tuple(tensor.shape)
+            for name, tensors in named.items()
+            for kind, tensor in tensors.items()
+        }
+
+    ours, theirs = shapes(mine), shapes(given)
+    wrong = [
+        f"{key}: {theirs.get(key, 'missing')} for {ours.get(key, 'none')}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key)
+    ]
+    if wrong:
+        more = len(wrong) - _NAMES_SHOWN
+        raise CheckpointError(
+            "the checkpoint's optimizer state is not of this model, optimizer and precision",
+            found="; ".join(wrong[:_NAMES_SHOWN]) + (f"; {more} more" if more > 0 else ""),
+            fix="use the --optimizer and precision flags of the run that saved it, or "
+            "--no-load-optim to start with fresh state",
+        )

@@ -1,0 +1,36 @@
+"""Which parameters are decayed, by rule over their global names.
+
+Biases and the weights of norms are never decayed: decay pulls towards zero, and a norm's weight
+belongs near one. The rule looks at dimensions, not at classes, so it needs no list of layers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """Parameters, by global name, that share what multiplies learning rate and weight decay."""
+
+    name: str
+    parameters: tuple[tuple[str, Parameter], ...]
+    weight_decay_multiplier: float = 1.0
+    lr_multiplier: float = 1.0
+
+
+def is_decayed(name: str, parameter: Parameter) -> bool:
+    """Whether weight decay applies: to matrices, and to nothing called a bias."""
+    return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
+
+
+def param_groups(named_parameters: Iterable[tuple[str, Parameter]]) -> tuple[ParamGroup, ...]:
+    """The trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left out."""
+    trainable = [
+        (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
+    ]
+    decayed = tuple(pair for pair in trainable if is_decayed(*pair))
+    spared = tuple(pair for pair in trainable if not is_decayed(*pair))
+    groups = (ParamGroup("decayed", decayed), ParamGroup("not_decayed", spared, 0.0))
+    return tuple(group for group in groups if group.parameters)

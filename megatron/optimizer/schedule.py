@@ -1,0 +1,152 @@
+"""Learning rate and weight decay as pure functions of the samples consumed before an iteration.
+
+The formulas and their edges are Megatron's: everything is measured in samples (iterations times the
+global batch size), and the first iteration runs at the value for 0 samples, which under warm-up is
+`lr_warmup_init`. Nothing here has state, so nothing of it is in a checkpoint.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.config.optimizer import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
+from megatron.errors import ConfigError
+
+
+def learning_rate(
+    config: ScheduleConfig, *, samples: int, total_samples: int, global_batch_size: int
+) -> float:
+    """Learning rate of the iteration that starts when `samples` have been consumed.
+
+    Args:
+        total_samples: samples of the whole training; the decay length when none is given.
+        global_batch_size: turns lengths given in iterations into samples.
+    """
+    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
+    if samples <= warmup:
+        if warmup == 0:
+            return config.lr
+        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / warmup
+    if config.lr_decay_style is DecayStyle.CONSTANT:
+        return config.lr
+    if samples > decay:
+        return config.min_lr
+    if config.lr_decay_style is DecayStyle.INVERSE_SQUARE_ROOT:
+        return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / samples))
+    if config.lr_decay_style is DecayStyle.WSD:
+        stable_until = decay - anneal
+        share = (
+            1.0 if samples <= stable_until else _anneal(config, (samples - stable_until) / anneal)
+        )
+    else:
+        share = _decay(config.lr_decay_style, (samples - warmup) / (decay - warmup))
+    return config.min_lr + share * (config.lr - config.min_lr)
+
+
+def weight_decay(
+    config: ScheduleConfig, constant: float, *, samples: int, total_samples: int
+) -> float:
+    """Weight decay of the iteration that starts when `samples` have been consumed.
+
+    Args:
+        constant: the value when it does not move (`--weight-decay`).
+        total_samples: samples of the whole training, over which it goes from start to end.
+    """
+    start, end = config.start_weight_decay, config.end_weight_decay
+    if config.weight_decay_incr_style is WeightDecayStyle.CONSTANT:
+        return constant
+    assert start is not None  # noqa: S101  # invariant: ScheduleConfig checks it
+    assert end is not None  # noqa: S101  # invariant: ScheduleConfig checks it
+    done = min(samples / total_samples, 1.0)
+    if config.weight_decay_incr_style is WeightDecayStyle.COSINE:
+        done = 0.5 * (math.cos(math.pi * (1 - done)) + 1)
+    return start + done * (end - start)
+
+
+def schedule_problems(
+    config: ScheduleConfig, *, total_samples: int, global_batch_size: int, samples_based: bool
+) -> Iterator[ConfigError]:
+    """Yield what is wrong with a schedule once the length of the training is known.
+
+    A decay that is shorter than the training is fine: the rest runs at `min_lr`.
+
+    Args:
+        samples_based: the training is measured with --train-samples rather than --train-iters.
+    """
+    yield from _unit_problems(config, samples_based)
+    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
+    unit = 1 if samples_based else global_batch_size
+    flags = "samples" if samples_based else "iters"
+    constant = config.lr_decay_style is DecayStyle.CONSTANT
+    length = total_samples if constant else decay
+    if warmup > length:
+        yield ConfigError(
+            "warm-up is longer than the training"
+            if constant
+            else "warm-up is longer than the decay of the learning rate",
+            found=f"warm-up of {warmup / unit:g} {flags}, {length / unit:g} {flags} in all",
+            fix=f"use --lr-warmup-{flags} {length // unit // 10}",
+        )
+    is_wsd = config.lr_decay_style is DecayStyle.WSD
+    if is_wsd and warmup <= length < warmup + anneal:
+        yield ConfigError(
+            "the warm-up and the decay of a WSD schedule overlap",
+            found=f"warm-up of {warmup / unit:g} {flags}, decay of {anneal / unit:g} {flags}, "
+            f"{length / unit:g} {flags} in all",
+            fix=f"use --lr-wsd-decay-{flags} {max(int((length - warmup) // unit), 1)} or less, "
+            "or train longer",
+        )
+    if not is_wsd and (config.lr_wsd_decay_iters or config.lr_wsd_decay_samples):
+        yield ConfigError(
+            "a WSD decay length was given for another schedule",
+            found=f"--lr-decay-style {config.lr_decay_style.value}",
+            fix="use --lr-decay-style WSD, or drop the WSD decay length",
+        )
+
+
+class _Lengths(NamedTuple):
+    """The lengths of a schedule, in samples; a warm-up given as a share may be a fraction."""
+
+    warmup: float
+    decay: int
+    anneal: int  # the last part of WSD
+
+
+def _lengths(config: ScheduleConfig, total_samples: int, global_batch_size: int) -> _Lengths:
+    decay = config.lr_decay_samples or total_samples
+    if config.lr_decay_iters is not None:
+        decay = config.lr_decay_iters * global_batch_size
+    warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
+    if config.lr_warmup_fraction is not None:
+        warmup = config.lr_warmup_fraction * decay
+    anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
+    return _Lengths(warmup, decay, anneal)
+
+
+def _decay(style: DecayStyle | WsdDecayStyle, done: float) -> float:
+    if style.value == "cosine":
+        return 0.5 * (math.cos(math.pi * done) + 1)
+    return 1 - done
+
+
+def _anneal(config: ScheduleConfig, done: float) -> float:
+    if config.lr_wsd_decay_style is WsdDecayStyle.EXPONENTIAL:
+        return (
+            2 * math.pow(0.5, done) - 1
+        )  # from 1 to 0, with half of the way done before the middle
+    if config.lr_wsd_decay_style is WsdDecayStyle.MINUS_SQRT:
+        return 1 - math.sqrt(done)  # Haegele et al. 2024, arXiv 2405.18392
+    return _decay(config.lr_wsd_decay_style, done)
+
+
+def _unit_problems(config: ScheduleConfig, samples_based: bool) -> Iterator[ConfigError]:
+    wrong, right = ("iters", "samples") if samples_based else ("samples", "iters")
+    for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(config, f"{stem}_{wrong}")
+        if value:
+            flag = f"--{stem.replace('_', '-')}"
+            yield ConfigError(
+                f"a length of the schedule is in {wrong} but the training is in {right}",
+                found=f"{flag}-{wrong} {value} with --train-{right}",
+                fix=f"use {flag}-{right}",
+            )

@@ -1,0 +1,229 @@
+"""Tests of megatron.progress."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.errors import CheckpointError, ConfigError
+from megatron.progress import BatchSchedule, Duration, Progress
+
+CONSTANT = BatchSchedule(4, 16, 2)
+RAMP = BatchSchedule(2, 32, 4, rampup=(8, 8, 300))  # 8, 16, 24 for 100 samples each, then 32
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> BatchSchedule:
+    """Any valid schedule with small numbers, with a ramp or without."""
+    micro, parallel, start = (draw(st.integers(1, 4)) for _ in range(3))
+    unit = micro * parallel
+    steps, increment = draw(st.integers(0, 5)), draw(st.integers(1, 3))
+    whole = unit * (start + steps * increment)
+    ramp = (unit * start, unit * increment, draw(st.integers(1, 500))) if steps else None
+    return BatchSchedule(micro, whole, parallel, rampup=ramp)
+
+
+def walk(schedule: BatchSchedule, iterations: int) -> list[int]:
+    """Samples consumed before each iteration, one iteration after the other."""
+    consumed = [0]
+    for _ in range(iterations):
+        consumed.append(consumed[-1] + schedule.global_batch_size_at(consumed[-1]))
+    return consumed
+
+
+def test_progress_counts_one_iteration() -> None:
+    after = Progress().after(samples=16, tokens=160)
+    assert after == Progress(iteration=1, consumed_samples=16, consumed_tokens=160)
+
+
+def test_progress_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Progress().iteration = 3  # type: ignore[misc]
+
+
+def test_a_skipped_iteration_consumes_its_samples_and_counts_as_nonfinite() -> None:
+    once = Progress().after(samples=4, tokens=8, skipped=True)
+    twice = once.after(samples=4, tokens=8, skipped=True)
+    assert (twice.iteration, twice.consumed_samples) == (2, 8)
+    assert (twice.skipped_iterations, twice.nonfinite_in_a_row) == (2, 2)
+    assert twice.after(samples=4, tokens=8).nonfinite_in_a_row == 0
+    assert twice.after(samples=4, tokens=8).skipped_iterations == 2
+
+
+def test_an_expected_overflow_is_skipped_but_not_nonfinite() -> None:
+    after = Progress().after(samples=4, tokens=8, skipped=True, nonfinite=False)
+    assert (after.skipped_iterations, after.nonfinite_in_a_row) == (1, 0)
+
+
+def test_evaluation_consumes_validation_samples_only() -> None:
+    assert Progress().after_evaluation(samples=5) == Progress(consumed_valid_samples=5)
+
+
+@given(st.tuples(*[st.integers(0, 2**50)] * 6))
+def test_progress_survives_json(values: tuple[int, ...]) -> None:
+    progress = Progress(*values)
+    assert Progress.from_plain(json.loads(json.dumps(progress.to_plain()))) == progress
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"iteration": -1}, "iteration=-1"),
+        ({"iteration": 1.5}, "iteration=1.5"),
+        ({"epoch": 3}, "epoch=3"),
+    ],
+)
+def test_a_stored_progress_that_makes_no_sense_is_refused(
+    change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"stored progress(.|\n)*{message}"):
+        Progress.from_plain({**Progress().to_plain(), **change})
+
+
+def test_a_stored_progress_without_a_counter_is_refused() -> None:
+    plain = Progress().to_plain()
+    del plain["consumed_tokens"]
+    with pytest.raises(CheckpointError, match="consumed_tokens=missing"):
+        Progress.from_plain(plain)
+
+
+def test_a_constant_batch_is_constant() -> None:
+    assert [CONSTANT.global_batch_size_at(n) for n in (0, 1, 10**9)] == [16, 16, 16]
+    assert CONSTANT.num_microbatches_at(5) == 2
+    assert CONSTANT.sizes == (16,)
+
+
+def test_a_ramp_grows_as_in_megatron() -> None:
+    at = RAMP.global_batch_size_at
+    assert [at(n) for n in (0, 99, 100, 199, 200, 299, 300, 10**9)] == [
+        8,
+        8,
+        16,
+        16,
+        24,
+        24,
+        32,
+        32,
+    ]
+    assert [RAMP.num_microbatches_at(n) for n in (0, 100, 200, 300)] == [1, 2, 3, 4]
+    assert RAMP.sizes == (8, 16, 24, 32)
+
+
+@given(schedules(), st.integers(0, 2000))
+def test_every_batch_is_whole_micro_batches_and_batches_never_shrink(
+    schedule: BatchSchedule, consumed: int
+) -> None:
+    size = schedule.global_batch_size_at(consumed)
+    assert size == schedule.num_microbatches_at(consumed) * schedule.samples_per_microbatch
+    assert size in schedule.sizes
+    assert schedule.global_batch_size_at(consumed + 1) >= size
+
+
+@given(schedules(), st.integers(0, 80))
+def test_samples_before_an_iteration_are_those_of_a_walk(
+    schedule: BatchSchedule, iterations: int
+) -> None:
+    assert schedule.samples_before(iterations) == walk(schedule, iterations)[-1]
+
+
+@given(schedules(), st.integers(0, 2000))
+@settings(deadline=None)
+def test_iterations_within_samples_are_those_of_a_walk(
+    schedule: BatchSchedule, samples: int
+) -> None:
+    count = sum(consumed <= samples for consumed in walk(schedule, samples)[1:])
+    assert schedule.iterations_within(samples) == count
+
+
+@pytest.mark.parametrize(("size", "fix"), [(18, "16 or 24"), (3, "8$")])
+def test_a_batch_that_does_not_divide_names_the_nearest_sizes(size: int, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"does not divide(.|\n)*use --global-batch-size {fix}"):
+        BatchSchedule(4, size, 2)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "fix"),
+    [
+        ((6, 2, 100), "8 8 100"),
+        ((8, 4, 100), "8 8 100"),
+        ((4, 4, 100), "8 8 100"),
+        ((16, 4, 50), "16 8 50"),
+    ],
+)
+def test_a_ramp_with_an_odd_step_offers_one_that_works(
+    ramp: tuple[int, int, int], fix: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"step of the batch-size ramp(.|\n)*use --rampup-batch-size {fix}"
+    ):
+        BatchSchedule(4, 32, 2, rampup=ramp)
+
+
+@pytest.mark.parametrize("ramp", [(32, 8, 10), (40, 8, 10), (8, 7, 10), (8, 8, 0), (0, 8, 10)])
+def test_a_ramp_that_does_not_arrive_offers_one_that_works(ramp: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="does not arrive") as caught:
+        BatchSchedule(4, 32, 2, rampup=ramp)
+    start, increment, samples = map(int, caught.value.fix.split()[-3:])
+    BatchSchedule(4, 32, 2, rampup=(start, increment, samples))
+
+
+def test_a_ramp_to_a_single_micro_batch_is_told_to_go() -> None:
+    with pytest.raises(ConfigError, match="drop --rampup-batch-size"):
+        BatchSchedule(4, 8, 2, rampup=(4, 4, 100))
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(2, 8),
+    st.tuples(st.integers(-2, 99), st.integers(-2, 30), st.integers(-1, 100)),
+)
+def test_the_ramp_that_an_error_offers_is_accepted(
+    micro: int, parallel: int, batches: int, ramp: tuple[int, int, int]
+) -> None:
+    whole = micro * parallel * batches
+    try:
+        BatchSchedule(micro, whole, parallel, rampup=ramp)
+    except ConfigError as error:
+        offered = tuple(map(int, error.fix.split()[-3:]))
+        BatchSchedule(micro, whole, parallel, rampup=offered)  # type: ignore[arg-type]
+
+
+def test_a_run_in_iterations_ends_after_them() -> None:
+    duration = Duration(CONSTANT, train_iters=10)
+    assert (duration.total_iterations, duration.total_samples) == (10, 160)
+    assert not duration.is_done(Progress(iteration=9, consumed_samples=144))
+    assert duration.is_done(Progress(iteration=10, consumed_samples=160))
+
+
+def test_a_run_in_samples_ends_with_the_last_whole_batch() -> None:
+    duration = Duration(CONSTANT, train_samples=100)
+    assert (duration.total_iterations, duration.total_samples) == (6, 96)
+    assert not duration.is_done(Progress(iteration=5, consumed_samples=80))
+    assert duration.is_done(Progress(iteration=6, consumed_samples=96))
+
+
+def test_a_run_in_samples_looks_at_samples_after_a_change_of_batch_size() -> None:
+    duration = Duration(CONSTANT, train_samples=100)
+    assert duration.is_done(Progress(iteration=1, consumed_samples=96))
+    assert not duration.is_done(Progress(iteration=99, consumed_samples=84))
+
+
+@given(schedules(), st.integers(1, 1000))
+@settings(deadline=None)
+def test_a_run_lasts_as_long_as_it_says(schedule: BatchSchedule, samples: int) -> None:
+    assume(samples >= schedule.global_batch_size_at(0))
+    duration = Duration(schedule, train_samples=samples)
+    progress = Progress()
+    while not duration.is_done(progress):
+        size = schedule.global_batch_size_at(progress.consumed_samples)
+        progress = progress.after(samples=size, tokens=0)
+    assert progress.iteration == duration.total_iterations
+    assert progress.consumed_samples == duration.total_samples <= samples
+
+
+def test_a_training_shorter_than_a_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shorter than one iteration(.|\n)*train-samples 16 or"):
+        Duration(CONSTANT, train_samples=15)
