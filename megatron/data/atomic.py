@@ -1,0 +1,42 @@
+"""Files that appear under their final name complete, or not at all.
+
+A writer fills a temporary name beside the final one, forces it to disk and renames it. What a
+reader would get wrong: the rename is only safe after the fsync, and only lasts after the folder
+has been forced to disk too.
+"""
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+from megatron.errors import MachineError
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that no other process on any node of a shared file system uses."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make the file `temporary`, already forced to disk, appear as `final`, replacing it."""
+    os.replace(temporary, final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        # Some network file systems refuse to sync a folder; the rename itself has happened.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(folder)
+
+
+def write_error(path: Path, error: OSError) -> MachineError:
+    """The error to raise when the operating system refused to write `path`."""
+    return MachineError(
+        f"cannot write {path}",
+        found=f"{error.strerror or error} (errno {error.errno})",
+        fix=f"check free space, quota and permissions of {path.parent}; nothing half-written is "
+        "left behind",
+    )

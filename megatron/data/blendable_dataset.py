@@ -1,0 +1,118 @@
+"""Several datasets as one, mixed by weight in Megatron's greedy order.
+
+The order of the first n samples does not depend on how many follow. What a reader would get
+wrong: weights are shares of *samples drawn*, not of what the components hold; a component that is
+too small for its share is an error here, before training, and never wraps around.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Protocol, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.data.sample_maps import build_blending_indices
+from megatron.errors import ConfigError, DataError
+
+Sample = dict[str, npt.NDArray[np.int64]]
+
+
+class SampleDataset(Protocol):
+    """What loaders and blends need of a dataset."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def __getitem__(self, index: SupportsIndex, /) -> Sample:
+        """One sample; IndexError outside 0..len - 1."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hex digits that are equal exactly where the data and their order are."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if files below were touched since they were opened."""
+        ...
+
+
+class BlendableDataset:
+    """`num_samples` samples drawn from `datasets` in proportion to `weights`.
+
+    Without `num_samples`, as many as all components hold together. Raises ConfigError for weights
+    that are not positive numbers and DataError for a component too small for its share.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float],
+        *,
+        num_samples: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.datasets = list(datasets)
+        names = list(names) if names else [f"component {i}" for i in range(len(datasets))]
+        _check_weights(weights, names)
+        size = sum(len(dataset) for dataset in datasets) if num_samples is None else num_samples
+        self.dataset_index, self.dataset_sample_index = build_blending_indices(weights, size)
+        counts = np.bincount(self.dataset_index, minlength=len(datasets))
+        for name, dataset, wanted in zip(names, datasets, counts.tolist()):
+            if wanted > len(dataset):
+                raise DataError(
+                    f"a component of a blend is too small for its weight: {name}",
+                    found=f"{len(dataset)} samples; {size} samples of the blend want {wanted}",
+                    fix="lower its weight in --data-path, or train on fewer samples",
+                )
+        digest = xxhash.xxh3_128(",".join(dataset.fingerprint() for dataset in datasets).encode())
+        digest.update(np.array(weights, np.float64).data)
+        digest.update(str(size).encode())
+        self._fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        i = operator.index(index)
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a blend of {len(self)} samples")
+        return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]
+
+    def fingerprint(self) -> str:
+        """Hex digits that are equal exactly where the components and the mixture are."""
+        return self._fingerprint
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if a corpus of any component was touched since it was opened."""
+        for dataset in self.datasets:
+            dataset.check_unchanged()
+
+
+def samples_of_component(num_samples: int, weight: float) -> int:
+    """Samples that a blend of `num_samples` asks of a component with this share of them.
+
+    The half percent on top is Megatron's. The greedy order never takes more than
+    `weight * (num_samples - 1) + 1`, so the result always suffices.
+    """
+    return math.ceil(num_samples * weight * 1.005)
+
+
+def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
+    if len(weights) != len(names) or not names:
+        raise ConfigError(
+            "a blend needs one weight per dataset and at least one dataset",
+            found=f"{len(weights)} weights, {len(names)} datasets",
+            fix="write --data-path WEIGHT PREFIX WEIGHT PREFIX ...",
+        )
+    for name, weight in zip(names, weights):
+        if not math.isfinite(weight) or weight <= 0:
+            raise ConfigError(
+                f"a weight of a blend is not a positive number: {name}",
+                found=weight,
+                fix="use weights above zero; leave out what should not be drawn",
+            )

@@ -1,0 +1,204 @@
+"""Sample indices kept on disk: built once, published whole, verified on every load.
+
+The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a
+stale entry cannot be found. What a reader would get wrong: a damaged entry is no error, because
+it can be built again from the corpus; it is announced and rebuilt. The caller says who builds and
+how ranks wait for each other; a rank that does not see the builder's file (node-local disks)
+builds its own, which has the same bytes.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron import log
+from megatron.data import atomic
+from megatron.errors import ConfigError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Description = Mapping[str, str | int | float]
+
+_FORMAT_VERSION = 1
+_READ_BYTES = 8 * 2**20
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+
+
+def fingerprint(description: Description) -> str:
+    """32 hex digits of the xxh3-128 of `description` as canonical JSON."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(dict(description), sort_keys=True).encode())
+
+
+def cache_folders(prefix: str, cache_path: str | None = None) -> tuple[Path, ...]:
+    """Where indices of the corpus `prefix` may lie, in the order in which they are tried.
+
+    The value of --data-cache-path alone when there is one; else a folder beside the corpus, else
+    one in the home directory for corpora on read-only file systems.
+    """
+    if cache_path is not None:
+        return (Path(cache_path),)
+    beside = Path(os.path.abspath(prefix)).parent / "index-cache"
+    return (beside, Path.home() / ".cache" / "megatron-verified" / "index-cache")
+
+
+class CachedIndex:
+    """Read-only arrays mapped from the files of one cache entry; pickles as their paths."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = dict(files)
+        self._arrays: dict[str, npt.NDArray[Any]] = {
+            key: np.load(path, mmap_mode="r", allow_pickle=False) for key, path in files.items()
+        }
+
+    def __getitem__(self, key: str) -> npt.NDArray[Any]:
+        return self._arrays[key]
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The file behind each array."""
+        return dict(self._files)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (CachedIndex, (self._files,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexCache:
+    """A place for indices and this rank's part in filling it.
+
+    `wait` is a barrier over every rank that calls with the same arguments; each call of
+    `load_or_build` reaches it exactly once, also when building fails.
+    """
+
+    folders: tuple[Path, ...]
+    is_builder: bool = True
+    wait: Callable[[], None] = lambda: None
+
+    def load_or_build(
+        self, name: str, description: Description, *, build: Callable[[], Arrays]
+    ) -> CachedIndex:
+        """The arrays that `build` returns for `description`, from the cache if it has them."""
+        stem = f"{name}-{fingerprint(description)}"
+        if self.is_builder:
+            try:
+                return self._load(stem, description) or self._publish(stem, description, build())
+            finally:
+                self.wait()
+        self.wait()
+        found = self._load(stem, description)
+        if found is None:
+            log.warning_once(
+                "index_cache",
+                f"the index {stem} of the building rank is not visible on this one under "
+                f"{self.folders[0]}; it is built here too",
+            )
+            found = self._publish(stem, description, build())
+        return found
+
+    def _load(self, stem: str, description: Description) -> CachedIndex | None:
+        for folder in self.folders:
+            manifest = folder / f"{stem}.json"
+            if not manifest.exists():
+                continue
+            try:
+                return CachedIndex(_verified_files(folder, stem, description))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+                log.warning(f"the index {manifest} is damaged ({error}); it is built again")
+        return None
+
+    def _publish(self, stem: str, description: Description, arrays: Arrays) -> CachedIndex:
+        refused = []
+        for folder in self.folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = _write_entry(folder, stem, description, arrays)
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE:
+                    raise atomic.write_error(folder / stem, error) from error
+                refused.append(f"{folder}: {error.strerror}")
+                continue
+            if refused:
+                log.warning_once(
+                    f"index_cache {folder}",
+                    f"sample indices cannot be kept in {refused[0]}; they go to {folder}",
+                )
+            return CachedIndex(files)
+        raise ConfigError(
+            "there is no folder to keep sample indices in",
+            found="; ".join(refused),
+            fix="give a writable folder with --data-cache-path",
+        )
+
+
+def _verified_files(folder: Path, stem: str, description: Description) -> dict[str, Path]:
+    """The files of an entry; raises ValueError and its like for whatever is not as written."""
+    manifest = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    if manifest["format_version"] != _FORMAT_VERSION:
+        raise ValueError(f"format_version {manifest['format_version']}")
+    if manifest["description"] != dict(description):
+        raise ValueError("it describes another index")
+    files = {}
+    for key, said in manifest["arrays"].items():
+        files[key] = _array_file(folder, stem, key)
+        size = files[key].stat().st_size
+        if size != said["bytes"]:
+            raise ValueError(f"{files[key].name} has {size} bytes, not {said['bytes']}")
+        if _checksum(files[key]) != said["xxh3_128"]:
+            raise ValueError(f"{files[key].name} has another checksum")
+    return files
+
+
+def _write_entry(
+    folder: Path, stem: str, description: Description, arrays: Arrays
+) -> dict[str, Path]:
+    """Publish each array, then the manifest: an entry without one does not exist."""
+    files, said = {}, {}
+    for key, array in arrays.items():
+        files[key] = _array_file(folder, stem, key)
+        temporary = atomic.temporary_name(files[key])
+        try:
+            with open(temporary, "wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            said[key] = {"bytes": temporary.stat().st_size, "xxh3_128": _checksum(temporary)}
+            atomic.publish(temporary, files[key])
+        finally:
+            temporary.unlink(missing_ok=True)
+    content = {
+        "format_version": _FORMAT_VERSION,
+        "description": dict(description),
+        "arrays": said,
+    }
+    manifest = folder / f"{stem}.json"
+    temporary = atomic.temporary_name(manifest)
+    try:
+        with open(temporary, "w", encoding="utf-8") as text:
+            json.dump(content, text, indent=1, sort_keys=True)
+            text.flush()
+            os.fsync(text.fileno())
+        atomic.publish(temporary, manifest)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return files
+
+
+def _array_file(folder: Path, stem: str, key: str) -> Path:
+    if not key.isidentifier():
+        raise ValueError(f"{key!r} is no name of an array")
+    return folder / f"{stem}-{key}.npy"
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

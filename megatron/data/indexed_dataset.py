@@ -1,0 +1,456 @@
+"""The corpus format of Megatron: `P.idx` (sizes, offsets) and `P.bin` (tokens), read and written.
+
+Opening checks every number of the index against the length of both files, so a damaged or
+mismatched pair is refused before the first token is read. Tokens are read with `pread` from a
+held descriptor, not through a mapping: a file that is cut short later gives an error that names
+the offset, never SIGBUS. What a reader would get wrong: an *item* is an entry of `sizes`; a
+*document* is a range of items in `doc_idx`; GPT corpora have one item per document.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+import os
+import shutil
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, SupportsIndex, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.data import atomic
+from megatron.data.corpus_metadata import (
+    CorpusMetadata,
+    metadata_file_path,
+    read_metadata,
+    write_metadata,
+)
+from megatron.data.corpus_paths import (
+    both_files_exist,
+    data_file_path,
+    index_file_path,
+    refuse_suffix,
+    require_regular_file,
+)
+from megatron.data.index_file import (
+    Stamp,
+    changed,
+    code_of,
+    damaged,
+    open_to_read,
+    read_index,
+    write_index,
+)
+from megatron.errors import DataError, MachineError
+
+__all__ = [
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "best_fitting_dtype",
+    "data_file_path",
+    "index_file_path",
+    "make_builder",
+]
+
+Tokens = npt.NDArray[np.integer]
+
+_COPY_BYTES = 8 * 2**20
+_LARGEST_ITEM = np.iinfo(np.int32).max  # sizes are int32 in the format
+
+
+def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[np.int32]:
+    """The token type that Megatron's tools choose for a vocabulary: uint16 below 65500 ids.
+
+    The threshold is 65500 and not 65536 for the sake of corpora that exist; the builder checks
+    every id against the type anyway.
+    """
+    return np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32
+
+
+class MMapIndexedDataset:
+    """A corpus of token sequences, read by item number; checked whole when it is opened.
+
+    Raises DataError when the pair of files is missing, damaged, or not one corpus.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        refuse_suffix(self.prefix)
+        for path in (index_file_path(self.prefix), data_file_path(self.prefix)):
+            require_regular_file(self.prefix, path)
+        index = read_index(index_file_path(self.prefix))
+        self.dtype = index.dtype
+        self.sizes = index.sizes  # int32 [items], tokens per item
+        self.doc_idx = index.doc_idx  # int64 [documents + 1], first item of each document
+        self.num_tokens = int(self.sizes.sum(dtype=np.int64))
+        self._pointers = index.pointers
+        self._index_stamp = index.stamp
+        self._descriptor = open_to_read(data_file_path(self.prefix))
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        self._data_stamp = Stamp.of(os.fstat(self._descriptor))
+        self._check_length_of_data()
+        self.metadata: CorpusMetadata | None = read_metadata(self.prefix)
+        self._check_counts_of_metadata()
+
+    @staticmethod
+    def exists(prefix: str) -> bool:
+        """Whether both files of the corpus `prefix` are there."""
+        return both_files_exist(prefix)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __repr__(self) -> str:
+        return (
+            f"MMapIndexedDataset({self.prefix!r}: {len(self)} items, {self.num_tokens} tokens, "
+            f"{self.dtype.name})"
+        )
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Tokens: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tokens]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Tokens | list[Tokens]:
+        """The tokens of one item, or of each item of a slice, as arrays that the caller owns."""
+        if isinstance(index, slice):
+            return [self.get(item) for item in range(*index.indices(len(self)))]
+        return self.get(index)
+
+    def __iter__(self) -> Iterator[Tokens]:
+        return (self.get(item) for item in range(len(self)))
+
+    def get(self, idx: SupportsIndex, offset: int = 0, length: int | None = None) -> Tokens:
+        """`length` tokens of item `idx` from `offset` on; to its end when no length is given.
+
+        Raises IndexError outside the item: nothing is cut short and no index counts from the end.
+        """
+        item = operator.index(idx)
+        if not 0 <= item < len(self.sizes):
+            raise IndexError(f"item {item} of {self.prefix}, which has {len(self)} items")
+        size = int(self.sizes[item])
+        count = size - offset if length is None else length
+        if offset < 0 or count < 0 or offset + count > size:
+            raise IndexError(
+                f"tokens [{offset}, {offset + count}) of item {item} of {self.prefix}, "
+                f"which has {size} tokens"
+            )
+        return self._read(int(self._pointers[item]) + offset * self.dtype.itemsize, count)
+
+    def fingerprint(self) -> str:
+        """32 hex digits that change when the sizes, the documents or the lengths of files do.
+
+        The tokens themselves are not read, so this costs one pass over the index.
+        """
+        digest = xxhash.xxh3_128()
+        digest.update(f"{self.dtype.str} {len(self)} {self._data_stamp.size_bytes}".encode())
+        digest.update(self.sizes.view(np.uint8).data)
+        digest.update(self.doc_idx.view(np.uint8).data)
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if either file was touched or replaced since it was opened."""
+        for path, before in (
+            (index_file_path(self.prefix), self._index_stamp),
+            (data_file_path(self.prefix), self._data_stamp),
+        ):
+            try:
+                now = Stamp.of(os.stat(path))
+            except OSError as error:
+                raise changed(path, f"{error.strerror}") from error
+            if now != before:
+                raise changed(path, f"at opening {before}, now {now}")
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"prefix": self.prefix, "fingerprint": self.fingerprint()}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        MMapIndexedDataset.__init__(self, state["prefix"])
+        if self.fingerprint() != state["fingerprint"]:
+            raise changed(self.prefix, "another index than the process that sent this dataset has")
+
+    def _read(self, start_bytes: int, count: int) -> Tokens:
+        tokens = np.empty(count, self.dtype)
+        if count == 0:
+            return tokens
+        view = tokens.data.cast("B")
+        done = 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._descriptor, [view[done:]], start_bytes + done)
+            except OSError as error:
+                raise MachineError(
+                    f"cannot read {data_file_path(self.prefix)} at byte {start_bytes + done}",
+                    found=f"{error.strerror} (errno {error.errno})",
+                    fix="check the disk or the network file system, then start again",
+                ) from error
+            if got == 0:
+                raise changed(
+                    data_file_path(self.prefix),
+                    f"end of file at byte {start_bytes + done}, where "
+                    f"{len(view) - done} more bytes were when it was opened",
+                )
+            done += got
+        return tokens
+
+    def _check_length_of_data(self) -> None:
+        expected = self.num_tokens * self.dtype.itemsize
+        if self._data_stamp.size_bytes != expected:
+            raise damaged(
+                data_file_path(self.prefix),
+                "the token file has another length than its index says",
+                expected=f"{expected} bytes ({self.num_tokens} {self.dtype.name} tokens)",
+                found=f"{self._data_stamp.size_bytes} bytes",
+                fix="copy both files again: one was cut short, or they are of different corpora",
+            )
+
+    def _check_counts_of_metadata(self) -> None:
+        if self.metadata is None:
+            return
+        said = (self.metadata.num_items, self.metadata.num_documents, self.metadata.num_tokens)
+        found = (len(self), len(self.doc_idx) - 1, self.num_tokens)
+        if said != found:
+            raise damaged(
+                metadata_file_path(self.prefix),
+                "the sidecar describes another corpus",
+                expected=f"(items, documents, tokens) {said}",
+                found=found,
+                fix=f"remove it, or copy the one that belongs to {self.prefix}.bin",
+            )
+
+
+class MMapIndexedDatasetBuilder:
+    """Writes one corpus item by item; memory grows by 4 bytes per item and 8 per document.
+
+    As a context manager it finalizes when the block ends and leaves nothing when the block fails.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike = np.int32,
+        *,
+        metadata: CorpusMetadata | None = None,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype: np.dtype[np.integer] = np.dtype(dtype).newbyteorder("<")  # type: ignore[assignment]  # code_of
+        code_of(self.dtype)  # refuses a type without a code before anything is written
+        self._metadata = metadata
+        self._sizes = array("i")
+        self._doc_idx = array("q", [0])
+        self._num_tokens = 0
+        self._data_path = Path(data_file_path(self.prefix))
+        self._index_path = Path(index_file_path(self.prefix))
+        self._refuse_bad_prefix()
+        self._temporary = atomic.temporary_name(self._data_path)
+        try:
+            self._file = open(self._temporary, "wb")  # noqa: SIM115  # closed by _discard
+        except OSError as error:
+            raise atomic.write_error(self._data_path, error) from error
+        self._discard = weakref.finalize(self, _discard, self._file, self._temporary, os.getpid())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and self._discard.alive:
+                self.finalize()
+        finally:
+            self._discard()
+
+    def add_item(self, tokens: Sequence[int] | npt.ArrayLike) -> None:
+        """Append one item (a document, or a sentence of one).
+
+        Raises DataError if an id does not fit the token type: a plain cast would wrap it.
+        """
+        ids = _as_token_array(tokens)
+        limits = np.iinfo(self.dtype)
+        if len(ids) and (int(ids.min()) < limits.min or int(ids.max()) > limits.max):
+            raise DataError(
+                f"a token id does not fit the type of the corpus {self.prefix}",
+                found=f"ids {ids.min()}..{ids.max()} in item {len(self._sizes)}; "
+                f"{self.dtype.name} holds {limits.min}..{limits.max}",
+                fix="build with the dtype of best_fitting_dtype(size of the vocabulary with every "
+                "added token)",
+            )
+        if len(ids) > _LARGEST_ITEM:
+            raise DataError(
+                "an item is longer than the format can say",
+                found=f"{len(ids)} tokens; at most {_LARGEST_ITEM}",
+                fix="split the document",
+            )
+        self._write(ids.astype(self.dtype, copy=False).tobytes())
+        self._sizes.append(len(ids))
+        self._num_tokens += len(ids)
+
+    def end_document(self) -> None:
+        """Close the current document: the items since the last call are one document."""
+        self._doc_idx.append(len(self._sizes))
+
+    def add_document(
+        self, tokens: Sequence[int] | npt.ArrayLike, lengths: Sequence[int] | None = None
+    ) -> None:
+        """Append a whole document: one item, or one item per length in `lengths`."""
+        ids = _as_token_array(tokens)
+        borders = np.cumsum([0, *(lengths if lengths is not None else [len(ids)])])
+        if borders[-1] != len(ids) or (np.diff(borders) < 0).any():
+            raise DataError(
+                "the lengths of a document's items do not add up to its tokens",
+                found=f"lengths {list(lengths or [])}, {len(ids)} tokens",
+                fix="pass one length per sentence, of the tokens in the order given",
+            )
+        for start, stop in itertools.pairwise(borders):
+            self.add_item(ids[start:stop])
+        self.end_document()
+
+    def merge_file_(self, prefix: str) -> None:
+        """Append the corpus `prefix` whole, as its items and documents are."""
+        if Path(prefix).resolve() == Path(self.prefix).resolve():
+            raise DataError(
+                "a merge may not read the corpus that it writes",
+                found=prefix,
+                fix="give the merged corpus a name of its own",
+            )
+        other = MMapIndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise DataError(
+                "corpora of different token types cannot be merged",
+                found=f"{prefix} has {other.dtype.name}, {self.prefix} has {self.dtype.name}",
+                fix="preprocess both with the same tokenizer",
+            )
+        self._require_closed_document()
+        offset = len(self._sizes)
+        copied = self._file.tell()
+        try:
+            with open(data_file_path(prefix), "rb") as source:
+                shutil.copyfileobj(source, self._file, _COPY_BYTES)
+            copied = self._file.tell() - copied
+        except OSError as error:
+            raise atomic.write_error(self._data_path, error) from error
+        if copied != other.num_tokens * self.dtype.itemsize:
+            raise DataError(
+                f"the corpus {prefix} changed while it was merged",
+                found=f"{copied} bytes; expected {other.num_tokens * self.dtype.itemsize}",
+                fix="wait until it is complete, then merge again",
+            )
+        self._sizes.frombytes(other.sizes.tobytes())
+        self._doc_idx.frombytes((other.doc_idx[1:] + offset).tobytes())
+        self._num_tokens += other.num_tokens
+
+    def finalize(self) -> None:
+        """Write the index, force both files to disk and give them their names."""
+        if not self._discard.alive:
+            raise DataError(
+                f"the corpus {self.prefix} is already finished or given up",
+                fix="make a new builder",
+            )
+        if self._num_tokens == 0:
+            raise DataError(
+                f"the corpus {self.prefix} would hold nothing",
+                found=f"{len(self._sizes)} items without a token",
+                fix="check that the input has text under the key that was asked for",
+            )
+        self._require_closed_document()
+        temporary_index = atomic.temporary_name(self._index_path)
+        try:
+            _sync_and_close(self._file)
+            with open(temporary_index, "wb") as file:
+                write_index(
+                    file,
+                    self.dtype,
+                    np.frombuffer(self._sizes, np.int32),
+                    np.frombuffer(self._doc_idx, np.int64),
+                )
+                _sync_and_close(file)
+            # No moment may show new tokens with an old index, or the other way round.
+            self._index_path.unlink(missing_ok=True)
+            Path(metadata_file_path(self.prefix)).unlink(missing_ok=True)
+            atomic.publish(self._temporary, self._data_path)
+            if self._metadata is not None:
+                write_metadata(self.prefix, self._with_counts(self._metadata))
+            atomic.publish(temporary_index, self._index_path)
+        except OSError as error:
+            raise atomic.write_error(self._data_path, error) from error
+        finally:
+            temporary_index.unlink(missing_ok=True)
+            self._discard()
+
+    def _refuse_bad_prefix(self) -> None:
+        refuse_suffix(self.prefix)
+        if not self._data_path.parent.is_dir():
+            raise DataError(
+                f"the folder of the corpus {self.prefix} does not exist",
+                found=str(self._data_path.parent),
+                fix=f"mkdir -p {self._data_path.parent}",
+            )
+
+    def _require_closed_document(self) -> None:
+        if self._doc_idx[-1] != len(self._sizes):
+            raise DataError(
+                f"the last document of {self.prefix} was never closed",
+                found=f"{len(self._sizes) - self._doc_idx[-1]} items after the last end_document()",
+                fix="call end_document() after the items of each document",
+            )
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._discard()
+            raise atomic.write_error(self._data_path, error) from error
+
+    def _with_counts(self, metadata: CorpusMetadata) -> CorpusMetadata:
+        return dataclasses.replace(
+            metadata,
+            num_items=len(self._sizes),
+            num_documents=len(self._doc_idx) - 1,
+            num_tokens=self._num_tokens,
+        )
+
+
+def make_builder(
+    prefix: str, *, vocab_size: int | None, metadata: CorpusMetadata | None = None
+) -> MMapIndexedDatasetBuilder:
+    """A builder whose token type is Megatron's choice for a vocabulary of `vocab_size` ids."""
+    return MMapIndexedDatasetBuilder(prefix, best_fitting_dtype(vocab_size), metadata=metadata)
+
+
+def _as_token_array(tokens: Sequence[int] | npt.ArrayLike) -> npt.NDArray[np.integer]:
+    array = np.asarray(tokens)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            "tokens are a flat sequence of integers",
+            found=f"shape {array.shape}, type {array.dtype}",
+            fix="pass the list of ids of one item",
+        )
+    return array
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _discard(file: BinaryIO, temporary: Path, owner: int) -> None:
+    """Close and remove what was not published; after a publication nothing is left to remove."""
+    if os.getpid() != owner:
+        return  # a forked child dropped its copy of the builder; the file is the parent's
+    with contextlib.suppress(OSError):  # a full disk refuses the last buffer; the file goes anyway
+        file.close()
+    temporary.unlink(missing_ok=True)

@@ -1,0 +1,154 @@
+"""A torch DataLoader over one rank's micro-batches.
+
+What a reader would get wrong: torch turns an error of a worker process into a RuntimeError, which
+would lose the exit code and the fix; here a MegatronError arrives as itself, with the worker's
+traceback as a note. Drawing a loader's seed leaves the global generators alone, so a resumed run
+sees the same random numbers.
+"""
+
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from megatron import device, log
+from megatron.data.blendable_dataset import SampleDataset
+from megatron.data.data_samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
+from megatron.errors import ConfigError, DataError, MegatronError
+
+_WORKER_TIMEOUT_S = 600  # a worker that is silent for so long hangs on its file system
+
+Batch = dict[str, torch.Tensor]
+
+
+class MicrobatchLoader(data.DataLoader[Any]):
+    """A DataLoader of `{"text": int64 [b, s + 1]}` whose workers' errors keep their class."""
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # narrower than torch's
+        for batch in super().__iter__():
+            if isinstance(batch, _Failure):
+                batch.error.add_note(f"in a data-loader worker:\n{batch.trace}")
+                raise batch.error
+            yield batch
+
+
+def build_data_loader(
+    dataset: SampleDataset,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int,
+    kind: str = "single",
+    seed: int = 1234,
+) -> MicrobatchLoader:
+    """The micro-batches of one data-parallel rank from `consumed_samples` on.
+
+    `kind` is "single" (stored order, once) or "cyclic" (a new order each epoch; one iteration is
+    the rest of an epoch). The sampler is bound to the length that `dataset` has now.
+    """
+    sampler: MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+    if kind == "single":
+        sampler = MegatronPretrainingSampler(
+            total_samples=len(dataset),
+            consumed_samples=consumed_samples,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+        )
+    elif kind == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(
+            total_samples=len(dataset),
+            consumed_samples=consumed_samples,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=data_parallel_rank,
+            data_parallel_size=data_parallel_size,
+            seed=seed,
+        )
+    else:
+        raise ConfigError(
+            "an unknown kind of data loader",
+            found=f"--dataloader-type {kind}",
+            fix="use single or cyclic",
+        )
+    _check_workers(num_workers)
+    return MicrobatchLoader(
+        _BatchReader(dataset),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=device.current().type == "cuda",
+        timeout=_WORKER_TIMEOUT_S if num_workers else 0,
+        # Without its own generator every iteration would draw from the one that dropout uses.
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+make_data_loader = build_data_loader
+
+
+class _Failure(NamedTuple):
+    error: MegatronError
+    trace: str
+
+
+class _BatchReader(data.Dataset[Any]):
+    """Reads whole micro-batches, so that a failure can travel as data."""
+
+    def __init__(self, dataset: SampleDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch | _Failure:
+        try:
+            return _stack([self.dataset[index] for index in indices])
+        except MegatronError as error:
+            if data.get_worker_info() is None:
+                raise
+            return _Failure(error, traceback.format_exc())
+
+
+def _stack(samples: Sequence[dict[str, np.ndarray[Any, Any]]]) -> Batch:
+    """One tensor per key, with the samples along the first dimension."""
+    shapes = sorted({str({key: value.shape for key, value in s.items()}) for s in samples})
+    if len(shapes) > 1:
+        raise DataError(
+            "the samples of one micro-batch have different shapes",
+            found=" and ".join(shapes),
+            fix="build every component of a blend with the same --seq-length",
+        )
+    return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _check_workers(num_workers: int) -> None:
+    if num_workers < 0:
+        raise ConfigError(
+            "a loader cannot have a negative number of workers",
+            found=f"--num-workers {num_workers}",
+            fix="use --num-workers 0 to read in the training process",
+        )
+    # macOS has no affinity; there every processor may be used.
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    if num_workers > usable:
+        log.warning_once(
+            "num_workers",
+            f"--num-workers {num_workers} per loader, but this process may use {usable} CPUs",
+        )

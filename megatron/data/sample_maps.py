@@ -1,0 +1,168 @@
+"""The index loops of the sample orders: a compiled module when built, NumPy twins always.
+
+Both fill arrays allocated here, so type and shape cannot differ; a property test holds the bytes
+equal. What a reader would get wrong: row i of a sample index is the position of token
+`i * seq_length` of the stream, so neighbouring rows share one token.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron import log
+
+try:
+    import megatron.data._sample_maps as _built
+except ImportError:
+    _built = None
+
+_INTERFACE = 1  # of csrc/data/sample_maps.cpp; a module built from older source is not used
+_MOST_INT32 = np.iinfo(np.int32).max
+_CHUNK_ROWS = 2**22  # bounds the temporaries of the twin to some hundred megabytes
+
+Rows = npt.NDArray[np.signedinteger]  # int32 or int64
+Components = npt.NDArray[np.unsignedinteger]  # uint8 or uint16
+
+
+def compiled_is_used() -> bool:
+    """Whether the compiled module is there and was built from this source."""
+    return _built is not None and getattr(_built, "INTERFACE", None) == _INTERFACE
+
+
+def build_sample_idx(
+    sizes: npt.NDArray[np.int32],
+    doc_idx: npt.NDArray[np.integer],
+    *,
+    seq_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+) -> Rows:
+    """Where each sample starts: (position in `doc_idx`, token offset), [samples + 1, 2].
+
+    Sample i holds the `seq_length + 1` tokens from row i to row i + 1, both included; its last
+    token is the first of sample i + 1. The rows are int32 when `doc_idx` is short enough for it.
+    """
+    sizes, doc_idx, rows = _prepare_sample_idx(
+        sizes, doc_idx, seq_length, num_epochs * tokens_per_epoch
+    )
+    if compiled_is_used():
+        _built.fill_sample_idx(sizes, doc_idx, seq_length, rows)
+    else:
+        _say_that_the_twin_serves()
+        _fill_sample_idx(sizes, doc_idx, seq_length, rows)
+    return rows
+
+
+def build_sample_idx_with_numpy(
+    sizes: npt.NDArray[np.int32],
+    doc_idx: npt.NDArray[np.integer],
+    *,
+    seq_length: int,
+    num_epochs: int,
+    tokens_per_epoch: int,
+) -> Rows:
+    """The NumPy twin of `build_sample_idx`."""
+    sizes, doc_idx, rows = _prepare_sample_idx(
+        sizes, doc_idx, seq_length, num_epochs * tokens_per_epoch
+    )
+    _fill_sample_idx(sizes, doc_idx, seq_length, rows)
+    return rows
+
+
+def build_blending_indices(
+    weights: npt.ArrayLike, size: int
+) -> tuple[Components, npt.NDArray[np.int64]]:
+    """Component of each of `size` samples and the sample's number within that component.
+
+    Greedy: sample k comes from the component i that maximises w_i * max(k, 1) - count_i. Weights
+    are normalised here. Components are uint8 up to 256 of them, uint16 above.
+    """
+    shares, chosen, within = _prepare_blend(weights, size)
+    if compiled_is_used():
+        counts = np.zeros(len(shares), np.int64)
+        _built.fill_blending_indices(shares, chosen, within, counts)
+    else:
+        _say_that_the_twin_serves()
+        _fill_blending_indices(shares, chosen, within)
+    return chosen, within
+
+
+def build_blending_indices_with_python(
+    weights: npt.ArrayLike, size: int
+) -> tuple[Components, npt.NDArray[np.int64]]:
+    """The Python twin of `build_blending_indices`."""
+    shares, chosen, within = _prepare_blend(weights, size)
+    _fill_blending_indices(shares, chosen, within)
+    return chosen, within
+
+
+def _prepare_sample_idx(
+    sizes: npt.NDArray[np.int32], doc_idx: npt.NDArray[np.integer], seq_length: int, tokens: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.integer], Rows]:
+    """Check the inputs, make them contiguous and aligned, and allocate the rows."""
+    if seq_length < 1 or tokens < 1:
+        raise ValueError(f"seq_length {seq_length} and {tokens} tokens: both must be 1 or more")
+    wide = doc_idx.dtype == np.int64
+    doc_idx = np.require(doc_idx, np.int64 if wide else np.int32, ["C", "A"])
+    # The index of a corpus is an unaligned view of its file; compiled code must not see that.
+    sizes = np.require(sizes, np.int32, ["C", "A"])
+    if len(doc_idx) == 0 or int(doc_idx.min()) < 0 or int(doc_idx.max()) >= len(sizes):
+        raise ValueError(f"doc_idx must name documents 0..{len(sizes) - 1}")
+    in_stream = sum(
+        int(sizes[doc_idx[start : start + _CHUNK_ROWS]].sum(dtype=np.int64))
+        for start in range(0, len(doc_idx), _CHUNK_ROWS)
+    )
+    if in_stream != tokens:
+        raise ValueError(f"doc_idx names {in_stream} tokens, not {tokens}")
+    fits = len(doc_idx) <= _MOST_INT32
+    num_samples = (tokens - 1) // seq_length
+    return sizes, doc_idx, np.zeros((num_samples + 1, 2), np.int32 if fits else np.int64)
+
+
+def _fill_sample_idx(
+    sizes: npt.NDArray[np.int32], doc_idx: npt.NDArray[np.integer], seq_length: int, rows: Rows
+) -> None:
+    """Row i lies in the first document that ends after token i * seq_length."""
+    ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
+    for start in range(1, len(rows), _CHUNK_ROWS):
+        stop = min(start + _CHUNK_ROWS, len(rows))
+        tokens = np.arange(start, stop, dtype=np.int64) * seq_length
+        positions = np.searchsorted(ends, tokens, side="right")
+        rows[start:stop, 0] = positions
+        rows[start:stop, 1] = tokens - (ends[positions] - sizes[doc_idx[positions]])
+
+
+def _prepare_blend(
+    weights: npt.ArrayLike, size: int
+) -> tuple[npt.NDArray[np.float64], Components, npt.NDArray[np.int64]]:
+    shares = np.array(weights, np.float64)
+    if shares.ndim != 1 or not 1 <= len(shares) <= 2**16:
+        raise ValueError(f"weights of shape {shares.shape}: between 1 and 65536 components")
+    if not np.isfinite(shares).all() or (shares < 0).any() or shares.sum() <= 0 or size < 0:
+        raise ValueError(f"weights {shares.tolist()}, size {size}")
+    shares /= shares.sum()
+    chosen: Components = np.zeros(size, np.uint8 if len(shares) <= 2**8 else np.uint16)
+    return shares, chosen, np.zeros(size, np.int64)
+
+
+def _fill_blending_indices(
+    shares: npt.NDArray[np.float64], chosen: Components, within: npt.NDArray[np.int64]
+) -> None:
+    """Each choice depends on all before it, so this is a loop; plain floats beat small arrays."""
+    weights: list[float] = shares.tolist()
+    counts = [0] * len(weights)
+    for k in range(len(chosen)):
+        drawn = float(max(k, 1))
+        lags = [weight * drawn - count for weight, count in zip(weights, counts)]
+        best = lags.index(max(lags))
+        chosen[k] = best
+        within[k] = counts[best]
+        counts[best] += 1
+
+
+def _say_that_the_twin_serves() -> None:
+    what = "is not built" if _built is None else "was built from other source"
+    log.warning_once(
+        "sample_maps",
+        f"megatron.data._sample_maps {what}; the NumPy twin serves (same order, slower): "
+        "python setup.py build_ext --inplace builds it",
+    )
