@@ -1,0 +1,131 @@
+"""Files that are on the disk when we say so: write, flush, fsync, close, and only then rename.
+
+Any error on the way is a failed write; after a failed fsync the same descriptor is never tried
+again, because a second fsync may report success for data that is lost. Digests are of the bytes
+handed over, not of what is read back.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import xxhash
+
+from megatron.errors import CheckpointError
+
+_CHUNK_BYTES = 4 << 20
+
+
+class DurableFile:
+    """A new file that is written once from start to end and is durable after `close`.
+
+    Leaving the `with` block by an exception closes the file without calling it durable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = xxhash.xxh3_128()
+        self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115
+        self.bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        with _naming(self._path):
+            while view:
+                done = self._file.write(view)  # unbuffered: may take only a part
+                view = view[done:]
+                self.bytes += done
+
+    @property
+    def xxh3(self) -> str:
+        """The xxh3-128 digest of everything written so far, in hexadecimal."""
+        return str(self._hash.hexdigest())
+
+    def __enter__(self) -> "DurableFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file, _naming(self._path):
+            if kind is None:
+                os.fsync(self._file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What the system says about a descriptor does not name the file; we do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make a new durable file with `data` in it."""
+    with DurableFile(path) as file:
+        file.write(data)
+
+
+def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
+    """Put `data` at `path` so that a reader sees the old content or the new, never a part."""
+    beside = path.with_name(f".{path.name}.{suffix}")
+    try:
+        write_file(beside, data)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in `path` durable; a rename is not before this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Bytes and xxh3-128 digest of a file, read in chunks."""
+    total, digest = 0, xxhash.xxh3_128()
+    buffer = bytearray(_CHUNK_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            total += count
+    return total, str(digest.hexdigest())
+
+
+_FIXES = {
+    errno.ENOSPC: "free space there, or save to another disk",
+    errno.EDQUOT: "free space within your quota, or save to another disk",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or save to another file system",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this user the right to it",
+    errno.EROFS: "mount it writable, or use another folder",
+    errno.EIO: "the disk fails: use another one",
+    errno.ENOENT: "make sure that it is on a file system that every rank sees",
+}
+
+
+def from_os_error(error: OSError, doing: str) -> CheckpointError:
+    """What the operating system refused, as an error that says what to do."""
+    name = errno.errorcode.get(error.errno or 0, "?")
+    return CheckpointError(
+        f"{doing} failed: {error.strerror or error}",
+        found=f"{name} at {error.filename or 'a file that was being written'}",
+        fix=_FIXES.get(error.errno or 0, "see what the system says about that path"),
+    )

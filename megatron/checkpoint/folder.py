@@ -1,0 +1,283 @@
+"""The folder that --save and --load name: iterations, the tracker file, staging, retention.
+
+    SAVE/iter_0000100/                        a whole checkpoint; it appears by one rename
+    SAVE/latest_checkpointed_iteration.txt    "100"; replaced by rename, last of all
+    SAVE/.iter_0000100.partial-1f3a5c7e/      a save under way, or one that crashed
+
+One process works on a folder at a time; who that is, and what the others think of it, is
+`storage`'s business. No torch here.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import durable, manifest, verify
+from megatron.errors import CheckpointError, MachineError, MegatronError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7}|[1-9]\d{7,})")
+_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
+_TRACKER_BESIDE = re.compile(re.escape(f".{TRACKER}.") + "[0-9a-f]{8}")
+_ANY_CHECKPOINT = re.compile(r"iter_\d+|release|global_step\d+.*|latest|mp_rank_\d+.*")
+_TRACKER_BYTES = 64
+
+
+def iteration_name(iteration: int) -> str:
+    """The name of the folder of one iteration: `iter_0000100`."""
+    return f"iter_{iteration:07d}"
+
+
+def iterations(folder: Path) -> list[int]:
+    """The iterations that have a folder of exactly the right name, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(_ITERATION.fullmatch(entry.name), entry) for entry in os.scandir(folder)]
+    return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
+
+
+def never_held_a_checkpoint(folder: str | Path) -> bool:
+    """Whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever there.
+
+    True for a folder that does not exist, and for one in which only a first save was cut short.
+    """
+    folder = Path(folder)
+    if not os.path.lexists(folder):
+        return True
+    if not folder.is_dir():
+        return False
+    for name in os.listdir(folder):
+        moved = _LEFTOVER.fullmatch(name)
+        if name == TRACKER or _ANY_CHECKPOINT.fullmatch(name) or (moved and moved[2] != "partial"):
+            return False
+    return True
+
+
+def latest_iteration(folder: str | Path) -> int:
+    """The iteration that the tracker file names.
+
+    Raises:
+        CheckpointError: there is no such folder, it never held a checkpoint, its tracker is
+            missing or not a number, or the iteration it names is not there.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise _no_folder(folder)
+    present = iterations(folder)
+    try:
+        with open(folder / TRACKER, "rb") as file:
+            text = file.read(_TRACKER_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        raise _no_tracker(folder, present) from None
+    if text == "release":
+        raise CheckpointError(
+            "the tracker file names a release checkpoint, which this program does not read",
+            found=f"{folder / TRACKER}",
+            fix="convert it first, or load a folder that this program wrote",
+        )
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise CheckpointError(
+            "the tracker file does not hold an iteration number",
+            found=f"{text!r} in {folder / TRACKER}; {_listed(present)}",
+            fix=_tracker_fix(folder, present),
+        )
+    if int(text) not in present:
+        raise missing_iteration(folder, int(text))
+    return int(text)
+
+
+def _no_folder(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        "the folder to load a checkpoint from does not exist",
+        found=str(folder),
+        fix="check the path after --load, and that its disk is mounted",
+    )
+
+
+def _no_tracker(folder: Path, present: list[int]) -> CheckpointError:
+    if present:
+        return CheckpointError(
+            "the tracker file is missing beside existing checkpoints",
+            found=f"no {TRACKER} in {folder}; {_listed(present)}",
+            fix=_tracker_fix(folder, present),
+        )
+    if never_held_a_checkpoint(folder):
+        return CheckpointError(
+            "the folder to load from has never held a checkpoint",
+            found=str(folder),
+            fix="check the path after --load; to start from random weights leave --load out",
+        )
+    return CheckpointError(
+        "the folder holds no checkpoint of this program",
+        found=f"{folder} with {', '.join(sorted(os.listdir(folder))[:5])}",
+        fix="convert what is there first, or load a folder that this program wrote",
+    )
+
+
+def missing_iteration(folder: Path, iteration: int) -> CheckpointError:
+    """The error for an iteration that is not in `folder`, or a folder that is not there."""
+    if not folder.is_dir():
+        return _no_folder(folder)
+    name = iteration_name(iteration)
+    aside = [entry for entry in os.listdir(folder) if entry.startswith(f".{name}.replaced-")]
+    present = iterations(folder)
+    if aside:
+        fix = f"a save was cut short while it replaced it: mv {folder / aside[0]} {folder / name}"
+    elif present:
+        fix = _tracker_fix(folder, present)
+    else:
+        fix = "check the path after --load"
+    return CheckpointError(
+        f"iteration {iteration} is not in the checkpoint folder",
+        found=f"no {name} in {folder}; {_listed(present)}",
+        fix=fix,
+    )
+
+
+def _listed(present: list[int]) -> str:
+    if not present:
+        return "no iterations there"
+    return "iterations there: " + ", ".join(str(iteration) for iteration in present[-8:])
+
+
+def _tracker_fix(folder: Path, present: list[int]) -> str:
+    if not present:
+        return f"remove {folder / TRACKER} if the folder is to start anew"
+    return f"check the newest and name it: echo {present[-1]} > {folder / TRACKER}"
+
+
+def probe_writable(folder: str | Path) -> MegatronError | None:
+    """Why a checkpoint could not be written to `folder`; None when a small file went all the way.
+
+    The file is written, made durable, renamed and removed. A missing folder is made and stays.
+    """
+    folder = Path(folder)
+    probe = folder / f".probe-{secrets.token_hex(8)}"
+    moved = probe.with_suffix(".moved")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.write_file(probe, b"probe")
+        probe.rename(moved)
+        durable.sync_directory(folder)
+        moved.unlink()
+    except OSError as error:
+        for path in (probe, moved):
+            _unlink_quietly(path)
+        found = durable.from_os_error(error, "writing to the folder for checkpoints")
+        return MachineError(found.problem, found=found.found, fix=found.fix)
+    return None
+
+
+def _unlink_quietly(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # the probe's own error is the one to tell
+        log.debug(f"{path} is left behind: {error}")
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """CheckpointError when the file system of `folder` has not `needed` bytes for this user."""
+    state = os.statvfs(folder)
+    free = state.f_bavail * state.f_frsize
+    if free < needed:
+        raise CheckpointError(
+            "the disk has no room for the next checkpoint",
+            found=f"{needed:,} bytes needed, {free:,} free on the file system of {folder}",
+            fix="free space, save to another disk, or keep fewer checkpoints (--keep-last 2)",
+        )
+
+
+def make_stage(folder: Path, iteration: int) -> Path:
+    """A new empty folder to write iteration `iteration` into, invisible to readers."""
+    stage = folder / f".{iteration_name(iteration)}.partial-{secrets.token_hex(4)}"
+    stage.mkdir()
+    return stage
+
+
+def commit(stage: Path, iteration: int) -> Path:
+    """Make the finished `stage` the checkpoint of `iteration`; readers see the former or this one.
+
+    A checkpoint of the same iteration is moved aside first and removed after; it is never
+    deleted before the new one is in place.
+    """
+    folder = stage.parent
+    final = folder / iteration_name(iteration)
+    token = stage.name[-8:]
+    aside = folder / f".{final.name}.replaced-{token}"
+    durable.sync_directory(stage)
+    replaces = final.exists()
+    if replaces:
+        final.rename(aside)
+    try:
+        stage.rename(final)
+    except OSError:
+        if replaces:
+            aside.rename(final)
+        raise
+    durable.sync_directory(folder)
+    durable.replace_file(folder / TRACKER, f"{iteration}\n".encode(), suffix=token)
+    if replaces:
+        remove(aside)
+    return final
+
+
+def remove(directory: Path) -> None:
+    """Delete a folder that readers no longer see; what resists is said and left behind."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        log.warning(f"{directory} could not be removed ({error}); remove it by hand")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what crashed saves left behind, and put back a checkpoint they had moved aside.
+
+    Only folders whose names match exactly. Nobody else may be saving to `folder`.
+    """
+    for entry in sorted(os.listdir(folder)):
+        match = _LEFTOVER.fullmatch(entry)
+        path = folder / entry
+        if _TRACKER_BESIDE.fullmatch(entry):
+            path.unlink()
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        final = folder / match[1]
+        if match[2] == "replaced" and not final.exists():
+            log.warning(f"a save was cut short while it replaced {final}: the former one is back")
+            path.rename(final)
+            durable.sync_directory(folder)
+        else:
+            log.info(f"removing what a save that was cut short left behind: {path}")
+            remove(path)
+
+
+def retire(folder: Path, keep_last: int, *, newest: int) -> list[int]:
+    """Delete iterations older than the `keep_last` newest whole ones up to `newest`.
+
+    Whole: a valid manifest, and every file of its length. Iterations after `newest` (of a run
+    that was rolled back) are neither counted nor touched, nor is any folder without a manifest.
+    Returns what was deleted.
+    """
+    assert keep_last >= 1  # noqa: S101  # invariant: CheckpointConfig refuses less
+    kept, retired = 0, []
+    for iteration in sorted((i for i in iterations(folder) if i <= newest), reverse=True):
+        directory = folder / iteration_name(iteration)
+        if kept < keep_last:
+            kept += _is_whole(directory)
+        elif (directory / manifest.NAME).is_file() and not directory.is_symlink():
+            hidden = folder / f".{directory.name}.removed-{secrets.token_hex(4)}"
+            directory.rename(hidden)
+            remove(hidden)
+            retired.append(iteration)
+    return retired
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        content, _ = manifest.load(directory)
+    except (CheckpointError, OSError):
+        return False
+    return not verify.wrong_sizes(directory, content, content.files)

@@ -1,0 +1,37 @@
+"""The ways of laying a checkpoint out in files, by name; adding one is a file and a line here."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron.checkpoint.formats.base import CheckpointFormat
+from megatron.checkpoint.formats.sharded import ShardedFormat
+from megatron.errors import CheckpointError
+
+REGISTRY: Mapping[str, Callable[[], CheckpointFormat]] = {
+    "sharded": ShardedFormat,
+}
+
+
+def get(name: str) -> CheckpointFormat:
+    """The format called `name`; CheckpointError when there is none."""
+    if name not in REGISTRY:
+        raise CheckpointError(
+            "there is no such checkpoint format",
+            found=repr(name),
+            fix=f"use one of {', '.join(REGISTRY)}",
+        )
+    return REGISTRY[name]()
+
+
+def recognise(directory: Path) -> CheckpointFormat:
+    """The format of the checkpoint in `directory`; CheckpointError when it is none of ours."""
+    for make in REGISTRY.values():
+        candidate = make()
+        if candidate.recognise(directory):
+            return candidate
+    names = sorted(entry.name for entry in directory.iterdir())[:5]
+    raise CheckpointError(
+        "the folder holds no checkpoint that this program reads",
+        found=f"{directory} with {', '.join(names) or 'nothing in it'}",
+        fix="load an iteration that this program wrote, copied whole",
+    )

@@ -1,0 +1,85 @@
+"""Every random generator of one rank, to and from the flat form that a checkpoint holds.
+
+A generator's state means something only to the rank that had it, so states are kept per rank and
+go back only into the same grid on the same kind of device. At any other layout the caller seeds
+anew from (seed, iteration) and says so; `why_not_restorable` has the words.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron import device
+from megatron.checkpoint.manifest import Layout, Manifest
+from megatron.checkpoint.sharded import GeneratorStates
+from megatron.mpu.random import RandomStreams
+from megatron.mpu.topology import Topology
+
+_SEPARATOR = "/"
+
+
+def capture(streams: RandomStreams) -> GeneratorStates:
+    """The states of the streams and of torch, numpy and Python, as they are now."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    _flatten(streams.state_dict(), "", tensors, values)
+    return GeneratorStates(tensors, values)
+
+
+def restore(states: GeneratorStates, streams: RandomStreams) -> None:
+    """Continue every generator from where `capture` found it.
+
+    Raises:
+        CheckpointError: the states are of another kind of device.
+    """
+    streams.load_state_dict(_unflatten({**states.values, **states.tensors}))
+
+
+def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
+    """Why the saved states cannot go on in this run; None when they can.
+
+    The kind of device is not in the manifest: ask `device_mismatch` with the states.
+    """
+    if not manifest.generators:
+        return "the checkpoint was saved without random states"
+    here = Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
+    if manifest.layout != here:
+        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(here)}"
+    return None
+
+
+def device_mismatch(states: GeneratorStates) -> str | None:
+    """Why states of the right rank still cannot go on: another kind of device. None: they can."""
+    saved, here = states.values.get("device_type"), device.current().type
+    if saved == here:
+        return None
+    return f"random states were saved on {saved}, this run uses {here}"
+
+
+def _spelled(layout: Layout) -> str:
+    return f"tp={layout.tp} pp={layout.pp} dp={layout.dp}"
+
+
+def _flatten(
+    state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, Any]
+) -> None:
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif isinstance(value, Mapping):
+            _flatten(value, name + _SEPARATOR, tensors, values)
+        else:
+            values[name] = value
+
+
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        *parents, last = name.split(_SEPARATOR)
+        at = state
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = value
+    return state

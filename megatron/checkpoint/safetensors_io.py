@@ -1,0 +1,156 @@
+"""Tensors to and from safetensors files, a bounded block at a time, digested while written.
+
+Writing needs no second copy of the data and reading only touches the rows that are asked for;
+neither holds more than one block (or one row, where that is larger) in host memory. Headers and
+their validation live in `safetensors_header`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron.checkpoint import safetensors_header as headers
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.durable import DurableFile
+from megatron.errors import CheckpointError
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_BLOCK_BYTES = 32 << 20
+
+
+class Written(NamedTuple):
+    """What was handed over to the disk: whole file, and each tensor's data in order."""
+
+    bytes: int
+    xxh3: str
+    tensors_xxh3: tuple[str, ...]
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype; CheckpointError when the format has none."""
+    if dtype not in _CODES:
+        raise CheckpointError(
+            "a tensor has an element type that checkpoints cannot hold",
+            found=str(dtype),
+            fix=f"convert it to one of {', '.join(sorted(_CODES.values()))}",
+        )
+    return _CODES[dtype]
+
+
+def write(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], *, metadata: Mapping[str, str] | None = None
+) -> Written:
+    """Write named tensors to a new durable file; larger element types should come first.
+
+    Raises:
+        OSError: the file exists, or the disk refused; the part written is left behind.
+    """
+    described = [(name, code_of(tensor.dtype), tensor.shape) for name, tensor in tensors]
+    digests = []
+    with DurableFile(path) as file:
+        file.write(headers.encode(described, metadata or {}))
+        for _, tensor in tensors:
+            digest = xxhash.xxh3_128()
+            for block in _blocks(tensor):
+                digest.update(block)
+                file.write(block)
+            digests.append(str(digest.hexdigest()))
+        written = Written(file.bytes, file.xxh3, tuple(digests))
+    return written
+
+
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The row-major bytes of `tensor`, wherever and however strided it is."""
+    if tensor.numel() == 0:
+        return
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    row_bytes = max(1, rows.element_size() * math.prod(rows.shape[1:]))
+    step = max(1, _BLOCK_BYTES // row_bytes)
+    for at in range(0, rows.shape[0], step):
+        block = rows[at : at + step].to("cpu").contiguous()
+        yield block.view(-1).view(torch.uint8).numpy().data
+
+
+class Reader:
+    """An open safetensors file whose header has been checked against its length."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = headers.read(path)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Copy `box` of the stored tensor into `target`, which has the box's shape.
+
+        `target` may be strided, on a device, or of another dtype.
+        """
+        entry = self.header.entries[name]
+        shape, start = entry.shape or (1,), entry.start
+        offset, lengths = box.offset or (0,), box.shape or (1,)
+        target = target.reshape(1) if target.dim() == 0 else target
+        item = headers.ITEM_BYTES[entry.dtype]
+        while len(shape) > 1 and lengths[0] == 1:  # one row: its columns are the rows to read
+            start += offset[0] * item * math.prod(shape[1:])
+            shape, offset, lengths, target = shape[1:], offset[1:], lengths[1:], target[0]
+        row_bytes = item * math.prod(shape[1:])
+        step = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], lengths[1:]))
+        for done in range(0, lengths[0], step):
+            count = min(step, lengths[0] - done)
+            data = self._bytes(start + (offset[0] + done) * row_bytes, count * row_bytes)
+            block = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(count, *shape[1:])
+            target[done : done + count].copy_(block[(slice(None), *columns)])
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole stored tensor, on the CPU."""
+        entry = self.header.entries[name]
+        whole = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        if whole.numel():
+            self.read_into(name, Box((0,) * len(entry.shape), entry.shape), whole)
+        return whole
+
+    def _bytes(self, start: int, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        self._file.seek(start)
+        while view:
+            got = self._file.readinto(view)
+            if not got:
+                raise CheckpointError(
+                    "a checkpoint file became shorter while it was being read",
+                    found=f"{self.path}: nothing at byte {start + count - len(view)}",
+                    fix="see that no other job writes there, and load again",
+                )
+            view = view[got:]
+        return data

@@ -1,0 +1,184 @@
+"""One rank's part of a named whole tensor, and everything that one checkpoint holds.
+
+A `ShardedTensor` serves both directions: saving reads its views, loading writes into them. Padding
+rows (a vocabulary rounded up for tensor parallelism) have no place in a checkpoint: they are cut
+off here when saving and zeroed when loading, so that another padding is only another layout.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.boxes import Box, flat_boxes, from_slices, overlap, whole
+from megatron.checkpoint.safetensors_io import code_of
+from megatron.errors import CheckpointError
+from megatron.mpu import partition as partitions
+from megatron.mpu.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which part of a whole tensor a rank holds: part `index` of `size` along `partition`.
+
+    `true_rows`: rows of the whole tensor that mean something; the rest, up to the padded size, are
+    zeros and are not stored. None: no padding.
+    """
+
+    partition: Partition | None = None
+    index: int = 0
+    size: int = 1
+    true_rows: int | None = None
+
+
+REPLICATED = Placement()
+
+
+class Part(NamedTuple):
+    """A box of the whole tensor, and a view of this rank's memory that holds its values."""
+
+    box: Box
+    view: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor:
+    """The boxes of the whole tensor `name` that this rank holds, as views of its memory.
+
+    `global_shape` has no padding rows; `padding` are views of the rows that are beyond it.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    padding: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, placement: Placement = REPLICATED) -> "ShardedTensor":
+        """The rank's local `tensor`, the part of the whole that `placement` says."""
+        views = [Part(whole(tensor.shape), tensor.detach())]
+        return _cut(name, views, tensor.shape, placement)
+
+    @classmethod
+    def of_range(
+        cls,
+        name: str,
+        flat: Tensor,
+        *,
+        start: int,
+        local_shape: Sequence[int],
+        placement: Placement = REPLICATED,
+    ) -> "ShardedTensor":
+        """Elements [start, start + n) of the row-major local tensor of `local_shape`.
+
+        For optimizer state that is sharded over the data-parallel ranks; whole rows are the case
+        where start and n are multiples of a row. `flat` is one-dimensional and contiguous.
+        """
+        stop = start + flat.numel()
+        inside = flat.dim() == 1 and flat.is_contiguous() and 0 <= start <= stop
+        assert inside and stop <= math.prod(local_shape), name  # noqa: S101, PT018  # invariant: callers cut by shape
+        views, done = [], 0
+        for box in flat_boxes(tuple(local_shape), start, stop):
+            views.append(Part(box, flat.detach()[done : done + box.size].view(box.shape)))
+            done += box.size
+        if not views:  # an empty share still says the tensor's name, shape and dtype
+            return _cut(name, [], local_shape, placement, dtype=flat.dtype)
+        return _cut(name, views, local_shape, placement)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of the whole tensor that this rank holds."""
+        return tuple(part.box for part in self.parts)
+
+    @property
+    def dtype_code(self) -> str:
+        """The safetensors name of the element type."""
+        return code_of(self.dtype)
+
+    def zero_padding(self) -> None:
+        """Write zeros into the padding rows."""
+        for view in self.padding:
+            view.zero_()
+
+
+def _cut(
+    name: str,
+    views: Sequence[Part],
+    local_shape: Sequence[int],
+    placement: Placement,
+    dtype: torch.dtype | None = None,
+) -> ShardedTensor:
+    """Move `views` (boxes of the local tensor) to global boxes, and take off the padding rows."""
+    padded = partitions.global_shape(local_shape, placement.partition, placement.size)
+    shape = padded
+    if placement.true_rows is not None:
+        assert placement.true_rows <= padded[0], name  # noqa: S101  # invariant: padding only adds
+        shape = (placement.true_rows, *padded[1:])
+    parts, padding = [], []
+    for piece in partitions.pieces(padded, placement.partition, placement.index, placement.size):
+        here, there = from_slices(piece.local), from_slices(piece.global_)
+        for box, view in views:
+            common = overlap(box, here)
+            if common is None:
+                continue
+            placed = common.within(here).moved(there.offset)
+            values = view[common.within(box).slices]
+            keep = overlap(placed, whole(shape))
+            if keep is None:
+                padding.append(values)
+                continue
+            parts.append(Part(keep, values[keep.within(placed).slices]))
+            if keep != placed:
+                padding.append(values[keep.shape[0] :])
+    return ShardedTensor(name, shape, dtype or views[0].view.dtype, tuple(parts), tuple(padding))
+
+
+class GeneratorStates(NamedTuple):
+    """One rank's random states: tensors, and values that JSON can hold, by flat name."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Everything one rank hands over for one checkpoint.
+
+    `progress` and `scalars` must be equal on all ranks; `config` is rank 0's. All three are plain
+    JSON values. `tensors` are views: nothing may change them until the save returns.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    progress: Mapping[str, Any]
+    config: Mapping[str, Any]
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    generators: GeneratorStates | None = None
+
+    def by_name(self) -> dict[str, ShardedTensor]:
+        """The tensors by name; CheckpointError when two have the same."""
+        return by_name(self.tensors)
+
+
+def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+    """`tensors` by name, in order; CheckpointError when two have the same."""
+    named = {tensor.name: tensor for tensor in tensors}
+    twice = sorted(set(_twice(tensor.name for tensor in tensors)))
+    if twice:
+        raise CheckpointError(
+            "two tensors of one rank have the same name in the checkpoint",
+            found=", ".join(twice),
+            fix="give every parameter and every optimizer state a name of its own",
+        )
+    return named
+
+
+def _twice(names: Iterator[str]) -> Iterator[str]:
+    seen = set()
+    for name in names:
+        if name in seen:
+            yield name
+        seen.add(name)

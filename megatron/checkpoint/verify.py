@@ -1,0 +1,119 @@
+"""Are the files of a checkpoint the ones that were handed over? Lengths, digests, and who checks.
+
+Lengths cost one `stat` per file; digests read every byte, so ranks of one host share the files
+they need between them. Damage is described by file and by the tensors that it hit. No torch here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from megatron.checkpoint import durable, safetensors_header
+from megatron.checkpoint.manifest import Manifest, entry_name
+from megatron.errors import CheckpointError
+
+_BLOCK_BYTES = 4 << 20
+_SHOWN = 8  # damages and tensors listed before "and N more"
+
+
+class Damage(NamedTuple):
+    """One file that is not as it was written; `tensors` are those whose own data differs."""
+
+    file: str
+    expected: str
+    found: str
+    tensors: tuple[str, ...] = ()
+
+
+def wrong_sizes(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+    """Files among `names` that are missing or of another length."""
+    damages = []
+    for name in names:
+        expected = manifest.files[name].bytes
+        try:
+            size = (directory / name).stat().st_size
+        except FileNotFoundError:
+            damages.append(Damage(name, f"{expected} bytes", "no such file"))
+            continue
+        if size != expected:
+            damages.append(Damage(name, f"{expected} bytes", f"{size} bytes"))
+    return damages
+
+
+def wrong_digests(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+    """Files among `names` whose length or content differs from what was written."""
+    damages = []
+    for name in names:
+        if bad := wrong_sizes(directory, manifest, [name]):
+            damages += bad
+            continue
+        _, digest = durable.digest_of(directory / name)
+        expected = manifest.files[name].xxh3
+        if digest != expected:
+            hit = tuple(_damaged_tensors(directory, manifest, name))
+            damages.append(Damage(name, f"xxh3 {expected}", f"xxh3 {digest}", hit))
+    return damages
+
+
+def _damaged_tensors(directory: Path, manifest: Manifest, file: str) -> Iterable[str]:
+    """Tensors of `file` whose data has another digest; none when only its header is hit."""
+    try:
+        entries = safetensors_header.read(directory / file).entries
+    except CheckpointError:
+        return
+    with open(directory / file, "rb") as stream:
+        for name, tensor in manifest.tensors.items():
+            for piece in tensor.pieces:
+                label = entry_name(name, piece.box, tensor.global_shape)
+                if piece.file != file or label not in entries:
+                    continue
+                digest, left = xxhash.xxh3_128(), entries[label].stop - entries[label].start
+                stream.seek(entries[label].start)
+                while left and (block := stream.read(min(left, _BLOCK_BYTES))):
+                    digest.update(block)
+                    left -= len(block)
+                if digest.hexdigest() != piece.xxh3:
+                    yield label
+
+
+def damage_error(directory: Path, damages: Sequence[Damage]) -> CheckpointError:
+    """One error that lists `damages`."""
+    lines = []
+    for damage in damages[:_SHOWN]:
+        line = f"{directory / damage.file}: expected {damage.expected}, found {damage.found}"
+        if damage.tensors:
+            more = len(damage.tensors) - _SHOWN
+            line += f"; hit: {', '.join(damage.tensors[:_SHOWN])}"
+            line += f" and {more} more" if more > 0 else ""
+        lines.append(line)
+    if len(damages) > _SHOWN:
+        lines.append(f"and {len(damages) - _SHOWN} more files")
+    return CheckpointError(
+        "the checkpoint is damaged",
+        found="\n    ".join(lines),
+        fix="load an older iteration, or copy this one again from where it is whole",
+    )
+
+
+def shares(
+    files: Mapping[str, int], needs: Sequence[Set[str]], hosts: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Which files each rank checks, so that every host checks all that its ranks will read.
+
+    `files` gives lengths; `needs[r]` and `hosts[r]` are rank r's. Hosts may see different disks,
+    so one does not answer for another. Files that no rank needs are checked once, by anyone.
+    Deterministic, and even by bytes.
+    """
+    loads = [0] * len(needs)
+    result: list[list[str]] = [[] for _ in needs]
+    everyone = range(len(needs))
+    by_host = {host: [r for r in everyone if hosts[r] == host] for host in dict.fromkeys(hosts)}
+    for name in sorted(files, key=lambda name: (-files[name], name)):
+        wanting = [ranks for ranks in by_host.values() if any(name in needs[r] for r in ranks)]
+        for ranks in wanting or [list(everyone)]:
+            rank = min(ranks, key=lambda r: (loads[r], r))
+            loads[rank] += files[name]
+            result[rank].append(name)
+    return [tuple(names) for names in result]

@@ -1,0 +1,107 @@
+"""tools/inspect_checkpoint.py, started as a user would start it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import storage
+from megatron.mpu.context import ParallelContext
+from tests.unit.checkpoint.toy import snapshot_at
+
+REPOSITORY = Path(__file__).parents[2]
+TOOL = REPOSITORY / "tools" / "inspect_checkpoint.py"
+MISSING_OR_DAMAGED = 66  # CheckpointError.exit_code
+
+
+def inspect(*arguments, cwd=REPOSITORY):
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for iteration in (5, 10):
+        snapshot = snapshot_at(1, 1, 0, iteration=iteration)
+        storage.save(tmp_path, snapshot, iteration=iteration, ctx=ParallelContext.single())
+    return tmp_path
+
+
+def test_it_says_what_the_latest_checkpoint_holds(folder, tmp_path_factory):
+    ended = inspect(folder, cwd=tmp_path_factory.mktemp("elsewhere"))
+    assert ended.returncode == 0, ended.stderr
+    for text in (
+        "iteration 10",
+        "layout: tp 1, pp 1, dp 1 (1 ranks)",
+        'progress: {"iteration": 10, "consumed_samples": 80}',
+        'scalars: {"loss_scale": 4096.0}',
+        "  model/\n    embedding.word  BF16 [13, 6]  156",
+        "  optimizer/\n    exp_avg/\n      embedding.word  F32 [13, 6]  312",
+    ):
+        assert text in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_an_iteration_can_be_named_by_number_or_by_its_folder(folder):
+    for ended in (inspect(folder, "--iteration", 5), inspect(folder / "iter_0000005")):
+        assert "iteration 5," in ended.stdout
+
+
+def test_json_is_for_programs(folder):
+    ended = inspect(folder, "--json", "--verify")
+    content = json.loads(ended.stdout)
+    assert content["iteration"] == 10
+    assert content["tensors"]["model/qkv.weight"]["shape"] == [12, 6]
+
+
+def test_verify_reads_every_byte(folder):
+    ended = inspect(folder, "--verify")
+    assert (ended.returncode, "verified: 2 files" in ended.stdout) == (0, True)
+    path = folder / "iter_0000010" / "shard-00000-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert inspect(folder).returncode == 0, "lengths are right"
+    ended = inspect(folder, "--verify")
+    assert ended.returncode == MISSING_OR_DAMAGED
+    assert str(path) in ended.stderr
+    assert "verified" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: os.truncate(f / "iter_0000010" / "generators-00000.safetensors", 9), "9 bytes"),
+        (lambda f: (f / "latest_checkpointed_iteration.txt").unlink(), "tracker file is missing"),
+        (lambda f: (f / "iter_0000010" / "manifest.json").unlink(), "has no manifest"),
+    ],
+)
+def test_trouble_is_one_message_and_an_exit_code(folder, damage, message):
+    damage(folder)
+    ended = inspect(folder)
+    assert ended.returncode == MISSING_OR_DAMAGED
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_missing_iteration_is_said(folder):
+    ended = inspect(folder, "--iteration", 7)
+    assert ended.returncode == MISSING_OR_DAMAGED
+    assert "iteration 7 is not in the checkpoint folder" in ended.stderr
+
+
+def test_it_needs_no_torch(folder):
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['torch'] = None  # an import of it would raise\n"
+        f"sys.argv = ['inspect', {str(folder)!r}, '--verify']\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "verified: 2 files" in ended.stdout

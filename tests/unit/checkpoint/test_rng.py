@@ -1,0 +1,57 @@
+"""Generators go through a checkpoint's flat form and continue exactly."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint import rng
+from megatron.checkpoint.manifest import Layout
+from megatron.checkpoint.sharded import GeneratorStates
+from megatron.errors import CheckpointError
+from megatron.mpu.random import RandomStreams
+from megatron.mpu.topology import Topology
+from tests.unit.checkpoint.test_manifest import example
+
+
+def draws(streams):
+    numbers = [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
+    for name in ("replicated", "tensor"):
+        with streams.fork(name):
+            numbers.append(torch.rand(3).tolist())
+    return numbers
+
+
+def test_every_generator_continues_after_json_and_back():
+    streams = RandomStreams(3, tp_rank=1)
+    random.gauss(0, 1)  # leaves a spare number behind, which is state too
+    states = rng.capture(streams)
+    expected = draws(streams)
+    draws(streams)
+    kept = GeneratorStates(
+        {name: tensor.clone() for name, tensor in states.tensors.items()},
+        json.loads(json.dumps(states.values)),
+    )
+    rng.restore(kept, streams)
+    assert draws(streams) == expected
+
+
+def test_states_go_back_only_into_the_same_grid():
+    names = ("g0", "g1")
+    content = example(generators=names, layout=Layout(tp=2, pp=1, dp=1))
+    assert rng.why_not_restorable(content, Topology(tp=2)) is None
+    reason = rng.why_not_restorable(content, Topology(dp=2))
+    assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=2"
+    assert "without random states" in rng.why_not_restorable(example(), Topology(tp=2))
+
+
+def test_states_of_another_kind_of_device_are_told_and_refused():
+    streams = RandomStreams(3)
+    states = rng.capture(streams)
+    assert rng.device_mismatch(states) is None
+    moved = GeneratorStates(states.tensors, {**states.values, "device_type": "cuda"})
+    assert rng.device_mismatch(moved) == "random states were saved on cuda, this run uses cpu"
+    with pytest.raises(CheckpointError, match="another kind of device"):
+        rng.restore(moved, streams)
