@@ -1,0 +1,1 @@
+"""Text from a trained model: choosing tokens, and running the model one token at a time."""

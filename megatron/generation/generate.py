@@ -1,0 +1,164 @@
+"""Batched generation with a KV cache, on one model or on the ranks that share it by tensors.
+
+Prompts may differ in length; each row has its own positions. Every tp rank calls `generate` with
+the same arguments and gets the same tokens: scores are gathered on all of them, and the choice of
+the group's first rank counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.errors import ConfigError
+from megatron.generation.sampling import SamplingParams, sample
+from megatron.model.gpt_model import GPTModel
+from megatron.model.kv_cache import KVCache
+from megatron.mpu.collectives import all_gather, broadcast
+from megatron.mpu.context import ParallelContext
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What followed one prompt: the new tokens, without the prompt and without the eod."""
+
+    tokens: tuple[int, ...]
+    finish_reason: Literal["eod", "length"]
+
+
+@torch.no_grad()
+def generate(
+    model: GPTModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    params: SamplingParams,
+    eod: int | None,
+    seed: int,
+    ctx: ParallelContext,
+) -> list[Generation]:
+    """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
+
+    The model computes in evaluation mode and gets its mode back. The cache takes
+    2 x layers x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for
+    the length of the call.
+
+    Raises:
+        ConfigError: no prompt, an empty one, a token outside the vocabulary, or more positions
+            than the model has; all of it before anything is computed.
+    """
+    _check(model, prompts, max_new_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        rows = _Rows(model, prompts, max_new_tokens=max_new_tokens, eod=eod)
+        generator = torch.Generator(rows.device).manual_seed(seed)
+        scores = rows.read_prompts()
+        while True:
+            chosen = sample(_whole_scores(scores, model, ctx), params, generator)
+            if rows.take(broadcast(chosen, ctx.tp).tolist()):
+                return rows.results()
+            scores = rows.read_newest(chosen)
+    finally:
+        model.train(was_training)
+
+
+class _Rows:
+    """The sequences under way; a finished one is carried along, and what it says is dropped."""
+
+    def __init__(
+        self,
+        model: GPTModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        eod: int | None,
+    ) -> None:
+        self._model, self._prompts, self._eod = model, prompts, eod
+        self._max_new_tokens = max_new_tokens
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._new: list[list[int]] = [[] for _ in prompts]
+        self._ended = [False] * len(prompts)
+        self.device = next(model.parameters()).device
+        self._cache: KVCache = model.new_cache(
+            batch=len(prompts), capacity=max(self._lengths) + max_new_tokens
+        )
+        self._next = torch.tensor(self._lengths, device=self.device).unsqueeze(1)  # [b, 1]
+
+    def read_prompts(self) -> Tensor:
+        """Fill the cache with the prompts; scores [b, v/tp] of the first new token."""
+        longest = max(self._lengths)
+        # Causality keeps what stands behind a prompt out of it, so any valid token may.
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in self._prompts]
+        tokens = torch.tensor(padded, device=self.device)
+        return self._model.next_token_logits(tokens, self._next[:, 0] - 1, cache=self._cache)
+
+    def read_newest(self, chosen: Tensor) -> Tensor:
+        """Extend every row by its `chosen` token [b]; scores [b, v/tp] of the one after."""
+        scores = self._model.next_token_logits(
+            chosen.unsqueeze(1),
+            torch.zeros_like(chosen),
+            cache=self._cache,
+            positions=self._next,
+        )
+        self._next = self._next + 1
+        return scores
+
+    def take(self, chosen: list[int]) -> bool:
+        """Note the chosen tokens; whether all rows are done."""
+        for row, token in enumerate(chosen):
+            if token == self._eod:
+                self._ended[row] = True
+            elif not self._ended[row]:
+                self._new[row].append(token)
+        return all(
+            ended or len(new) == self._max_new_tokens for ended, new in zip(self._ended, self._new)
+        )
+
+    def results(self) -> list[Generation]:
+        """What every row became."""
+        return [
+            Generation(tuple(new), "eod" if ended else "length")
+            for new, ended in zip(self._new, self._ended)
+        ]
+
+
+def _whole_scores(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Tensor:
+    """[b, v/tp] to the true vocabulary's [b, v] on every tp rank; padding columns are cut off."""
+    return all_gather(scores, ctx.tp, dim=-1)[:, : model.build.vocab.true]
+
+
+def _check(model: GPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(
+            "the number of tokens to generate is not positive",
+            found=f"--num-tokens {max_new_tokens}",
+            fix="use 1 or more",
+        )
+    empty = [index for index, prompt in enumerate(prompts) if not prompt]
+    if not prompts or empty:
+        raise ConfigError(
+            "there is nothing to continue",
+            found=f"prompt {empty[0]} has no tokens" if prompts else "no prompts",
+            fix="give each prompt at least one token, such as the end-of-document token",
+        )
+    vocabulary = model.build.vocab.true
+    for index, prompt in enumerate(prompts):
+        wrong = [token for token in prompt if not 0 <= token < vocabulary]
+        if wrong:
+            raise ConfigError(
+                "a prompt holds a token that is not in the vocabulary",
+                found=f"token {wrong[0]} in prompt {index}, vocabulary of {vocabulary}",
+                fix="use the tokenizer that the model was trained with",
+            )
+    longest, room = max(map(len, prompts)), model.max_length
+    if room is not None and longest + max_new_tokens > room:
+        raise ConfigError(
+            "prompt and new tokens do not fit into the positions that the model has",
+            found=f"{longest} + {max_new_tokens} tokens, {room} positions",
+            fix=f"use --num-tokens {room - longest}"
+            if room > longest
+            else f"use prompts below {room} tokens",
+        )

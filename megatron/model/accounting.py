@@ -1,0 +1,175 @@
+"""Parameters, floating-point operations and bytes of a GPT, from its config alone.
+
+Nothing is built. The parameter count is exact; FLOPs follow a named convention; bytes are an
+estimate for people and preflight, which leaves out what a framework and fragmentation add.
+"""
+
+from dataclasses import dataclass
+
+from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.config.precision import Precision, PrecisionConfig
+from megatron.model.specs import VocabSize
+
+_BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
+
+
+def parameter_count(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:
+    """Number of parameters of the whole model whose vocabulary has `vocab_rows` rows.
+
+    Give the true size for the number that papers quote, the padded one for what is stored.
+    `seq_length` is the size of a position table that the config leaves open.
+    """
+    head = 0 if config.tied else vocab_rows * config.hidden_size
+    blocks = config.num_layers * _block_parameters(config)
+    return _embedding_parameters(config, vocab_rows, seq_length) + blocks + _norm(config) + head
+
+
+def flops_per_token(
+    config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
+) -> int:
+    """Matrix-multiplication FLOPs of one token's forward and backward pass.
+
+    Convention: PaLM appendix B (Chowdhery et al. 2022, arXiv 2204.02311), 6 N + 12 L a d s, with
+    N the weights that multiply something: embedding look-ups are left out, the head over the
+    padded vocabulary is in. Two per multiply-add; backward is twice forward. Attention is counted
+    in full, although the causal half is never needed (Megatron-LM has counted half of it since
+    2025: its numbers are lower for long sequences). Norms, softmax and activations do not count.
+
+    With `recompute` the second forward pass of every block is counted too: what the hardware does
+    (HFU), where the number without it is what the model needs (MFU).
+    """
+    h, width = config.hidden_size, config.head_width
+    queries, keys = config.num_attention_heads * width, config.query_groups * width
+    fc1 = (2 if config.glu is not None else 1) * config.ffn_width
+    weights = h * (queries + 2 * keys) + queries * h + h * fc1 + config.ffn_width * h
+    scores = 2 * seq_length * queries  # q k^T, and probabilities times v
+    block_forward = 2 * (weights + scores)
+    passes = 4 if recompute else 3
+    return config.num_layers * passes * block_forward + 3 * 2 * h * vocab_padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """How much of the work falls to one rank at a time."""
+
+    tp: int = 1
+    pp: int = 1
+    optimizer_shards: int = 1  # dp with a distributed optimizer, else 1
+    micro_batch_size: int
+    seq_length: int
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on the fullest rank, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_bytes(
+    config: ModelConfig, vocab: VocabSize, precision: PrecisionConfig, share: RankShare
+) -> MemoryEstimate:
+    """Estimated bytes under Adam on the first or the last stage, whichever needs more.
+
+    Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
+    two moments, and in half precision an fp32 copy of the weights. Activations are what our
+    layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
+    the first stage under 1F1B, one on the last, which also holds the logits and their softmax.
+    """
+    ends = [_stage_bytes(config, vocab, precision, share, first=True)]
+    if share.pp > 1:
+        ends.append(_stage_bytes(config, vocab, precision, share, first=False))
+    return max(ends, key=lambda end: end.total)
+
+
+def _stage_bytes(
+    config: ModelConfig,
+    vocab: VocabSize,
+    precision: PrecisionConfig,
+    share: RankShare,
+    *,
+    first: bool,
+) -> MemoryEstimate:
+    last = share.pp == 1 or not first
+    layers = -(-config.num_layers // share.pp)
+    parameters = layers * _block_parameters(config)
+    if first:
+        parameters += _embedding_parameters(config, vocab.padded, share.seq_length)
+    if last:
+        parameters += _norm(config)
+    if last and not (first and config.tied):  # a tied last stage has a copy of the table
+        parameters += vocab.padded * config.hidden_size
+    parameters //= share.tp  # norms and row biases are whole on every rank, and negligible
+
+    half = precision.precision.is_half
+    size = _BYTES[precision.precision]
+    state = 2 * (4 if half else size) + (4 if half else 0)
+    tokens = share.seq_length * share.micro_batch_size
+    in_flight = share.pp if first else 1
+    kept = tokens * _block_activations(config, size, share.tp)
+    stream = tokens * config.hidden_size * (4 if precision.fp32_residual_connection else size)
+    activations = in_flight * layers * (stream if share.recompute else kept)
+    if share.recompute:
+        activations += kept  # the block being computed again
+    if last:
+        # Logits in the model's dtype, their softmax in fp32 or wider.
+        activations += tokens * (vocab.padded // share.tp) * (size + max(size, 4))
+    return MemoryEstimate(
+        weights=parameters * size,
+        gradients=parameters * _BYTES[precision.gradient_precision],
+        optimizer=parameters * state // share.optimizer_shards,
+        activations=activations,
+    )
+
+
+def _block_activations(config: ModelConfig, size: int, tp: int) -> int:
+    """Bytes per token that one block keeps for backward, with fused attention (no score matrix).
+
+    Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same for the plain block with
+    the scores: whole on every rank are the two residuals and the two norms' outputs, 4h, and the
+    dropout masks; divided by tp are q, k, v, the attention's output and its sequence-first copy,
+    and the middle of the MLP before and after the activation.
+    """
+    queries = config.num_attention_heads * config.head_width
+    keys = config.query_groups * config.head_width
+    split = (queries + 2 * keys) + 2 * queries
+    if config.position_embedding_type is PositionEmbedding.ROPE:
+        split += queries + keys  # rotated copies
+    gated = config.glu is not None
+    split += (4 if gated else 2) * config.ffn_width  # gate, up, act(gate), product
+    masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
+    return 4 * config.hidden_size * size + masks + split * size // tp
+
+
+def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:
+    count = vocab_rows * config.hidden_size
+    if config.position_embedding_type is PositionEmbedding.LEARNED:
+        count += (config.max_position_embeddings or seq_length) * config.hidden_size
+    return count + (_norm(config) if config.embed_layernorm else 0)
+
+
+def _block_parameters(config: ModelConfig) -> int:
+    h, width = config.hidden_size, config.head_width
+    queries, keys = config.num_attention_heads * width, config.query_groups * width
+    fc1 = (2 if config.glu is not None else 1) * config.ffn_width
+    weights = h * (queries + 2 * keys) + queries * h + h * fc1 + config.ffn_width * h
+    biases = 0
+    if config.add_bias_linear or config.add_qkv_bias:
+        biases += queries + 2 * keys
+    if config.add_bias_linear:
+        biases += h + fc1 + h
+    return weights + biases + 2 * _norm(config)
+
+
+def _norm(config: ModelConfig) -> int:
+    vectors = 1 if config.normalization is Normalization.RMS_NORM else 2
+    return vectors * config.hidden_size

@@ -1,0 +1,103 @@
+"""Causal self attention on torch's fused kernels: multi-head, grouped-query and multi-query.
+
+Rows of the query/key/value matrix stand group by group, [q .. q k v] per query group, so that an
+even split of the rows gives each tp rank whole groups. Masks and angles are data that `geometry`
+makes; nothing here asks which kind of positions the model has.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
+from megatron.model.geometry import Geometry
+from megatron.model.init import residual_init, weight_init
+from megatron.model.positions import rotate
+from megatron.model.specs import ModelBuild
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class SelfAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v per head (Vaswani et al. 2017, eq. 1; groups: arXiv 2305.13245).
+
+    Raises:
+        ConfigError: the query groups do not divide over the tp ranks.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, layer: int) -> None:
+        super().__init__()
+        heads, groups, width = config.num_attention_heads, config.query_groups, config.head_width
+        tp = build.ctx.tp.size
+        if groups % tp:
+            raise ConfigError(
+                "the query groups do not divide over the tensor-parallel ranks",
+                found=f"{groups} query groups (of {heads} heads), "
+                f"--tensor-model-parallel-size {tp}",
+                fix=f"use a tensor-parallel size that divides {groups}",
+            )
+        self._layer, self._width = layer, width
+        self._groups, self._queries = groups // tp, heads // groups  # queries per group
+        self._dropout, self._streams = config.attention_dropout, build.streams
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (heads + 2 * groups) * width,
+            ctx=build.ctx,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init=weight_init(config),
+            dtype=build.dtype,
+        )
+        self.output = RowParallelLinear(
+            heads * width,
+            config.hidden_size,
+            ctx=build.ctx,
+            bias=config.add_bias_linear,
+            init=residual_init(config),
+            dtype=build.dtype,
+        )
+
+    def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
+        """Let every token of [s, b, h] look at those that `geometry` allows: [s, b, h]."""
+        s, b, _ = hidden.shape
+        # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
+        grouped = self.qkv(hidden).view(s, b, self._groups, self._queries + 2, self._width)
+        queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
+        if geometry.rotation is not None:
+            queries = rotate(queries, geometry.rotation)
+            keys = rotate(keys, geometry.rotation)
+        q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
+        k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
+        v = values.squeeze(3).permute(1, 2, 0, 3)
+        if geometry.cache is not None and geometry.cached_positions is None:
+            geometry.cache.keep_prompt(self._layer, k, v)
+        elif geometry.cache is not None and geometry.cached_positions is not None:
+            k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
+        context = self._attend(q, k, v, geometry.mask)  # [b, a/tp, s, d]
+        output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
+        return output
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = self._queries > 1
+        if grouped and mask is not None:
+            # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
+            # back to the one that stores all scores.
+            k, v = (_repeat_groups(t, self._queries) for t in (k, v))
+            grouped = False
+        dropout = self._dropout if self.training else 0.0
+        # Heads are split over tp: every rank must drop other scores.
+        drawing: AbstractContextManager[None] = (
+            self._streams.fork("tensor") if dropout > 0 else nullcontext()
+        )
+        with drawing:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                enable_gqa=grouped,
+            )  # fmt: skip
+
+
+def _repeat_groups(heads: Tensor, times: int) -> Tensor:
+    """Give each of `times` query heads its own copy of its group's keys: [b, a/tp, k, d]."""
+    b, groups, length, width = heads.shape
+    expanded = heads.unsqueeze(2).expand(b, groups, times, length, width)
+    return expanded.reshape(b, groups * times, length, width)

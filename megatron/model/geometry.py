@@ -1,0 +1,153 @@
+"""Which token may look at which, and how far apart they are: computed once per forward pass.
+
+All blocks of a model share one `AttentionGeometry`. What it makes depends on the length of the
+sequence and on the id tensors of the carry alone, so the blocks of one pass ask again and again
+and get the same object. In plain causal training without rotation there is nothing to make.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.model.kv_cache import KVCache
+from megatron.model.positions import RotaryAngles, Rotation, alibi_slopes
+from megatron.model.specs import ModelBuild
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the tokens of one forward pass stand, as attention needs it.
+
+    `mask` is None for plain causal attention; otherwise it says all there is to say: booleans
+    [b, 1, s, k] (True: may look) or numbers to add to the scores [1 or b, a/tp, s, k].
+    """
+
+    mask: Tensor | None = None
+    rotation: Rotation | None = None
+    cache: KVCache | None = None
+    cached_positions: Tensor | None = None  # [b, 1]: this pass is one new token per row
+
+
+class AttentionGeometry:
+    """Makes the `Geometry` of a forward pass, and remembers the last one.
+
+    Memory: one ALiBi bias of a/tp x s x s numbers or one document mask of b x s x s booleans.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        kind = config.position_embedding_type
+        self.cache: KVCache | None = None  # set by GPTModel for the length of one cached pass
+        self._dtype = build.dtype
+        self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
+        self._slopes: Tensor | None = None
+        if kind is PositionEmbedding.ALIBI:
+            slopes = alibi_slopes(config.num_attention_heads)
+            local = len(slopes) // build.ctx.tp.size
+            mine = slopes[build.ctx.tp.rank * local : (build.ctx.tp.rank + 1) * local]
+            self._slopes = torch.tensor(mine, dtype=torch.float64)
+        self._plain = _Remembered()
+        self._with_ids = _Remembered()
+
+    def of(
+        self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
+    ) -> Geometry:
+        """The geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64."""
+        length, device = hidden.shape[0], hidden.device
+        if self.cache is not None:
+            return self._cached(self.cache, length, position_ids, device)
+        if position_ids is None and document_ids is None:
+            if self._angles is None and self._slopes is None:
+                return Geometry()
+            known = self._plain.find(length, device)
+            return known or self._plain.keep(self._make(length, device), length, device)
+        known = self._with_ids.find(length, device, position_ids, document_ids)
+        if known is None:
+            made = self._make(length, device, position_ids, document_ids)
+            known = self._with_ids.keep(made, length, device, position_ids, document_ids)
+        return known
+
+    @torch.inference_mode(False)  # an inference tensor in here would break the next training step
+    @torch.no_grad()
+    def _make(
+        self,
+        length: int,
+        device: torch.device,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Geometry:
+        indexes = torch.arange(length, device=device)
+        rotation = None
+        if self._angles is not None:
+            rotation = self._angles.at(
+                indexes if position_ids is None else position_ids, self._dtype
+            )
+        # [s, k]; a token sees itself and those before it.
+        allowed = indexes[:, None] >= indexes
+        if document_ids is not None:
+            same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+            allowed = allowed & same  # [b, 1, s, k]
+        if self._slopes is not None:
+            return Geometry(self._bias(indexes[:, None] - indexes, allowed), rotation)
+        return Geometry(None if document_ids is None else allowed, rotation)
+
+    def _cached(
+        self, cache: KVCache, length: int, position_ids: Tensor | None, device: torch.device
+    ) -> Geometry:
+        """For the prompt (no ids) as without a cache; then one token per row, at its position."""
+        if position_ids is None:
+            plain = self._make(length, device)
+            return Geometry(plain.mask, plain.rotation, cache)
+        keys = torch.arange(cache.length, device=device)
+        distance = position_ids[:, None, :, None] - keys  # [b, 1, 1, k]
+        mask = distance >= 0
+        if self._slopes is not None:
+            mask = self._bias(distance, mask)
+        rotation = self._angles.at(position_ids, self._dtype) if self._angles else None
+        return Geometry(mask, rotation, cache, position_ids)
+
+    def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
+        """-slope x distance where a token may look, else -inf: [1 or b, a/tp, s, k].
+
+        Distances rather than key positions (which softmax cannot tell apart): near tokens, which
+        matter most, then have small numbers that half precision holds exactly.
+        """
+        assert self._slopes is not None  # noqa: S101  # invariant: only asked for with ALiBi
+        # Not in float64 for its own sake: for long sequences this is the largest tensor of all.
+        wide = torch.promote_types(self._dtype, torch.float32)
+        slopes = self._slopes.to(distance.device, wide)[:, None, None]
+        bias = -slopes * distance  # [a/tp, s, k], or [b, a/tp, 1, k] with a cache
+        bias = bias.masked_fill(~allowed, -torch.inf).to(self._dtype)
+        return bias if bias.dim() == 4 else bias.unsqueeze(0)
+
+
+class _Remembered:
+    """The last geometry, found again by the very same tensors, unchanged since."""
+
+    def __init__(self) -> None:
+        self._geometry: Geometry | None = None
+        self._about: tuple[int, torch.device] | None = None
+        self._ids: tuple[Tensor | None, ...] = ()
+        self._versions: tuple[int, ...] = ()
+
+    def find(self, length: int, device: torch.device, *ids: Tensor | None) -> Geometry | None:
+        same = (
+            self._about == (length, device)
+            and len(ids) == len(self._ids)
+            and all(now is before for now, before in zip(ids, self._ids))
+            and self._versions == _versions(ids)
+        )
+        return self._geometry if same else None
+
+    def keep(
+        self, geometry: Geometry, length: int, device: torch.device, *ids: Tensor | None
+    ) -> Geometry:
+        self._geometry, self._about = geometry, (length, device)
+        self._ids, self._versions = ids, _versions(ids)
+        return geometry
+
+
+def _versions(ids: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    # Inference tensors count no versions; they are made anew for every request.
+    return tuple(t._version for t in ids if t is not None and not t.is_inference())

@@ -1,0 +1,182 @@
+"""GPT written down once, as a list; `GPTModel` and `GPTModelPipe` both run slices of that list.
+
+Names of parameters are those of the list, with no prefix for the class that holds them, so one
+state dict fits both and every pipeline layout.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.errors import ConfigError
+from megatron.model.embedding import Embedding, WordEmbedding
+from megatron.model.geometry import AttentionGeometry
+from megatron.model.heads import build_output
+from megatron.model.kv_cache import KVCache
+from megatron.model.losses import LossSum, language_model_loss
+from megatron.model.norms import build_norm
+from megatron.model.specs import Carry, LayerSpec, ModelBuild, Span
+from megatron.model.stage import Stage, assemble, run_layers
+from megatron.model.transformer import Block
+
+WORD_EMBEDDING = "embedding.word"
+
+
+def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
+    """The whole of GPT, in order: embedding, blocks, final norm, head (`num_layers` + 3 specs).
+
+    The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
+    (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without
+    position ids tokens stand at 0..s-1; document ids say who may look at whom.
+
+    The geometry is shared by the blocks built from one list: build one list per process.
+    """
+    geometry = AttentionGeometry(config, build)
+    tied = WORD_EMBEDDING if config.tied else None
+    if config.tied:
+        # Within one stage this name is already there; on a last stage it is built alone.
+        word = partial(WordEmbedding, config, build)
+        head = LayerSpec(WORD_EMBEDDING, word, tied=tied, call="logits")
+    else:
+        head = LayerSpec("output", partial(build_output, config, build), call="logits")
+    return (
+        LayerSpec("embedding", partial(Embedding, config, build), tied=tied),
+        *(
+            LayerSpec(f"layers.{i}", partial(Block, config, build, geometry, layer=i))
+            for i in range(config.num_layers)
+        ),
+        LayerSpec("final_norm", partial(build_norm, config, build.dtype), call="final"),
+        head,
+    )
+
+
+class GPTModel(nn.Module):
+    """The whole of GPT on one rank (of each tp group), with the loss; parts of it are `Stage`s."""
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self.config, self.build = config, build
+        self.specs = gpt_layers(config, build)
+        assemble(self, self.specs)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> LossSum | Tensor:
+        """The loss of [b, s] tokens against `labels`; without labels the logits [s, b, v/tp].
+
+        Args:
+            tokens: [b, s] int64.
+            position_ids: [b, s] int64; None: 0..s-1 in every row.
+            document_ids: [b, s] int64, equal for tokens that may see each other; needs
+                `position_ids`, because only the caller knows whether they start again.
+            labels: [b, s] int64; negative: ignored.
+            loss_mask: [b, s], 1 where a token counts; None: all count.
+        """
+        carry = gpt_carry(tokens, position_ids, document_ids)
+        (logits,) = run_layers(self, self.specs, carry)
+        if labels is None:
+            return logits
+        return gpt_loss(self.build, (logits,), labels, loss_mask)
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens a sequence may have; None when positions have no end."""
+        if self.config.position_embedding_type is PositionEmbedding.LEARNED:
+            return self.config.max_position_embeddings or self.build.seq_length
+        return self.config.max_position_embeddings
+
+    def new_cache(self, *, batch: int, capacity: int) -> KVCache:
+        """An empty KV cache for this rank's layers and groups, on the device of the weights."""
+        return KVCache(
+            layers=self.config.num_layers,
+            batch=batch,
+            groups=self.config.query_groups // self.build.ctx.tp.size,
+            capacity=capacity,
+            head_width=self.config.head_width,
+            dtype=self.build.dtype,
+            device=next(self.parameters()).device,
+        )
+
+    def next_token_logits(
+        self, tokens: Tensor, last: Tensor, *, cache: KVCache, positions: Tensor | None = None
+    ) -> Tensor:
+        """Scores of the token after index `last` of every row, [b, v/tp]; fills the cache.
+
+        Args:
+            tokens: [b, s] prompts, short ones padded at the end with any valid token; or [b, 1],
+                the newest token of every row.
+            last: [b] index in `tokens` of each row's last true token.
+            positions: None for prompts; for newest tokens their positions [b, 1].
+        """
+        cache.length = tokens.shape[1] if positions is None else cache.length + 1
+        with self._caching(cache):
+            carry = gpt_carry(tokens, positions, None)
+            hidden = run_layers(self, self.specs[:-2], carry)[0]
+        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        # Only the last token of a row is scored: the head is the widest matrix of all.
+        (logits,) = run_layers(self, self.specs[-2:], (hidden[last, rows].unsqueeze(0),))
+        return logits[0]
+
+    @contextmanager
+    def _caching(self, cache: KVCache) -> Iterator[None]:
+        geometries = {id(m.geometry): m.geometry for m in self.modules() if isinstance(m, Block)}
+        for geometry in geometries.values():
+            geometry.cache = cache
+        try:
+            yield
+        finally:
+            for geometry in geometries.values():
+                geometry.cache = None
+
+
+class GPTModelPipe:
+    """GPT as a pipeline engine wants it: the same list, a loss, and nothing built yet."""
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        self.build = build
+        self.specs: Sequence[LayerSpec] = gpt_layers(config, build)
+
+    def stage(self, span: Span) -> Stage:
+        """Build the layers of `span`."""
+        return Stage(self.specs, span)
+
+    def loss(self, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None) -> LossSum:
+        """The loss of what the last stage hands over; labels and mask are [b, s]."""
+        return gpt_loss(self.build, carry, labels, loss_mask)
+
+
+def gpt_carry(
+    tokens: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+) -> Carry:
+    """What the first layer takes; all [b, s].
+
+    Raises:
+        ConfigError: document ids without position ids.
+    """
+    if document_ids is None:
+        return (tokens,) if position_ids is None else (tokens, position_ids)
+    if position_ids is None:
+        raise ConfigError(
+            "document ids were given without position ids",
+            found="document_ids, and position_ids=None",
+            fix="give position_ids too: 0..s-1, or starting again at each document",
+        )
+    return (tokens, position_ids, document_ids)
+
+
+def gpt_loss(
+    build: ModelBuild, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None
+) -> LossSum:
+    """The language-model loss of the carry that the last layer of the list returns."""
+    return language_model_loss(
+        carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
+    )

@@ -1,0 +1,84 @@
+"""Initial values from (seed, global name) alone: the same for every layout, dtype and device.
+
+Each rank draws the whole tensor on the CPU and keeps its part, which costs time and transient
+memory once, and makes a run at tp=8 start from exactly the numbers of a run at tp=1.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.errors import MegatronError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.partition import Init, global_shape, init_of, local_slice, partition_of
+from megatron.mpu.random import hash_seed
+
+
+def weight_init(config: ModelConfig) -> Init:
+    """How a matrix begins that does not write to the residual stream."""
+    if config.init_method_xavier_uniform:
+        return Init("xavier_uniform")
+    return Init("normal", std=config.init_method_std)
+
+
+def residual_init(config: ModelConfig) -> Init:
+    """How a matrix begins whose output is added to the residual stream, 2 per layer.
+
+    Divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2,
+    Radford et al. 2019, section 2.3).
+    """
+    if config.init_method_xavier_uniform:
+        return Init("xavier_uniform")
+    return Init("normal", std=config.init_method_std / math.sqrt(2 * config.num_layers))
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) -> None:
+    """Fill every parameter of a stage from `seed` and its global name; nothing else matters.
+
+    Names must be global ones, as `Stage` and `GPTModel` give them.
+
+    Raises:
+        MegatronError: a parameter does not say how it starts.
+    """
+    for name, parameter in _named_parameters(model):
+        init = init_of(parameter)
+        if init is None:
+            raise MegatronError(
+                "internal error: a parameter does not say what values it starts from",
+                found=name,
+                fix="give it an Init with megatron.mpu.partition.describe() where it is made",
+            )
+        partition = partition_of(parameter)
+        group = None if partition is None else ctx.axis(partition.axis)
+        size, index = (1, 0) if group is None else (group.size, group.rank)
+        if init.kind in ("zeros", "ones"):
+            parameter.fill_(1.0 if init.kind == "ones" else 0.0)
+            continue
+        whole = draw(init, global_shape(parameter.shape, partition, size), seed=seed, name=name)
+        parameter.copy_(local_slice(whole, partition, index, size))
+
+
+def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
+    """The whole initial tensor of parameter `name`: float32, on the CPU, padding rows zero."""
+    whole = torch.zeros(shape)
+    # Padding depends on the layout, so it is neither drawn nor counted in a bound.
+    true = whole[: init.true_rows]
+    generator = torch.Generator().manual_seed(hash_seed(seed, "init", name))
+    if init.kind == "normal":
+        true.normal_(0.0, init.std, generator=generator)
+    elif init.kind == "xavier_uniform":
+        # Glorot and Bengio 2010, eq. 16.
+        bound = math.sqrt(6.0 / (true.shape[0] + true.shape[-1]))
+        true.uniform_(-bound, bound, generator=generator)
+    else:
+        true.fill_(1.0 if init.kind == "ones" else 0.0)
+    return whole
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    # Twice the same parameter (tied within a stage) comes once, under its first name.
+    yield from model.named_parameters(remove_duplicate=True)

@@ -1,0 +1,53 @@
+"""Losses as sums and counts, so that averages over microbatches and ranks are exact.
+
+A mean of means would weigh a microbatch with few counted tokens as much as a full one. Dividing
+is the engine's business, once, by the count of the whole global batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+
+
+class LossSum(NamedTuple):
+    """The sum of the losses of the counted tokens, and how many there were (both scalars)."""
+
+    total: Tensor  # differentiable, fp32 or wider
+    # Same dtype as total; a sum of weights when the mask is fractional. Hides tuple.count().
+    count: Tensor  # type: ignore[assignment]
+
+    @property
+    def mean(self) -> Tensor:
+        """Average loss per counted token; not a number when none was counted."""
+        return self.total / self.count
+
+
+def language_model_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    *,
+    ctx: ParallelContext,
+    true_vocab_size: int,
+) -> LossSum:
+    """Cross entropy of next-token prediction over the tokens that `loss_mask` counts.
+
+    Args:
+        logits: [s, b, v/tp], any floating dtype.
+        labels: [b, s] int64; a negative label counts for nothing.
+        loss_mask: [b, s], 1 where a token counts and 0 where not; None: all count.
+    """
+    by_sequence = labels.t()  # [s, b]
+    losses = vocab_parallel_cross_entropy(
+        logits, by_sequence, ctx=ctx, true_vocab_size=true_vocab_size
+    )
+    # The reader of the data marks ignored labels in one of two ways; both must leave the count.
+    weights = (by_sequence >= 0).to(losses.dtype)
+    if loss_mask is not None:
+        weights = weights * loss_mask.t()
+    total = torch.sum(losses if loss_mask is None else losses * weights)
+    return LossSum(total, weights.sum())

@@ -1,0 +1,69 @@
+"""LayerNorm and RMSNorm whose statistics are never computed in half precision.
+
+The output has the dtype of the input; with an fp32 residual stream the caller casts it to the
+model's. The gains are replicated over tp and get equal gradients there by construction.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig, Normalization
+from megatron.model.specs import Carry
+from megatron.mpu.partition import Init, describe
+
+
+def build_norm(config: ModelConfig, dtype: torch.dtype) -> "LayerNorm | RMSNorm":
+    """The normalisation that `config` asks for, over the hidden dimension."""
+    kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
+    return kind(config.hidden_size, epsilon=config.layernorm_epsilon, dtype=dtype)
+
+
+class _Norm(nn.Module):
+    """What both kinds share: the last norm of a model is also a layer of its own."""
+
+    weight: nn.Parameter
+
+    def final(self, carry: Carry) -> Carry:
+        """Normalise [s, b, h] to the model's dtype; the head needs nothing else of the carry."""
+        return (self(carry[0]).to(self.weight.dtype),)
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias (Ba et al. 2016, arXiv 1607.06450).
+
+    torch's kernels accumulate half-precision inputs in fp32.
+    """
+
+    def __init__(self, width: int, *, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.epsilon = width, epsilon
+        self.weight = _gain(width, Init("ones"), dtype)
+        self.bias = _gain(width, Init("zeros"), dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension of [.., width]."""
+        weight, bias = self.weight.to(hidden.dtype), self.bias.to(hidden.dtype)
+        return F.layer_norm(hidden, (self.width,), weight, bias, self.epsilon)
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    torch's `rms_norm` computes half-precision inputs in fp32 and rounds once, at the end.
+    """
+
+    def __init__(self, width: int, *, epsilon: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.epsilon = width, epsilon
+        self.weight = _gain(width, Init("ones"), dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension of [.., width]."""
+        return F.rms_norm(hidden, (self.width,), self.weight.to(hidden.dtype), self.epsilon)
+
+
+def _gain(width: int, init: Init, dtype: torch.dtype) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(width, dtype=dtype))
+    describe(parameter, init=init)
+    return parameter

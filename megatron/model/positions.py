@@ -1,0 +1,135 @@
+"""The three ways a model learns where a token stands: a learned table, rotation, a linear bias.
+
+Angles and slopes are computed in float64 and rounded once: in bfloat16 every position above 256
+would share its angle with its neighbours. Which tokens may see each other is `geometry`'s part.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
+from megatron.mpu.partition import Init, describe
+
+
+class LearnedPositions(nn.Module):
+    """A table with one trained vector per position, replicated over tp."""
+
+    def __init__(self, rows: int, width: int, *, init: Init, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
+        describe(self.weight, init=init)
+
+    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
+        """The vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
+
+        Raises:
+            ConfigError: the sequence is longer than the table.
+        """
+        rows = self.weight.shape[0]
+        if length > rows:
+            raise ConfigError(
+                "a sequence is longer than the table of learned positions",
+                found=f"{length} tokens, --max-position-embeddings {rows}",
+                fix=f"use sequences of at most {rows} tokens, "
+                f"or train with --max-position-embeddings {length}",
+            )
+        if position_ids is None:
+            return self.weight[:length].unsqueeze(1)
+        return F.embedding(position_ids.t(), self.weight)
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of every angle, [s, 1 or b, 1, 1, r/2], where r channels of a head rotate."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryAngles:
+    """Rotary position embedding, RoFormer eq. 34 (Su et al. 2021, arXiv 2104.09864).
+
+    Channel i of the first half of the rotating channels is paired with channel i of the second
+    half (GPT-NeoX and LLaMA; the paper pairs neighbours). With `rotary_percent` below 1 only the
+    first channels of a head rotate.
+
+    Raises:
+        ConfigError: the rotating channels are not an even, positive number.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.channels = int(config.head_width * config.rotary_percent)
+        if self.channels < 2 or self.channels % 2:
+            raise ConfigError(
+                "rotary positions turn pairs of channels, and these do not pair up",
+                found=f"{self.channels} rotating channels in a head of {config.head_width} "
+                f"(--rotary-percent {config.rotary_percent})",
+                fix=f"use heads with an even number of channels and "
+                f"--rotary-percent {2 * max(self.channels // 2, 1) / config.head_width:g}",
+            )
+        self._base = config.rotary_base
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """The rotation of int64 `positions` [s] or [b, s], rounded to `dtype` once."""
+        steps = torch.arange(0, self.channels, 2, dtype=torch.float64, device=positions.device)
+        frequencies = self._base ** (-steps / self.channels)  # [r/2]
+        # [s, b] or [s, 1], then the group and head dimensions, then the channels.
+        by_sequence = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
+        angles = by_sequence.to(torch.float64)[:, :, None, None, None] * frequencies
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the first channels of every head by its position; a new, contiguous tensor.
+
+    Args:
+        heads: [s, b, g, n, d], any strides; its gradient is the rotation by the opposite angle.
+    """
+    function: Callable[..., Tensor] = _Rotate.apply
+    return function(heads, rotation.cos, rotation.sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """Two products per half, written where they belong: no concatenation, nothing kept."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(heads, cos, sin, clockwise=-1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, clockwise=1), None, None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, *, clockwise: int) -> Tensor:
+    half = cos.shape[-1]
+    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    torch.mul(first, cos, out=turned[..., :half])
+    turned[..., :half].addcmul_(second, sin, value=clockwise)
+    torch.mul(second, cos, out=turned[..., half : 2 * half])
+    turned[..., half : 2 * half].addcmul_(first, sin, value=-clockwise)
+    if heads.shape[-1] > 2 * half:
+        turned[..., 2 * half :] = heads[..., 2 * half :]
+    return turned
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of every head of the whole model (Press et al. 2021, arXiv 2108.12409, section 3).
+
+    For a power of two they are 2^(-8i/n), i = 1..n. For other counts the paper's code takes those
+    of the next lower power p, then every second one of 2p.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    extra = [2 ** (-4 * i / power) for i in range(1, 2 * power + 1, 2)]
+    return slopes + extra[: num_heads - power]

@@ -1,0 +1,68 @@
+"""Tiny GPTs for tests: every value counts, because no bias is zero and no gain is one."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.model.gpt_model import GPTModel
+from megatron.model.init import initialize_parameters
+from megatron.model.specs import ModelBuild, VocabSize
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.partition import Init, init_of
+from megatron.mpu.random import RandomStreams
+
+TINY_VOCAB = VocabSize(true=50, padded=56)
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers of width 16 with four heads, without dropout."""
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.3,
+    }
+    return ModelConfig(**(values | changes))
+
+
+def tiny_build(ctx: ParallelContext | None = None, **changes: Any) -> ModelBuild:
+    """float64, 12 positions, one rank unless `ctx` says otherwise."""
+    ctx = ctx or ParallelContext.single()
+    coord = ctx.coord
+    build = ModelBuild(
+        ctx=ctx,
+        vocab=TINY_VOCAB,
+        seq_length=12,
+        streams=RandomStreams(5, tp_rank=coord.tp, dp_rank=coord.dp, pp_rank=coord.pp),
+        precision=PrecisionConfig(fp64=True),
+    )
+    return dataclasses.replace(build, **changes)
+
+
+def tiny_model(config: ModelConfig, build: ModelBuild | None = None) -> GPTModel:
+    """A GPT with rough values, in training mode."""
+    build = build or tiny_build()
+    model = GPTModel(config, build)
+    roughen(model, build.ctx)
+    return model
+
+
+def roughen(model: nn.Module, ctx: ParallelContext) -> None:
+    """Fill `model` as training does, but for biases and gains, which become random too."""
+    for parameter in model.parameters():
+        init = init_of(parameter)
+        if init is not None and init.kind in ("zeros", "ones"):
+            parameter.init = Init("normal", std=0.5)  # type: ignore[attr-defined]
+    initialize_parameters(model, seed=3, ctx=ctx)
+
+
+def tiny_tokens(batch: int = 2, length: int = 9, *, seed: int = 0) -> Tensor:
+    """Random token ids [b, s] of the true vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, TINY_VOCAB.true, (batch, length), generator=generator)

@@ -1,0 +1,142 @@
+"""GPT written a second time, as slowly and plainly as possible, to compare the real one with.
+
+Works on a state dict with global names, one sequence, one head and one query at a time; rotation
+is complex multiplication, ALiBi is a slope times the key's index. Shares no code with the model.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import GluActivation, ModelConfig
+
+State = Mapping[str, Tensor]
+
+
+def naive_logits(
+    config: ModelConfig,
+    state: State,
+    tokens: Tensor,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """Logits [b, s, v] over the padded vocabulary."""
+    rows = []
+    for row in range(tokens.shape[0]):
+        length = tokens.shape[1]
+        positions = torch.arange(length) if position_ids is None else position_ids[row]
+        documents = torch.zeros(length) if document_ids is None else document_ids[row]
+        rows.append(_sequence(config, state, tokens[row], positions, documents))
+    return torch.stack(rows)
+
+
+def _sequence(
+    config: ModelConfig, state: State, tokens: Tensor, positions: Tensor, documents: Tensor
+) -> Tensor:
+    x = state["embedding.word.weight"][tokens]
+    if config.embed_layernorm:
+        x = _norm(config, state, "embedding.norm", x)
+    if config.position_embedding_type == "learned_absolute":
+        x = x + state["embedding.position.weight"][positions]
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        normed = _norm(config, state, f"{name}.input_norm", x)
+        base = normed if config.apply_residual_connection_post_layernorm else x
+        x = base + _attention(config, state, f"{name}.attention", normed, positions, documents)
+        normed = _norm(config, state, f"{name}.post_attention_norm", x)
+        base = normed if config.apply_residual_connection_post_layernorm else x
+        x = base + _mlp(config, state, f"{name}.mlp", normed)
+    x = _norm(config, state, "final_norm", x)
+    head = "embedding.word" if config.tied else "output"
+    return x @ state[f"{head}.weight"].T
+
+
+def _norm(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
+    if config.normalization == "RMSNorm":
+        scale = (x * x).mean(-1, keepdim=True) + config.layernorm_epsilon
+        return x / scale.sqrt() * state[f"{name}.weight"]
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    scaled = centred / (variance + config.layernorm_epsilon).sqrt()
+    return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def _linear(state: State, name: str, x: Tensor) -> Tensor:
+    y = x @ state[f"{name}.weight"].T
+    return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
+
+
+def _attention(
+    config: ModelConfig, state: State, name: str, x: Tensor, positions: Tensor, documents: Tensor
+) -> Tensor:
+    width = config.kv_channels or config.hidden_size // config.num_attention_heads
+    groups = config.num_query_groups or config.num_attention_heads
+    per_group = config.num_attention_heads // groups
+    columns = _linear(state, f"{name}.qkv", x).split(width, dim=-1)  # [q.. k v] per group
+    heads = []
+    for head in range(config.num_attention_heads):
+        group, place = divmod(head, per_group)
+        first = group * (per_group + 2)
+        q, k, v = columns[first + place], columns[first + per_group], columns[first + per_group + 1]
+        if config.position_embedding_type == "rope":
+            q, k = (_rotated(config, t, positions) for t in (q, k))
+        rows = []
+        for i in range(x.shape[0]):
+            seen = [j for j in range(i + 1) if documents[j] == documents[i]]
+            scores = (k[seen] @ q[i]) / math.sqrt(width)
+            if config.position_embedding_type == "alibi":
+                slope = _slope(head, config.num_attention_heads)
+                scores = scores + slope * torch.tensor(seen, dtype=x.dtype)
+            weights = scores.exp() / scores.exp().sum()
+            rows.append(weights @ v[seen])
+        heads.append(torch.stack(rows))
+    return _linear(state, f"{name}.output", torch.cat(heads, dim=-1))
+
+
+def _rotated(config: ModelConfig, t: Tensor, positions: Tensor) -> Tensor:
+    channels = int(t.shape[-1] * config.rotary_percent)
+    half = channels // 2
+    pairs = torch.complex(t[:, :half], t[:, half:channels])
+    exponents = torch.arange(half, dtype=torch.float64) * 2 / channels
+    angles = positions.to(torch.float64)[:, None] / config.rotary_base**exponents
+    turned = pairs * torch.exp(1j * angles)
+    return torch.cat((turned.real, turned.imag, t[:, channels:]), dim=-1)
+
+
+def _slope(head: int, heads: int) -> float:
+    if heads & (heads - 1) == 0:
+        return 2.0 ** (-8.0 * (head + 1) / heads)
+    power = 1 << (heads.bit_length() - 1)
+    if head < power:
+        return _slope(head, power)
+    return _slope(2 * (head - power), 2 * power)
+
+
+def _mlp(config: ModelConfig, state: State, name: str, x: Tensor) -> Tensor:
+    middle = _linear(state, f"{name}.fc1", x)
+    glu = GluActivation.SWIGLU if config.swiglu else config.glu_activation
+    if glu is not None:
+        gate, up = middle[:, : middle.shape[1] // 2], middle[:, middle.shape[1] // 2 :]
+        return _linear(state, f"{name}.fc2", _GATES[glu](gate) * up)
+    if config.squared_relu:
+        middle = middle.clamp_min(0) ** 2
+    elif config.onnx_safe:
+        middle = _gelu(middle)
+    else:
+        inner = math.sqrt(2 / math.pi) * (middle + 0.044715 * middle**3)
+        middle = 0.5 * middle * (1 + torch.tanh(inner))
+    return _linear(state, f"{name}.fc2", middle)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "geglu": _gelu,
+    "liglu": lambda x: x,
+    "reglu": lambda x: x.clamp_min(0),
+    "swiglu": lambda x: x / (1 + torch.exp(-x)),
+}

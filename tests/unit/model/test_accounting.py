@@ -1,0 +1,133 @@
+"""Counts from the config equal counts of the thing itself."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.precision import PrecisionConfig
+from megatron.config.presets import PRESETS
+from megatron.model.accounting import RankShare, flops_per_token, memory_bytes, parameter_count
+from megatron.model.gpt_model import GPTModel
+from megatron.model.specs import VocabSize
+from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, tiny_tokens
+
+CONFIGS = {
+    "gpt2": tiny_config(),
+    "llama": tiny_config(
+        position_embedding_type=PositionEmbedding.ROPE,
+        normalization=Normalization.RMS_NORM,
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        num_query_groups=2,
+    ),
+    "bloom": tiny_config(position_embedding_type=PositionEmbedding.ALIBI, embed_layernorm=True),
+    "odd": tiny_config(
+        kv_channels=6,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        max_position_embeddings=20,
+        glu_activation=GluActivation.GEGLU,
+        ffn_hidden_size=24,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_counted_exactly(name: str) -> None:
+    model = GPTModel(CONFIGS[name], tiny_build())
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_count(CONFIGS[name], TINY_VOCAB.padded, 12) == counted
+
+
+def preset(name: str) -> ModelConfig:
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**{k: v for k, v in PRESETS[name].items() if k in fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "published"),
+    [
+        ("gpt2-small", 50257, 124_439_808),
+        ("gpt2-xl", 50257, 1_557_611_200),
+        ("llama-7b", 32000, 6_738_415_616),
+        ("llama3-8b", 128256, 8_030_261_248),
+    ],
+)
+def test_published_models_have_their_published_size(
+    name: str, vocabulary: int, published: int
+) -> None:
+    assert parameter_count(preset(name), vocabulary, 2048) == published
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_flops_are_those_that_torch_counts(name: str, recompute: bool) -> None:
+    config, tokens = CONFIGS[name], tiny_tokens(batch=2, length=12)
+    model = tiny_model(config, tiny_build(recompute=recompute))
+    # The fused CPU kernel has no entry in torch's table; the plain one counts the same products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).total.backward()
+    expected = flops_per_token(config, TINY_VOCAB.padded, 12, recompute=recompute) * tokens.numel()
+    # PyTorch stops recomputing a block once it has all it needs: not the last product, fc2.
+    spared = 2 * config.ffn_width * config.hidden_size * config.num_layers * tokens.numel()
+    assert counter.get_total_flops() == expected - (spared if recompute else 0)
+
+
+def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:
+    config = preset("gpt3-175b")
+    weights = 12 * config.num_layers * config.hidden_size**2
+    head = 51200 * config.hidden_size
+    attention = 12 * config.num_layers * config.hidden_size * 2048
+    assert flops_per_token(config, 51200, 2048) == 6 * (weights + head) + attention
+
+
+def share(**changes: int) -> RankShare:
+    return RankShare(**({"micro_batch_size": 2, "seq_length": 12} | changes))  # type: ignore[arg-type]
+
+
+def test_weights_gradients_and_adam_take_eighteen_bytes_in_bfloat16() -> None:
+    config, vocab = preset("gpt3-1.3b"), VocabSize(50257, 50304)
+    estimate = memory_bytes(config, vocab, PrecisionConfig(bf16=True), share(seq_length=2048))
+    count = parameter_count(config, 50304, 2048)
+    assert estimate.weights + estimate.gradients + estimate.optimizer == 18 * count
+    assert estimate.total == 18 * count + estimate.activations
+
+
+@pytest.mark.parametrize(
+    "knob", [{"tp": 2}, {"pp": 2}, {"optimizer_shards": 4}, {"recompute": True}]
+)
+def test_every_knob_saves_memory(knob: dict[str, int]) -> None:
+    config, vocab = preset("gpt3-6.7b"), VocabSize(50257, 50304)
+    bf16 = PrecisionConfig(bf16=True)
+    before = memory_bytes(config, vocab, bf16, share(seq_length=2048))
+    after = memory_bytes(config, vocab, bf16, share(seq_length=2048, **knob))
+    assert after.total < before.total
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activations_are_near_what_autograd_keeps(name: str) -> None:
+    """Distinct storages kept for backward, weights aside, against the estimate."""
+    config = CONFIGS[name]
+    model, tokens = tiny_model(config), tiny_tokens(batch=4, length=12)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in weights and t.is_floating_point():
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        alive.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        loss = model(tokens, labels=tokens)
+    del loss
+    fp64 = PrecisionConfig(fp64=True)
+    estimate = memory_bytes(config, TINY_VOCAB, fp64, share(micro_batch_size=4)).activations
+    # Statistics of norms and attention are left out, and weigh much at this width.
+    assert 0.6 < sum(kept.values()) / estimate < 1.4

@@ -1,0 +1,46 @@
+"""Attention's layout and its refusals; its numbers are tested through the whole GPT."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.model.attention import SelfAttention
+from megatron.model.geometry import Geometry
+from megatron.mpu.context import Group, ParallelContext
+from tests.support.models import roughen, tiny_build, tiny_config
+
+
+def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:
+    ctx = dataclasses.replace(ParallelContext.single(), tp=Group((0, 1), 0))
+    build = dataclasses.replace(tiny_build(), ctx=ctx)
+    with pytest.raises(ConfigError, match="query groups do not divide over the tensor-parallel"):
+        SelfAttention(tiny_config(num_query_groups=1), build, layer=0)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_mask_that_says_causal_equals_no_mask(groups: int) -> None:
+    attention = SelfAttention(tiny_config(num_query_groups=groups), tiny_build(), layer=0)
+    roughen(attention, ParallelContext.single())
+    hidden = torch.randn(6, 2, 16, dtype=torch.float64)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
+    # Two kernels of torch, in float64.
+    torch.testing.assert_close(
+        attention(hidden, Geometry(mask=causal)),
+        attention(hidden, Geometry()),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+
+
+def test_attention_dropout_draws_from_the_stream_of_split_tensors() -> None:
+    build = tiny_build()
+    attention = SelfAttention(tiny_config(attention_dropout=0.5), build, layer=0)
+    roughen(attention, ParallelContext.single())
+    before, default = build.streams.snapshot(), torch.get_rng_state()
+    attention(torch.randn(6, 2, 16, dtype=torch.float64), Geometry())
+    after = build.streams.snapshot()
+    assert torch.equal(before["replicated"], after["replicated"])
+    assert not torch.equal(before["tensor"], after["tensor"])
+    del default

@@ -1,0 +1,80 @@
+"""Masks and biases are made once, and again when what they depend on has changed."""
+
+import torch
+
+from megatron.config.model import PositionEmbedding
+from megatron.model.geometry import AttentionGeometry
+from megatron.model.positions import alibi_slopes
+from tests.support.models import tiny_build, tiny_config
+
+HIDDEN = torch.zeros(5, 2, 16, dtype=torch.float64)
+POSITIONS = torch.arange(5).expand(2, 5).contiguous()
+
+
+def geometry(kind: PositionEmbedding = PositionEmbedding.LEARNED) -> AttentionGeometry:
+    return AttentionGeometry(tiny_config(position_embedding_type=kind), tiny_build())
+
+
+def test_plain_causal_attention_has_no_mask() -> None:
+    made = geometry().of(HIDDEN, None, None)
+    assert made.mask is None
+    assert made.rotation is None
+    assert geometry().of(HIDDEN, POSITIONS, None).mask is None
+
+
+def test_a_document_mask_is_causal_and_block_diagonal() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, 2]])
+    mask = geometry().of(HIDDEN, POSITIONS, documents).mask
+    assert mask is not None
+    for row in range(2):
+        for i in range(5):
+            for j in range(5):
+                expected = j <= i and documents[row, i] == documents[row, j]
+                assert mask[row, 0, i, j] == expected
+
+
+def test_the_layers_of_one_pass_share_one_object() -> None:
+    made = geometry()
+    documents = torch.zeros(2, 5, dtype=torch.int64)
+    first = made.of(HIDDEN, POSITIONS, documents)
+    assert made.of(HIDDEN, POSITIONS, documents) is first
+    assert made.of(HIDDEN, POSITIONS, documents.clone()) is not first
+    rope = geometry(PositionEmbedding.ROPE)
+    assert rope.of(HIDDEN, None, None) is rope.of(HIDDEN, None, None)
+
+
+def test_ids_changed_in_place_are_noticed() -> None:
+    made = geometry()
+    documents = torch.zeros(2, 5, dtype=torch.int64)
+    before = made.of(HIDDEN, POSITIONS, documents)
+    documents[:, 3:] = 1
+    after = made.of(HIDDEN, POSITIONS, documents)
+    assert before.mask is not None
+    assert after.mask is not None
+    assert not torch.equal(before.mask, after.mask)
+
+
+def test_ids_from_inference_mode_are_accepted() -> None:
+    with torch.inference_mode():
+        documents = torch.zeros(2, 5, dtype=torch.int64)
+        mask = geometry(PositionEmbedding.ALIBI).of(HIDDEN, POSITIONS, documents).mask
+    assert mask is not None
+    assert not mask.is_inference()
+
+
+def test_another_length_makes_another_bias() -> None:
+    made = geometry(PositionEmbedding.ALIBI)
+    for length in (5, 3, 5, 7):
+        mask = made.of(torch.zeros(length, 1, 16), None, None).mask
+        assert mask is not None
+        assert mask.shape == (1, 4, length, length)
+
+
+def test_alibi_is_minus_the_slope_times_the_distance() -> None:
+    mask = geometry(PositionEmbedding.ALIBI).of(HIDDEN, None, None).mask
+    assert mask is not None
+    for head, slope in enumerate(alibi_slopes(4)):
+        for i in range(5):
+            for j in range(5):
+                expected = -slope * (i - j) if j <= i else -float("inf")
+                assert mask[0, head, i, j].item() == expected

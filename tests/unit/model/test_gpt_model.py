@@ -1,0 +1,287 @@
+"""GPT against a plain second implementation, for every switch; and what must hold for all."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import ConfigError
+from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
+from megatron.model.losses import LossSum
+from megatron.model.specs import Span
+from tests.support.models import (
+    TINY_VOCAB,
+    roughen,
+    tiny_build,
+    tiny_config,
+    tiny_model,
+    tiny_tokens,
+)
+from tests.support.naive_gpt import naive_logits
+
+# float64 on both sides: only the order of additions differs.
+SAME = {"rtol": 1e-10, "atol": 1e-10}
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "rope": {"position_embedding_type": "rope"},
+    "partial rope": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "rotary_base": 100.0,
+    },
+    "alibi": {"position_embedding_type": "alibi"},
+    "alibi of six heads": {
+        "position_embedding_type": "alibi",
+        "num_attention_heads": 6,
+        "hidden_size": 24,
+    },
+    "no positions": {"position_embedding_type": "none"},
+    "rmsnorm": {"normalization": "RMSNorm", "layernorm_epsilon": 1e-2},
+    "swiglu": {"swiglu": True, "ffn_hidden_size": 24},
+    "geglu": {"glu_activation": "geglu"},
+    "liglu": {"glu_activation": "liglu"},
+    "reglu": {"glu_activation": "reglu"},
+    "squared relu": {"squared_relu": True},
+    "erf gelu": {"onnx_safe": True},
+    "tanh gelu": {"openai_gelu": True},
+    "no biases": {"add_bias_linear": False},
+    "qkv bias alone": {"add_bias_linear": False, "add_qkv_bias": True},
+    "untied": {"untie_embeddings_and_output_weights": True},
+    "embedding norm": {"embed_layernorm": True},
+    "residual after norm": {"apply_residual_connection_post_layernorm": True},
+    "grouped queries": {"num_query_groups": 2},
+    "grouped queries with rope": {"num_query_groups": 2, "position_embedding_type": "rope"},
+    "grouped queries with alibi": {"num_query_groups": 2, "position_embedding_type": "alibi"},
+    "multi-query": {"num_query_groups": 1},
+    "wide heads": {"kv_channels": 6, "position_embedding_type": "rope"},
+}
+
+
+def config_of(switch: str) -> ModelConfig:
+    changes = dict(SWITCHES[switch])
+    kinds = {
+        "position_embedding_type": PositionEmbedding,
+        "normalization": Normalization,
+        "glu_activation": GluActivation,
+    }
+    return tiny_config(**{k: kinds[k](v) if k in kinds else v for k, v in changes.items()})
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_logits_equal_those_of_the_naive_gpt(switch: str) -> None:
+    config = config_of(switch)
+    model, tokens = tiny_model(config), tiny_tokens()
+    expected = naive_logits(config, model.state_dict(), tokens)
+    torch.testing.assert_close(model(tokens).transpose(0, 1), expected, **SAME)
+
+
+@pytest.mark.parametrize(
+    "switch", ["default", "rope", "alibi", "grouped queries", "grouped queries with rope"]
+)
+def test_documents_in_one_row_cannot_see_each_other(switch: str) -> None:
+    config = config_of(switch)
+    model, tokens = tiny_model(config), tiny_tokens(batch=2, length=9)
+    cuts = ([4, 5], [2, 7])
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts])
+    document_ids = torch.tensor([[0] * 4 + [1] * 5, [3] * 2 + [4] * 7])
+    packed = model(tokens, position_ids, document_ids)
+    expected = naive_logits(config, model.state_dict(), tokens, position_ids, document_ids)
+    torch.testing.assert_close(packed.transpose(0, 1), expected, **SAME)
+    for row, lengths in enumerate(cuts):
+        start = 0
+        for length in lengths:
+            alone = model(tokens[row : row + 1, start : start + length])
+            torch.testing.assert_close(packed[start : start + length, row : row + 1], alone, **SAME)
+            start += length
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_token_changes_nothing_before_it(switch: str) -> None:
+    model, tokens = tiny_model(config_of(switch)), tiny_tokens()
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % TINY_VOCAB.true
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:5], after[:5], rtol=0, atol=0)
+    assert not torch.allclose(before[5:], after[5:])
+
+
+@pytest.mark.parametrize(
+    "switch", ["default", "grouped queries with rope", "swiglu", "untied", "alibi"]
+)
+def test_the_gradient_is_the_slope_of_the_loss(switch: str) -> None:
+    """Against central differences along one random direction of all parameters."""
+    model, tokens = tiny_model(config_of(switch)), tiny_tokens()
+
+    def loss() -> Tensor:
+        result = model(tokens[:, :-1], labels=tokens[:, 1:])
+        assert isinstance(result, LossSum)
+        return result.total
+
+    loss().backward()
+    generator = torch.Generator().manual_seed(1)
+    directions = [
+        torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in model.parameters()
+    ]
+    slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), directions))
+    step, values = 1e-6, []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for p, d in zip(model.parameters(), directions):
+                p.add_(d, alpha=sign * step)
+            values.append(float(loss()))
+    # Truncation is of the order step^2 x third derivative; rounding 1e-16 x loss / step.
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-6)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_parameter_gets_a_gradient(switch: str) -> None:
+    model, tokens = tiny_model(config_of(switch)), tiny_tokens()
+    model(tokens, labels=tokens).total.backward()
+    without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+def test_grouped_queries_equal_heads_with_repeated_keys() -> None:
+    grouped = tiny_model(tiny_config(num_query_groups=2, add_bias_linear=False))
+    plain = GPTModel(tiny_config(add_bias_linear=False), tiny_build())
+    state = grouped.state_dict()
+    for name in [n for n in state if n.endswith("qkv.weight")]:
+        parts = state[name].view(2, 4, 4, 16)  # [group, q q k v, d, h]
+        q, k, v = parts[:, :2], parts[:, 2:3], parts[:, 3:]
+        every = torch.stack((q, k.expand_as(q), v.expand_as(q)), dim=2)  # [group, q, qkv, d, h]
+        state[name] = every.reshape(48, 16)
+    plain.load_state_dict(state)
+    tokens = tiny_tokens()
+    torch.testing.assert_close(grouped(tokens), plain(tokens), **SAME)
+
+
+def test_rotary_models_see_only_relative_positions() -> None:
+    model = tiny_model(config_of("rope"))
+    tokens = tiny_tokens()
+    shifted = torch.arange(9).expand(2, 9) + 1000
+    torch.testing.assert_close(model(tokens, shifted), model(tokens), rtol=1e-8, atol=1e-8)
+
+
+def test_the_whole_is_the_same_in_any_number_of_stages() -> None:
+    config = config_of("grouped queries with rope")
+    model, tokens = tiny_model(config), tiny_tokens()
+    position_ids = torch.arange(9).expand(2, 9) + 1
+    document_ids = (torch.arange(9) > 3).long().expand(2, 9)
+    expected = model(tokens, position_ids, document_ids)
+    for cuts in ([0, 5], [0, 2, 5], [0, 1, 3, 4, 5]):
+        pipe = GPTModelPipe(config, tiny_build())
+        names: set[str] = set()
+        carry = gpt_carry(tokens, position_ids, document_ids)
+        for start, stop in itertools.pairwise(cuts):
+            stage = pipe.stage(Span(start, stop))
+            part = {n: t for n, t in model.state_dict().items() if n in stage.state_dict()}
+            stage.load_state_dict(part)
+            names |= part.keys()
+            carry = stage(carry)
+        assert names == model.state_dict().keys()
+        torch.testing.assert_close(carry[0], expected, rtol=0, atol=0)
+
+
+def test_a_last_stage_holds_the_tied_table_and_nothing_else_of_the_embedding() -> None:
+    pipe = GPTModelPipe(tiny_config(embed_layernorm=True), tiny_build())
+    last = pipe.stage(Span(3, 5))
+    assert [n for n, _ in last.named_parameters()] == [
+        "final_norm.weight",
+        "final_norm.bias",
+        "embedding.word.weight",
+    ]
+    first = pipe.stage(Span(0, 1))
+    assert (
+        list(first.tied_parameters()) == list(last.tied_parameters()) == ["embedding.word.weight"]
+    )
+    assert pipe.stage(Span(1, 3)).tied_parameters() == {}
+
+
+def test_untied_models_have_an_output_of_their_own_and_nothing_to_share() -> None:
+    model = tiny_model(config_of("untied"))
+    assert "output.weight" in model.state_dict()
+    assert all(spec.tied is None for spec in model.specs)
+    assert gpt_layers(tiny_config(), tiny_build())[-1].name == "embedding.word"
+
+
+def test_padding_tokens_do_not_change_the_loss() -> None:
+    tokens = tiny_tokens()
+    small = tiny_build(vocab=TINY_VOCAB._replace(padded=50))
+    large = tiny_build(vocab=TINY_VOCAB._replace(padded=80))
+    losses = [tiny_model(tiny_config(), b)(tokens, labels=tokens).total for b in (small, large)]
+    torch.testing.assert_close(losses[0], losses[1], **SAME)
+
+
+@pytest.mark.parametrize("switch", ["default", "alibi", "grouped queries with rope"])
+def test_recomputation_is_bitwise_the_same_with_dropout_on(switch: str) -> None:
+    config = dataclasses.replace(config_of(switch), hidden_dropout=0.3, attention_dropout=0.2)
+    tokens, results = tiny_tokens(), []
+    for recompute in (False, True):
+        build = tiny_build(recompute=recompute)
+        model = tiny_model(config, build)
+        loss = model(tokens, labels=tokens).total
+        loss.backward()
+        streams = list(build.streams.snapshot().values())
+        results.append([loss.detach(), *(p.grad for p in model.parameters()), *streams])
+    for plain, again in zip(*results):
+        assert torch.equal(plain, again)
+
+
+def test_evaluation_draws_no_random_numbers_and_drops_nothing() -> None:
+    config = tiny_config(hidden_dropout=0.5, attention_dropout=0.5)
+    build = tiny_build()
+    model, tokens = tiny_model(config, build), tiny_tokens()
+    before = build.streams.snapshot()
+    model.eval()
+    torch.testing.assert_close(model(tokens), tiny_model(tiny_config())(tokens), rtol=0, atol=0)
+    assert all(torch.equal(before[n], s) for n, s in build.streams.snapshot().items())
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+    assert not any(torch.equal(before[n], s) for n, s in build.streams.snapshot().items())
+
+
+def test_a_training_step_works_after_an_inference_mode_pass() -> None:
+    for switch in ("rope", "alibi"):
+        model, tokens = tiny_model(config_of(switch)), tiny_tokens()
+        with torch.inference_mode():
+            model(tokens)
+        model(tokens, labels=tokens).total.backward()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_half_precision_keeps_close_to_float64(precision: str, residual: bool) -> None:
+    chosen = PrecisionConfig(**{precision: True}, fp32_residual_connection=residual)
+    config = tiny_config(apply_residual_connection_post_layernorm=residual, embed_layernorm=True)
+    tokens = tiny_tokens()
+    half = tiny_model(config, tiny_build(precision=chosen))
+    loss = half(tokens, labels=tokens)
+    exact = tiny_model(config)(tokens, labels=tokens)
+    assert half(tokens).dtype == getattr(torch, chosen.precision.value)
+    assert loss.total.dtype == torch.float32
+    loss.total.backward()
+    # bfloat16 has 8 bits: values of a few units in two layers come out within a few percent.
+    assert loss.mean.item() == pytest.approx(exact.mean.item(), rel=0.05)
+
+
+def test_document_ids_without_position_ids_are_refused() -> None:
+    with pytest.raises(ConfigError, match="document ids were given without position ids"):
+        gpt_carry(tiny_tokens(), None, tiny_tokens())
+
+
+def test_one_state_dict_fits_both_classes() -> None:
+    config = tiny_config()
+    model = tiny_model(config)
+    pipe = GPTModelPipe(config, tiny_build())
+    stage = pipe.stage(Span.whole(pipe.specs))
+    roughen(stage, pipe.build.ctx)
+    assert stage.state_dict().keys() == model.state_dict().keys()
+    tokens = tiny_tokens()
+    loss = pipe.loss(stage((tokens,)), tokens, torch.ones(2, 9))
+    torch.testing.assert_close(loss.total, model(tokens, labels=tokens).total, rtol=0, atol=0)

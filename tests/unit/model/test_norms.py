@@ -1,0 +1,45 @@
+"""Norms against their formulas, and what happens to half precision."""
+
+import pytest
+import torch
+
+from megatron.config.model import Normalization
+from megatron.model.norms import LayerNorm, RMSNorm, build_norm
+from tests.support.models import tiny_config
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_statistics_of_bfloat16_are_computed_in_float32(kind: type[LayerNorm | RMSNorm]) -> None:
+    width = 4096
+    norm = kind(width, epsilon=1e-5, dtype=torch.bfloat16)
+    torch.nn.init.ones_(norm.weight)
+    if isinstance(norm, LayerNorm):
+        torch.nn.init.zeros_(norm.bias)
+    hidden = torch.randn(3, width, generator=torch.Generator().manual_seed(0)) + 3
+    hidden = hidden.bfloat16()
+    wide = hidden.double()
+    centre = wide.mean(-1, keepdim=True) if kind is LayerNorm else 0.0
+    expected = (wide - centre) / ((wide - centre).square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    # Summed in bfloat16, 4096 numbers near 3 would be wrong in the first digit; what is left is
+    # the rounding of the result, half of 2^-7.
+    torch.testing.assert_close(norm(hidden).double(), expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", Normalization)
+def test_an_fp32_stream_stays_fp32_and_the_final_norm_returns_the_model_dtype(
+    kind: Normalization,
+) -> None:
+    norm = build_norm(tiny_config(normalization=kind), torch.bfloat16)
+    torch.nn.init.ones_(norm.weight)
+    hidden = torch.randn(2, 3, 16)
+    assert norm(hidden).dtype == torch.float32
+    (final,) = norm.final((hidden, torch.zeros(1)))
+    assert final.dtype == torch.bfloat16
+
+
+def test_rms_norm_has_no_bias_and_keeps_the_mean() -> None:
+    norm = build_norm(tiny_config(normalization=Normalization.RMS_NORM), torch.float64)
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
+    torch.nn.init.ones_(norm.weight)
+    constant = torch.full((1, 1, 16), 5.0, dtype=torch.float64)
+    torch.testing.assert_close(norm(constant), torch.ones_like(constant), rtol=1e-5, atol=0)

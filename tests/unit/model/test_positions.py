@@ -1,0 +1,108 @@
+"""Rotation, slopes and the learned table: their defining properties."""
+
+import pytest
+import torch
+
+from megatron.config.model import PositionEmbedding
+from megatron.errors import ConfigError
+from megatron.model.positions import LearnedPositions, RotaryAngles, alibi_slopes, rotate
+from megatron.mpu.partition import Init
+from tests.support.models import tiny_config
+
+# float64; angles of up to a few thousand radians lose four of sixteen digits.
+ANGLE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def rope(**changes: object) -> RotaryAngles:
+    config = tiny_config(position_embedding_type=PositionEmbedding.ROPE, kv_channels=8, **changes)
+    return RotaryAngles(config)
+
+
+def heads(length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, 2, 3, 1, 8, dtype=torch.float64, generator=generator)
+
+
+def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
+    q, k = heads(6, 1), heads(6, 2)
+    here = rope().at(torch.arange(6), torch.float64)
+    there = rope().at(torch.arange(6) + 4000, torch.float64)
+
+    def scores(rotation: object) -> torch.Tensor:
+        return torch.einsum("sbgnd,tbgnd->bgst", rotate(q, rotation), rotate(k, rotation))  # type: ignore[arg-type]
+
+    torch.testing.assert_close(scores(here), scores(there), **ANGLE)
+
+
+def test_rotation_keeps_lengths_and_position_zero_and_undoes_itself() -> None:
+    x = heads(5)
+    rotation = rope().at(torch.arange(5), torch.float64)
+    turned = rotate(x, rotation)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **ANGLE)
+    assert torch.equal(turned[0], x[0])
+    back = rotate(turned, rotation._replace(sin=-rotation.sin))
+    torch.testing.assert_close(back, x, **ANGLE)
+
+
+def test_only_the_chosen_share_of_a_head_rotates() -> None:
+    x = heads(5)
+    turned = rotate(x, rope(rotary_percent=0.5).at(torch.arange(5), torch.float64))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert not torch.equal(turned[..., :4], x[..., :4])
+
+
+def test_the_gradient_of_rotation_is_right_for_strided_input() -> None:
+    x = heads(4).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    rotation = rope(rotary_percent=0.5).at(torch.arange(4), torch.float64)
+    assert torch.autograd.gradcheck(lambda t: rotate(t, rotation), x)
+
+
+def test_positions_of_their_own_per_row_are_looked_up_per_row() -> None:
+    ids = torch.tensor([[0, 1, 2, 0], [5, 6, 0, 1]])
+    rows = rope().at(ids, torch.float64)
+    for row in range(2):
+        alone = rope().at(ids[row], torch.float64)
+        assert torch.equal(rows.cos[:, row : row + 1], alone.cos)
+        assert torch.equal(rows.sin[:, row : row + 1], alone.sin)
+
+
+def test_far_positions_stay_apart_in_half_precision() -> None:
+    cos = rope().at(torch.arange(5000), torch.bfloat16).cos
+    exact = rope().at(torch.arange(5000), torch.float64).cos
+    # The only loss is one rounding to bfloat16's 8 bits.
+    torch.testing.assert_close(cos.double(), exact, rtol=2**-8, atol=1e-9)
+    assert not torch.equal(cos[4000], cos[4001])
+
+
+@pytest.mark.parametrize(("percent", "width"), [(0.1, 8), (1.0, 7)])
+def test_channels_that_do_not_pair_up_are_refused(percent: float, width: int) -> None:
+    config = tiny_config(
+        position_embedding_type=PositionEmbedding.ROPE, kv_channels=width, rotary_percent=percent
+    )
+    with pytest.raises(ConfigError, match="these do not pair up"):
+        RotaryAngles(config)
+
+
+def test_alibi_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(1) == [2.0**-8]
+    # 12 heads in the authors' code: those of 8, then every second one of 16.
+    assert alibi_slopes(12) == pytest.approx(
+        [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+    )
+
+
+@pytest.mark.parametrize("heads_", range(1, 70))
+def test_there_is_a_falling_positive_slope_for_every_head(heads_: int) -> None:
+    slopes = alibi_slopes(heads_)
+    assert len(set(slopes)) == heads_
+    assert all(0 < slope < 1 for slope in slopes)
+
+
+def test_a_sequence_longer_than_the_table_is_refused_with_both_numbers() -> None:
+    table = LearnedPositions(8, 4, init=Init("zeros"), dtype=torch.float64)
+    assert table(8, None).shape == (8, 1, 4)
+    assert table(3, torch.zeros(2, 3, dtype=torch.int64)).shape == (3, 2, 4)
+    with pytest.raises(ConfigError, match="longer than the table of learned positions") as raised:
+        table(9, None)
+    assert "9 tokens, --max-position-embeddings 8" in str(raised.value)

@@ -1,0 +1,194 @@
+"""Continue prompts with a trained GPT: `python -m tools.generate_text --load FOLDER --prompt TEXT`.
+
+The checkpoint holds the run's configuration, so model and tokenizer need no flags of their own.
+Under torchrun with --tensor-model-parallel-size N the model is split over N ranks, which need not
+be the number it was trained on; rank 0 prints.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if importlib.util.find_spec("megatron") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.checkpointing import load_model_for_inference
+from megatron.errors import ConfigError, DataError
+from megatron.generation.generate import generate
+from megatron.generation.sampling import SamplingParams
+from megatron.mpu.collectives import broadcast_object
+from megatron.mpu.random import hash_seed
+from megatron.tokenizer.protocol import Tokenizer
+from tools.program import run
+
+INTERACTIVE_PROMPT = "> "
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One sample, as the program prints it."""
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+    def as_json(self) -> str:
+        """One line of JSON, in ASCII: some readers break lines at U+2028 too."""
+        return json.dumps(vars(self))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags, load the model, and print a continuation of every prompt."""
+    args = parser().parse_args(argv)
+    prompts = _prompts(args)
+    params = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
+    )
+    loaded = load_model_for_inference(
+        args.load,
+        args.iteration,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        device=args.device,
+    )
+
+    def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
+        repeated = [text for text in texts for _ in range(args.num_samples)]
+        generations = generate(
+            loaded.model,
+            [_tokens(loaded.tokenizer, text) for text in repeated],
+            max_new_tokens=args.num_tokens,
+            params=params,
+            eod=loaded.tokenizer.eod,
+            seed=hash_seed(args.seed, batch),
+            ctx=loaded.ctx,
+        )
+        return [
+            Continuation(text, loaded.tokenizer.detokenize(g.tokens), g.tokens, g.finish_reason)
+            for text, g in zip(repeated, generations)
+        ]
+
+    speaks = loaded.ctx.rank == 0
+    batches: Iterator[Sequence[str]]
+    if args.interactive:
+        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.tp), speaks)
+    else:
+        batches = (
+            prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)
+        )
+    for index, batch in enumerate(batches):
+        for continuation in continue_(batch, index):
+            if speaks:
+                _show(continuation, as_json=args.json)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this program."""
+    made = argparse.ArgumentParser(
+        prog="generate_text", description="Continue prompts with a trained GPT.", allow_abbrev=False
+    )
+    add = made.add_argument
+    add("--load", required=True, metavar="FOLDER", help="checkpoint folder of a run")
+    add("--iteration", type=int, help="which checkpoint; when not given the latest")
+    add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
+    add("--prompt-file", metavar="FILE", help="one prompt per line, blank lines left out")
+    add("--interactive", action="store_true", help="ask for prompts until the end of input")
+    add("--num-tokens", type=int, default=64, help="new tokens per sample, at most [64]")
+    add("--num-samples", type=int, default=1, help="samples per prompt [1]")
+    add("--batch-size", type=int, default=8, help="prompts continued at a time [8]")
+    add("--temperature", type=float, default=1.0, help="divides the scores [1.0]")
+    add("--greedy", action="store_true", help="always the likeliest token")
+    add("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all [0]")
+    add("--top-p", type=float, default=0.0, help=_TOP_P_HELP)
+    add("--seed", type=int, default=1234, help="seed of the draws [1234]")
+    add("--tensor-model-parallel-size", type=int, default=1, help=_TP_HELP)
+    add("--device", choices=("cpu", "cuda"), help="where to compute; when not given as in training")
+    add("--json", action="store_true", help="one line of JSON per sample")
+    return made
+
+
+_PROMPT_HELP = "text to continue, repeatable; an empty one starts a new document"
+_TOP_P_HELP = "only the likeliest tokens that together have probability p; 0: all [0]"
+_TP_HELP = "ranks that share the model, under torchrun [1]"
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    sources = [bool(args.prompt), args.prompt_file is not None, args.interactive]
+    if sum(sources) != 1:
+        raise ConfigError(
+            "prompts must come from exactly one place",
+            found=f"{len(args.prompt)} --prompt, --prompt-file {args.prompt_file}"
+            + (", --interactive" if args.interactive else ""),
+            fix="give --prompt TEXT, or --prompt-file FILE, or --interactive",
+        )
+    for flag in ("num_samples", "batch_size"):
+        if getattr(args, flag) < 1:
+            raise ConfigError(
+                "a count is not positive",
+                found=f"--{flag.replace('_', '-')} {getattr(args, flag)}",
+                fix="use 1 or more",
+            )
+    return args.prompt if args.prompt_file is None else _read_prompts(Path(args.prompt_file))
+
+
+def _read_prompts(path: Path) -> list[str]:
+    if not path.is_file():
+        raise DataError(
+            "the file of prompts is not there",
+            found=f"--prompt-file {path}",
+            fix="give the path of a text file with one prompt per line",
+        )
+    # Not splitlines(): it also breaks at characters that belong to a text, such as U+2028.
+    prompts = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    if not prompts:
+        raise DataError(
+            "the file of prompts has none",
+            found=f"--prompt-file {path}",
+            fix="put one prompt on each line",
+        )
+    return prompts
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    tokens = tokenizer.tokenize(text)
+    if tokens:
+        return tokens
+    if tokenizer.eod is None:
+        raise ConfigError(
+            "an empty prompt has nothing to start from",
+            found=f"a tokenizer without an end-of-document token: {tokenizer.eod_note}",
+            fix="give a prompt with text",
+        )
+    return [tokenizer.eod]
+
+
+def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Iterator[Sequence[str]]:
+    """What the user types on rank 0, told to every rank, until the end of input."""
+    while True:
+        typed = None
+        if speaks:
+            try:
+                typed = input(INTERACTIVE_PROMPT)
+            except EOFError:
+                typed = None
+        typed = agree(typed)
+        if typed is None:
+            return
+        yield [typed]
+
+
+def _show(continuation: Continuation, *, as_json: bool) -> None:
+    if as_json:
+        print(continuation.as_json())
+    else:
+        print(f"{continuation.prompt}{continuation.text}")
+        print(f"--- {len(continuation.tokens)} tokens, ended by {continuation.finish_reason}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    run(main)
