@@ -5,14 +5,14 @@ that works. The exit code tells a scheduler whether to start the same command ag
 """
 
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 
 class MegatronError(Exception):
     """An error whose message says what is wrong, what was found, and what to do about it."""
 
-    exit_code: ClassVar[int] = 1
-    retryable: ClassVar[bool] = False  # may a scheduler start the same command again, unchanged?
+    exit_code: int = 1
+    retryable: bool = False  # may a scheduler start the same command again, unchanged?
 
     def __init__(self, problem: str, *, found: object = None, fix: str) -> None:
         self.problem, self.found, self.fix = problem, found, fix
@@ -86,12 +86,19 @@ class Finding(NamedTuple):
 
 
 class PreflightError(MegatronError):
-    """Everything that is wrong with one launch, reported together."""
+    """Everything that is wrong with one launch, reported together.
 
-    exit_code = 64
+    Findings of one class end the program as that class does; of several, as a ConfigError does,
+    since somebody has to look before the same command may work.
+    """
+
+    exit_code = ConfigError.exit_code
 
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
+        if len({type(error) for _, error in self.findings}) == 1:
+            only = self.findings[0].error
+            self.exit_code, self.retryable = only.exit_code, only.retryable
         count = len(self.findings)
         super().__init__(
             f"{count} {'check' if count == 1 else 'checks'} failed before training",

@@ -126,3 +126,12 @@ class TokenizerConfig:
             problem="a size is not positive",
             fix="use 1 for no padding, or 128",
         )
+        for name, least in (("vocab_size", 1), ("pad_vocab_size_to", 1), ("vocab_extra_ids", 0)):
+            value = getattr(self, name)
+            yield from check_field(
+                value is None or value >= least,
+                name,
+                value,
+                problem=f"it is below {least}",
+                fix=f"use {least} or more",
+            )

@@ -53,6 +53,12 @@ def field_names(group: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(group))
 
 
+def default_of(group: type, field_name: str) -> Any:
+    """The default of one field of a config group."""
+    (field,) = (one for one in dataclasses.fields(group) if one.name == field_name)
+    return field.default
+
+
 def check_field(
     condition: bool, field_name: str, value: object, *, problem: str, fix: str
 ) -> Iterator[ConfigError]:
@@ -133,17 +139,45 @@ def to_plain(group: Any) -> dict[str, Any]:
 
 
 def from_plain(group: type[C], values: Mapping[str, Any]) -> C:
-    """Rebuild a config group from `to_plain`; unknown or missing names are errors."""
+    """Rebuild a config group from `to_plain`.
+
+    A field that is absent takes its default: a version that did not have the flag behaved so.
+
+    Raises:
+        ConfigError: unknown names, required ones that are absent, or values of another version.
+    """
     hints = typing.get_type_hints(group)
-    names = {field.name for field in dataclasses.fields(group)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - names)
+    fields = {field.name: field for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ConfigError(
             f"a stored {group.__name__} holds fields that this version does not know",
             found=", ".join(unknown),
             fix="read it with the version that wrote it",
         )
-    return group(**{name: _typed(hints[name], value) for name, value in values.items()})
+    missing = [
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and name not in values
+    ]
+    if missing:
+        raise ConfigError(
+            f"a stored {group.__name__} lacks fields that this version requires",
+            found="no " + ", no ".join(missing),
+            fix="read it with the version that wrote it",
+        )
+    return group(**{name: _stored(group, name, hints[name], values[name]) for name in values})
+
+
+def _stored(group: type, name: str, hint: Any, value: Any) -> Any:
+    try:
+        return _typed(hint, value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a stored {group.__name__} holds a value that this version does not know",
+            found=f"{name}: {value!r}",
+            fix="read it with the version that wrote it",
+        ) from error
 
 
 def _plain(value: Any) -> Any:

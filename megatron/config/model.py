@@ -3,11 +3,12 @@
 Only what the user asked for is stored; what follows from it is a property.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.config.fields import check_field, flag, raise_all
+from megatron.config.fields import check_field, default_of, flag, raise_all
 from megatron.errors import ConfigError
 
 
@@ -126,9 +127,23 @@ class ModelConfig:
     def _problems(self) -> Iterator[ConfigError]:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             yield from _positive(name, getattr(self, name))
-        for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
+        for name in (
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) is not None:
                 yield from _positive(name, getattr(self, name))
+        for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
+            value = getattr(self, name)
+            yield from check_field(
+                0 < value < math.inf,
+                name,
+                value,
+                problem="it is not a positive number",
+                fix=f"use a number above 0, such as the default {default_of(ModelConfig, name)}",
+            )
         for name in ("hidden_dropout", "attention_dropout"):
             yield from check_field(
                 0 <= getattr(self, name) < 1,
@@ -137,6 +152,18 @@ class ModelConfig:
                 problem="a dropout probability is outside [0, 1)",
                 fix="use a number from 0 up to, not including, 1",
             )
+        yield from self._head_problems()
+        yield from self._activation_problems()
+        if self.position_embedding_type is PositionEmbedding.ROPE and not (
+            0 < self.rotary_percent <= 1
+        ):
+            yield ConfigError(
+                "the rotating share of a head is outside (0, 1]",
+                found=f"--rotary-percent {self.rotary_percent}",
+                fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
+            )
+
+    def _head_problems(self) -> Iterator[ConfigError]:
         heads, hidden = self.num_attention_heads, self.hidden_size
         if self.kv_channels is None and heads > 0 and hidden > 0 and hidden % heads:
             yield ConfigError(
@@ -152,6 +179,8 @@ class ModelConfig:
                 found=f"--num-attention-heads {heads}, --num-query-groups {groups}",
                 fix=f"use one of {_divisors(heads)} query groups",
             )
+
+    def _activation_problems(self) -> Iterator[ConfigError]:
         chosen = [
             flag
             for flag, on in (
@@ -168,14 +197,6 @@ class ModelConfig:
                 "more than one activation was asked for",
                 found=", ".join(chosen),
                 fix=f"keep one, for example {chosen[0]}",
-            )
-        if self.position_embedding_type is PositionEmbedding.ROPE and not (
-            0 < self.rotary_percent <= 1
-        ):
-            yield ConfigError(
-                "the rotating share of a head is outside (0, 1]",
-                found=f"--rotary-percent {self.rotary_percent}",
-                fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
             )
 
     @property

@@ -1,5 +1,6 @@
 """OptimizerConfig and ScheduleConfig: how gradients become updates, and how fast."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -115,7 +116,11 @@ class ScheduleConfig:
 
     def _problems(self) -> Iterator[ConfigError]:
         yield from check_field(
-            self.lr > 0, "lr", self.lr, problem="the learning rate is not positive", fix="try 3e-4"
+            0 < self.lr < math.inf,
+            "lr",
+            self.lr,
+            problem="the learning rate is not a positive number",
+            fix="try 3e-4",
         )
         for name in ("min_lr", "lr_warmup_init"):
             value = getattr(self, name)
@@ -139,6 +144,10 @@ class ScheduleConfig:
                 problem="the warm-up share is outside [0, 1]",
                 fix="use a share such as 0.01",
             )
+        yield from self._length_problems()
+        yield from self._weight_decay_problems()
+
+    def _length_problems(self) -> Iterator[ConfigError]:
         warmups = [
             f"--{name.replace('_', '-')} {getattr(self, name)}"
             for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
@@ -175,6 +184,8 @@ class ScheduleConfig:
                 found="--lr-decay-style WSD without a decay length",
                 fix="add --lr-wsd-decay-iters (a tenth of the training is usual)",
             )
+
+    def _weight_decay_problems(self) -> Iterator[ConfigError]:
         ends = (self.start_weight_decay, self.end_weight_decay)
         moving = self.weight_decay_incr_style is not WeightDecayStyle.CONSTANT
         if moving and None in ends:

@@ -35,7 +35,10 @@ class PrecisionConfig:
     initial_loss_scale: float = flag(2.0**32, help="first dynamic loss scale")
     min_loss_scale: float = flag(1.0, help="dynamic loss scale below which the run stops")
     loss_scale_window: int = flag(1000, help="good iterations before the loss scale doubles")
-    hysteresis: int = flag(2, help="overflows in a row before the loss scale halves")
+    hysteresis: int = flag(
+        2,
+        help="overflows, since the loss scale last changed, before it halves",
+    )
     fp32_residual_connection: bool = flag(
         False, help="keep the residual stream in fp32 in a half-precision model"
     )

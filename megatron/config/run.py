@@ -47,12 +47,19 @@ class RunConfig:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Mapping[str, Any]]) -> "RunConfig":
-        """Rebuild a config from `to_plain`; a missing group is an error."""
+        """Rebuild a config from `to_plain`; a missing or an unknown group is an error."""
         missing = sorted(set(GROUPS) - set(values))
         if missing:
             raise ConfigError(
                 "a stored run config lacks whole groups",
                 found="no " + ", ".join(missing),
+                fix="read it with the version that wrote it",
+            )
+        unknown = sorted(set(values) - set(GROUPS) - {"extra"})
+        if unknown:
+            raise ConfigError(
+                "a stored run config holds groups that this version does not know",
+                found=", ".join(unknown),
                 fix="read it with the version that wrote it",
             )
         groups: dict[str, Any] = {name: from_plain(GROUPS[name], values[name]) for name in GROUPS}
@@ -105,6 +112,9 @@ class FlatView:
             found=f"args.{name} = {value!r}",
             fix="give the flag on the command line, or pass the value as an argument",
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (FlatView, (self._config,))  # the default would assign, which raises
 
     def __iter__(self) -> Iterator[str]:
         for group in GROUPS.values():

@@ -36,6 +36,7 @@ class TrainingConfig:
     train_samples: int | None = flag(None, help="samples to train for")
     eval_interval: int = flag(1000, help="iterations between evaluations; 0 for only at the end")
     eval_iters: int = flag(100, help="global batches per evaluation; 0 turns evaluation off")
+    eval_at_start: bool = flag(False, help="evaluate also before the first iteration")
     exit_interval: int | None = flag(None, help="stop at a multiple of this many iterations")
     exit_duration_in_mins: float | None = flag(None, help="stop after this many minutes")
     exit_signal_handler: bool = flag(True, help="on SIGTERM save a checkpoint and exit")

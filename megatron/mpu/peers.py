@@ -23,7 +23,9 @@ _FAILURE = "megatron/first_failure"
 _CLOSED = "megatron/closed"
 _POLL_S = 1.0
 _GRACE_S = 2.0  # for the main thread to end by itself, with a traceback of its own
-_LINGER_S = 5.0  # how long rank 0, which may host the store, waits for the others to close
+_LINGER_S = 5.0  # how long a rank whose end the others must not take for theirs waits for them
+_PRECEDENCE_S = 0.5  # the rank that failed ends first, since launchers call the first the cause
+_LINGER_POLL_S = 0.05
 _LONGEST_MESSAGE = 4000
 
 
@@ -49,13 +51,20 @@ class PeerWatch:
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world_size = rank, world_size
         self._closing = threading.Event()
+        self._announced = False
         self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
         self._thread.start()
         # A daemon thread that is inside the store while the interpreter shuts down aborts it.
         atexit.register(self.close)
 
+    @property
+    def store(self) -> Store:
+        """The store that it was given, for whoever makes the process group."""
+        return self._given
+
     def announce(self, error_text: str) -> None:
         """Tell the other ranks that this one fails; only the first announcement of all counts."""
+        self._announced = True
         said = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
         try:
             self._store.compare_set(_FAILURE, "", said)
@@ -63,9 +72,10 @@ class PeerWatch:
             log.error(f"could not tell the other ranks about this failure: {error}")
 
     def close(self) -> None:
-        """Stop watching. Rank 0 waits a few seconds for the others, since it may host the store.
+        """Stop watching. Rank 0, and one that announced its failure, wait a few seconds for others.
 
-        Without that wait, ranks still at work would take its normal end for a failure.
+        Rank 0 may host the store, and ranks still at work would take its normal end for a failure.
+        A launcher kills all ranks as soon as one ends badly, so that one lets the others hear why.
         """
         if self._closing.is_set():
             return
@@ -75,9 +85,12 @@ class PeerWatch:
         with contextlib.suppress(RuntimeError):  # the host may go first now
             closed = self._store.add(_CLOSED, 1)
             deadline = time.monotonic() + _LINGER_S
-            while self._rank == 0 and closed < self._world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
+            waits = self._rank == 0 or self._announced
+            while waits and closed < self._world_size and time.monotonic() < deadline:
+                time.sleep(_LINGER_POLL_S)
                 closed = self._store.add(_CLOSED, 0)
+            if self._rank == 0 and self._announced:
+                time.sleep(3 * _LINGER_POLL_S)  # for others that still ask who has closed
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
@@ -112,4 +125,5 @@ def _end_process(error: PeerError, store: Store) -> None:
         store.add(_CLOSED, 1)
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_PRECEDENCE_S)
     os._exit(PeerError.exit_code)

@@ -28,6 +28,9 @@ _PRELOAD = [
     "torch.distributed",
     "torch.utils.checkpoint",
     "megatron.mpu.context",
+    "torch._dynamo",  # which the first optimizer of a process imports, in seconds
+    "megatron.training",
+    "megatron.data.gpt_batch",
 ]
 _LAST_WORDS_S = 5.0  # how long a dead rank's result may take to arrive, and a live one to end
 
@@ -141,6 +144,8 @@ def _rank_main(
     # If the test process is killed nobody is left to end this one.
     faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S, exit=True)
     torch.set_num_threads(1)
+    # Processes that a rank starts (loader workers) start as they would from a program.
+    mp.set_start_method(None, force=True)  # type: ignore[arg-type]  # documented
     code = 0
     try:
         dist.init_process_group(

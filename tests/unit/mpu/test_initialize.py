@@ -4,7 +4,6 @@ import pytest
 
 from megatron import mpu
 from megatron.errors import NotInitialisedError
-from megatron.mpu import initialize
 
 
 def test_accessors_say_what_to_call_first() -> None:
@@ -20,9 +19,3 @@ def test_initialising_without_processes_is_refused() -> None:
 
 def test_destroying_nothing_is_allowed() -> None:
     mpu.destroy_model_parallel()
-
-
-def test_the_package_exposes_the_facade_and_nothing_else() -> None:
-    assert mpu.get_data_parallel_group is initialize.get_data_parallel_group
-    with pytest.raises(AttributeError, match="no attribute 'get_context_parallel_rank'"):
-        _ = mpu.get_context_parallel_rank

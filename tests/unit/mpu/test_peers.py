@@ -8,6 +8,13 @@ import torch.distributed as dist
 from megatron.mpu.peers import PeerWatch
 
 
+@pytest.fixture
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for others, as closing does, without others."""
+    monkeypatch.setattr("megatron.mpu.peers._LINGER_S", 0.2)
+
+
+@pytest.mark.usefixtures("_brief")
 def test_the_first_announcement_is_the_one_that_counts() -> None:
     store = dist.HashStore()
     watch = PeerWatch(store, rank=1, world_size=2)
@@ -18,6 +25,7 @@ def test_the_first_announcement_is_the_one_that_counts() -> None:
     watch.close()
 
 
+@pytest.mark.usefixtures("_brief")
 def test_another_ranks_failure_is_named() -> None:
     store = dist.HashStore()
     watch, other = (PeerWatch(store, rank=rank, world_size=2) for rank in (0, 1))
@@ -26,13 +34,16 @@ def test_another_ranks_failure_is_named() -> None:
     assert error is not None
     assert "rank 1 failed" in error.problem
     assert "disk full" in str(error.found)
+    watch.close()  # first: both are in this process, which it would end
     other.close()
-    watch.close()
 
 
-def test_closing_waits_for_the_others_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.mpu.peers._LINGER_S", 0.2)
-    watch = PeerWatch(dist.HashStore(), rank=0, world_size=2)
+@pytest.mark.usefixtures("_brief")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_closing_waits_for_the_others_but_not_forever(rank: int) -> None:
+    watch = PeerWatch(dist.HashStore(), rank=rank, world_size=2)
+    if rank:
+        watch.announce("so that the others hear of it before a launcher kills them")
     start = time.monotonic()
     watch.close()
     assert 0.2 <= time.monotonic() - start < 5

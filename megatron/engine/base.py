@@ -1,0 +1,144 @@
+"""The one interface the training loop knows, and the values that cross it.
+
+The unit of work is a whole global batch. The caller decides every number (learning rate, weight
+decay, micro-batches) and an engine obeys; what comes back holds the same numbers on every rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron.checkpoint.sharded import ShardedTensor
+from megatron.config.data import DataConfig
+from megatron.config.model import ModelConfig
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry, LayerSpec, ModelBuild
+from megatron.tokenizer.tokenizer import Tokenizer
+
+RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
+
+
+class MicroBatch(NamedTuple):
+    """One micro-batch as a model takes it: the first carry, and what the loss compares with."""
+
+    inputs: Carry
+    labels: Carry  # for GPT: (labels [b, s] int64, loss mask [b, s])
+
+
+class Datasets(NamedTuple):
+    """Datasets for the three uses; None where a use is turned off."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+class DatasetRequest(NamedTuple):
+    """What a run needs from its datasets; how they are built is the program's business."""
+
+    data: DataConfig
+    num_samples: tuple[int, int, int]  # train, validation, test; 0 where a use is turned off
+    min_samples: int  # fewer than this, one global batch, is an error
+    seed: int
+    is_builder: bool  # whether this rank writes index caches for its node
+    wait: Callable[[], None]  # returns once the builders are done
+
+
+class BatchOptions(NamedTuple):
+    """What turns raw tokens into a micro-batch."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainTask:
+    """A training program as one value: what is read, what is built, and what is minimised.
+
+    Attributes:
+        datasets: makes the three datasets.
+        layers: the model as a list (`gpt_layers`).
+        batch: turns a raw batch of the loader into a `MicroBatch` (any device).
+        loss: sums the loss over counted tokens, given the last carry and the labels.
+        flops_per_token: model FLOPs of one token's forward and backward pass, for the MFU.
+    """
+
+    name: str
+    datasets: Callable[[DatasetRequest], Datasets]
+    layers: Callable[[ModelConfig, ModelBuild], tuple[LayerSpec, ...]]
+    batch: Callable[[RawBatch, BatchOptions], MicroBatch]
+    loss: Callable[[Carry, Carry, ModelBuild], LossSum]
+    flops_per_token: Callable[[ModelConfig, ModelBuild], float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one optimizer step should do; a pure function of the progress so far."""
+
+    num_microbatches: int
+    global_batch_size: int
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimizer step did: the same numbers on every rank."""
+
+    loss: float  # mean over the counted tokens of the global batch, in nats
+    grad_norm: float  # of that mean's gradient, before clipping
+    skipped: bool = False  # the gradients were unusable; weights are unchanged
+    overflow: bool = False  # skipped for an overflow that dynamic loss scaling expects
+    loss_scale: float = 1.0
+    num_zeros: int | None = None
+
+
+class EvaluationSum(NamedTuple):
+    """A loss as a sum over counted tokens, on every rank the same."""
+
+    total: float
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Mean loss per counted token, in nats."""
+        return self.total / self.tokens
+
+
+class EngineState(NamedTuple):
+    """What of an engine a checkpoint holds.
+
+    The tensors are views of the live ones: reading a checkpoint into them restores the engine,
+    once `Engine.restored` is called.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    scalars: dict[str, Any]  # JSON values, equal on all ranks
+
+
+class Engine(Protocol):
+    """Owns the model, its gradients and the optimizer for one run."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before its backward pass."""
+
+    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+        """Do one optimizer step over `plan.num_microbatches` micro-batches."""
+
+    def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
+        """The loss over `num_microbatches` of this replica and as many of each other one."""
+
+    def state(self, *, optimizer: bool) -> EngineState:
+        """The model, and the optimizer if asked, as named parts of whole tensors."""
+
+    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Take over what was read into the tensors of `state`, with the scalars beside them."""
+
+    def params_norm(self) -> float:
+        """L2 norm of all parameters of the model, replicated ones counted once."""
+
+    def check_replicas(self) -> None:
+        """Compare the parameters over replicas; NumericsError names the rank that differs."""

@@ -1,0 +1,19 @@
+"""Picks the engine that a run asks for; the only place that knows there is more than one kind."""
+
+from megatron.config.run import RunConfig
+from megatron.engine.base import Engine, PretrainTask
+from megatron.engine.native import NativeEngine
+from megatron.model.specs import ModelBuild
+from megatron.timers import Timers
+from megatron.tokenizer.tokenizer import Tokenizer
+
+
+def build_engine(
+    config: RunConfig,
+    task: PretrainTask,
+    build: ModelBuild,
+    tokenizer: Tokenizer,
+    timers: Timers,
+) -> Engine:
+    """The engine of one rank; all ranks call it together."""
+    return NativeEngine(config, task, build, tokenizer, timers)

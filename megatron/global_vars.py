@@ -1,0 +1,91 @@
+"""The one `Runtime` of this process, for user programs that cannot be handed it.
+
+Library code below the training edge never reads from here; it is given what it needs. Set by
+`initialize_megatron`, cleared by `shutdown_megatron`.
+"""
+
+import os
+from dataclasses import dataclass
+
+from megatron.config.run import FlatView, RunConfig
+from megatron.errors import NotInitialisedError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import RandomStreams
+from megatron.preflight.environment import Launch
+from megatron.timers import Timers
+from megatron.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a process knows about its run once it is initialised."""
+
+    config: RunConfig
+    launch: Launch
+    context: ParallelContext
+    streams: RandomStreams
+    tokenizer: Tokenizer
+    timers: Timers
+    initialised_at: str  # file:line of the call, for the error of a second one
+    process: int  # pid: a forked child has not initialised anything
+
+
+_runtime: Runtime | None = None
+
+
+def set_runtime(runtime: Runtime) -> None:
+    """Remember the runtime of this process.
+
+    Raises:
+        NotInitialisedError: if there already is one; it names the call that made it.
+    """
+    global _runtime
+    refuse_second_initialisation(runtime.initialised_at)
+    _runtime = runtime
+
+
+def refuse_second_initialisation(site: str) -> None:
+    """Raise if `initialize_megatron` has already run in this process."""
+    if _runtime is not None and _runtime.process == os.getpid():
+        raise NotInitialisedError(
+            "initialize_megatron() was called twice in one process",
+            found=f"first at {_runtime.initialised_at}, again at {site}",
+            fix="call it once, or call shutdown_megatron() in between",
+        )
+
+
+def clear_runtime() -> None:
+    """Forget the runtime, so that another may be made."""
+    global _runtime
+    _runtime = None
+
+
+def get_runtime() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        NotInitialisedError: before `initialize_megatron()`, and in a forked child.
+    """
+    if _runtime is None or _runtime.process != os.getpid():
+        raise NotInitialisedError(
+            "Megatron is not initialised in this process",
+            found=f"process {os.getpid()}"
+            + ("" if _runtime is None else f", initialised in process {_runtime.process}"),
+            fix="call initialize_megatron() first, in this process",
+        )
+    return _runtime
+
+
+def get_args() -> FlatView:
+    """The run's flags as Megatron's flat namespace: readable, not writable."""
+    return get_runtime().config.flat()
+
+
+def get_timers() -> Timers:
+    """The named timers of this process."""
+    return get_runtime().timers
+
+
+def get_tokenizer() -> Tokenizer:
+    """The tokenizer that the run's flags name."""
+    return get_runtime().tokenizer

@@ -1,0 +1,280 @@
+"""initialize_megatron(): from a command line to a process that may start training.
+
+The order is the point: flags, then checks that need no process group, then groups, then whether
+all ranks agree. A step that fails undoes what came before it, so that a retry starts clean.
+"""
+
+import os
+import platform
+import random
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed's own, untyped there
+    HashStore,
+    PrefixStore,
+    Store,
+)
+from torch.distributed.rendezvous import rendezvous
+
+import megatron
+from megatron import device, log, program
+from megatron.arguments import ExtraArgsProvider, parse_args
+from megatron.config.run import RunConfig
+from megatron.config.runtime import DeviceKind
+from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.global_vars import (
+    Runtime,
+    clear_runtime,
+    get_runtime,
+    refuse_second_initialisation,
+    set_runtime,
+)
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.initialize import destroy_model_parallel, initialize_model_parallel
+from megatron.mpu.peers import PeerWatch
+from megatron.mpu.random import RandomStreams, hash_seed
+from megatron.preflight.agreement import agree_on_launch
+from megatron.preflight.checks import CHECKS
+from megatron.preflight.environment import Launch, launch_from_environment
+from megatron.preflight.run import Check, RunPlan, run_preflight
+from megatron.timers import Timers
+from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
+
+_ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
+_TELL_S = 10.0  # how long a rank that may not start looks for others, to tell them why
+
+
+def initialize_megatron(
+    config: RunConfig | None = None,
+    *,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    checks: tuple[Check, ...] = CHECKS,
+) -> Runtime:
+    """Parse flags, run the checks, make the parallel groups and seed every generator.
+
+    Args:
+        config: an already parsed run; the command line is read when not given.
+        checks: what is checked before groups exist (programs that do not train need fewer).
+
+    A default process group that exists already is used as it is.
+
+    Raises:
+        PreflightError: with everything that is wrong with this launch.
+        NotInitialisedError: if this process is initialised already.
+    """
+    site = _caller()
+    refuse_second_initialisation(site)
+    launch = _launch()
+    log.configure(launch.rank, launch.world_size)
+    if config is None:
+        config = parse_args(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
+    logging = config.logging
+    log.configure(
+        launch.rank,
+        launch.world_size,
+        level=logging.log_level,
+        replica_level=logging.log_level_replica,
+    )
+    if config.training.num_threads is not None:
+        torch.set_num_threads(config.training.num_threads)
+    tokenizer, tokenizer_error = _try_tokenizer(config)
+    tell = partial(_tell_ranks_that_wait, launch)
+    _ON_SHUTDOWN.append(program.on_failure(tell))
+    run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error), checks)
+    if tokenizer is None:
+        raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
+    with ExitStack() as undo:
+        device.select(_device_kind(config.launch.device), launch.local_rank)
+        context = _join(config, launch, undo)
+        agree_on_launch(_facts(config), context.world)
+        streams = _seeded(config.training.seed, context)
+        # Without waiting for the device, kernels would be timed by how fast they are launched.
+        timers = Timers(synchronize=logging.log_timers_to_tensorboard)
+        runtime = Runtime(
+            config, launch, context, streams, tokenizer, timers, site, process=os.getpid()
+        )
+        set_runtime(runtime)
+        undo.pop_all()
+    return runtime
+
+
+def shutdown_megatron() -> None:
+    """Leave the process groups and forget the runtime, so that a new one may be made.
+
+    A process group that was there before `initialize_megatron` belongs to the caller, and stays.
+    """
+    while _ON_SHUTDOWN:
+        _ON_SHUTDOWN.pop()()
+    clear_runtime()
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """Build the tokenizer that the flags name."""
+    flags = config.tokenizer
+    return build_tokenizer(
+        tokenizer_type=flags.tokenizer_type or "",
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        tokenizer_model=flags.tokenizer_model,
+        tokenizer_name_or_path=flags.tokenizer_name_or_path,
+        vocab_size=flags.vocab_size,
+        vocab_extra_ids=flags.vocab_extra_ids,
+    )
+
+
+def reseed(streams: RandomStreams, seed: int, context: ParallelContext, *, at: int) -> None:
+    """Seed every generator anew from (seed, iteration), for a resume at another layout."""
+    streams.restore(_seeded(hash_seed(seed, "resumed", at), context).snapshot())
+
+
+def is_initialised() -> bool:
+    """Whether `initialize_megatron` has run in this process."""
+    try:
+        get_runtime()
+    except MegatronError:
+        return False
+    return True
+
+
+def _launch() -> Launch:
+    """Who this process is: by the launcher, and by a process group that is there already.
+
+    Without a launcher, the ranks of such a group are taken to be on one node.
+    """
+    launch = launch_from_environment()
+    if not dist.is_initialized():
+        return launch
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not launch.has_rendezvous:
+        return Launch(rank, world_size, rank, world_size)
+    if (launch.rank, launch.world_size) != (rank, world_size):
+        raise ConfigError(
+            "the launcher and the process group that is there already disagree",
+            found=f"RANK={launch.rank} WORLD_SIZE={launch.world_size}, the group has this process "
+            f"as rank {rank} of {world_size}",
+            fix="let initialize_megatron() make the process group, or make it from RANK and "
+            "WORLD_SIZE",
+        )
+    return launch
+
+
+def _try_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, MegatronError | None]:
+    try:
+        return tokenizer_of(config), None
+    except MegatronError as error:
+        return None, error
+
+
+def _device_kind(asked: DeviceKind) -> str:
+    if asked is DeviceKind.AUTO:
+        return "cuda" if device.cuda_is_available() else "cpu"
+    return asked.value
+
+
+def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext:
+    """Meet the other ranks and make the groups, which one process alone has too."""
+    timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
+    chosen = config.launch.distributed_backend
+    backend = chosen.value if chosen else ("nccl" if device.current().type == "cuda" else "gloo")
+    undo.callback(shutdown_megatron)
+    try:
+        # The watch is there first: a rank that fails its checks will never join the group.
+        watch = _watch(launch, timeout, undo)
+        if not dist.is_initialized():
+            _make_world(launch, backend, timeout, watch)
+            _ON_SHUTDOWN.append(dist.destroy_process_group)
+    except (RuntimeError, ValueError) as error:
+        raise MachineError(
+            "the ranks could not find each other",
+            found=f"{launch.world_size} ranks over {backend}: {error}",
+            fix="check MASTER_ADDR, MASTER_PORT and the network between the nodes",
+        ) from error
+    _ON_SHUTDOWN.append(destroy_model_parallel)
+    if watch is not None:
+        _ON_SHUTDOWN.extend([program.on_failure(partial(_tell, watch)), watch.close])
+    return initialize_model_parallel(
+        config.parallel.tensor_model_parallel_size,
+        config.parallel.pipeline_model_parallel_size,
+        timeout=timeout,
+    )
+
+
+def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | None:
+    """What ends this process when another rank fails; None where there is no other."""
+    if launch.world_size == 1:
+        return None
+    here = dist.is_initialized()
+    store = dist.distributed_c10d._get_default_store() if here else _rendezvous(timeout)
+    watch = PeerWatch(store, launch.rank, launch.world_size)
+    undo.callback(watch.close)
+    return watch
+
+
+def _rendezvous(timeout: timedelta) -> Store:
+    """The store that all ranks of this launch share, once they are all there."""
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore("default_pg", store)
+
+
+def _make_world(launch: Launch, backend: str, timeout: timedelta, watch: PeerWatch | None) -> None:
+    store: Store = HashStore()
+    if watch is not None:
+        store = watch.store
+    elif launch.has_rendezvous:
+        store = _rendezvous(timeout)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+
+
+def _tell_ranks_that_wait(launch: Launch, reason: str) -> None:
+    """Meet the others only to say why not: what one rank finds wrong, the others may not see."""
+    if launch.world_size == 1 or dist.is_initialized():
+        return
+    try:
+        store = _rendezvous(timedelta(seconds=_TELL_S))
+        _tell(PeerWatch(store, launch.rank, launch.world_size), reason)
+    except (RuntimeError, ValueError):
+        log.debug("no other rank came to hear of this failure")
+
+
+def _tell(watch: PeerWatch, reason: str) -> None:
+    """Announce a failure, and stay until the others have heard of it."""
+    watch.announce(reason)
+    watch.close()
+
+
+def _facts(config: RunConfig) -> dict[str, str]:
+    return {
+        "flags": config.fingerprint(),
+        "megatron": megatron.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "byte order": sys.byteorder,
+    }
+
+
+def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
+    """Seed Python, NumPy, torch and the named streams; alike over tp, different over dp and pp."""
+    at = context.topology.coord(context.world.rank)
+    mine = hash_seed(seed, "process", at.pp, at.dp)
+    random.seed(mine)
+    np.random.seed(mine % 2**32)
+    torch.manual_seed(mine)
+    return RandomStreams(seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp)
+
+
+def _caller() -> str:
+    """file:line of whoever called initialize_megatron, for the error of a second call."""
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,1 @@
+"""What stands around a training step: when to stop, what to report, what to distrust."""

@@ -1,0 +1,39 @@
+"""What in a run's numbers is not to be believed: a loss or gradient that is not finite.
+
+The policy is the user's: stop at once, or skip the update up to a number of times in a row. An
+fp16 overflow is not an anomaly; the loss scaler deals with it.
+"""
+
+import math
+
+from megatron.config.training import NonfinitePolicy, TrainingConfig
+from megatron.engine.base import StepReport
+from megatron.errors import NumericsError
+from megatron.progress import Progress
+
+
+def check_numbers(report: StepReport, progress: Progress, config: TrainingConfig) -> None:
+    """Raise if the step that led to `progress` went wrong in a way the policy does not allow.
+
+    Raises:
+        NumericsError: on every rank alike, since a `StepReport` is the same on all of them.
+    """
+    if math.isfinite(report.loss) and (report.overflow or math.isfinite(report.grad_norm)):
+        return
+    found = (
+        f"loss {report.loss}, gradient norm {report.grad_norm} at iteration {progress.iteration}"
+    )
+    if config.nonfinite_policy is NonfinitePolicy.STOP:
+        raise NumericsError(
+            "the loss or the gradient is not finite",
+            found=found,
+            fix="resume from the last checkpoint with a lower --lr or a longer warm-up, look at "
+            "the data of this iteration, or allow some with --nonfinite-policy skip",
+        )
+    if progress.nonfinite_in_a_row > config.nonfinite_limit:
+        raise NumericsError(
+            "too many iterations in a row were not finite",
+            found=f"{progress.nonfinite_in_a_row} in a row, --nonfinite-limit "
+            f"{config.nonfinite_limit}; {found}",
+            fix="resume from an older checkpoint with a lower --lr",
+        )

@@ -1,0 +1,273 @@
+"""What a run says of itself: the step line, TensorBoard, throughput, MFU and memory.
+
+Both the line and the TensorBoard tags are those of Megatron-DeepSpeed, which other people's scripts
+parse; tokens/s, MFU and memory follow at the end of the line. The last rank speaks and writes.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from megatron import device, log
+from megatron.config.runtime import LoggingConfig
+from megatron.engine.base import EvaluationSum, StepPlan, StepReport
+from megatron.progress import Duration, Progress
+from megatron.timers import Timers
+
+# Peak dense half-precision TFLOP/s of one device, from the makers' data sheets.
+PEAK_TFLOPS: Mapping[str, float] = {
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "V100": 125.0,
+    "L40S": 362.05,
+    "A10G": 70.0,
+}
+
+
+class Speed(NamedTuple):
+    """How fast a window of iterations was."""
+
+    seconds_per_iteration: float
+    samples_per_second: float
+    tokens_per_second: float
+    tflops_per_device: float  # model FLOPs, by the convention of megatron/model/accounting.py
+    model_flops_utilisation: float | None  # share of the stated peak, None without one
+
+
+@dataclass(slots=True)
+class _Window:
+    """What has gathered since the last log line."""
+
+    started: float = field(default_factory=time.perf_counter)
+    iterations: int = 0
+    samples: int = 0
+    loss_total: float = 0.0
+    losses: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+
+    def add(self, plan: StepPlan, report: StepReport) -> None:
+        self.iterations += 1
+        self.samples += plan.global_batch_size
+        if math.isfinite(report.loss):
+            self.loss_total += report.loss
+            self.losses += 1
+        else:
+            self.nonfinite += 1
+        self.skipped += report.skipped
+
+
+class StepLog:
+    """Says what each iteration did, every so often on the terminal and in TensorBoard."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        duration: Duration,
+        *,
+        seq_length: int,
+        flops_per_token: float,
+        world_size: int,
+        is_writer: bool,
+        purge_step: int,
+        timers: Timers | None = None,
+    ) -> None:
+        """Open the TensorBoard file on the writing rank.
+
+        Args:
+            flops_per_token: model FLOPs of one token's forward and backward pass.
+            is_writer: whether this rank (the last) prints and writes.
+            purge_step: events at or after this iteration, of an earlier run that got further than
+                its last checkpoint, are hidden.
+        """
+        self._config, self._duration, self._seq_length = config, duration, seq_length
+        self._flops_per_token, self._world_size = flops_per_token, world_size
+        self._peak = config.peak_tflops or _peak_of(device.name())
+        self._timers = timers or Timers()
+        self._window = _Window()
+        self._writer: Any = None
+        if is_writer and config.tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # a second of imports, one rank only
+
+            self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
+                config.tensorboard_dir,
+                max_queue=config.tensorboard_queue_size,
+                purge_step=purge_step or None,
+            )
+
+    def __enter__(self) -> "StepLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def text(self, tag: str, words: str) -> None:
+        """Store a text in TensorBoard (the run's flags)."""
+        if self._writer is not None:
+            self._writer.add_text(tag, words)
+
+    def begin(self) -> None:
+        """Start the clock anew: what came before (set-up, evaluation, saving) does not count."""
+        self._window.started = time.perf_counter()
+
+    def paused(self, seconds: float) -> None:
+        """Leave `seconds` that went into something else out of the window's time."""
+        self._window.started += seconds
+
+    def step(self, progress: Progress, plan: StepPlan, report: StepReport, **extra: float) -> None:
+        """Take note of one iteration, and speak when it is time.
+
+        Args:
+            extra: further numbers for the line and TensorBoard, such as `params_norm`.
+        """
+        window = self._window
+        window.add(plan, report)
+        if progress.iteration % self._config.tensorboard_log_interval == 0:
+            self._write_step(progress, plan, report, extra)
+        if (
+            progress.iteration % self._config.log_interval == 0
+            or self._duration.is_done(progress)
+            or progress.iteration == 1
+        ):
+            device.synchronize()
+            speed = self._speed(time.perf_counter() - window.started)
+            log.last_rank(self._line(progress, plan, report, speed, extra))
+            self._write_speed(progress, speed)
+            self._window = _Window()
+
+    def evaluation(
+        self, name: str, result: EvaluationSum, progress: Progress, *, group: str = "lm-loss"
+    ) -> None:
+        """Say and store one evaluation of the dataset `name` (validation or test)."""
+        perplexity = math.exp(min(20.0, result.mean))
+        words = (
+            f" {name} loss at iteration {progress.iteration} | lm loss value: {result.mean:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} | tokens: {result.tokens} |"
+        )
+        log.last_rank("\n".join(["-" * len(words), words, "-" * len(words)]))
+        tag = f"lm-loss-validation/{name}/lm loss validation"
+        self._scalar(tag, result.mean, progress.iteration)
+        self._scalar(f"{tag} vs samples", result.mean, progress.consumed_samples)
+        self._scalar(f"{tag} vs tokens", result.mean, progress.consumed_tokens)
+        if self._config.log_validation_ppl_to_tensorboard:
+            self._scalar(f"{tag} ppl", perplexity, progress.iteration)
+            self._scalar(f"{tag} ppl vs samples", perplexity, progress.consumed_samples)
+
+    def _speed(self, elapsed: float) -> Speed:
+        window = self._window
+        samples = window.samples / elapsed
+        tflops = samples * self._seq_length * self._flops_per_token / self._world_size / 1e12
+        return Speed(
+            elapsed / window.iterations,
+            samples,
+            samples * self._seq_length,
+            tflops,
+            None if self._peak is None else tflops / self._peak,
+        )
+
+    def _line(
+        self,
+        progress: Progress,
+        plan: StepPlan,
+        report: StepReport,
+        speed: Speed,
+        extra: Mapping[str, float],
+    ) -> str:
+        window = self._window
+        parts = [
+            f"iteration {progress.iteration:8d}/{self._duration.total_iterations:8d}",
+            f"consumed samples: {progress.consumed_samples:12d}",
+            f"consumed tokens: {progress.consumed_tokens:12d}",
+            f"elapsed time per iteration (s): {speed.seconds_per_iteration:.2f}",
+            f"learning rate: {plan.learning_rate:.3E}",
+            f"global batch size: {plan.global_batch_size:5d}",
+        ]
+        if window.losses:
+            parts.append(f"lm loss: {window.loss_total / window.losses:.6E}")
+        parts += [f"loss scale: {report.loss_scale:.1f}", f"grad norm: {report.grad_norm:.3f}"]
+        if report.num_zeros is not None:
+            parts.append(f"num zeros: {report.num_zeros:.1f}")
+        parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
+        parts += [
+            f"number of skipped iterations: {window.skipped:3d}",
+            f"number of nan iterations: {window.nonfinite:3d}",
+            f"samples per second: {speed.samples_per_second:.3f}",
+            f"TFLOPs: {speed.tflops_per_device:.2f}",
+            f"tokens per second: {speed.tokens_per_second:.0f}",
+        ]
+        if speed.model_flops_utilisation is not None:
+            parts.append(f"MFU: {100 * speed.model_flops_utilisation:.1f}%")
+        parts.append(f"memory (GiB): {device.peak_memory_bytes() / 2**30:.2f}")
+        return " " + " | ".join(parts) + " |"
+
+    def _write_step(
+        self, progress: Progress, plan: StepPlan, report: StepReport, extra: Mapping[str, float]
+    ) -> None:
+        if self._writer is None:
+            return
+        config, at = self._config, progress.iteration
+        samples, tokens = progress.consumed_samples, progress.consumed_tokens
+        self._scalar("steps-vs-samples/y=steps,x=samples", at, samples)
+        self._scalar("steps-vs-samples/y=samples,x=steps", samples, at)
+        self._scalar("steps-vs-tokens/y=steps,x=tokens", at, tokens)
+        self._scalar("steps-vs-tokens/y=tokens,x=steps", tokens, at)
+        numbers: dict[str, float] = {"grad-norm/grad-norm": report.grad_norm}
+        if config.log_learning_rate_to_tensorboard:
+            numbers["learning-rate/learning-rate"] = plan.learning_rate
+        if config.log_batch_size_to_tensorboard:
+            numbers["batch-size/batch-size"] = plan.global_batch_size
+        if math.isfinite(report.loss):
+            numbers["lm-loss-training/lm loss"] = report.loss
+        if config.log_loss_scale_to_tensorboard:
+            numbers["loss-scale/loss-scale"] = report.loss_scale
+        if report.num_zeros is not None:
+            numbers["num-zeros/num-zeros"] = report.num_zeros
+        for name, value in extra.items():
+            tag = name.replace("_", "-")
+            numbers[f"{tag}/{tag}"] = value
+        if config.log_memory_to_tensorboard:
+            numbers["memory/allocated-bytes"] = device.memory_allocated_bytes()
+            numbers["memory/peak-bytes"] = device.peak_memory_bytes()
+        for tag, value in numbers.items():
+            self._scalar(tag, value, at)
+            self._scalar(f"{tag} vs samples", value, samples)
+            if tag.startswith(("lm-loss", "learning-rate")):
+                self._scalar(f"{tag} vs tokens", value, tokens)
+
+    def _write_speed(self, progress: Progress, speed: Speed) -> None:
+        if self._writer is None:
+            return
+        at, samples = progress.iteration, progress.consumed_samples
+        if self._config.log_timers_to_tensorboard:
+            self._scalar("iteration-time/iteration-time", speed.seconds_per_iteration, at)
+            tag = "iteration-time/iteration-time vs samples"
+            self._scalar(tag, speed.seconds_per_iteration, samples)
+            for name, seconds in self._timers.elapsed().items():  # of the whole window
+                self._scalar(f"time/{name}-time", seconds, at)
+        self._scalar("iteration-time/samples per second", speed.samples_per_second, at)
+        self._scalar("iteration-time/tokens per second", speed.tokens_per_second, at)
+        self._scalar("iteration-time/TFLOPs per gpu (estimated)", speed.tflops_per_device, at)
+        if speed.model_flops_utilisation is not None:
+            self._scalar("iteration-time/MFU", speed.model_flops_utilisation, at)
+        if self._config.log_world_size_to_tensorboard:
+            self._scalar("iteration-time/world_size", self._world_size, at)
+        self._writer.flush()
+
+    def _scalar(self, tag: str, value: float, at: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(tag, value, at)
+
+
+def _peak_of(device_name: str) -> float | None:
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)

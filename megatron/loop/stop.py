@@ -1,0 +1,69 @@
+"""When a run ends: its length, an interval, a clock, a signal or a file, agreed over all ranks.
+
+Every rank sees signals, files and clocks of its own. What each of them saw is reduced to one
+answer before anybody acts on it, so that no rank saves while another trains on.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from megatron import device
+from megatron.config.training import TrainingConfig
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import Group
+from megatron.progress import Duration, Progress
+
+
+class StopConditions:
+    """Answers before each step whether to go on; the reasons are checked in a fixed order."""
+
+    def __init__(self, config: TrainingConfig, duration: Duration, world: Group) -> None:
+        self._config, self._duration, self._world = config, duration, world
+        self._started = time.monotonic()
+        self._signalled = False
+
+    def reason(self, progress: Progress, *, steps_done: int) -> str | None:
+        """Why the run should end now, the same text on every rank; None to go on.
+
+        Args:
+            steps_done: iterations of this process, which --exit-interval needs one of.
+        """
+        if self._duration.is_done(progress):
+            return f"training is complete at iteration {progress.iteration}"
+        interval = self._config.exit_interval
+        if interval is not None and steps_done and progress.iteration % interval == 0:
+            return f"exiting program at iteration {progress.iteration}"
+        return self._agreed_reason()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While inside, SIGTERM asks for a checkpoint and an orderly end instead of killing."""
+        if not self._config.exit_signal_handler:
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def _agreed_reason(self) -> str | None:
+        limit, path = self._config.exit_duration_in_mins, self._config.kill_switch_path
+        minutes = (time.monotonic() - self._started) / 60
+        seen = {
+            "SIGTERM was received; exiting program": self._signalled,
+            f"Detected kill switch at {path}. Exiting": path is not None and os.path.exists(path),
+            f"exiting program after {limit} minutes": limit is not None and minutes > limit,
+        }
+        verdict = torch.tensor(list(map(float, seen.values())), device=device.current())
+        agreed = all_reduce(verdict, self._world, op="max").tolist()
+        return next((reason for reason, said in zip(seen, agreed) if said), None)

@@ -1,0 +1,30 @@
+"""The list of checks that run before training, in the order in which they are reported."""
+
+from megatron.preflight import checkpoint, config, data, machine
+from megatron.preflight.run import Check
+
+# Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
+MODEL_CHECKS: tuple[Check, ...] = (
+    config.ranks_divide_into_model_replicas,
+    config.pipeline_stages_are_supported,
+    config.heads_split_over_tensor_parallel_ranks,
+    config.mlp_splits_over_tensor_parallel_ranks,
+    config.vocabulary_pads_to_an_even_size,
+    config.tokenizer_can_be_built,
+    machine.software_is_new_enough,
+    machine.backend_follows_device,
+)
+
+CHECKS: tuple[Check, ...] = (
+    *MODEL_CHECKS,
+    config.batch_splits_into_microbatches,
+    config.sequence_fits_the_position_table,
+    config.schedule_fits_the_training,
+    config.intervals_make_sense,
+    config.tokenizer_knows_ends_of_documents,
+    machine.save_folder_can_be_written,
+    data.corpora_open_and_are_whole,
+    data.corpora_fit_the_tokenizer,
+    data.splits_hold_enough_samples,
+    checkpoint.checkpoint_to_load_exists,
+)

@@ -1,0 +1,72 @@
+"""Whether this machine can do what was asked: device, backend, dtype, a folder to save in."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from megatron import device
+from megatron.checkpoint import storage
+from megatron.config.runtime import Backend, DeviceKind
+from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.preflight.run import RunPlan
+
+OLDEST_TORCH = (2, 10)  # older ones have known holes in safe loading
+OLDEST_PYTHON = (3, 11)
+
+
+def software_is_new_enough(plan: RunPlan) -> Iterator[MegatronError]:
+    """Python and torch are not older than what the tests run on."""
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release < OLDEST_TORCH:
+        yield MachineError(
+            "this torch is older than the oldest that is supported",
+            found=f"torch {torch.__version__}",
+            fix=f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer",
+        )
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        yield MachineError(
+            "this Python is older than the oldest that is supported",
+            found=f"Python {sys.version.split()[0]}",
+            fix=f"use Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer",
+        )
+
+
+def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:
+    """nccl carries CUDA tensors, gloo carries CPU tensors; nothing falls back silently."""
+    launch = plan.config.launch
+    has_cuda = device.cuda_is_available()
+    if launch.distributed_backend is Backend.NCCL and not has_cuda:
+        yield ConfigError(
+            "the nccl backend needs CUDA, and this machine has none",
+            found=f"--distributed-backend nccl, torch {torch.__version__}, no CUDA device",
+            fix="use --distributed-backend gloo, or drop it: the backend follows the device",
+        )
+    elif launch.device is DeviceKind.CUDA and not has_cuda:
+        yield MachineError(
+            "a CUDA device was asked for and there is none",
+            found=f"--device cuda, torch {torch.__version__}, no CUDA device",
+            fix="use --device cpu, or install a CUDA build of torch",
+        )
+    elif has_cuda and launch.device is not DeviceKind.CPU:
+        if launch.distributed_backend is Backend.GLOO:
+            yield ConfigError(
+                "the gloo backend is for CPU tensors, and this run would use CUDA",
+                found="--distributed-backend gloo on a machine with CUDA",
+                fix="drop it for nccl, or add --device cpu",
+            )
+        if plan.launch.local_world_size > device.device_count():
+            yield MachineError(
+                "there are more ranks on this node than CUDA devices",
+                found=f"{plan.launch.local_world_size} ranks, {device.device_count()} devices",
+                fix=f"start at most {device.device_count()} processes per node",
+            )
+
+
+def save_folder_can_be_written(plan: RunPlan) -> Iterator[MegatronError]:
+    """A checkpoint that cannot be written is found out before training, not after hours."""
+    folder = plan.config.checkpoint.save
+    if folder is not None and plan.launch.local_rank == 0:
+        error = storage.probe_writable(folder)
+        if error is not None:
+            yield error

@@ -1,0 +1,59 @@
+"""RunPlan and the list of checks: everything that can be known to be wrong before training starts.
+
+A check is a function from a `RunPlan` to errors, and its name is its title. All checks run, and
+what they find is raised once. Only headers of files are read; no process group exists.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatron.config.run import RunConfig
+from megatron.errors import Finding, MegatronError, PreflightError
+from megatron.preflight.environment import Launch
+from megatron.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What was asked for and on how many ranks, before anything is built.
+
+    `tokenizer` is None when it could not be built; `tokenizer_error` then says why.
+    """
+
+    config: RunConfig
+    launch: Launch
+    tokenizer: Tokenizer | None = None
+    tokenizer_error: MegatronError | None = None
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that one model replica takes."""
+        parallel = self.config.parallel
+        return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """Model replicas, or None when the ranks do not divide into them."""
+        replicas, left = divmod(self.launch.world_size, self.model_ranks)
+        return replicas if replicas and not left else None
+
+
+Check = Callable[[RunPlan], Iterable[MegatronError]]
+
+
+def run_preflight(plan: RunPlan, checks: Iterable[Check]) -> None:
+    """Run every check and raise one `PreflightError` with everything that is wrong."""
+    findings = collect_findings(plan, checks)
+    if findings:
+        raise PreflightError(findings)
+
+
+def collect_findings(plan: RunPlan, checks: Iterable[Check]) -> list[Finding]:
+    """Run every check; an error that a check raises is a finding like one that it yields."""
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += [Finding(check.__name__, error) for error in check(plan)]
+        except MegatronError as error:
+            findings.append(Finding(check.__name__, error))
+    return findings

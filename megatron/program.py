@@ -1,0 +1,57 @@
+"""The outermost frame of a program: who speaks, how a failure is said, what it exits with.
+
+A known error is printed once, without a traceback; a bug is printed with one. Either way the other
+ranks are told, and this process ends at once: waiting for peers at exit is how jobs hang.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from megatron import log
+from megatron.errors import MegatronError, PreflightError
+from megatron.preflight.environment import launch_from_environment
+
+_ON_FAILURE: list[Callable[[str], None]] = []
+
+
+def on_failure(tell: Callable[[str], None]) -> Callable[[], None]:
+    """Call `tell(reason)` when this process fails, before it ends (to warn the other ranks).
+
+    Returns:
+        What takes this back, once.
+    """
+    _ON_FAILURE.append(tell)
+    return lambda: _ON_FAILURE.remove(tell)
+
+
+def run(main: Callable[[], object]) -> NoReturn:
+    """Run a program's `main` and end the process with the status that its outcome asks for."""
+    try:
+        launch = launch_from_environment()
+        log.configure(launch.rank, launch.world_size)
+        main()
+    except MegatronError as error:
+        # Flags and files are checked alike on every rank: rank 0 speaks for all of them then.
+        said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()
+        if not said_elsewhere:
+            log.error(str(error))
+        _fail(f"{type(error).__name__}: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted from the keyboard", 130)
+    except SystemExit as leaving:  # argparse's --help and --version
+        raise leaving
+    except BaseException:
+        log.error(f"unexpected failure\n{traceback.format_exc()}")
+        _fail("a bug; see that rank's traceback", 1)
+    raise SystemExit(0)
+
+
+def _fail(reason: str, status: int) -> NoReturn:
+    for tell in _ON_FAILURE:
+        tell(reason)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a normal exit would wait for threads that wait for ranks that are gone

@@ -1,0 +1,310 @@
+"""pretrain() and the one training loop: everything else a run does is a call out of here.
+
+The loop decides numbers and the engine obeys. If a feature cannot be added without growing `run`
+by more than a line, the feature is in the wrong place.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+from megatron import device, log
+from megatron.arguments import ExtraArgsProvider
+from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
+from megatron.config.data import DataLoaderKind
+from megatron.config.run import RunConfig
+from megatron.data.loaders import build_data_loader
+from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
+from megatron.engine.build import build_engine
+from megatron.errors import DataError
+from megatron.global_vars import Runtime
+from megatron.initialize import initialize_megatron, shutdown_megatron
+from megatron.loop.anomaly import check_numbers
+from megatron.loop.evaluate import evaluate
+from megatron.loop.report import StepLog
+from megatron.loop.stop import StopConditions
+from megatron.model.specs import ModelBuild
+from megatron.mpu.collectives import barrier
+from megatron.mpu.context import Group
+from megatron.mpu.data import broadcast_batch
+from megatron.optimizer.schedule import learning_rate, weight_decay
+from megatron.preflight.agreement import agree_on_state
+from megatron.preflight.lengths import batch_schedule, num_samples
+from megatron.preflight.lengths import duration as duration_of
+from megatron.progress import BatchSchedule, Duration, Progress
+
+
+def pretrain(
+    task: PretrainTask,
+    config: RunConfig | None = None,
+    *,
+    train_valid_test_datasets_provider: Callable[[DatasetRequest], Datasets] | None = None,
+    model_provider: Callable[..., Any] | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Progress:
+    """Initialise, train, evaluate and save one run; the same call on every rank.
+
+    Args:
+        task: what is read, built and minimised.
+        config: the run's flags, already parsed; read from the command line when not given.
+        train_valid_test_datasets_provider: Megatron's name for `task.datasets`; wins over it.
+        model_provider: Megatron's name for `task.layers`; wins over it.
+
+    Returns:
+        How far the run got.
+    """
+    if train_valid_test_datasets_provider is not None:
+        task = replace(task, datasets=train_valid_test_datasets_provider)
+    if model_provider is not None:
+        task = replace(task, layers=model_provider)
+    runtime = initialize_megatron(
+        config, extra_args_provider=extra_args_provider, args_defaults=args_defaults
+    )
+    progress = run(task, runtime)
+    shutdown_megatron()
+    return progress
+
+
+def run(task: PretrainTask, runtime: Runtime) -> Progress:
+    """Train until something says stop; the caller has already checked that it can work."""
+    config, context = runtime.config, runtime.context
+    batches = batch_schedule(config.training, context.dp.size)
+    duration = duration_of(config.training, batches)
+    build = model_build(runtime)
+    with ExitStack() as resources:
+        engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
+        progress = load_checkpoint(config, engine, runtime)
+        data = resources.enter_context(closing(DataFeed(task, runtime, batches, duration)))
+        training_batches = data.training(progress)
+        report = resources.enter_context(_step_log(task, runtime, build, duration, progress))
+        stop = StopConditions(config.training, duration, context.world)
+        resources.enter_context(stop.listening())
+        agree_on_state(state_of(progress, engine), context.world)
+        _announce(task, runtime, engine, duration, progress)
+        first = progress.iteration
+        if config.training.eval_at_start and not first:
+            progress = data.validate(engine, progress, report)
+        report.begin()
+        while (reason := stop.reason(progress, steps_done=progress.iteration - first)) is None:
+            plan = plan_step(config, batches, duration, progress)
+            result = engine.train_step(training_batches, plan)
+            progress = progress.after(
+                samples=plan.global_batch_size,
+                tokens=plan.global_batch_size * config.data.seq_length,
+                skipped=result.skipped,
+                nonfinite=result.skipped and not result.overflow,
+            )
+            report.step(progress, plan, result, **_norms(config, engine))
+            check_numbers(result, progress, config.training)
+            paused = time.perf_counter()
+            if due(config.training.check_agreement_interval, progress):
+                agree_on_state(state_of(progress, engine), context.world)
+                data.check_unchanged()
+            if due(config.training.eval_interval, progress) or duration.is_done(progress):
+                progress = data.validate(engine, progress, report)
+            if due(config.checkpoint.save_interval, progress):
+                save_checkpoint(config, engine, progress, runtime)
+            report.paused(time.perf_counter() - paused)
+        if progress.iteration > first and not due(config.checkpoint.save_interval, progress):
+            save_checkpoint(config, engine, progress, runtime)
+        if duration.is_done(progress) and progress.iteration > first:
+            data.test(engine, progress, report)
+        log.info(f"stopped: {reason}")
+        return progress
+
+
+def plan_step(
+    config: RunConfig, batches: BatchSchedule, duration: Duration, progress: Progress
+) -> StepPlan:
+    """What the next optimizer step should do: a pure function of how far the run is."""
+    seen = progress.consumed_samples
+    total = duration.total_samples
+    return StepPlan(
+        num_microbatches=batches.num_microbatches_at(seen),
+        global_batch_size=batches.global_batch_size_at(seen),
+        learning_rate=learning_rate(
+            config.schedule,
+            samples=seen,
+            total_samples=total,
+            global_batch_size=batches.global_batch_size,
+        ),
+        weight_decay=weight_decay(
+            config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
+        ),
+    )
+
+
+def due(interval: int | None, progress: Progress) -> bool:
+    """Whether something that happens every `interval` iterations happens now; 0 is never."""
+    return bool(interval) and progress.iteration % (interval or 1) == 0
+
+
+def state_of(progress: Progress, engine: Engine) -> dict[str, object]:
+    """What has to be equal on every rank for the next step to be one step."""
+    return progress.to_plain() | {"loss scale": engine.loss_scale}
+
+
+class DataFeed:
+    """The datasets of a run, and the iterators over them that survive a resume."""
+
+    def __init__(
+        self, task: PretrainTask, runtime: Runtime, batches: BatchSchedule, duration: Duration
+    ) -> None:
+        config, context = runtime.config, runtime.context
+        self._config, self._context, self._batches = config, context, batches
+        self._datasets = task.datasets(
+            DatasetRequest(
+                data=config.data,
+                num_samples=num_samples(config.training, duration, batches.global_batch_size),
+                min_samples=batches.global_batch_size,
+                seed=config.training.seed,
+                is_builder=runtime.launch.local_rank == 0,
+                wait=lambda: barrier(context.world),
+            )
+        )
+        self._valid: Iterator[RawBatch] | None = None
+        self._readers: list[Generator[RawBatch, None, None]] = []
+
+    def close(self) -> None:
+        """End the processes that read ahead, now rather than when memory is next collected."""
+        while self._readers:
+            self._readers.pop().close()
+
+    def training(self, progress: Progress) -> Iterator[RawBatch]:
+        """Micro-batches of this replica from where the run stands."""
+        return self._batches_of(self._datasets.train, progress.consumed_samples)
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if a file of any dataset was replaced, truncated or appended to."""
+        for dataset in self._datasets:
+            if dataset is not None:
+                dataset.check_unchanged()
+
+    def validate(self, engine: Engine, progress: Progress, report: StepLog) -> Progress:
+        """Evaluate on validation data; the next call goes on with the samples that follow."""
+        if self._datasets.valid is None or not self._config.training.eval_iters:
+            return progress
+        if self._valid is None:
+            # Over and over: a run that is prolonged, or evaluates more often than when it began,
+            # needs more samples than were planned, and must not end for want of them.
+            self._valid = self._batches_of(
+                self._datasets.valid, progress.consumed_valid_samples, over_and_over=True
+            )
+        samples = self._evaluate("validation", engine, self._valid, progress, report)
+        return progress.after_evaluation(samples=samples)
+
+    def test(self, engine: Engine, progress: Progress, report: StepLog) -> None:
+        """Evaluate once on test data."""
+        if self._datasets.test is not None and self._config.training.eval_iters:
+            batches = self._batches_of(self._datasets.test, 0)
+            self._evaluate("test", engine, batches, progress, report)
+
+    def _evaluate(
+        self,
+        name: str,
+        engine: Engine,
+        batches: Iterator[RawBatch],
+        progress: Progress,
+        report: StepLog,
+    ) -> int:
+        iterations, size = self._config.training.eval_iters, self._batches.global_batch_size
+        microbatches = size // (self._config.training.micro_batch_size * self._context.dp.size)
+        result = evaluate(engine, batches, iterations=iterations, microbatches=microbatches)
+        report.evaluation(name, result, progress)
+        return iterations * size
+
+    def _batches_of(
+        self, dataset: Any, consumed: int, *, over_and_over: bool = False
+    ) -> Iterator[RawBatch]:
+        """Micro-batches over the tensor-parallel group; only its first rank reads."""
+        mine = self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
+        if mine is not None:
+            self._readers.append(mine)
+        return _shared(mine, self._context.tp)
+
+    def _epochs(
+        self, dataset: Any, consumed: int, over_and_over: bool
+    ) -> Generator[RawBatch, None, None]:
+        """Epoch after epoch for the cyclic order; the single order ends with its index."""
+        context, training, data = self._context, self._config.training, self._config.data
+        step = training.micro_batch_size * context.dp.size
+        single = data.dataloader_type is DataLoaderKind.SINGLE
+        while True:
+            if single and over_and_over:
+                consumed %= len(dataset) // step * step  # a tail that fills no step is left out
+            loader = build_data_loader(
+                dataset,
+                consumed_samples=consumed,
+                micro_batch_size=training.micro_batch_size,
+                data_parallel_rank=context.dp.rank,
+                data_parallel_size=context.dp.size,
+                num_workers=data.num_workers,
+                kind=data.dataloader_type.value,
+                seed=training.seed,
+            )
+            for batch in loader:
+                consumed += step
+                yield batch
+            if single and not over_and_over:
+                return
+
+
+def _shared(batches: Iterator[RawBatch] | None, tensor_parallel: Group) -> Iterator[RawBatch]:
+    while True:
+        batch = None
+        if batches is not None:
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(
+                    "the data ended before the run did",
+                    found="an exhausted data loader",
+                    fix="this is a mistake in counting samples; please report it with your flags",
+                )
+        yield broadcast_batch(None if batch is None else dict(batch), tensor_parallel)
+
+
+def _step_log(
+    task: PretrainTask, runtime: Runtime, build: ModelBuild, duration: Duration, progress: Progress
+) -> StepLog:
+    config, world = runtime.config, runtime.context.world
+    report = StepLog(
+        config.logging,
+        duration,
+        seq_length=config.data.seq_length,
+        flops_per_token=task.flops_per_token(config.model, build),
+        world_size=world.size,
+        is_writer=world.is_last,
+        purge_step=progress.iteration + 1 if progress.iteration else 0,
+        timers=runtime.timers,
+    )
+    report.text("flags", "```\n" + json.dumps(config.to_plain(), indent=1) + "\n```")
+    return report
+
+
+def _announce(
+    task: PretrainTask, runtime: Runtime, engine: Engine, duration: Duration, progress: Progress
+) -> None:
+    """Say what is about to be trained, on what, and for how long."""
+    config, grid = runtime.config, runtime.context.topology
+    tensors = engine.state(optimizer=False).tensors
+    parameters = sum(math.prod(tensor.global_shape) for tensor in tensors)
+    batches = duration.batch_schedule
+    left = duration.total_samples - progress.consumed_samples
+    log.info(
+        f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
+        f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
+        f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}) on {device.name()}\n"
+        f"global batch {batches.global_batch_size} in micro-batches of "
+        f"{batches.micro_batch_size}; from iteration {progress.iteration} to "
+        f"{duration.total_iterations}: {left:,} samples, "
+        f"{left * config.data.seq_length:,} tokens to go"
+    )
+
+
+def _norms(config: RunConfig, engine: Engine) -> dict[str, float]:
+    return {"params_norm": engine.params_norm()} if config.logging.log_params_norm else {}

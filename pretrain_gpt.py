@@ -1,0 +1,101 @@
+"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py <flags>`, or `python` alone.
+
+What is here is what makes it GPT: datasets, layers, batch and loss, as one `PretrainTask`. Flags
+are read before anything that imports torch, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.arguments import parse_args
+from megatron.program import run
+
+if TYPE_CHECKING:
+    from megatron.engine.base import PretrainTask
+
+
+def main() -> None:
+    """Read the flags, then train."""
+    config = parse_args()
+    from megatron.training import pretrain  # takes seconds, for torch
+
+    pretrain(gpt_task(), config)
+
+
+def gpt_task() -> PretrainTask:
+    """GPT as a value: what is read, what is built, and what is minimised."""
+    from megatron.config.model import ModelConfig
+    from megatron.data.data_utils import build_train_valid_test_datasets
+    from megatron.data.gpt_batch import gpt_batch
+    from megatron.engine.base import (
+        BatchOptions,
+        DatasetRequest,
+        Datasets,
+        MicroBatch,
+        PretrainTask,
+        RawBatch,
+    )
+    from megatron.model.accounting import flops_per_token
+    from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
+    from megatron.model.losses import LossSum
+    from megatron.model.specs import Carry, ModelBuild
+
+    def datasets(request: DatasetRequest) -> Datasets:
+        """Token windows over the shuffled documents of --data-path, or of separate corpora."""
+        data = request.data
+        splits = build_train_valid_test_datasets(
+            data_path=data.data_path,
+            split=data.split,
+            num_samples=request.num_samples,
+            seq_length=data.seq_length,
+            seed=request.seed,
+            cache_path=data.data_cache_path,
+            is_builder=request.is_builder,
+            wait=request.wait,
+            last_epoch_cutoff=data.last_epoch_cutoff,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+            min_samples=request.min_samples,
+        )
+        return Datasets(*splits)
+
+    def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
+        """Cut [b, s + 1] token windows into what the model and the loss take."""
+        data = options.data
+        cut = gpt_batch(
+            raw["text"],
+            eod=options.tokenizer.eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+        # Positions that simply count up are cheaper for the model to make than to be told.
+        told = data.reset_position_ids or data.reset_attention_mask
+        positions = cut.position_ids if told else None
+        return MicroBatch(
+            inputs=gpt_carry(cut.tokens, positions, cut.document_ids),
+            labels=(cut.labels, cut.loss_mask),
+        )
+
+    def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
+        """Cross entropy of the next token, summed over the tokens that count."""
+        return gpt_loss(build, carry, *labels)
+
+    def flops(config: ModelConfig, build: ModelBuild) -> int:
+        """What the model needs, so that recomputation does not raise the MFU."""
+        return flops_per_token(config, build.vocab.padded, build.seq_length)
+
+    return PretrainTask(
+        name="gpt",
+        datasets=datasets,
+        layers=gpt_layers,
+        batch=batch,
+        loss=loss,
+        flops_per_token=flops,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

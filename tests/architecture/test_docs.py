@@ -1,0 +1,205 @@
+"""Documents say what the code says, and what they point to exists."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron import errors
+from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from tests.architecture.layers import LAYERS
+from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
+from tests.architecture.test_flags import every_flag
+
+PASSED_OVER = {".git", ".venv", "build", "runs", ".hypothesis", "__pycache__"}
+TEXT_SUFFIXES = {".md", ".py", ".toml", ".yaml", ".yml", ".cpp", ".h", ".sh", ".cfg", ".txt"}
+FLAGS_OF_NOBODY = {"--strict", "--num-layrs"}  # mypy's, and an example of a typing error
+# Folders of one person's machine; written so that this line is not one of them.
+PRIVATE_PATH = re.compile(r"(?<![\w.~])/(?:root|home/\w+|Users/\w+|work)/|/tmp/pl[a]n")
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """Every Markdown file of the project."""
+    return [path for path in texts(root) if path.suffix == ".md"]
+
+
+def texts(root: Path = ROOT) -> list[Path]:
+    """Every file of the project that people read."""
+    named = {"Makefile", ".gitignore", "run"}
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in PASSED_OVER and not name.endswith(("_cache", ".egg-info"))
+        ]
+        paths = [Path(folder, name) for name in files]
+        found += [path for path in paths if path.suffix in TEXT_SUFFIXES or path.name in named]
+    return sorted(found)
+
+
+def broken_links(document: Path, root: Path = ROOT) -> Iterator[str]:
+    """Links and `paths/in/code.style` of a document that lead to nothing in the project."""
+    text = document.read_text(encoding="utf-8")
+    without_fences = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fences):
+        path = target.partition("#")[0]
+        if path and not re.match(r"[a-z]+:", path) and not (document.parent / path).exists():
+            yield f"{document.name}: link to {target}"
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|cpp|yaml))(?:::\w+)?`", without_fences):
+        places = (root, document.parent, root / "megatron", root / "docs")
+        is_there = any((place / name).exists() for place in places)
+        if "/" not in name:  # a name alone may stand for the only file that is called so
+            is_there = is_there or any(path.name == name for path in texts(root))
+        if not is_there:
+            yield f"{document.name}: `{name}` is not there"
+
+
+def missing_tests(document: Path, root: Path = ROOT) -> Iterator[str]:
+    """Tests that a document names (`tests/x/test_y.py::test_z`) and that do not exist."""
+    text = document.read_text(encoding="utf-8")
+    for name, test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text):
+        path = root / name
+        if not path.exists() or f"def {test}(" not in path.read_text(encoding="utf-8"):
+            yield f"{document.name}: {name}::{test} is not there"
+
+
+def unknown_flags(document: Path, known: set[str]) -> list[str]:
+    """Flags that a document names and nothing takes."""
+    text = document.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", text))
+    return [f"{document.name}: {name}" for name in sorted(named - known)]
+
+
+def untested_claims(text: str) -> list[str]:
+    """Assumptions that the table says are held although no test of it breaks them."""
+    lines = [line for line in text.splitlines() if re.match(r"\| [MLNAX]\d+ \|", line)]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return [row[0] for row in rows if row[2].startswith("held") and "::" not in row[4]]
+
+
+def layer_table(text: str) -> list[frozenset[str]]:
+    """The rows of docs/architecture.md's table of layers, lowest first."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    by_level = {int(level): frozenset(re.findall(r"`(\w+)`", names)) for level, names in rows}
+    return [by_level[level] for level in sorted(by_level)]
+
+
+def test_the_layers_of_the_architecture_page_are_those_of_the_gate() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert layer_table(text) == list(LAYERS)
+
+
+def test_every_module_of_the_library_is_in_the_tree_of_the_architecture_page() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in MEGATRON.glob("*/__init__.py")}
+    top = {f"{path.stem}.py" for path in MEGATRON.glob("*.py")} - {"__init__.py"}
+    missing = [name for name in sorted(top) if name not in text]
+    missing += [name for name in sorted(packages) if f"{name}/" not in text]
+    assert missing == []
+
+
+def test_links_and_paths_in_documents_exist() -> None:
+    found = [line for document in documents() for line in broken_links(document)]
+    assert not found, "\n".join(found)
+
+
+def test_tests_that_documents_name_exist() -> None:
+    found = [line for document in documents() for line in missing_tests(document)]
+    assert not found, "\n".join(found)
+
+
+def test_every_error_class_is_on_the_page_of_errors_with_its_code() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.MegatronError)
+    ]
+    for kind in kinds:
+        again = "yes" if kind.retryable else "no"
+        row = rf"^\| `{kind.__name__}` \| {kind.exit_code} \| {again} \|"
+        assert re.search(row, text, flags=re.MULTILINE), f"no row `{row}`"
+
+
+def test_flags_that_documents_name_are_taken_by_something() -> None:
+    known = every_flag() | {*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET} | FLAGS_OF_NOBODY
+    for source in programs():  # the tools declare theirs, and pass on those of other programs
+        known |= set(re.findall(r"--[a-z][a-z0-9_-]+", source.text))
+    found = [line for document in documents() for line in unknown_flags(document, known)]
+    assert not found, "\n".join(found)
+
+
+def test_no_file_names_a_folder_of_one_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if PRIVATE_PATH.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_the_assumptions_page_calls_held_has_a_test() -> None:
+    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
+    assert text.count("| held") > 0
+    assert untested_claims(text) == []
+
+
+def test_a_claim_without_a_test_is_found() -> None:
+    rows = "| M1 | a | held | `a.py:b` | `tests/a.py::test_b` |\n| X2 | a | held: so | |  |\n"
+    assert untested_claims(rows + "| L3 | a | not yet | |  |\n") == ["X2"]
+
+
+def test_checks_named_in_the_assumptions_page_exist() -> None:
+    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
+    defined = {
+        node.name
+        for source in sources(MEGATRON)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", text)
+    assert named
+    missing = [name for name in named if name[1] not in defined]
+    missing += [name for name in named if not (MEGATRON / name[0]).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("[a](there.md) [b](there.md#part) [c](https://example.org/x)", 0),
+        ("[a](gone.md)", 1),
+        ("`there.md` and `gone/away.py`", 1),
+        ("```\n[a](gone.md)\n```\n", 0),
+        ("| `tests/test_a.py::test_here` |", 0),
+        ("| `tests/test_a.py::test_gone` |", 1),
+    ],
+)
+def test_what_leads_nowhere_is_found(tmp_path: Path, text: str, count: int) -> None:
+    files = {"there.md": "", "page.md": text, "tests/test_a.py": "def test_here() -> None: ...\n"}
+    page = write_tree(tmp_path, files) / "page.md"
+    found = [*broken_links(page, tmp_path), *missing_tests(page, tmp_path)]
+    assert len(found) == count
+
+
+def test_a_flag_that_nothing_takes_is_found(tmp_path: Path) -> None:
+    page = (
+        write_tree(tmp_path, {"page.md": "use --seed, not --sead; a--b is no flag\n"}) / "page.md"
+    )
+    assert unknown_flags(page, {"--seed"}) == ["page.md: --sead"]
+
+
+def test_the_table_of_layers_is_read_from_the_page() -> None:
+    text = "| layer | parts |\n|---|---|\n| 1 | `b` and `c` | x |\n| 0 | `a` | y |\n"
+    assert layer_table(text) == [frozenset({"a"}), frozenset({"b", "c"})]
+
+
+def test_a_private_folder_is_recognised() -> None:
+    folders = ["".join(("/ro", "ot/x")), "".join(("cd /wo", "rk/x")), "".join(("/home/", "me/x"))]
+    assert all(PRIVATE_PATH.search(folder) for folder in folders)
+    assert not PRIVATE_PATH.search("https://x.org/y and ../work/x and tests/work/")

@@ -1,0 +1,165 @@
+"""Each dangerous power has one home, so that whoever looks for its use looks in one place."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.architecture.source_tree import (
+    MEGATRON,
+    Source,
+    aliases,
+    dotted,
+    imports,
+    programs,
+    sources,
+    write_tree,
+)
+
+
+class Home(NamedTuple):
+    """Names (with all that is below them) that only the files `homes` may use."""
+
+    what: str
+    names: tuple[str, ...]
+    homes: tuple[str, ...]
+    in_programs: bool  # whether entry points and tools are held to it too
+
+
+COLLECTIVE_NAMES = """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
+    all_reduce all_reduce_coalesced all_to_all all_to_all_single batch_isend_irecv
+    broadcast broadcast_object_list gather gather_object irecv
+    isend nn P2POp recv recv_object_list
+    reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list
+    send send_object_list
+"""
+COLLECTIVES = tuple(f"torch.distributed.{name}" for name in COLLECTIVE_NAMES.split())
+COMMUNICATION_HOMES = (
+    *(f"megatron/mpu/{name}.py" for name in ("collectives", "mappings", "data", "peers")),
+    "megatron/optimizer/grad_buffer.py",
+    "megatron/pipeline/p2p.py",
+    "megatron/pipeline/tied.py",
+)
+HOMES = (
+    Home(
+        "the environment",
+        ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"),
+        ("megatron/initialize.py", "megatron/preflight/environment.py"),
+        in_programs=False,
+    ),
+    Home("CUDA", ("torch.cuda",), ("megatron/device.py",), in_programs=True),
+    Home(
+        "making process groups",
+        ("torch.distributed.new_group", "torch.distributed.new_subgroups"),
+        ("megatron/mpu/context.py",),
+        in_programs=True,
+    ),
+    Home("raw communication", COLLECTIVES, COMMUNICATION_HOMES, in_programs=True),
+    Home(
+        "raw barriers",
+        ("torch.distributed.barrier", "torch.distributed.monitored_barrier"),
+        # context.py makes gloo's connections at once, before a rank that is done could close them
+        (*COMMUNICATION_HOMES, "megatron/mpu/context.py"),
+        in_programs=True,
+    ),
+    Home(
+        "joining and leaving the job",
+        ("torch.distributed.init_process_group", "torch.distributed.destroy_process_group"),
+        ("megatron/initialize.py", "megatron/mpu/initialize.py"),
+        in_programs=True,
+    ),
+    Home("printing", ("print",), ("megatron/log.py",), in_programs=False),
+    Home("DeepSpeed", ("deepspeed",), ("megatron/engine/deepspeed.py",), in_programs=True),
+    Home(
+        "ending the process",
+        ("sys.exit", "SystemExit", "exit", "quit"),
+        ("megatron/program.py",),
+        in_programs=False,
+    ),
+    Home(
+        "ending the process at once",
+        ("os._exit", "os.abort", "os.kill"),
+        ("megatron/program.py", "megatron/mpu/peers.py"),
+        in_programs=True,
+    ),
+    Home("pickle", ("pickle", "cPickle", "dill", "torch.load"), (), in_programs=True),
+    Home("running text as code", ("eval", "exec"), (), in_programs=True),
+)
+
+
+def strangers(home: Home, library: Sequence[Source], users: Sequence[Source]) -> Iterator[str]:
+    """Every use of what `home` holds by a file that is not one of its homes."""
+    for source in [*library, *(users if home.in_programs else ())]:
+        if source.name in home.homes:
+            continue
+        names = aliases(source)
+        uses = {(line, name) for line, name in imports(source)}
+        uses |= {
+            (node.lineno, full)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Name | ast.Attribute)
+            and (full := dotted(node, names)) is not None
+        }
+        lines = sorted({line for line, name in uses if _is_below(name, home.names)})
+        where = ", ".join(home.homes) or "nowhere"
+        yield from (f"{source.name}:{line}: {home.what} belongs to {where}" for line in lines)
+
+
+def _is_below(name: str, tops: tuple[str, ...]) -> bool:
+    return any(name == top or name.startswith(f"{top}.") for top in tops)
+
+
+@pytest.mark.parametrize("home", HOMES, ids=lambda home: home.what.replace(" ", "-"))
+def test_what_has_a_home_is_used_nowhere_else(home: Home) -> None:
+    found = list(strangers(home, sources(MEGATRON), programs()))
+    assert not found, "\n".join(found)
+
+
+def test_no_method_moves_a_tensor_to_cuda_by_name() -> None:
+    found = [
+        f"{source.name}:{node.lineno}: use .to(device.current())"
+        for source in [*sources(MEGATRON), *programs()]
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "cuda"
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("the environment", "from os import environ as e\nx = e['HOME']\n"),
+        ("the environment", "import os\nx = os.getenv('HOME')\n"),
+        ("CUDA", "import torch\ntorch.cuda.synchronize()\n"),
+        ("CUDA", "def f():\n    from torch import cuda\n    cuda.synchronize()\n"),
+        ("making process groups", "import torch.distributed as dist\ndist.new_group([0])\n"),
+        ("raw communication", "import torch\ntorch.distributed.all_reduce(x)\n"),
+        ("raw communication", "from torch.distributed import broadcast\nbroadcast(x)\n"),
+        ("raw barriers", "import torch.distributed as d\nd.barrier()\n"),
+        ("printing", "print('hello')\n"),
+        ("DeepSpeed", "def f():\n    import deepspeed\n"),
+        ("ending the process", "raise SystemExit(1)\n"),
+        ("ending the process at once", "import os\nos._exit(1)\n"),
+        ("pickle", "import pickle\n"),
+        ("pickle", "import torch\ntorch.load('x')\n"),
+        ("running text as code", "eval('1')\n"),
+    ],
+)
+def test_a_use_away_from_home_is_found(tmp_path: Path, what: str, text: str) -> None:
+    (home,) = (home for home in HOMES if home.what == what)
+    package = write_tree(tmp_path / "megatron", {"model/stray.py": text})
+    found = list(strangers(home, sources(package), ()))
+    assert found
+    assert all(f"{what} belongs to" in line for line in found)
+    assert list(strangers(home, (), sources(package))) == (found if home.in_programs else [])
+
+
+def test_names_that_only_look_alike_are_nobodys_business(tmp_path: Path) -> None:
+    text = "import torch\nx = torch.version.cuda\nself.print()\nbroadcast(x)\nos_environ = 1\n"
+    package = write_tree(tmp_path / "megatron", {"model/fine.py": text})
+    assert not [line for home in HOMES for line in strangers(home, sources(package), ())]

@@ -1,0 +1,82 @@
+"""Imports point down, and nowhere in a circle."""
+
+from pathlib import Path
+
+from tests.architecture.layers import LEVEL, cycles, outsiders, violations
+from tests.architecture.source_tree import MEGATRON, write_tree
+
+
+def test_no_import_points_up_or_sideways() -> None:
+    found = list(violations(MEGATRON))
+    assert not found, "\n".join(found)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = cycles(MEGATRON)
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+def test_the_library_does_not_import_its_programs_or_tests() -> None:
+    found = list(outsiders(MEGATRON))
+    assert not found, "\n".join(found)
+
+
+def test_every_part_of_the_library_is_in_a_layer() -> None:
+    parts = {path.stem for path in MEGATRON.glob("*.py")} - {"__init__"}
+    parts |= {path.parent.name for path in MEGATRON.glob("*/__init__.py")}
+    assert parts <= set(LEVEL), parts - set(LEVEL)
+
+
+def test_imports_up_and_sideways_are_found_wherever_they_hide(tmp_path: Path) -> None:
+    package = write_tree(
+        tmp_path / "megatron",
+        {
+            "__init__.py": "from megatron.training import pretrain\n",
+            "model/gpt.py": "from megatron.optimizer import x\n"
+            "from megatron.mpu.context import y\n"
+            "def f():\n    from megatron.global_vars import get_args\n",
+            "model/other.py": "from . import gpt\nfrom ..engine import base\n"
+            "import importlib\nimportlib.import_module('megatron.loop.stop')\n",
+            "optimizer/__init__.py": "",
+            "mpu/__init__.py": "from megatron import errors, __version__\n",
+            "errors.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    import megatron.config.run\n",
+            "training.py": "from megatron import checkpointing, model\n",
+            "helpers.py": "",
+        },
+    )
+    found = sorted(violations(package))
+    assert found == [
+        "megatron/errors.py:3: megatron.errors (layer 0) may not import megatron.config (layer 2)",
+        "megatron/helpers.py: megatron.helpers is in no layer; add it to LAYERS",
+        "megatron/model/gpt.py:1: megatron.model (layer 4) may not import megatron.optimizer "
+        "(layer 4)",
+        "megatron/model/gpt.py:4: megatron.model (layer 4) may not import megatron.global_vars "
+        "(layer 9)",
+        "megatron/model/other.py:2: megatron.model (layer 4) may not import megatron.engine "
+        "(layer 5)",
+        "megatron/model/other.py:4: megatron.model (layer 4) may not import megatron.loop "
+        "(layer 6)",
+    ]
+
+
+def test_a_circle_inside_a_package_is_found(tmp_path: Path) -> None:
+    package = write_tree(
+        tmp_path / "megatron",
+        {
+            "__init__.py": "",
+            "data/__init__.py": "",
+            "data/a.py": "from megatron.data.b import x\n",
+            "data/b.py": "def f():\n    from megatron.data import c\n",
+            "data/c.py": "import megatron.data.a\n",
+            "data/d.py": "from megatron.data import a\n",
+        },
+    )
+    assert cycles(package) == [("megatron.data.a", "megatron.data.b", "megatron.data.c")]
+
+
+def test_an_import_of_a_program_is_found(tmp_path: Path) -> None:
+    package = write_tree(tmp_path / "megatron", {"log.py": "from tools.program import run\n"})
+    assert list(outsiders(package)) == [
+        "megatron/log.py:1: the library may not import tools.program.run"
+    ]

@@ -1,0 +1,52 @@
+"""A test run that tested nothing, or passed over what it must not, is red."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source_tree import ROOT, write_tree
+
+CONFTEST = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+SKIPS = "import pytest\n\n@pytest.mark.skip(reason='no such thing here')\ndef test_a(): ...\n"
+FILE_SKIPS = "import pytest\npytest.importorskip('a_module_that_is_not')\n"
+PASSES = "def test_b(): ...\n"
+
+
+def run_pytest(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A pytest of its own over `files`, with this project's conftest.py."""
+    write_tree(folder, {"pytest.ini": "[pytest]\n", "tests/conftest.py": CONFTEST} | files)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_no_tests_is_red(tmp_path: Path) -> None:
+    assert run_pytest(tmp_path, {}).returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def test_a_skip_of_a_gpu_test_is_green_and_said(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, {"tests/gpu/test_a.py": SKIPS, "tests/unit/test_b.py": PASSES})
+    assert run.returncode == 0, run.stdout
+    assert "1 skipped" in run.stdout
+    assert "1 x no such thing here" in run.stdout
+
+
+@pytest.mark.parametrize("text", [SKIPS, FILE_SKIPS], ids=["test", "file"])
+def test_any_other_skip_is_red_and_said(tmp_path: Path, text: str) -> None:
+    files = {"tests/distributed/test_a.py": text, "tests/unit/test_b.py": PASSES}
+    run = run_pytest(tmp_path, files)
+    assert run.returncode == 1, run.stdout
+    assert "1 x RED, only tests/gpu/ may skip: " in run.stdout
+
+
+def test_only_one_thread_computes_in_each_process() -> None:
+    probe = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert int(run.stdout) >= 1

@@ -1,0 +1,63 @@
+"""Which tokens are read and by which vocabulary: what is refused."""
+
+from typing import Any
+
+import pytest
+
+from megatron.config.data import DataConfig, DataLoaderKind
+from megatron.errors import ConfigError
+from tests.unit.config.groups import a_tokenizer, some_data
+
+
+def test_the_order_is_single_unless_said_otherwise() -> None:
+    assert some_data().dataloader_type is DataLoaderKind.SINGLE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_length": 0}, "a size is not positive\n  found: --seq-length 0"),
+        ({"num_workers": -1}, "it cannot be negative\n  found: --num-workers -1"),
+        ({"last_epoch_cutoff": 1.5}, r"a share is outside \[0, 1\]\n  found: --last-epoch-cutoff"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        some_data(**changes)
+
+
+@pytest.mark.parametrize("name", ["train_data_path", "valid_data_path", "test_data_path"])
+def test_data_is_split_or_separate_but_not_both(name: str) -> None:
+    with pytest.raises(ConfigError, match="given twice, with a split and by separate files"):
+        some_data(**{name: ("other",)})
+
+
+def test_training_data_is_required() -> None:
+    with pytest.raises(ConfigError, match="no training data was given") as caught:
+        DataConfig(seq_length=16, valid_data_path=("v",))
+    assert "preprocess_data.py" in caught.value.fix
+
+
+def test_separate_files_need_no_split() -> None:
+    config = DataConfig(seq_length=16, train_data_path=("t",), valid_data_path=("v",))
+    assert config.data_path is None
+
+
+def test_a_tokenizer_has_to_be_named() -> None:
+    with pytest.raises(ConfigError, match="no tokenizer was named, so the vocabulary is unknown"):
+        a_tokenizer(tokenizer_type=None)
+
+
+def test_the_padding_of_the_vocabulary_is_positive() -> None:
+    with pytest.raises(ConfigError, match="--make-vocab-size-divisible-by 0"):
+        a_tokenizer(make_vocab_size_divisible_by=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("vocab_size", 0, 1), ("pad_vocab_size_to", 0, 1), ("vocab_extra_ids", -1, 0)],
+)
+def test_sizes_of_the_vocabulary_are_sizes(name: str, value: int, least: int) -> None:
+    with pytest.raises(ConfigError, match=f"it is below {least}") as caught:
+        a_tokenizer(**{name: value})
+    assert caught.value.found == f"--{name.replace('_', '-')} {value}"

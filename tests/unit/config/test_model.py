@@ -1,0 +1,150 @@
+"""The shape of a network: what follows from what was asked, and what is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.fields import FieldsError
+from megatron.config.model import Activation, GluActivation, PositionEmbedding
+from megatron.errors import ConfigError
+from tests.unit.config.groups import a_model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "max_position_embeddings",
+    ],
+)
+def test_sizes_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        a_model(**{name: 0})
+    assert "a size is not positive" in str(caught.value)
+    assert f"--{name.replace('_', '-')} 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rotary_base", "layernorm_epsilon", "init_method_std"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_positive_numbers(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match="it is not a positive number") as caught:
+        a_model(**{name: value})
+    assert caught.value.found == f"--{name.replace('_', '-')} {value}"
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_a_dropout_is_a_probability_below_one(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"a dropout probability is outside \[0, 1\)"):
+        a_model(**{name: value})
+
+
+def test_a_hidden_size_that_does_not_divide_names_two_that_do() -> None:
+    with pytest.raises(ConfigError, match="does not divide into attention heads") as caught:
+        a_model(hidden_size=100, num_attention_heads=12)
+    assert caught.value.found == "--hidden-size 100, --num-attention-heads 12"
+    assert "--hidden-size 96 or 108" in caught.value.fix
+
+
+@given(hidden=st.integers(1, 300), heads=st.integers(1, 40))
+def test_the_sizes_that_a_fix_names_are_accepted(hidden: int, heads: int) -> None:
+    try:
+        a_model(hidden_size=hidden, num_attention_heads=heads)
+    except ConfigError as error:
+        sizes = [int(word.strip(",")) for word in error.fix.split() if word.strip(",").isdigit()]
+        assert len(sizes) == 2
+        for size in sizes:
+            assert a_model(hidden_size=size, num_attention_heads=heads).head_width * heads == size
+
+
+def test_a_head_width_frees_the_hidden_size() -> None:
+    assert a_model(hidden_size=100, num_attention_heads=12, kv_channels=16).head_width == 16
+
+
+def test_query_groups_divide_the_heads() -> None:
+    with pytest.raises(ConfigError, match="cannot be shared out evenly") as caught:
+        a_model(hidden_size=12, num_attention_heads=12, num_query_groups=5)
+    assert caught.value.fix == "use one of 1, 2, 3, 4, 6, 12 query groups"
+
+
+@pytest.mark.parametrize(
+    ("switches", "found"),
+    [
+        ({"swiglu": True, "squared_relu": True}, "--swiglu, --squared-relu"),
+        ({"openai_gelu": True, "onnx_safe": True}, "--openai-gelu, --onnx-safe"),
+        (
+            {"swiglu": True, "glu_activation": GluActivation.REGLU},
+            "--swiglu, --glu-activation reglu",
+        ),
+    ],
+)
+def test_more_than_one_activation_is_refused(switches: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match="more than one activation was asked for") as caught:
+        a_model(**switches)
+    assert caught.value.found == found
+
+
+def test_the_two_names_of_swiglu_are_one() -> None:
+    config = a_model(swiglu=True, glu_activation=GluActivation.SWIGLU)
+    assert config.glu is GluActivation.SWIGLU
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_the_rotating_share_is_more_than_nothing_and_at_most_all(share: float) -> None:
+    with pytest.raises(ConfigError, match=r"the rotating share of a head is outside \(0, 1\]"):
+        a_model(position_embedding_type=PositionEmbedding.ROPE, rotary_percent=share)
+
+
+@pytest.mark.parametrize(
+    ("switches", "activation"),
+    [
+        ({}, Activation.GELU_TANH),
+        ({"openai_gelu": True}, Activation.GELU_TANH),
+        ({"onnx_safe": True}, Activation.GELU_ERF),
+        ({"squared_relu": True}, Activation.SQUARED_RELU),
+        ({"swiglu": True}, Activation.SILU),
+        ({"glu_activation": GluActivation.GEGLU}, Activation.GELU_ERF),
+        ({"glu_activation": GluActivation.LIGLU}, Activation.IDENTITY),
+        ({"glu_activation": GluActivation.REGLU}, Activation.RELU),
+    ],
+)
+def test_switches_choose_the_activation(switches: dict[str, Any], activation: Activation) -> None:
+    assert a_model(**switches).activation is activation
+
+
+@pytest.mark.parametrize(
+    ("switches", "width"),
+    [
+        ({"hidden_size": 768}, 3072),
+        ({"hidden_size": 768, "ffn_hidden_size": 1000}, 1000),
+        ({"hidden_size": 4096, "swiglu": True}, 10880),  # 8/3 x 4096 = 10922.7, down to 64s
+        ({"hidden_size": 8, "swiglu": True}, 64),
+    ],
+)
+def test_the_width_of_the_mlp_follows_from_what_was_asked(
+    switches: dict[str, Any], width: int
+) -> None:
+    assert a_model(**switches).ffn_width == width
+
+
+def test_query_groups_are_heads_unless_asked_for() -> None:
+    assert a_model().query_groups == 2
+    assert a_model(num_query_groups=1).query_groups == 1
+
+
+def test_embeddings_are_tied_unless_untied() -> None:
+    assert a_model().tied
+    assert not a_model(untie_embeddings_and_output_weights=True).tied
+
+
+def test_all_that_is_wrong_is_said_together() -> None:
+    with pytest.raises(FieldsError) as caught:
+        a_model(num_layers=0, hidden_dropout=2.0, swiglu=True, squared_relu=True)
+    assert len(caught.value.errors) == 3

@@ -1,0 +1,88 @@
+"""Update rule, learning rate and weight decay: what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron.config.fields import FieldsError
+from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle
+from megatron.errors import ConfigError
+from tests.unit.config.groups import a_schedule
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2", "sgd_momentum"])
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_decay_rates_are_below_one(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"outside \[0, 1\)") as caught:
+        OptimizerConfig(**{name: value})
+    assert caught.value.found == f"--{name.replace('_', '-')} {value}"
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "adam_eps", "clip_grad"])
+def test_amounts_are_not_negative(name: str) -> None:
+    with pytest.raises(ConfigError, match="it cannot be negative"):
+        OptimizerConfig(**{name: -1.0})
+    assert getattr(OptimizerConfig(**{name: 0.0}), name) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "found"),
+    [
+        ({"lr": 0.0}, "the learning rate is not a positive number", "--lr 0.0"),
+        ({"lr": math.inf}, "the learning rate is not a positive number", "--lr inf"),
+        ({"lr": math.nan}, "the learning rate is not a positive number", "--lr nan"),
+        ({"min_lr": 1.0}, "not between 0 and the peak learning rate", "--min-lr 1.0"),
+        ({"lr_warmup_init": -1.0}, "not between 0 and the peak", "--lr-warmup-init -1.0"),
+        ({"lr_warmup_iters": -1}, "it cannot be negative", "--lr-warmup-iters -1"),
+        ({"lr_warmup_samples": -1}, "it cannot be negative", "--lr-warmup-samples -1"),
+        ({"lr_warmup_fraction": 1.1}, "share is outside [0, 1]", "--lr-warmup-fraction 1.1"),
+        (
+            {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1},
+            "warm-up was given in more than one unit",
+            "--lr-warmup-iters 5, --lr-warmup-fraction 0.1",
+        ),
+        (
+            {"lr_decay_iters": 5, "lr_decay_samples": 10},
+            "the decay length was given in two units",
+            "--lr-decay-iters 5, --lr-decay-samples 10",
+        ),
+        ({"lr_decay_iters": 0}, "it is not positive", "--lr-decay-iters 0"),
+        ({"lr_decay_samples": 0}, "it is not positive", "--lr-decay-samples 0"),
+        ({"lr_wsd_decay_iters": 0}, "it is not positive", "--lr-wsd-decay-iters 0"),
+        ({"lr_wsd_decay_samples": 0}, "it is not positive", "--lr-wsd-decay-samples 0"),
+        (
+            {"lr_decay_style": DecayStyle.WSD},
+            "a WSD schedule does not know how long its decay is",
+            "--lr-decay-style WSD without a decay length",
+        ),
+        (
+            {"weight_decay_incr_style": WeightDecayStyle.LINEAR, "start_weight_decay": 0.1},
+            "a moving weight decay needs both of its ends",
+            "--weight-decay-incr-style linear",
+        ),
+        (
+            {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
+            "the ends of a moving weight decay were given, but it is constant",
+            "--start-weight-decay 0.1, --end-weight-decay 0.2",
+        ),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(
+    changes: dict[str, Any], problem: str, found: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        a_schedule(**changes)
+    assert problem in str(caught.value)
+    assert found in str(caught.value)
+
+
+def test_a_wsd_schedule_with_a_length_is_accepted() -> None:
+    config = a_schedule(lr_decay_style=DecayStyle.WSD, lr_wsd_decay_iters=5)
+    assert config.lr_wsd_decay_iters == 5
+
+
+def test_all_that_is_wrong_is_said_together() -> None:
+    with pytest.raises(FieldsError) as caught:
+        a_schedule(lr=-1.0, lr_warmup_iters=-1, lr_decay_iters=0)
+    assert len(caught.value.errors) >= 3

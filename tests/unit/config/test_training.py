@@ -1,0 +1,89 @@
+"""Batch sizes and the length of a run: what is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.fields import FieldsError
+from megatron.errors import ConfigError
+from tests.unit.config.groups import some_training
+
+POSITIVE = [
+    "micro_batch_size",
+    "global_batch_size",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "num_threads",
+    "nonfinite_limit",
+]
+NOT_NEGATIVE = ["eval_interval", "eval_iters", "check_agreement_interval", "seed"]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_counts_are_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match="it is not positive") as caught:
+        some_training(**{name: 0})
+    assert caught.value.found == f"--{name.replace('_', '-')} 0"
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_intervals_are_not_negative_and_zero_turns_them_off(name: str) -> None:
+    assert getattr(some_training(**{name: 0}), name) == 0
+    with pytest.raises(ConfigError, match="it cannot be negative") as caught:
+        some_training(**{name: -1})
+    assert caught.value.found == f"--{name.replace('_', '-')} -1"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [
+        ({"train_iters": None}, "neither --train-iters nor --train-samples"),
+        ({"train_samples": 20}, "--train-iters 10 and --train-samples 20"),
+    ],
+)
+def test_the_length_is_given_exactly_once(lengths: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match="must be given exactly once") as caught:
+        some_training(**lengths)
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize("ramp", [(1, 2), (4, 4, 0), (0, 4, 10), (4, -4, 10)])
+def test_a_ramp_is_three_positive_numbers(ramp: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="a batch-size ramp is three positive numbers"):
+        some_training(
+            rampup_batch_size=ramp, global_batch_size=16, train_iters=None, train_samples=100
+        )
+
+
+@pytest.mark.parametrize("ramp", [(16, 4, 10), (5, 4, 10)])
+def test_a_ramp_arrives_at_the_global_batch_size(ramp: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="does not arrive at the global batch size"):
+        some_training(
+            rampup_batch_size=ramp, global_batch_size=16, train_iters=None, train_samples=100
+        )
+
+
+def test_a_ramp_is_measured_in_samples() -> None:
+    with pytest.raises(ConfigError, match="needs training measured in samples"):
+        some_training(rampup_batch_size=(4, 4, 10), global_batch_size=16)
+
+
+@given(start=st.integers(1, 50), increment=st.integers(1, 50), steps=st.integers(1, 50))
+def test_every_ramp_of_whole_steps_is_accepted(start: int, increment: int, steps: int) -> None:
+    config = some_training(
+        rampup_batch_size=(start, increment, 1000),
+        global_batch_size=start + increment * steps,
+        train_iters=None,
+        train_samples=100_000,
+    )
+    assert config.rampup_batch_size == (start, increment, 1000)
+
+
+def test_all_that_is_wrong_is_said_together() -> None:
+    with pytest.raises(FieldsError) as caught:
+        some_training(micro_batch_size=0, seed=-1, train_iters=None)
+    problems = [error.problem for error in caught.value.errors]
+    assert len(problems) == 3
+    assert all(problem in str(caught.value) for problem in problems)

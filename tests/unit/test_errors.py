@@ -1,0 +1,86 @@
+"""Messages have three parts, survive the way between processes, and end programs with a code."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from megatron import errors
+from megatron.errors import ConfigError, Finding, MachineError, MegatronError, PreflightError
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, MegatronError) and kind is not PreflightError
+]
+
+
+def test_a_message_says_problem_found_and_fix() -> None:
+    error = ConfigError("the sizes differ", found="--a 1, --b 2", fix="use --b 1")
+    assert str(error) == "the sizes differ\n  found: --a 1, --b 2\n  fix: use --b 1"
+
+
+def test_what_was_found_may_be_left_out_and_the_fix_may_not() -> None:
+    assert str(ConfigError("wrong", fix="mend it")) == "wrong\n  fix: mend it"
+    assert "found: 0" in str(ConfigError("wrong", found=0, fix="mend it"))
+    with pytest.raises(TypeError, match="fix"):
+        ConfigError("wrong")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_survives_the_way_between_processes(kind: type[MegatronError], again: Any) -> None:
+    error = kind("wrong", found=("x", 1), fix="mend it")
+    assert type(again(error)) is kind
+    assert str(again(error)) == str(error)
+    assert again(error).found == ("x", 1)
+
+
+def test_exit_codes_tell_apart_who_has_to_act() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in KINDS}
+    assert all(1 <= code < 126 for code in codes.values()), "126 and more belong to the shell"
+    assert len(set(codes.values())) == len(codes)
+    assert PreflightError.exit_code == ConfigError.exit_code
+
+
+def test_only_the_machine_s_failures_are_worth_starting_again() -> None:
+    retryable = {kind.__name__ for kind in [*KINDS, PreflightError] if kind.retryable}
+    assert retryable == {"MachineError", "PeerError"}
+
+
+def test_a_report_lists_every_finding_under_its_check() -> None:
+    report = PreflightError(
+        [
+            Finding("heads_split", ConfigError("uneven heads", found="12", fix="use 6")),
+            Finding("disk_has_room", MachineError("the disk is full", fix="free 3 GiB")),
+        ]
+    )
+    assert str(report).splitlines() == [
+        "2 checks failed before training",
+        "[heads_split] uneven heads",
+        "  found: 12",
+        "  fix: use 6",
+        "[disk_has_room] the disk is full",
+        "  fix: free 3 GiB",
+    ]
+
+
+def test_one_finding_is_one_check() -> None:
+    report = PreflightError([Finding("a", ConfigError("wrong", fix="mend it"))])
+    assert report.problem == "1 check failed before training"
+
+
+def test_findings_of_one_class_end_the_program_as_that_class_does() -> None:
+    full = Finding("a", MachineError("the disk is full", fix="free some"))
+    wrong = Finding("b", ConfigError("wrong", fix="mend it"))
+    assert (PreflightError([full, full]).exit_code, PreflightError([full]).retryable) == (75, True)
+    mixed = PreflightError([full, wrong])
+    assert (mixed.exit_code, mixed.retryable) == (64, False)
+
+
+def test_a_report_survives_the_way_between_processes() -> None:
+    report = PreflightError([Finding("a", ConfigError("wrong", found=[1], fix="mend it"))])
+    again = pickle.loads(pickle.dumps(report))
+    assert str(again) == str(report)
+    assert type(again.findings[0].error) is ConfigError

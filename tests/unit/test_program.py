@@ -1,0 +1,106 @@
+"""How a program ends: what it says, on which rank, and with which status."""
+
+import subprocess
+import sys
+
+from tests.architecture.source_tree import ROOT
+
+CONFIG_ERROR, DATA_ERROR, MACHINE_ERROR = 64, 65, 75
+FRAME = """
+import sys
+from megatron import log, program
+from megatron.errors import ConfigError, DataError, Finding, MachineError, PreflightError
+
+def main():
+{body}
+
+program.run(main)
+"""
+
+
+def end_of(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose main is `body`."""
+    text = FRAME.format(body="\n".join(f"    {line}" for line in body.splitlines()))
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=ROOT,
+        env={"PATH": "", "PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def as_rank(rank: int) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return dict(zip(names, (str(rank), "2", str(rank), "localhost", "29500")))
+
+
+def test_a_program_that_returns_ends_well() -> None:
+    end = end_of("log.info('done')")
+    assert (end.returncode, end.stdout, end.stderr) == (0, "done\n", "")
+
+
+def test_a_known_error_is_said_once_without_a_traceback() -> None:
+    end = end_of("raise DataError('the corpus is empty', found='x.bin', fix='give another')")
+    assert end.returncode == DATA_ERROR
+    assert end.stderr == ("ERROR: the corpus is empty\n  found: x.bin\n  fix: give another\n")
+
+
+def test_a_bug_is_said_with_its_traceback() -> None:
+    end = end_of("print('before')\n{}['missing']")
+    assert end.returncode == 1
+    assert end.stdout == "before\n"
+    assert end.stderr.startswith("ERROR: unexpected failure\nTraceback")
+    assert "KeyError: 'missing'" in end.stderr
+
+
+def test_an_interrupt_ends_as_shells_count_it() -> None:
+    end = end_of("raise KeyboardInterrupt")
+    assert (end.returncode, end.stderr) == (130, "")
+
+
+def test_help_and_version_end_as_argparse_says() -> None:
+    assert end_of("raise SystemExit(0)").returncode == 0
+    assert end_of("sys.exit(2)").returncode == 2
+
+
+def test_what_every_rank_finds_is_said_by_rank_zero_alone() -> None:
+    body = "raise PreflightError([Finding('a', ConfigError('wrong', fix='mend it'))])"
+    first, second = end_of(body, **as_rank(0)), end_of(body, **as_rank(1))
+    assert first.returncode == second.returncode == CONFIG_ERROR
+    assert "[rank 0] ERROR: 1 check failed before training\n[a] wrong" in first.stderr
+    assert second.stderr == ""
+
+
+def test_what_one_rank_finds_is_said_by_that_rank() -> None:
+    end = end_of("raise MachineError('the disk is full', fix='free some')", **as_rank(1))
+    assert end.returncode == MACHINE_ERROR
+    assert end.stderr.startswith("[rank 1] ERROR: the disk is full")
+
+
+def test_a_launcher_that_set_half_of_it_is_told_like_any_error() -> None:
+    end = end_of("log.info('never')", RANK="0")
+    assert end.returncode == CONFIG_ERROR
+    assert "the launcher set only part of what ranks need" in end.stderr
+    assert end.stdout == ""
+
+
+def test_others_are_told_of_a_failure_before_the_end() -> None:
+    body = (
+        "program.on_failure(lambda reason: print('told:', reason.splitlines()[0]))\n"
+        "raise DataError('the corpus is empty', fix='give another')"
+    )
+    assert end_of(body).stdout == "told: DataError: the corpus is empty\n"
+    bug = body.rpartition("\n")[0] + "\nraise ValueError('x')"
+    assert end_of(bug).stdout == "told: a bug; see that rank's traceback\n"
+
+
+def test_threads_that_never_end_do_not_keep_a_failed_process() -> None:
+    body = (
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "raise ConfigError('wrong', fix='mend it')"
+    )
+    assert end_of(body).returncode == CONFIG_ERROR

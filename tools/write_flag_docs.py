@@ -1,0 +1,137 @@
+"""docs/flags.md from the config groups: every flag with its spellings, type, default and meaning.
+
+Nothing is written by hand there, so the page cannot disagree with `--help`; a test compares it.
+"""
+
+import argparse
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.fields import flag_name
+from megatron.config.presets import PRESETS
+from megatron.config.run import GROUPS
+from tools.program import run
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+HEAD = """\
+# Flags
+
+Written by `make docs` from the dataclasses in `megatron/config/` and the tables in
+`megatron/arguments.py`; edit those. `pretrain_gpt.py --help` shows the same.
+
+A switch is on when it is named alone; `--flag true` and `--flag false` are accepted too, and
+`--no-flag` turns it off. Flags cannot be shortened. A flag that is nowhere on this page is an
+error, and so is one whose feature this version lacks: nothing is swallowed.
+
+Rules that need more than one group (shapes against ranks, batches against replicas, schedules
+against the length of the training) are the checks of `megatron/preflight/`, which run before
+anything is built and report everything that is wrong at once.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description="Write docs/flags.md from the config groups.")
+    parser.add_argument("--output", type=Path, default=PAGE, help=f"the page [{PAGE.name}]")
+    flags = parser.parse_args(argv)
+    flags.output.write_text(page(), encoding="utf-8")
+    print(f"wrote {flags.output}")
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    sections = [HEAD, *_group_sections(), _presets(), *_legacy_sections()]
+    return "\n".join(sections)
+
+
+def _group_sections() -> Iterator[str]:
+    for group in GROUPS.values():
+        hints = typing.get_type_hints(group)
+        rows = [
+            (
+                f"`{flag_name(field.name)}`",
+                _spellings(field, hints[field.name]),
+                _kind(hints[field.name]),
+                _default(field),
+                str(field.metadata["help"]),
+            )
+            for field in dataclasses.fields(group)
+        ]
+        title = f"## {group.__name__}\n\n{(group.__doc__ or '').strip()}\n\n"
+        yield title + _table(("flag", "also", "type", "default", "meaning"), rows)
+
+
+def _presets() -> str:
+    rows = [
+        (f"`{name}`", ", ".join(f"{key} {_value(value)}" for key, value in shape.items()))
+        for name, shape in PRESETS.items()
+    ]
+    return (
+        "## Presets\n\n`--model-preset NAME` takes the model's shape from this table; flags given "
+        "beside it win.\n\n" + _table(("name", "shape"), rows)
+    )
+
+
+def _legacy_sections() -> Iterator[str]:
+    yield (
+        "## Flags of other Megatrons\n\n"
+        "### Other spellings of ours\n\n"
+        + _table(("given", "means"), [(f"`{k}`", f"`{' '.join(v)}`") for k, v in ALIASES.items()])
+    )
+    yield (
+        "### Accepted, without effect\n\nEach use is said in the log, with the reason.\n\n"
+        + _table(("flag", "why"), [(f"`{k}`", v.because) for k, v in NO_EFFECT.items()])
+    )
+    yield (
+        "### Refused: removed long ago\n\n"
+        + _table(("flag", "use"), [(f"`{k}`", f"`{v}`") for k, v in REMOVED.items()])
+    )
+    yield (
+        "### Refused: features that this version does not have\n\n"
+        + _table(("flag", "use instead"), [(f"`{k}`", v) for k, v in NOT_YET.items()])
+    )
+
+
+def _spellings(field: dataclasses.Field[Any], hint: Any) -> str:
+    words = [*field.metadata["aliases"]]
+    if hint is bool:
+        words += ["--no-" + field.name.replace("_", "-"), *field.metadata["off"]]
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _kind(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return f"{_kind(typing.get_args(hint)[0])}, one or more"
+    if issubclass(hint, enum.Enum):
+        return " or ".join(f"`{choice.value}`" for choice in hint)
+    return {bool: "switch", int: "whole number", float: "number", str: "text"}[hint]
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return "not set" if field.default is None else _value(field.default)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value.value if isinstance(value, enum.Enum) else value)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
+
+
+if __name__ == "__main__":
+    run(main)
