@@ -22,8 +22,8 @@ from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
+from megatron.program import run
 from megatron.tokenizer.protocol import Tokenizer
-from tools.program import run
 
 INTERACTIVE_PROMPT = "> "
 

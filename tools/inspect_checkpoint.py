@@ -17,7 +17,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 
 from megatron.checkpoint import folder, manifest, verify
 from megatron.checkpoint.manifest import Manifest
-from tools.program import run
+from megatron.program import run
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ if importlib.util.find_spec("megatron") is None:
 from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
+from megatron.program import run
 from tools.documents import find_inputs
-from tools.program import run
 from tools.text_output import refuse_existing, write_text_files
 
 # Tests repeat themselves, encodings are tables, and what is installed differs between machines.

@@ -31,6 +31,7 @@ from megatron.data.indexed_dataset import (
     index_file_path,
 )
 from megatron.errors import ConfigError, DataError
+from megatron.program import run
 from megatron.tokenizer.tokenizer import (
     TOKENIZER_TYPES,
     Tokenizer,
@@ -46,7 +47,6 @@ from tools.encoding import (
     encode_in_order,
     read_chunks,
 )
-from tools.program import run
 
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where standard error is no terminal
 

@@ -20,9 +20,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
+from megatron.program import run
 from megatron.tokenizer.protocol import END_OF_TEXT
 from tools.documents import TEXT_RULES, DocumentFile, TextRule, find_inputs, texts
-from tools.program import run
 from tools.text_output import refuse_existing, write_text_files
 
 _BYTES = 256

@@ -16,7 +16,7 @@ from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
-from tools.program import run
+from megatron.program import run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 HEAD = """\

@@ -1,0 +1,1 @@
+"""How fast training is, measured beside a plain peer and against stated peaks; see README.md."""

@@ -1,0 +1,200 @@
+"""The peer: a GPT as a careful user would write it in eager PyTorch, and nothing of Megatron.
+
+Batch-first, fused attention, fused AdamW, torch's own clipping and cross entropy. It computes what
+ours does (pre-norm, learned positions, tied head, tanh GELU, biases, no dropout), so that from the
+same weights both have the same loss, which `train_cpu.py` checks.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Bf16Style(StrEnum):
+    """Two good ways to train in bfloat16; the first was no slower, and is compared with."""
+
+    MASTERS = "masters"  # bf16 weights; AdamW works on an fp32 copy, as in Megatron
+    AUTOCAST = "autocast"  # fp32 weights, cast by torch.autocast where they are multiplied
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The shape of a GPT and of its batches."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq_length: int
+    vocab: int
+    micro_batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one batch."""
+        return self.micro_batch * self.seq_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Hyper-parameters of the optimizer."""
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+class PlainGPT(nn.Module):
+    """GPT-2's network (Radford et al. 2019) from torch's own modules."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word = nn.Embedding(shape.vocab, shape.hidden)
+        self.position = nn.Embedding(shape.seq_length, shape.hidden)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, v] of [b, s] tokens."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.word(tokens) + self.position(places)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.word.weight)
+
+
+class PlainTrainer:
+    """Forward, backward, clipping and AdamW of a `PlainGPT`: one call is one step."""
+
+    def __init__(
+        self,
+        model: PlainGPT,
+        recipe: Recipe,
+        *,
+        bf16: Bf16Style | None = None,
+    ) -> None:
+        self.model, self._recipe = model, recipe
+        self._autocast = bf16 is Bf16Style.AUTOCAST
+        self._parameters: list[Tensor] = list(model.parameters())
+        # What AdamW works on: the weights themselves, or their fp32 copies.
+        self._weights: list[Tensor] = list(self._parameters)
+        self._masters = bf16 is Bf16Style.MASTERS
+        if self._masters:
+            self._weights = [p.detach().clone().float() for p in self._parameters]
+            for weight in self._weights:
+                weight.grad = torch.empty_like(weight)
+            model.to(torch.bfloat16)
+        decayed = [weight for weight in self._weights if weight.dim() > 1]
+        others = [weight for weight in self._weights if weight.dim() <= 1]
+        self._rule = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": recipe.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=recipe.learning_rate,
+            betas=recipe.betas,
+            eps=recipe.eps,
+            fused=True,
+        )
+
+    def step(self, text: Tensor) -> tuple[float, float]:
+        """One optimizer step on [b, s + 1] tokens: its loss, and its gradient's norm."""
+        context = (
+            torch.autocast(text.device.type, dtype=torch.bfloat16)
+            if self._autocast
+            else contextlib.nullcontext()
+        )
+        with context:
+            logits = self.model(text[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        if self._masters:
+            gradients = [_gradient(weight) for weight in self._weights]
+            torch._foreach_copy_(gradients, [_gradient(p) for p in self._parameters])
+        norm = nn.utils.clip_grad_norm_(self._weights, self._recipe.clip_grad)
+        self._rule.step()
+        if self._masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, self._weights)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return loss.item(), norm.item()
+
+
+@torch.no_grad()
+def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Shape) -> None:
+    """Give `plain` the values of our named parameters, of which every one must find its place.
+
+    Our query/key/value rows stand head by head, [q k v] each; here all q, then all k, then all v.
+    """
+    targets = dict(plain.named_parameters())
+    for name, value in ours:
+        parts = name.split(".")
+        if parts[0] == "embedding":
+            target = f"{parts[1]}.weight"
+        elif parts[0] == "final_norm":
+            target = f"norm.{parts[1]}"
+        else:
+            target = ".".join(["blocks", *parts[1:]])
+        if ".qkv." in name:
+            by_head = value.view(shape.heads, 3, shape.hidden // shape.heads, -1)
+            value = by_head.transpose(0, 1).reshape(value.shape)
+        targets.pop(target).copy_(value)
+    if targets:
+        raise KeyError(f"no values for {', '.join(sorted(targets))}")
+
+
+class _Block(nn.Module):
+    """Names are ours, so that weights find their places."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_norm = nn.LayerNorm(shape.hidden)
+        self.attention = _Attention(shape)
+        self.post_attention_norm = nn.LayerNorm(shape.hidden)
+        self.mlp = _MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.input_norm(x))
+        after: Tensor = x + self.mlp(self.post_attention_norm(x))
+        return after
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.output = nn.Linear(shape.hidden, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = (
+            part.view(b, s, self.heads, h // self.heads).transpose(1, 2)
+            for part in self.qkv(x).split(h, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        output: Tensor = self.output(y.transpose(1, 2).reshape(b, s, h))
+        return output
+
+
+class _MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(shape.hidden, 4 * shape.hidden)
+        self.fc2 = nn.Linear(4 * shape.hidden, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return output
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None  # noqa: S101  # invariant: every parameter is used
+    return tensor.grad

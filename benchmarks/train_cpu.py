@@ -1,0 +1,294 @@
+"""Tokens/s of our training step beside a plain eager GPT of the same shape, on this CPU.
+
+`python benchmarks/train_cpu.py`: both train from the same weights on the same tokens, step by step
+in turn in one process, so that whatever else the machine does falls on both. How to read what it
+prints is in benchmarks/README.md.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.plain_gpt import (
+    Bf16Style,
+    PlainGPT,
+    PlainTrainer,
+    Recipe,
+    Shape,
+    copy_weights,
+)
+from benchmarks.workload import FLOPS_CONVENTION, Workload, matmul_peak_tflops, workload
+from megatron.errors import NumericsError
+from megatron.program import run
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Same weights, same tokens, other order of summation. Relative, on a mean over many tokens.
+# fp32: rounding is 1e-7. bf16: 8 bits of mantissa in every layer, of which the mean keeps little.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-4}
+# The norm of the whole gradient, likewise before the first update.
+NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+# By the last step the losses may have moved apart by this multiple: the optimizers agree too.
+DRIFT = 10.0
+PEAK_SIZES = (1024, 2048, 4096)
+RECIPE = Recipe()
+
+
+@dataclass
+class Contestant:
+    """One of the two: what a step of it is, and what was seen."""
+
+    name: str
+    step: Callable[[Tensor], tuple[float, float]]
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def take(self, text: Tensor) -> None:
+        """Do one step under the clock; CPU seconds are those of all threads."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss, norm = self.step(text)
+        self.seconds.append(time.perf_counter() - wall)
+        self.cpu_seconds.append(time.process_time() - cpu)
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one contestant did, warm-up left out."""
+
+    tokens_per_second: float
+    share_of_matmul_peak: float
+    median_seconds: float
+    median_cpu_seconds: float
+    seconds: list[float]
+    first_loss: float
+    last_loss: float
+    first_grad_norm: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure each dtype, print a table, write JSON if asked."""
+    flags = _parser().parse_args(argv)
+    shape = Shape(
+        layers=flags.layers,
+        hidden=flags.hidden,
+        heads=flags.heads,
+        seq_length=flags.seq_length,
+        vocab=flags.vocab,
+        micro_batch=flags.micro_batch,
+    )
+    results = []
+    for dtype in flags.dtype:
+        results.append(measure(dtype, shape, flags))
+        gc.collect()
+    report = {
+        "benchmark": "train_cpu",
+        "machine": _machine(),
+        "shape": asdict(shape),
+        "recipe": asdict(RECIPE),
+        "flops_convention": FLOPS_CONVENTION,
+        "steps": flags.steps,
+        "warmup": flags.warmup,
+        "results": results,
+    }
+    print(table(report))
+    if flags.json is not None:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
+    """Both contestants in one dtype, in turns."""
+    with workload(_our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
+        plain = PlainGPT(shape)
+        copy_weights(ours.engine.stage.named_parameters(), plain, shape)
+        bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
+        trainer = PlainTrainer(plain, RECIPE, bf16=bf16)
+        pair = (Contestant("ours", _our_step(ours)), Contestant("plain", trainer.step))
+        peak = 0.0
+        for number in range(flags.warmup + flags.steps):
+            text = ours.tokens(number)
+            # Whoever comes second finds other caches: each does so every other time.
+            for contestant in pair if number % 2 == 0 else pair[::-1]:
+                contestant.take(text)
+            # Beside the steps, not before them: under load the peak sinks as the steps do.
+            if number < 2 or number == flags.warmup + flags.steps - 1:
+                peak = max(peak, matmul_peak_tflops(DTYPES[dtype], flags.peak_sizes, repeats=3))
+        check_equal_work(dtype, *pair)
+        if flags.profile:
+            for contestant in pair:
+                _print_profile(contestant, ours.tokens(0))
+        ratios = [b / a for a, b in zip(*(one.seconds[flags.warmup :] for one in pair))]
+        flops = ours.flops_per_token
+        return {
+            "dtype": dtype,
+            "plain_style": "fp32" if bf16 is None else f"bf16 {bf16.value}",
+            "matmul_peak_tflops": peak,
+            "flops_per_token": flops,
+            "loss_tolerance": TOLERANCE[dtype],
+            "ours": asdict(_score(pair[0], shape, flops, peak=peak, skip=flags.warmup)),
+            "plain": asdict(_score(pair[1], shape, flops, peak=peak, skip=flags.warmup)),
+            "ratio": median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "cpu_ratio": median(
+                b / a for a, b in zip(*(one.cpu_seconds[flags.warmup :] for one in pair))
+            ),
+        }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    machine, shape = report["machine"], report["shape"]
+    lines = [
+        f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"load {machine['load_1min']:.1f} at the end",
+        ", ".join(f"{name} {value}" for name, value in shape.items())
+        + f"; {report['steps']} steps in turns after {report['warmup']} for warm-up",
+        "",
+        "dtype  who    tokens/s  of matmul peak  s/step  CPU s/step  first loss   last loss",
+    ]
+    for result in report["results"]:
+        for who in ("ours", "plain"):
+            s = result[who]
+            lines.append(
+                f"{result['dtype']:<6} {who:<6} {s['tokens_per_second']:>8.1f} "
+                f"{100 * s['share_of_matmul_peak']:>14.1f}% {s['median_seconds']:>7.3f} "
+                f"{s['median_cpu_seconds']:>11.3f} {s['first_loss']:>11.6f} {s['last_loss']:>11.6f}"
+            )
+        low, high = result["ratio_range"]
+        lines.append(
+            f"{result['dtype']:<6} ours / plain in tokens/s: {result['ratio']:.3f} "
+            f"(median of pairs; {low:.3f} to {high:.3f}), in CPU time {result['cpu_ratio']:.3f}; "
+            f"matmul peak {result['matmul_peak_tflops']:.3f} TFLOP/s; plain is "
+            f"{result['plain_style']}"
+        )
+    return "\n".join(lines)
+
+
+def check_equal_work(dtype: str, ours: Contestant, plain: Contestant) -> None:
+    """A comparison of speed is worth nothing unless both compute the same."""
+    for what, mine, theirs, tolerance in (
+        ("first loss", ours.losses[0], plain.losses[0], TOLERANCE[dtype]),
+        ("first gradient norm", ours.norms[0], plain.norms[0], NORM_TOLERANCE[dtype]),
+        ("last loss", ours.losses[-1], plain.losses[-1], DRIFT * TOLERANCE[dtype]),
+    ):
+        if not abs(mine - theirs) <= tolerance * abs(theirs):  # also catches what is not a number
+            raise NumericsError(
+                f"the two contestants do not compute the same {what}",
+                found=f"{dtype}: ours {mine:.7f}, plain {theirs:.7f}, relative tolerance "
+                f"{tolerance:g}",
+                fix="make both models compute the same before comparing how fast they are",
+            )
+
+
+def _score(one: Contestant, shape: Shape, flops: int, *, peak: float, skip: int) -> Score:
+    seconds = median(one.seconds[skip:])
+    return Score(
+        tokens_per_second=shape.tokens / seconds,
+        share_of_matmul_peak=shape.tokens * flops / seconds / 1e12 / peak,
+        median_seconds=seconds,
+        median_cpu_seconds=median(one.cpu_seconds[skip:]),
+        seconds=one.seconds[skip:],
+        first_loss=one.losses[0],
+        last_loss=one.losses[-1],
+        first_grad_norm=one.norms[0],
+    )
+
+
+def _our_step(ours: Workload) -> Callable[[Tensor], tuple[float, float]]:
+    def step(text: Tensor) -> tuple[float, float]:
+        report = ours.step(text)
+        return report.loss, report.grad_norm
+
+    return step
+
+
+def _our_flags(dtype: str, shape: Shape) -> list[str]:
+    sizes = {
+        "num-layers": shape.layers,
+        "hidden-size": shape.hidden,
+        "num-attention-heads": shape.heads,
+        "seq-length": shape.seq_length,
+        "micro-batch-size": shape.micro_batch,
+        "make-vocab-size-divisible-by": 1,
+        "hidden-dropout": 0,
+        "attention-dropout": 0,
+        "lr": RECIPE.learning_rate,
+        "weight-decay": RECIPE.weight_decay,
+        "adam-beta1": RECIPE.betas[0],
+        "adam-beta2": RECIPE.betas[1],
+        "adam-eps": RECIPE.eps,
+        "clip-grad": RECIPE.clip_grad,
+        "device": "cpu",
+    }
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    return [*flags, *(["--bf16"] if dtype == "bf16" else [])]
+
+
+def _print_profile(contestant: Contestant, text: Tensor) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        contestant.step(text)
+    print(f"--- one step of {contestant.name}, by operator")
+    print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=18))
+
+
+def _machine() -> dict[str, Any]:
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
+    return {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load_1min": os.getloadavg()[0],
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="train_cpu", description=__doc__)
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=tuple(DTYPES), default=list(DTYPES), help="[both]")
+    add("--steps", type=int, default=10, help="measured steps of each contestant [10]")
+    add("--warmup", type=int, default=2, help="steps before them [2]")
+    add("--layers", type=int, default=8, help="[8]")
+    add("--hidden", type=int, default=512, help="[512]")
+    add("--heads", type=int, default=8, help="[8]")
+    add("--seq-length", type=int, default=512, help="[512]")
+    add("--vocab", type=int, default=50304, help="[50304]")
+    add("--micro-batch", type=int, default=4, help="[4]")
+    add(
+        "--plain-bf16",
+        choices=[style.value for style in Bf16Style],
+        default=Bf16Style.MASTERS.value,
+        help="how the plain GPT trains in bf16 [%(default)s]",
+    )
+    add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")
+    add("--profile", action="store_true", help="also print where a step of each spends its time")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

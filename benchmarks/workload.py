@@ -1,0 +1,101 @@
+"""What is measured: the training step of our engine on random tokens, and a device's matmul peak.
+
+The engine is built exactly as `pretrain_gpt.py` builds it; only the data is made in memory, so
+that neither disks nor loader processes take part.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron import device
+from megatron.arguments import parse_args
+from megatron.checkpointing import model_build
+from megatron.config.run import RunConfig
+from megatron.engine.base import StepPlan, StepReport
+from megatron.engine.build import build_engine
+from megatron.engine.native import NativeEngine
+from megatron.initialize import initialize_megatron, shutdown_megatron
+from megatron.model.accounting import flops_per_token
+from megatron.model.specs import ModelBuild
+from megatron.preflight.checks import MODEL_CHECKS
+from pretrain_gpt import gpt_task
+
+FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An engine ready to train, and what it was built from."""
+
+    config: RunConfig
+    build: ModelBuild
+    engine: NativeEngine
+
+    @property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of one token, forward and backward, by `FLOPS_CONVENTION`."""
+        return flops_per_token(
+            self.config.model, self.build.vocab.padded, self.config.data.seq_length
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one micro-batch, which is also one step."""
+        return self.config.training.micro_batch_size * self.config.data.seq_length
+
+    def step(self, text: Tensor) -> StepReport:
+        """One optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
+        plan = StepPlan(
+            num_microbatches=1,
+            global_batch_size=text.shape[0],
+            learning_rate=self.config.schedule.lr,
+            weight_decay=self.config.optimizer.weight_decay,
+        )
+        return self.engine.train_step(iter([{"text": text}]), plan)
+
+    def tokens(self, seed: int) -> Tensor:
+        """Random token ids [b, s + 1] on the CPU, where a data loader would have put them."""
+        size = (self.config.training.micro_batch_size, self.config.data.seq_length + 1)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self.build.vocab.true, size, generator=generator)
+
+
+@contextmanager
+def workload(flags: Sequence[str], *, vocab_size: int) -> Iterator[Workload]:
+    """Initialise this process for a run of `flags` on `vocab_size` tokens; undone at the end."""
+    config = parse_args(
+        [
+            *flags,
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)),
+            *("--data-path", "made-in-memory"),
+            *("--train-iters", "1000000"),  # the loop is the benchmark's own
+        ]
+    )
+    runtime = initialize_megatron(config, checks=MODEL_CHECKS)
+    try:
+        build = model_build(runtime)
+        engine = build_engine(config, gpt_task(), build, runtime.tokenizer, runtime.timers)
+        assert isinstance(engine, NativeEngine)  # noqa: S101  # invariant: only one kind
+        yield Workload(config, build, engine)
+    finally:
+        shutdown_megatron()
+
+
+def matmul_peak_tflops(dtype: torch.dtype, sizes: Sequence[int], *, repeats: int = 5) -> float:
+    """The fastest square matrix product seen on the current device, in TFLOP/s."""
+    best = 0.0
+    for size in sizes:
+        left, right = (torch.randn(size, size, device=device.current()).to(dtype) for _ in range(2))
+        left @ right
+        for _ in range(repeats):
+            device.synchronize()
+            started = time.perf_counter()
+            left @ right
+            device.synchronize()
+            best = max(best, 2 * size**3 / (time.perf_counter() - started) / 1e12)
+    return best

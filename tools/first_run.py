@@ -1,0 +1,256 @@
+"""From nothing to a trained and sampled GPT: what `make pretrain` runs, step by step.
+
+Each step is a command that a user could type, is shown as one, and is passed over when what it
+makes is already there; so a second run resumes an interrupted training, or says that it is done.
+Without --data the corpus is the Python standard library's own text, so nothing is downloaded.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import device, log
+from megatron.checkpoint import storage
+from megatron.data.corpus_paths import data_file_path, index_file_path
+from megatron.errors import ConfigError
+from megatron.program import run
+
+VOCAB_SIZE = 4096
+SEQ_LENGTH = 256
+# A GPT of 4.5 million parameters: small enough for two CPU cores, large enough to learn spelling,
+# syntax and some of the library's phrases in the minutes given.
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    f"--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} "
+    "--hidden-dropout 0 --attention-dropout 0"
+).split()
+TRAINING = (
+    "--micro-batch-size 8 --global-batch-size 16 --train-iters {iters} --lr 3e-3 --min-lr 3e-4 "
+    "--lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.95 "
+    "--clip-grad 1.0 --eval-interval {interval} --eval-iters 4 --log-interval 10 "
+    "--save-interval {interval} --keep-last 2 --split 90,5,5 --num-workers 0 --seed 1234"
+)
+DEFAULT_ITERATIONS = 250
+PROMPTS = {True: "def ", False: "The "}  # by whether the corpus is the default one
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each step of one run puts what it makes."""
+
+    root: Path
+
+    @property
+    def corpus(self) -> Path:
+        """The default corpus."""
+        return self.root / "corpus.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of vocab.json and merges.txt."""
+        return self.root / "tokenizer"
+
+    @property
+    def prefix(self) -> Path:
+        """What --data-path takes."""
+        return self.root / "data" / "corpus_text_document"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What --save and --load take."""
+        return self.root / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's folder."""
+        return self.root / "tensorboard"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.png"
+
+    @property
+    def sample(self) -> Path:
+        """Text written by the trained model."""
+        return self.root / "sample.txt"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do every step that is not done yet, then say where everything is."""
+    flags = _parse(argv)
+    if flags.data is not None and not flags.data.exists():
+        raise ConfigError(
+            "the text to train on does not exist",
+            found=f"DATA={flags.data}",
+            fix="give a .txt, .jsonl or .jsonl.zst file, or a folder of them",
+        )
+    name = "python-library" if flags.data is None else flags.data.name.split(".")[0]
+    places = Places(flags.out or Path("runs") / name)
+    places.root.mkdir(parents=True, exist_ok=True)
+    done = _trained_iterations(places)
+    if done >= flags.iterations and places.sample.exists():
+        print(f"Training is done: {done} of {flags.iterations} iterations are in {places.root}.")
+        print(f"To start over, remove that folder; to train on, add ITERATIONS={2 * done}.")
+        _farewell(places, flags.data)
+        return
+    started = time.monotonic()
+    if done:
+        print(f"Resuming {places.root} after {done} of {flags.iterations} iterations.")
+    _prepare(places, flags.data)
+    command = training_command(
+        places, iterations=flags.iterations, ranks=_ranks(), extra=flags.training_flags
+    )
+    _step(f"pretrain a GPT on {_ranks()} ranks", command)
+    _step(
+        "draw the loss curve",
+        _tool("plot_loss", "--tensorboard-dir", places.events, "--output", places.picture),
+    )
+    prompt = PROMPTS[flags.data is None]
+    sampling = ["--num-tokens", "120", "--temperature", "0.8", "--top-k", "40", "--seed", "1"]
+    command = _tool("generate_text", "--load", places.checkpoints, "--prompt", prompt, *sampling)
+    text = _step("sample from the checkpoint", command, keep_output=True)
+    places.sample.write_text(text)
+    print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
+    _farewell(places, flags.data)
+
+
+def training_command(
+    places: Places, *, iterations: int, ranks: int, extra: Sequence[str] = ()
+) -> list[str]:
+    """The pretraining as a user would type it; of flags given twice, `extra` wins."""
+    interval = max(iterations // 5, 1)
+    return [
+        *_torchrun(ranks),
+        "pretrain_gpt.py",
+        *MODEL,
+        *TRAINING.format(iters=iterations, interval=interval).split(),
+        *("--data-path", str(places.prefix)),
+        *("--tokenizer-type", "GPT2BPETokenizer"),
+        *("--vocab-file", str(places.tokenizer / "vocab.json")),
+        *("--merge-file", str(places.tokenizer / "merges.txt")),
+        *("--save", str(places.checkpoints), "--load", str(places.checkpoints)),
+        *("--tensorboard-dir", str(places.events)),
+        *extra,
+    ]
+
+
+def _prepare(places: Places, data: Path | None) -> None:
+    """Corpus, tokenizer and .bin/.idx, as far as they are not there yet."""
+    source = data or places.corpus
+    if data is None and not places.corpus.exists():
+        command = _tool("make_corpus", "--output", places.corpus)
+        _step("gather the text of Python's standard library", command)
+    # Paragraphs are the documents of a plain text, so that some can be held out for validation.
+    rule = ["--text-documents", "paragraphs"]
+    if not (places.tokenizer / "merges.txt").exists():
+        size = ["--vocab-size", str(VOCAB_SIZE)]
+        command = _tool(
+            "train_tokenizer", "--input", source, "--output", places.tokenizer, *size, *rule
+        )
+        _step("train a byte-level BPE tokenizer", command)
+    prefix = str(places.prefix)
+    if not (Path(data_file_path(prefix)).exists() and Path(index_file_path(prefix)).exists()):
+        places.prefix.parent.mkdir(exist_ok=True)
+        command = _tool(
+            "preprocess_data",
+            *("--input", source, "--tokenizer-type", "GPT2BPETokenizer"),
+            *("--vocab-file", places.tokenizer / "vocab.json"),
+            *("--merge-file", places.tokenizer / "merges.txt"),
+            *("--output-prefix", prefix.removesuffix("_text_document")),
+            *("--append-eod", "--workers", str(len(os.sched_getaffinity(0)))),
+            *rule,
+        )
+        _step("turn the text into .bin/.idx", command)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="first_run", description=__doc__)
+    parser.add_argument("--data", type=Path, help="your own text: a file or a folder")
+    parser.add_argument("--out", type=Path, help="folder for everything [runs/<name of the data>]")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=DEFAULT_ITERATIONS,
+        help=f"how long to train [{DEFAULT_ITERATIONS}]",
+    )
+    parser.add_argument(
+        "training_flags",
+        nargs="*",
+        metavar="-- FLAG",
+        help="after --: flags for pretrain_gpt.py that win over those chosen here, such as "
+        "`-- --num-layers 8`; give them from the first start of a folder on",
+    )
+    return parser.parse_args(argv)
+
+
+def _ranks() -> int:
+    """Two processes: on the CPU, or on GPUs where there are that many."""
+    return min(2, device.device_count()) if device.cuda_is_available() else 2
+
+
+def _torchrun(ranks: int) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks)]
+
+
+def _tool(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", f"tools.{name}", *map(str, arguments)]
+
+
+def _step(title: str, command: Sequence[str], *, keep_output: bool = False) -> str:
+    """Show a command and run it; its failure ends the whole run with its own status."""
+    shown = shlex.join(["python" if word == sys.executable else word for word in command])
+    print(f"\n=== {title}\n$ {shown}", flush=True)
+    # One thread per rank: more of them fight over the cores that the ranks share.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE if keep_output else None
+    )
+    try:
+        output, _ = process.communicate()
+    except KeyboardInterrupt:
+        process.wait()  # the terminal told it too, and it has ranks of its own to end
+        raise
+    if keep_output:
+        print(output)
+    if process.returncode:
+        log.error(f"the step '{title}' failed; its message stands above")
+        raise SystemExit(process.returncode)
+    print(f"--- {time.monotonic() - started:.0f} s", flush=True)
+    return output or ""
+
+
+def _trained_iterations(places: Places) -> int:
+    if storage.never_held_a_checkpoint(places.checkpoints):
+        return 0
+    return storage.latest_iteration(places.checkpoints)
+
+
+def _farewell(places: Places, data: Path | None) -> None:
+    prompt = PROMPTS[data is None]
+    print(
+        f"\nWhere everything is:\n"
+        f"  tokens       {places.prefix}.bin, .idx\n"
+        f"  tokenizer    {places.tokenizer}\n"
+        f"  checkpoints  {places.checkpoints}\n"
+        f"  TensorBoard  {places.events}\n"
+        f"  loss curve   {places.picture}\n"
+        f"  a sample     {places.sample}\n"
+        f"\nTry next:\n"
+        f"  .venv/bin/python -m tools.generate_text --load {places.checkpoints} "
+        f"--prompt {shlex.quote(prompt)} --num-tokens 200\n"
+        f"  .venv/bin/tensorboard --logdir {places.events}\n"
+        f"  make pretrain DATA=my.txt"
+    )
+
+
+if __name__ == "__main__":
+    run(main)
