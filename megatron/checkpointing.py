@@ -13,6 +13,7 @@ import torch
 
 from megatron import log
 from megatron.checkpoint import manifest, rng, storage
+from megatron.checkpoint.folder import missing_iteration
 from megatron.checkpoint.sharded import GeneratorStates, Snapshot
 from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.config.checkpoint import CheckpointConfig
@@ -161,7 +162,10 @@ def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig
     """The flags of the run that wrote a checkpoint, read without touching its tensors."""
     folder = Path(folder)
     at = storage.latest_iteration(folder) if iteration is None else iteration
-    content, _ = manifest.load(folder / storage.iteration_name(at))
+    directory = folder / storage.iteration_name(at)
+    if not directory.is_dir():
+        raise missing_iteration(folder, at)
+    content, _ = manifest.load(directory)
     return RunConfig.from_plain(content.config)
 
 

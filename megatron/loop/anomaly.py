@@ -23,7 +23,14 @@ def check_numbers(report: StepReport, progress: Progress, config: TrainingConfig
     found = (
         f"loss {report.loss}, gradient norm {report.grad_norm} at iteration {progress.iteration}"
     )
-    if config.nonfinite_policy is NonfinitePolicy.STOP:
+    stop = config.nonfinite_policy is NonfinitePolicy.STOP
+    if stop and math.isfinite(report.loss) and report.loss_scale != 1:
+        raise NumericsError(
+            "the gradients overflow under the constant loss scale",
+            found=f"--loss-scale {report.loss_scale:g}; {found}",
+            fix="use a lower --loss-scale, or drop it for dynamic scaling",
+        )
+    if stop:
         raise NumericsError(
             "the loss or the gradient is not finite",
             found=found,

@@ -1,0 +1,74 @@
+"""Replicas: one verdict over a gradient, one count of tokens, one norm, and drift is named."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpointing import model_build
+from megatron.engine.base import StepPlan, StepReport
+from megatron.engine.native import NativeEngine
+from megatron.errors import DataError, NumericsError
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.topology import Topology
+from pretrain_gpt import gpt_task
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import FP64, tiny_run
+from tests.unit.engine.engines import ONLY_ENDS, runtime_of, tiny_batches
+
+PLAN = StepPlan(num_microbatches=1, global_batch_size=2, learning_rate=0.01, weight_decay=0.1)
+
+
+def engine_of(tp: int, **flags: object) -> NativeEngine:
+    context = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=tp, pp=1))
+    runtime = dataclasses.replace(runtime_of(tiny_run("nowhere", **flags)), context=context)
+    return NativeEngine(runtime.config, gpt_task(), model_build(runtime), runtime.tokenizer)
+
+
+def ragged_then_broken() -> tuple[list[StepReport], list[str], float]:
+    engine = engine_of(1, eod_mask_loss=True)
+    rank = dist.get_rank()
+    said = []
+    # Rank 1 has nothing to count; the mean is over the tokens of rank 0.
+    mine = tiny_batches(1, token=ONLY_ENDS if rank else None)
+    reports = [engine.train_step(iter(mine), PLAN)]
+    with torch.no_grad():
+        kept = engine.stage.get_parameter("final_norm.weight")[0].clone()
+        if rank == 1:
+            engine.stage.get_parameter("final_norm.weight")[0] = math.inf
+    try:
+        engine.check_replicas()
+    except NumericsError as error:
+        said.append(f"{error.problem}: {error.found}")
+    reports.append(engine.train_step(iter(tiny_batches(1)), PLAN))
+    with torch.no_grad():
+        engine.stage.get_parameter("final_norm.weight")[0] = kept
+    engine.check_replicas()  # the weights of both are as they were
+    try:
+        engine.train_step(iter(tiny_batches(1, token=ONLY_ENDS)), PLAN)
+    except DataError as error:
+        said.append(error.problem)
+    return reports, said, engine.params_norm()
+
+
+def test_replicas_act_as_one() -> None:
+    zero, one = run_on_ranks(2, ragged_then_broken)
+    assert zero[0][0] == one[0][0]
+    assert math.isfinite(zero[0][0].loss)
+    for reports, said, _ in (zero, one):
+        assert reports[1].skipped
+        assert "1 of" in said[0]
+        assert "final_norm.weight" in said[0]
+        assert said[1] == "a global batch has no token that counts"
+    assert zero[2] == one[2]
+
+
+def norm_of_parameters(tp: int) -> float:
+    return engine_of(tp).params_norm()
+
+
+def test_a_norm_counts_replicated_parameters_once() -> None:
+    (alone,) = run_on_ranks(1, norm_of_parameters, 1)
+    assert run_on_ranks(2, norm_of_parameters, 2) == pytest.approx([alone, alone], rel=FP64)

@@ -1,0 +1,40 @@
+"""Several ranks: they compare what they run, and can start again in the same processes."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import MachineError
+from megatron.initialize import initialize_megatron, is_initialised, shutdown_megatron
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import tiny_run, write_tiny_corpus
+
+
+def disagree_then_agree(corpus: str) -> tuple[str, tuple[int, int], list[float]]:
+    rank = dist.get_rank()
+    try:
+        initialize_megatron(tiny_run(corpus, lr=0.1 if rank == 1 else 0.2))
+    except MachineError as error:
+        said = f"{error.problem}: {error.found}"
+    assert not is_initialised()
+    assert dist.is_initialized(), "the caller's process group stays"
+    runtime = initialize_megatron(tiny_run(corpus, tensor_model_parallel_size=2))
+    place = (runtime.launch.rank, runtime.launch.world_size)
+    draws = []
+    for name in ("replicated", "tensor"):
+        with runtime.streams.fork(name):  # type: ignore[arg-type]
+            draws.append(float(torch.rand(())))
+    shutdown_megatron()
+    return said, place, draws
+
+
+def test_ranks_with_other_flags_are_named_and_a_retry_works(tmp_path: Path) -> None:
+    results = run_on_ranks(2, disagree_then_agree, write_tiny_corpus(tmp_path))
+    for said, _, _ in results:
+        assert said.startswith("the ranks do not run the same thing: flags: ")
+        assert said.count(" on rank 0") == said.count(" on rank 1") == 1
+    assert [place for _, place, _ in results] == [(0, 2), (1, 2)]
+    (shared, mine), (shared_too, other) = (draws for _, _, draws in results)
+    assert shared == shared_too
+    assert mine != other

@@ -1,0 +1,137 @@
+"""The resume law: train 2N == train N, save, load in new processes, train N; every bit.
+
+Losses, norms, loss scales, weights, optimizer, generators, the samples that were read and those of
+validation, with dropout on, in the middle of an epoch, a batch-size ramp and a warm-up.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.run import RunConfig
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import MODELS, Record, tiny_run, train_all, write_tiny_corpus
+
+HALF, FULL = 4, 8
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+# A ramp over 4, 6 and 8 samples: 3 iterations, 2 and 3. The border lies inside of it.
+RAMP = {"rampup_batch_size": (4, 2, 24), "train_samples": 3 * 4 + 2 * 6 + 3 * 8}
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32, in order, ramp": {**DROPOUT, **RAMP, "fp64": False, "lr_warmup_samples": 30},
+    "bf16, cyclic, worker processes": {
+        **MODELS["llama"],
+        **DROPOUT,
+        "bf16": True,
+        "dataloader_type": "cyclic",
+        "num_workers": 2,
+        "train_iters": FULL,
+        "lr_decay_style": "cosine",
+    },
+    "fp16, worker processes, sgd, recompute": {
+        **MODELS["ragged"],
+        **DROPOUT,
+        "fp16": True,
+        # It overflows at first: skipped iterations and a moving scale are part of the run.
+        "initial_loss_scale": 2.0**21,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+        "optimizer": "sgd",
+        "num_workers": 2,
+        "recompute_granularity": "full",
+        "train_iters": FULL,
+    },
+    "fp32, cyclic, alibi": {
+        **MODELS["bloom"],
+        **DROPOUT,
+        **RAMP,
+        "fp64": False,
+        "dataloader_type": "cyclic",
+        "recompute_granularity": "full",
+        "weight_decay_incr_style": "linear",
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, tp: int, dp: int) -> None:
+    corpus = write_tiny_corpus(tmp_path / "corpus")
+    plain = [
+        tiny_run(
+            corpus,
+            **flags,
+            tensor_model_parallel_size=tp,
+            eval_iters=1,
+            eval_interval=3,
+        )
+        for flags in RUNS.values()
+    ]
+    saving = [
+        _with_checkpoints(config, tmp_path / str(at), exit_interval=HALF)
+        for at, config in enumerate(plain)
+    ]
+    loading = [_with_checkpoints(config, tmp_path / str(at)) for at, config in enumerate(plain)]
+    before = run_on_ranks(tp * dp, train_all, [*plain, *saving], timeout_s=120)
+    after = run_on_ranks(tp * dp, train_all, loading, timeout_s=120)
+    for rank in range(tp * dp):
+        straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
+        for name, *records in zip(RUNS, straight, first, after[rank]):
+            check_joined(*records, where=f"{name}, rank {rank}")
+
+
+def check_joined(straight: Record, first: Record, second: Record, where: str) -> None:
+    assert (len(first.steps), len(straight.steps)) == (HALF, FULL), where
+    assert second.progress == straight.progress, where
+    for name in ("steps", "plans", "evaluations", "trained_on", "evaluated_on"):
+        joined, expected = getattr(first, name) + getattr(second, name), getattr(straight, name)
+        # As text, which tells any two floats apart and finds an overflow's nan equal to itself.
+        differing = [
+            at for at, (one, two) in enumerate(zip(joined, expected)) if repr(one) != repr(two)
+        ]
+        assert not differing, f"{where}: {name} {differing}"
+        assert len(joined) == len(expected), f"{where}: {name}"
+    assert len(straight.evaluations) == 4, where  # after 3, 6 and 8 iterations, and the test
+    assert straight.progress.consumed_valid_samples == 3 * 8, where
+    assert second.scalars == straight.scalars, where
+    assert second.state.keys() == straight.state.keys(), where
+    for name, part in straight.state.items():
+        other = second.state[name]
+        for (box, one), (other_box, two) in zip(part.pieces, other.pieces, strict=True):
+            assert (box, one.dtype) == (other_box, two.dtype), f"{where}: {name}"
+            assert torch.equal(one, two), f"{where}: {name}"
+    assert second.generators.keys() == straight.generators.keys(), where
+    for name, state in straight.generators.items():
+        found = second.generators[name]
+        same = torch.equal(state, found) if isinstance(state, torch.Tensor) else state == found
+        assert same, f"{where}: generator {name}"
+
+
+def _with_checkpoints(config: RunConfig, folder: Path, **training: Any) -> RunConfig:
+    checkpoint = dataclasses.replace(config.checkpoint, save=str(folder), load=str(folder))
+    changed = dataclasses.replace(config.training, **training)
+    return dataclasses.replace(config, checkpoint=checkpoint, training=changed)
+
+
+def test_the_runs_above_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
+    """Dropout draws, the ramp climbs, fp16 overflows: else the law would be easier to keep."""
+    corpus = write_tiny_corpus(tmp_path / "corpus")
+    configs = [tiny_run(corpus, **flags) for flags in RUNS.values()]
+    still = [dataclasses.replace(configs[0], model=_without_dropout(configs[0]))]
+    ramp, bf16, fp16, alibi, no_dropout = run_on_ranks(1, train_all, configs + still)[0]
+    sizes = [plan.global_batch_size for plan in ramp.plans]
+    assert sizes == [plan.global_batch_size for plan in alibi.plans] == [4] * 3 + [6] * 2 + [8] * 3
+    assert len({plan.learning_rate for plan in ramp.plans}) == FULL
+    assert ramp.losses != no_dropout.losses
+    assert 0 < fp16.progress.skipped_iterations < HALF
+    assert len({step.loss_scale for step in fp16.steps}) > 2
+    assert all(step.loss > 0 for step in bf16.steps)
+    rows = [row for batch in bf16.trained_on for row in batch]
+    assert len({tuple(row) for row in rows}) == len(rows), "no sample is read twice in an epoch"
+
+
+def _without_dropout(config: RunConfig) -> Any:
+    return dataclasses.replace(config.model, hidden_dropout=0.0, attention_dropout=0.0)

@@ -1,0 +1,141 @@
+"""One step of the native engine: gradients of a mean over tokens, and what is not applied."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.engine.base import StepPlan
+from megatron.errors import DataError
+from tests.support.tiny import FP64
+from tests.unit.engine.engines import ONLY_ENDS, tiny_batches, tiny_engine
+
+PLAN = StepPlan(num_microbatches=4, global_batch_size=4, learning_rate=0.01, weight_decay=0.1)
+
+
+def weights(engine: object) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in engine.stage.parameters()]  # type: ignore[attr-defined]
+
+
+def test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens() -> None:
+    engine = tiny_engine(clip_grad=0.0, optimizer="sgd", sgd_momentum=0.0, eod_mask_loss=True)
+    batches = tiny_batches(4)
+    together = tiny_engine(eod_mask_loss=True)
+    loss = together._task.loss(
+        together.stage(
+            together._next(iter([{"text": torch.cat([b["text"] for b in batches])}]))[0]
+        ),
+        together._next(iter([{"text": torch.cat([b["text"] for b in batches])}]))[1],
+        together._build,
+    )
+    assert loss.count < 4 * 16, "the masks are meant to be ragged"
+    together._replica.zero_grad()
+    torch.autograd.backward(loss.mean)
+    gradients = [parameter.grad for parameter in together.stage.parameters()]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))  # type: ignore[union-attr]
+    before = weights(engine)
+    plan = dataclasses.replace(PLAN, weight_decay=0.0)
+    report = engine.train_step(iter(batches), plan)
+    assert report.loss == pytest.approx(loss.mean.item(), rel=FP64)
+    assert report.grad_norm == pytest.approx(norm, rel=FP64)
+    assert not report.skipped
+    for old, new, gradient in zip(before, weights(engine), gradients):
+        torch.testing.assert_close(new, old - 0.01 * gradient, rtol=0, atol=1e-12)  # type: ignore[operator]
+
+
+def test_it_takes_as_many_micro_batches_as_planned() -> None:
+    engine = tiny_engine()
+    batches = iter(tiny_batches(9))
+    engine.train_step(batches, PLAN)
+    engine.evaluate(batches, 3)
+    assert len(list(batches)) == 2
+
+
+def test_the_global_batch_size_only_scales_on_the_way() -> None:
+    one, other = tiny_engine(), tiny_engine()
+    reports = [
+        one.train_step(iter(tiny_batches(4)), PLAN),
+        other.train_step(iter(tiny_batches(4)), dataclasses.replace(PLAN, global_batch_size=4000)),
+    ]
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=FP64)
+    assert reports[0].loss == reports[1].loss
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    engine = tiny_engine()
+    with torch.no_grad():
+        next(engine.stage.parameters())[0, 0] = math.nan
+    before = weights(engine)
+    state = {k: v.clone() for k, v in engine.optimizer.named_state()["final_norm.weight"].items()}
+    report = engine.train_step(iter(tiny_batches(4, token=0)), PLAN)
+    assert report.skipped
+    assert not report.overflow, "nothing but loss scaling expects this"
+    assert not math.isfinite(report.grad_norm)
+    for old, new in zip(before, weights(engine)):
+        assert torch.equal(old.nan_to_num(), new.nan_to_num())
+    for kind, tensor in engine.optimizer.named_state()["final_norm.weight"].items():
+        assert torch.equal(tensor, state[kind])
+
+
+def test_an_overflow_under_loss_scaling_is_said_to_be_one() -> None:
+    engine = tiny_engine(fp16=True, hysteresis=1)
+    report = engine.train_step(iter(tiny_batches(4)), PLAN)
+    assert (report.skipped, report.overflow, report.loss_scale) == (True, True, 2.0**32)
+    assert engine.loss_scale == 2.0**31
+
+
+def test_a_batch_in_which_nothing_counts_is_an_error() -> None:
+    engine = tiny_engine(eod_mask_loss=True)
+    before = weights(engine)
+    with pytest.raises(DataError, match="a global batch has no token that counts"):
+        engine.train_step(iter(tiny_batches(4, token=ONLY_ENDS)), PLAN)
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(engine)))
+
+
+def test_evaluation_draws_nothing_and_changes_nothing() -> None:
+    engine = tiny_engine(hidden_dropout=0.5, attention_dropout=0.5)
+    before = weights(engine)
+    results = [engine.evaluate(iter(tiny_batches(2, size=3)), 2) for _ in range(2)]
+    assert results[0] == results[1]
+    assert results[0].tokens == 2 * 3 * 16
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(engine)))
+    noisy = [engine.train_step(iter(tiny_batches(4)), PLAN) for _ in range(1)]
+    assert noisy[0].loss != results[0].mean
+    assert engine.stage.training, "and training is training again afterwards"
+
+
+def test_zeros_and_norms_are_counted_when_asked() -> None:
+    engine = tiny_engine(log_num_zeros_in_grad=True)
+    report = engine.train_step(iter(tiny_batches(4, token=3)), PLAN)
+    # Rows of the position table get gradients, 50 unused rows of the tied embedding's padding none.
+    assert report.num_zeros is not None
+    assert report.num_zeros > 0
+    expected = math.sqrt(sum(float(p.square().sum()) for p in weights(engine)))
+    assert engine.params_norm() == pytest.approx(expected, rel=FP64)
+    engine.check_replicas()  # one replica agrees with itself
+
+
+def test_state_read_back_is_the_same_engine() -> None:
+    one, other = tiny_engine(), tiny_engine(seed=9)
+    one.train_step(iter(tiny_batches(4)), PLAN)
+    saved = one.state(optimizer=True)
+    target = other.state(optimizer=True)
+    assert [t.name for t in saved.tensors] == [t.name for t in target.tensors]
+    for source, sink in zip(saved.tensors, target.tensors):
+        for part, into in zip(source.parts, sink.parts):
+            into.view.copy_(part.view)
+    other.restored(saved.scalars, optimizer=True)
+    reports = [engine.train_step(iter(tiny_batches(4)), PLAN) for engine in (one, other)]
+    assert reports[0] == reports[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other)))
+
+
+def test_weights_alone_reach_the_masters() -> None:
+    engine = tiny_engine(bf16=True)
+    with torch.no_grad():
+        for parameter in engine.stage.parameters():
+            parameter.fill_(0.5)
+    engine.restored({}, optimizer=False)
+    for tensors in engine.optimizer.named_state().values():
+        assert torch.equal(tensors["master"], torch.full_like(tensors["master"], 0.5))

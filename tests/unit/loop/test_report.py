@@ -1,0 +1,191 @@
+"""The step line and TensorBoard tags that other people's scripts parse, and their numbers."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron import device
+from megatron.config.runtime import LoggingConfig
+from megatron.engine.base import EvaluationSum, StepPlan, StepReport
+from megatron.loop import report as report_module
+from megatron.loop.report import PEAK_TFLOPS, StepLog
+from megatron.progress import BatchSchedule, Duration, Progress
+
+TEN = Duration(BatchSchedule(1, 8, 1), train_iters=10)
+PLAN = StepPlan(num_microbatches=8, global_batch_size=8, learning_rate=1.5e-4, weight_decay=0.1)
+
+
+def step_log(**flags: Any) -> StepLog:
+    return StepLog(
+        LoggingConfig(**flags),
+        TEN,
+        seq_length=16,
+        flops_per_token=1e9,
+        world_size=4,
+        is_writer=True,
+        purge_step=0,
+    )
+
+
+def at(iteration: int) -> Progress:
+    return Progress(
+        iteration=iteration, consumed_samples=8 * iteration, consumed_tokens=128 * iteration
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the clock shows; a test sets the first."""
+    now = [100.0]
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_line_is_that_of_megatron(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    log = step_log(log_interval=2, peak_tflops=2.0)
+    log._window.started = 100.0
+    log.step(at(3), PLAN, StepReport(4.0, 1.23456, loss_scale=65536.0))
+    assert capsys.readouterr().out == ""
+    clock[0] = 104.0
+    log.paused(2.0)  # an evaluation
+    log.step(at(4), PLAN, StepReport(3.0, 0.5, loss_scale=65536.0, num_zeros=7), params_norm=9.5)
+    line = capsys.readouterr().out.rstrip("\n")
+    line, memory = re.sub(r"\d+\.\d\d \|$", "M |", line), re.search(r"(\d+\.\d\d) \|$", line)
+    assert memory is not None
+    assert float(memory[1]) > 0
+    # 2 iterations of 8 samples of 16 tokens in 2 seconds: 128 tokens/s of 1 GFLOP on 4 ranks.
+    assert line == (
+        " iteration        4/      10 | consumed samples:           32 | "
+        "consumed tokens:          512 | elapsed time per iteration (s): 1.00 | "
+        "learning rate: 1.500E-04 | global batch size:     8 | lm loss: 3.500000E+00 | "
+        "loss scale: 65536.0 | grad norm: 0.500 | num zeros: 7.0 | params norm: 9.500 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 | "
+        "samples per second: 8.000 | TFLOPs: 0.03 | tokens per second: 128 | MFU: 1.6% | "
+        "memory (GiB): M |"
+    )
+
+
+def test_it_speaks_at_the_first_at_intervals_and_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = step_log(log_interval=4)
+    for iteration in range(1, 11):
+        log.step(at(iteration), PLAN, StepReport(2.0, 1.0))
+    spoken = re.findall(r"iteration +(\d+)/", capsys.readouterr().out)
+    assert spoken == ["1", "4", "8", "10"]
+
+
+def test_losses_that_are_not_numbers_are_counted_and_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = step_log(log_interval=2)
+    log.step(at(3), PLAN, StepReport(math.nan, math.nan, skipped=True))
+    log.step(at(4), PLAN, StepReport(2.0, 1.0))
+    line = capsys.readouterr().out
+    assert "lm loss: 2.000000E+00" in line
+    assert "skipped iterations:   1 | number of nan iterations:   1 |" in line
+    log.step(at(10), PLAN, StepReport(math.nan, math.nan, skipped=True))
+    assert "lm loss" not in capsys.readouterr().out
+
+
+def test_without_a_known_peak_there_is_no_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    step_log().step(at(1), PLAN, StepReport(2.0, 1.0))
+    assert "MFU" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", PEAK_TFLOPS["H100"]),
+        ("NVIDIA H100 PCIe", PEAK_TFLOPS["H100 PCIe"]),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("cpu (2 cores, 1 threads)", None),
+    ],
+)
+def test_the_peak_follows_the_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(device, "name", lambda: name)
+    assert step_log()._peak == peak
+
+
+def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    step_log().evaluation("validation", EvaluationSum(20.0, 10), at(5))
+    dashes, words, again, _ = capsys.readouterr().out.split("\n")
+    assert words == (
+        " validation loss at iteration 5 | lm loss value: 2.000000E+00 | "
+        "lm loss PPL: 7.389056E+00 | tokens: 10 |"
+    )
+    assert dashes == again == "-" * len(words)
+
+
+def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
+    flags = {
+        name: True
+        for name in LoggingConfig.__dataclass_fields__
+        if name.endswith("_to_tensorboard")
+    }
+    with step_log(tensorboard_dir=str(tmp_path), log_interval=1, peak_tflops=1.0, **flags) as log:
+        log.text("flags", "--lr 1")
+        log.step(at(1), PLAN, StepReport(4.0, 1.0, num_zeros=3), params_norm=2.0)
+        log.evaluation("validation", EvaluationSum(20.0, 10), at(1))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    per_step = {
+        "learning-rate/learning-rate",
+        "batch-size/batch-size",
+        "lm-loss-training/lm loss",
+        "loss-scale/loss-scale",
+        "grad-norm/grad-norm",
+        "num-zeros/num-zeros",
+        "params-norm/params-norm",
+        "memory/allocated-bytes",
+        "memory/peak-bytes",
+    }
+    validation = "lm-loss-validation/validation/lm loss validation"
+    assert tags == {
+        "steps-vs-samples/y=steps,x=samples",
+        "steps-vs-samples/y=samples,x=steps",
+        "steps-vs-tokens/y=steps,x=tokens",
+        "steps-vs-tokens/y=tokens,x=steps",
+        *per_step,
+        *(f"{tag} vs samples" for tag in per_step),
+        "learning-rate/learning-rate vs tokens",
+        "lm-loss-training/lm loss vs tokens",
+        "iteration-time/iteration-time",
+        "iteration-time/iteration-time vs samples",
+        "iteration-time/samples per second",
+        "iteration-time/tokens per second",
+        "iteration-time/TFLOPs per gpu (estimated)",
+        "iteration-time/MFU",
+        "iteration-time/world_size",
+        validation,
+        f"{validation} vs samples",
+        f"{validation} vs tokens",
+        f"{validation} ppl",
+        f"{validation} ppl vs samples",
+    }
+    assert events.Tags()["tensors"] == ["flags/text_summary"]
+    loss = events.Scalars("lm-loss-training/lm loss vs tokens")[0]
+    assert (loss.step, loss.value) == (128, 4.0)
+
+
+def test_ranks_that_do_not_write_leave_no_file(tmp_path: Path) -> None:
+    with StepLog(
+        LoggingConfig(tensorboard_dir=str(tmp_path)),
+        TEN,
+        seq_length=16,
+        flops_per_token=1.0,
+        world_size=2,
+        is_writer=False,
+        purge_step=0,
+    ) as log:
+        log.text("flags", "")
+        log.step(at(1), PLAN, StepReport(4.0, 1.0))
+    assert list(tmp_path.iterdir()) == []

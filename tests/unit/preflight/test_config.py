@@ -1,0 +1,122 @@
+"""Every rule that crosses config groups: silent on a good plan, and its message on a bad one."""
+
+import dataclasses
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.preflight import config as rules
+from megatron.preflight.run import Check
+from tests.unit.preflight.plans import found, only, plan
+
+ALL = [
+    rules.ranks_divide_into_model_replicas,
+    rules.pipeline_stages_are_supported,
+    rules.heads_split_over_tensor_parallel_ranks,
+    rules.mlp_splits_over_tensor_parallel_ranks,
+    rules.vocabulary_pads_to_an_even_size,
+    rules.batch_splits_into_microbatches,
+    rules.sequence_fits_the_position_table,
+    rules.schedule_fits_the_training,
+    rules.intervals_make_sense,
+    rules.tokenizer_can_be_built,
+    rules.tokenizer_knows_ends_of_documents,
+]
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_a_good_plan_passes(check: Check) -> None:
+    good = plan(world_size=4, tensor_model_parallel_size=2, reset_attention_mask=True)
+    assert found(check, good) == []
+
+
+def test_ranks_that_do_not_divide_are_refused_rather_than_clamped() -> None:
+    bad = plan(world_size=3, tensor_model_parallel_size=2)
+    only(
+        found(rules.ranks_divide_into_model_replicas, bad),
+        "do not divide into whole model replicas",
+        "3 ranks, --tensor-model-parallel-size 2",
+        "torchrun --nproc-per-node 2",
+    )
+    # Checks that need the number of replicas leave the word to this one.
+    assert found(rules.batch_splits_into_microbatches, bad) == []
+    assert found(rules.schedule_fits_the_training, bad) == []
+
+
+def test_a_pipeline_is_refused() -> None:
+    bad = plan(world_size=2, pipeline_model_parallel_size=2)
+    only(found(rules.pipeline_stages_are_supported, bad), "--pipeline-model-parallel-size 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [({}, "--num-attention-heads 4"), ({"num_query_groups": 2}, "--num-query-groups 2")],
+)
+def test_heads_are_not_cut(flags: dict[str, int], flag: str) -> None:
+    size = 8 if not flags else 4
+    bad = plan(world_size=size, tensor_model_parallel_size=size, **flags)
+    only(found(rules.heads_split_over_tensor_parallel_ranks, bad), flag, f"parallel-size {size}")
+
+
+def test_the_mlp_is_shared_out_evenly() -> None:
+    bad = plan(world_size=2, tensor_model_parallel_size=2, ffn_hidden_size=31)
+    only(
+        found(rules.mlp_splits_over_tensor_parallel_ranks, bad),
+        "--ffn-hidden-size 31",
+        "use --ffn-hidden-size 30",
+    )
+
+
+def test_a_vocabulary_padded_to_less_than_its_tokens_is_refused() -> None:
+    errors = found(rules.vocabulary_pads_to_an_even_size, plan(pad_vocab_size_to=48))
+    only(errors, "48")
+    assert isinstance(errors[0], ConfigError)
+    unknown = dataclasses.replace(plan(pad_vocab_size_to=48), tokenizer=None)
+    assert found(rules.vocabulary_pads_to_an_even_size, unknown) == []
+
+
+def test_a_batch_that_leaves_a_rest_is_refused() -> None:
+    bad = plan(world_size=3)
+    only(found(rules.batch_splits_into_microbatches, bad), "--global-batch-size 8", "6 or 9")
+    # The schedule cannot be judged then, and says nothing of its own.
+    assert found(rules.schedule_fits_the_training, bad) == []
+
+
+def test_a_table_of_positions_has_a_row_for_every_position() -> None:
+    check = rules.sequence_fits_the_position_table
+    only(found(check, plan(max_position_embeddings=15)), "--max-position-embeddings 15", "16")
+    assert found(check, plan(max_position_embeddings=16)) == []
+    rotating = plan(max_position_embeddings=15, position_embedding_type="rope")
+    assert found(check, rotating) == []
+
+
+def test_a_schedule_is_in_the_unit_of_the_training() -> None:
+    only(
+        found(rules.schedule_fits_the_training, plan(lr_warmup_samples=8)),
+        "--lr-warmup-samples 8",
+        "--lr-warmup-iters",
+    )
+
+
+def test_checkpoints_to_keep_need_a_place() -> None:
+    only(found(rules.intervals_make_sense, plan(keep_last=2)), "--keep-last 2 without --save")
+    assert found(rules.intervals_make_sense, plan(keep_last=2, save="here")) == []
+
+
+def test_a_tokenizer_that_cannot_be_built_is_a_finding() -> None:
+    error = ConfigError("no such file", found="vocab.json", fix="make it")
+    bad = dataclasses.replace(plan(), tokenizer=None, tokenizer_error=error)
+    assert found(rules.tokenizer_can_be_built, bad) == [error]
+
+
+def test_ends_of_documents_need_a_token() -> None:
+    asked = plan(reset_attention_mask=True, eod_mask_loss=True)
+    without = dataclasses.replace(asked.tokenizer, eod=None)  # type: ignore[type-var]
+    bad = dataclasses.replace(asked, tokenizer=without)
+    only(
+        found(rules.tokenizer_knows_ends_of_documents, bad),
+        "no end-of-document token",
+        "--reset-attention-mask --eod-mask-loss",
+    )
+    plain = dataclasses.replace(plan(), tokenizer=without)
+    assert found(rules.tokenizer_knows_ends_of_documents, plain) == []

@@ -1,0 +1,256 @@
+"""What of a run is kept, what comes back, and what is refused rather than guessed."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import rng
+from megatron.checkpointing import (
+    load_checkpoint,
+    load_model_for_inference,
+    model_build,
+    save_checkpoint,
+    stored_config,
+)
+from megatron.config.run import RunConfig
+from megatron.engine.base import StepPlan, StepReport
+from megatron.engine.native import NativeEngine
+from megatron.errors import CheckpointError
+from megatron.global_vars import Runtime
+from megatron.mpu.topology import Topology
+from megatron.progress import Progress
+from pretrain_gpt import gpt_task
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
+from tests.unit.engine.engines import runtime_of, tiny_batches
+
+PLAN = StepPlan(num_microbatches=2, global_batch_size=2, learning_rate=0.01, weight_decay=0.1)
+AT = Progress(iteration=3, consumed_samples=24, consumed_tokens=384, skipped_iterations=1)
+
+
+@dataclasses.dataclass
+class Run:
+    """An engine and its runtime, on this process alone."""
+
+    runtime: Runtime
+    engine: NativeEngine
+
+    @property
+    def config(self) -> RunConfig:
+        return self.runtime.config
+
+    def step(self) -> StepReport:
+        return self.engine.train_step(iter(tiny_batches(2)), PLAN)
+
+    def save(self) -> None:
+        save_checkpoint(self.config, self.engine, AT, self.runtime)
+
+    def load(self) -> Progress:
+        return load_checkpoint(self.config, self.engine, self.runtime)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.engine.stage.parameters()]
+
+    def generators(self) -> dict[str, Any]:
+        states = rng.capture(self.runtime.streams)
+        return {**states.tensors, **states.values}
+
+
+def run_of(**flags: Any) -> Run:
+    runtime = runtime_of(tiny_run("nowhere", log_level="info", hidden_dropout=0.1, **flags))
+    task, build = gpt_task(), model_build(runtime)
+    return Run(runtime, NativeEngine(runtime.config, task, build, runtime.tokenizer))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A checkpoint of iteration 3, two updates after the start."""
+    run = run_of(save=str(tmp_path / "run"))
+    run.step()
+    run.step()
+    run.save()
+    return str(tmp_path / "run")
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def same_generators(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(one[name], other[name])
+        if isinstance(one[name], torch.Tensor)
+        else one[name] == other[name]
+        for name in one
+    )
+
+
+def test_without_load_and_save_nothing_is_read_or_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = run_of()
+    run.save()
+    assert run.load() == Progress()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_brings_back_everything(folder: str, capsys: Any) -> None:
+    first = run_of(save=folder)
+    first.step()
+    first.step()
+    first.save()
+    assert "successfully saved checkpoint at iteration 3 to" in capsys.readouterr().out
+    kept = first.generators()
+    second = run_of(load=folder)
+    assert second.load() == AT
+    output = capsys.readouterr()
+    assert "successfully loaded checkpoint from" in output.out
+    assert output.err == "", "nothing has changed, so nothing is said"
+    assert equal(first.weights(), second.weights())
+    assert same_generators(second.generators(), kept)
+    assert first.engine.state(optimizer=True).scalars == second.engine.state(optimizer=True).scalars
+    states = [
+        {t.name: t.parts[0].view for t in run.engine.state(optimizer=True).tensors}
+        for run in (first, second)
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_first_start_of_a_run_that_resumes_says_that_it_is_fresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = str(tmp_path / "new")
+    assert run_of(save=here, load=here).load() == Progress()
+    assert f"*** {here} has never held a checkpoint: starting from random weights ***" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_missing_checkpoint_is_never_a_fresh_start(tmp_path: Path) -> None:
+    run = run_of(load=str(tmp_path / "none"))
+    before = run.weights()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run.load()
+    assert equal(before, run.weights())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"layernorm_epsilon": 1e-6}, "--layernorm-epsilon 1e-05 in the checkpoint, 1e-06 here"),
+        ({"num_layers": 3}, "--num-layers 2 in the checkpoint, 3 here"),
+        ({"seq_length": 8}, "--seq-length 16 in the checkpoint, 8 here"),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_touched(
+    folder: str, flags: dict[str, Any], words: str
+) -> None:
+    run = run_of(load=folder, **flags)
+    before = run.weights()
+    with pytest.raises(CheckpointError, match="of another model than the flags describe") as caught:
+        run.load()
+    assert words in str(caught.value)
+    assert equal(before, run.weights())
+
+
+def test_flags_that_do_not_change_what_weights_mean_may_differ(folder: str) -> None:
+    assert run_of(load=folder, attention_dropout=0.3, init_method_std=0.1).load() == AT
+
+
+def test_other_training_flags_are_allowed_and_said(folder: str, capsys: Any) -> None:
+    assert run_of(load=folder, lr=0.5, clip_grad=2.0).load() == AT
+    said = capsys.readouterr().err
+    assert "WARNING: resuming with other flags than the checkpoint's" in said
+    assert "--clip-grad 0.5 -> 2.0" in said
+    assert "--lr 0.01 -> 0.5" in said
+
+
+def test_finetuning_takes_the_weights_and_starts_over(folder: str, capsys: Any) -> None:
+    first, second = run_of(load=folder), run_of(load=folder, finetune=True, lr=0.5)
+    first.load()
+    fresh = second.generators()
+    assert second.load() == Progress()
+    assert equal(first.weights(), second.weights())
+    assert same_generators(second.generators(), fresh)
+    assert second.engine.optimizer.scalars()["steps"] == 0
+    assert "other flags" not in capsys.readouterr().err
+
+
+def test_finetuning_may_change_the_length_of_samples_of_a_rotary_model(tmp_path: Path) -> None:
+    flags = {"position_embedding_type": "rope"}
+    run_of(save=str(tmp_path), **flags).save()
+    longer = run_of(load=str(tmp_path), finetune=True, seq_length=32, **flags)
+    assert longer.load() == Progress()
+    with pytest.raises(CheckpointError, match="of another model"):
+        run_of(load=str(tmp_path), finetune=True, hidden_size=32, seq_length=32, **flags).load()
+
+
+def test_without_the_optimizer_its_state_is_fresh(folder: str) -> None:
+    run = run_of(load=folder, load_optim=False)
+    assert run.load() == AT
+    assert run.engine.optimizer.scalars()["steps"] == 0
+    for tensors in run.engine.optimizer.named_state().values():
+        assert not tensors["exp_avg"].any()
+
+
+def test_without_the_generators_they_stay_as_seeded(folder: str, capsys: Any) -> None:
+    run = run_of(load=folder, load_rng=False)
+    seeded = run.generators()
+    assert run.load() == AT
+    assert same_generators(run.generators(), seeded)
+    assert "dropout" not in capsys.readouterr().err
+
+
+def test_states_that_were_not_saved_are_missed_only_if_wanted(tmp_path: Path, capsys: Any) -> None:
+    run_of(save=str(tmp_path), save_optim=False, save_rng=False).save()
+    with pytest.raises(CheckpointError, match="optimizer"):
+        run_of(load=str(tmp_path)).load()
+    assert run_of(load=str(tmp_path), load_optim=False).load() == AT
+    said = capsys.readouterr().err
+    assert "the checkpoint was saved without random states; dropout goes on from seeds" in said
+
+
+def test_another_layout_seeds_anew_and_says_so(
+    folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = rng.why_not_restorable
+    two = Topology(tp=1, pp=1, dp=2)
+    monkeypatch.setattr(rng, "why_not_restorable", lambda manifest, _: real(manifest, two))
+    states = []
+    for _ in range(2):
+        run = run_of(load=folder)
+        before = run.generators()
+        assert run.load() == AT
+        states.append(run.generators())
+        assert not same_generators(states[-1], before)
+    assert same_generators(*states), "from the seed and the iteration alone"
+    said = capsys.readouterr().err
+    assert "random states were saved at tp=1 pp=1 dp=1, this is tp=1 pp=1 dp=2" in said
+    assert "--seed and iteration 3" in said
+
+
+def test_the_flags_of_a_run_are_in_its_checkpoint(folder: str) -> None:
+    assert stored_config(folder) == stored_config(folder, 3)
+    assert stored_config(folder).model == run_of().config.model
+    with pytest.raises(CheckpointError, match="4"):
+        stored_config(folder, 4)
+
+
+def logits_of(folder: str) -> torch.Tensor:
+    loaded = load_model_for_inference(folder, device="cpu")
+    assert not loaded.model.training
+    assert (loaded.config.checkpoint.load, loaded.ctx.world.size) == (folder, 1)
+    assert loaded.tokenizer.vocab_size == 51
+    return next(loaded.model.parameters()).detach().clone()
+
+
+def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    ((record,),) = run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=2)])
+    (embedding,) = run_on_ranks(1, logits_of, save)
+    trained = record.state["model/embedding.word.weight"].pieces[0][1]
+    assert torch.equal(embedding[:51], trained)
+    assert not embedding[51:].any(), "padding rows are zero"

@@ -1,0 +1,189 @@
+"""One process: initialised once, undone by a failure, and made anew after a shutdown."""
+
+import inspect
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron import initialize as initialize_module
+from megatron import log, program
+from megatron.errors import ConfigError, MachineError, NotInitialisedError, PreflightError
+from megatron.global_vars import get_runtime
+from megatron.initialize import (
+    initialize_megatron,
+    is_initialised,
+    reseed,
+    shutdown_megatron,
+    tokenizer_of,
+)
+from megatron.mpu.initialize import model_parallel_is_initialized
+from megatron.preflight.environment import Launch
+from tests.support.tiny import tiny_run, write_tiny_corpus
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """Generators, groups and logging are as before when a test ends."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    shutdown_megatron()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    log.configure(0, 1)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write_tiny_corpus(tmp_path)
+
+
+def states() -> tuple[bool, bool, bool]:
+    """Whether there is a runtime, a process group, and a parallel context."""
+    return is_initialised(), dist.is_initialized(), model_parallel_is_initialized()
+
+
+def test_a_second_call_names_the_first(corpus: str) -> None:
+    config = tiny_run(corpus)
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    runtime = initialize_megatron(config)
+    assert is_initialised()
+    assert get_runtime() is runtime
+    with pytest.raises(NotInitialisedError, match="called twice") as caught:
+        initialize_megatron(config)
+    assert f"first at {__file__}:{line}, again at {__file__}:" in str(caught.value)
+    assert get_runtime() is runtime, "the first one is not disturbed"
+
+
+def test_a_shutdown_allows_another_start(corpus: str) -> None:
+    first = initialize_megatron(tiny_run(corpus)).context
+    shutdown_megatron()
+    assert not any(states())
+    assert not program._ON_FAILURE
+    shutdown_megatron()  # and once more does nothing
+    second = initialize_megatron(tiny_run(corpus)).context
+    assert first is not second
+    assert second.world.size == 1
+    assert second.tp.handle is not None, "groups of one are groups"
+
+
+def test_a_process_group_of_the_caller_is_used_and_left(corpus: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        runtime = initialize_megatron(tiny_run(corpus))
+        assert runtime.context.world.handle is dist.group.WORLD
+        assert runtime.launch == Launch(0, 1, 0, 1)
+        shutdown_megatron()
+        assert states() == (False, True, False)
+        initialize_megatron(tiny_run(corpus))
+        shutdown_megatron()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_launcher_and_a_process_group_that_disagree_are_refused(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Launch(1, 2, 1, 2, has_rendezvous=True)
+    monkeypatch.setattr(initialize_module, "launch_from_environment", lambda: told)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="the process group that is there already disagree"):
+            initialize_megatron(tiny_run(corpus))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_preflight_finds_leaves_nothing_behind(tmp_path: Path) -> None:
+    bad = tiny_run(str(tmp_path / "none"), load=str(tmp_path / "none"))
+    with pytest.raises(PreflightError, match="2 checks failed"):
+        initialize_megatron(bad)
+    assert not any(states())
+
+
+def test_a_failure_after_the_groups_are_made_takes_them_back(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disagree(facts: object, world: object) -> None:
+        assert dist.is_initialized()
+        assert model_parallel_is_initialized()
+        raise MachineError("the ranks do not run the same thing", fix="start again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(initialize_module, "agree_on_launch", disagree)
+        with pytest.raises(MachineError, match="do not run the same thing"):
+            initialize_megatron(tiny_run(corpus))
+    assert not any(states())
+    initialize_megatron(tiny_run(corpus))  # a retry starts clean
+
+
+def test_ranks_that_cannot_meet_are_a_machine_error(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(MachineError, match="could not find each other") as caught:
+        initialize_megatron(tiny_run(corpus))
+    assert "1 ranks over gloo: connection refused" in str(caught.value)
+    assert not is_initialised()
+
+
+def test_a_tokenizer_that_cannot_be_built_is_reported_with_the_rest(tmp_path: Path) -> None:
+    bad = tiny_run(str(tmp_path / "none"), tokenizer_type="GPT2BPETokenizer", vocab_size=None)
+    with pytest.raises(PreflightError) as caught:
+        initialize_megatron(bad)
+    checks = [finding.check for finding in caught.value.findings]
+    assert checks == ["tokenizer_can_be_built", "corpora_open_and_are_whole"]
+
+
+def test_every_generator_follows_the_seed(corpus: str) -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def first_draws(seed: int) -> tuple[float, float, float]:
+        initialize_megatron(tiny_run(corpus, seed=seed))
+        drawn = draws()
+        shutdown_megatron()
+        return drawn
+
+    one, again, other = first_draws(1), first_draws(1), first_draws(2)
+    assert one == again
+    assert not set(one) & set(other)
+
+
+def test_seeding_anew_depends_on_the_iteration(corpus: str) -> None:
+    runtime = initialize_megatron(tiny_run(corpus))
+
+    def drawn(at: int) -> float:
+        reseed(runtime.streams, 1234, runtime.context, at=at)
+        with runtime.streams.fork("tensor"):
+            return float(torch.rand(()))
+
+    assert drawn(5) == drawn(5) != drawn(6)
+
+
+def test_the_tokenizer_is_the_one_of_the_flags(corpus: str) -> None:
+    assert tokenizer_of(tiny_run(corpus)).vocab_size == 51
+    byte = tiny_run(corpus, tokenizer_type="ByteTokenizer", vocab_size=None)
+    assert tokenizer_of(byte).vocab_size == 257
+
+
+def test_a_forked_child_has_not_initialised_anything(corpus: str) -> None:
+    initialize_megatron(tiny_run(corpus))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"yes" if is_initialised() else b"no")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 3) == b"no"
+    os.close(reader)
+    os.close(writer)
