@@ -31,7 +31,7 @@ $(READY): pyproject.toml setup.py csrc/data/sample_maps.cpp Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
 	@touch $@
 
 pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt for your own text

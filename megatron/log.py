@@ -7,6 +7,7 @@ its number in front (`error`). Standard output carries progress, standard error 
 
 import sys
 from dataclasses import dataclass, field
+from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -83,5 +84,7 @@ def _say(level: str, message: str) -> None:
         _write(f"[rank {_SPEAKER.rank}] {message}", sys.stderr)
 
 
-def _write(message: str, stream: object) -> None:
-    print(message, file=stream, flush=True)  # type: ignore[call-overload]  # a text stream
+def _write(message: str, stream: TextIO) -> None:
+    # One write for the line and its end: ranks share a terminal, and would end up on one line.
+    stream.write(message + "\n")
+    stream.flush()

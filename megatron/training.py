@@ -234,9 +234,11 @@ class DataFeed:
         context, training, data = self._context, self._config.training, self._config.data
         step = training.micro_batch_size * context.dp.size
         single = data.dataloader_type is DataLoaderKind.SINGLE
+        # Whole global batches, so that every layout starts again at the same sample.
+        turn = len(dataset) - len(dataset) % self._batches.global_batch_size
         while True:
             if single and over_and_over:
-                consumed %= len(dataset) // step * step  # a tail that fills no step is left out
+                consumed %= turn
             loader = build_data_loader(
                 dataset,
                 consumed_samples=consumed,
@@ -250,6 +252,8 @@ class DataFeed:
             for batch in loader:
                 consumed += step
                 yield batch
+                if single and over_and_over and consumed == turn:
+                    break
             if single and not over_and_over:
                 return
 

@@ -6,7 +6,7 @@ is named here, with its values beside those of the others.
 
 from collections.abc import Mapping
 
-from megatron.errors import MachineError, NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
 
@@ -15,11 +15,11 @@ def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
     """Compare what every rank says of itself (versions, config fingerprint) over the world.
 
     Raises:
-        MachineError: on every rank, naming the facts that differ and the ranks that hold them.
+        ConfigError: on every rank, naming the facts that differ and the ranks that hold them.
     """
     difference = _difference(facts, world)
     if difference:
-        raise MachineError(
+        raise ConfigError(
             "the ranks do not run the same thing",
             found=difference,
             fix="start every rank with the same flags, code, Python and torch",

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.errors import MachineError
+from megatron.errors import ConfigError
 from megatron.initialize import initialize_megatron, is_initialised, shutdown_megatron
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, write_tiny_corpus
@@ -15,7 +15,7 @@ def disagree_then_agree(corpus: str) -> tuple[str, tuple[int, int], list[float]]
     rank = dist.get_rank()
     try:
         initialize_megatron(tiny_run(corpus, lr=0.1 if rank == 1 else 0.2))
-    except MachineError as error:
+    except ConfigError as error:
         said = f"{error.problem}: {error.found}"
     assert not is_initialised()
     assert dist.is_initialized(), "the caller's process group stays"

@@ -10,11 +10,10 @@ import pytest
 from megatron.checkpoint.folder import TRACKER
 from megatron.errors import ConfigError
 from tests.support.launch import ROOT, Started, run_program, unfinished, write_text
-from tools.first_run import Places, main, training_command
+from tools.first_run import CHECKPOINTS, Places, main, training_command
 
 ITERATIONS = 100
-# A checkpoint comes every fifth of the run, so an interruption after the first is in the middle.
-FIRST_CHECKPOINT = ITERATIONS // 5
+FIRST_CHECKPOINT = ITERATIONS // CHECKPOINTS  # an interruption after it is in the middle
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 136 "
     "--max-position-embeddings 136 --micro-batch-size 2 --global-batch-size 4"

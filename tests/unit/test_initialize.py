@@ -113,11 +113,11 @@ def test_a_failure_after_the_groups_are_made_takes_them_back(
     def disagree(facts: object, world: object) -> None:
         assert dist.is_initialized()
         assert model_parallel_is_initialized()
-        raise MachineError("the ranks do not run the same thing", fix="start again")
+        raise ConfigError("the ranks do not run the same thing", fix="start again")
 
     with monkeypatch.context() as patch:
         patch.setattr(initialize_module, "agree_on_launch", disagree)
-        with pytest.raises(MachineError, match="do not run the same thing"):
+        with pytest.raises(ConfigError, match="do not run the same thing"):
             initialize_megatron(tiny_run(corpus))
     assert not any(states())
     initialize_megatron(tiny_run(corpus))  # a retry starts clean

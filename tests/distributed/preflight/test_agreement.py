@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron.errors import MachineError, MegatronError, NumericsError
+from megatron.errors import ConfigError, MegatronError, NumericsError
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.preflight.agreement import agree_on_launch, agree_on_state
@@ -17,8 +17,8 @@ def what_each_rank_is_told() -> list[str]:
     told = []
     odd = ctx.rank == 2
     for kind, call in (
-        (MachineError, lambda: agree_on_launch({"torch": "2.1" if odd else "2.13"}, ctx.world)),
-        (MachineError, lambda: agree_on_launch({"a": "1"} if odd else {}, ctx.world)),
+        (ConfigError, lambda: agree_on_launch({"torch": "2.1" if odd else "2.13"}, ctx.world)),
+        (ConfigError, lambda: agree_on_launch({"a": "1"} if odd else {}, ctx.world)),
         (NumericsError, lambda: agree_on_state({"iteration": 3 + ctx.rank}, ctx.world)),
     ):
         try:
@@ -46,6 +46,6 @@ def test_one_rank_agrees_with_itself() -> None:
 def test_many_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [{"x": "a"}] * 6 + [{"x": "b"}]
     monkeypatch.setattr("megatron.preflight.agreement.all_gather_object", lambda facts, world: told)
-    with pytest.raises(MachineError) as caught:
+    with pytest.raises(ConfigError) as caught:
         agree_on_launch({"x": "a"}, Group(ranks=(0,), rank=0))
     assert caught.value.found == "x: a on 6 ranks (0, 1, ... 5), b on rank 6"
