@@ -6,6 +6,7 @@ Without --data the corpus is the Python standard library's own text, so nothing 
 """
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from megatron import device, log
 from megatron.checkpoint import storage
+from megatron.data.atomic import publish, temporary_name
 from megatron.data.corpus_paths import data_file_path, index_file_path
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.program import run
 
 VOCAB_SIZE = 1024
@@ -63,6 +65,11 @@ class Places:
         return self.root / "data" / "corpus_text_document"
 
     @property
+    def source(self) -> Path:
+        """What the user's text was when the run began."""
+        return self.root / "source.json"
+
+    @property
     def checkpoints(self) -> Path:
         """What --save and --load take."""
         return self.root / "checkpoints"
@@ -95,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "python-library" if flags.data is None else flags.data.name.split(".")[0]
     places = Places(flags.out or Path("runs") / name)
     places.root.mkdir(parents=True, exist_ok=True)
+    if flags.data is not None:
+        refuse_changed_text(places.source, flags.data)
     done = _trained_iterations(places)
     if done >= flags.iterations and places.sample.exists():
         print(f"Training is done: {done} of {flags.iterations} iterations are in {places.root}.")
@@ -118,12 +127,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     )
     prompt = PROMPTS[flags.data is None]
-    sampling = ["--num-tokens", "120", "--temperature", "0.8", "--top-k", "40", "--seed", "1"]
+    sampling = [
+        "--num-samples",
+        "2",
+        "--num-tokens",
+        "120",
+        "--temperature",
+        "0.8",
+        "--top-k",
+        "40",
+        "--seed",
+        "1",
+    ]
     command = _tool("generate_text", "--load", places.checkpoints, "--prompt", prompt, *sampling)
     text = _step("sample from the checkpoint", command, keep_output=True)
     places.sample.write_text(text)
     print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
     _farewell(places, flags.data)
+
+
+def refuse_changed_text(record: Path, data: Path) -> None:
+    """Note which files the text is, or raise if they are not those that a run here began with.
+
+    Tokens, tokenizer and model of a folder belong to one text; another would be passed over.
+    """
+    files = [data] if data.is_file() else sorted(path for path in data.rglob("*") if path.is_file())
+    stats = {str(path.resolve()): path.stat() for path in files}
+    now = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    before = json.loads(record.read_text()) if record.exists() else now
+    if now != before:
+        changed = sorted(name for name in {*now, *before} if now.get(name) != before.get(name))
+        raise DataError(
+            "the text is not the one that this run began with",
+            found=f"{', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''} "
+            f"changed since {record} was written",
+            fix="give another folder with OUT=..., or remove this one to start over",
+        )
+    unfinished = temporary_name(record)
+    unfinished.write_text(json.dumps(now, indent=1))
+    publish(unfinished, record)
 
 
 def training_command(

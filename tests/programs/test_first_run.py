@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.folder import TRACKER
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from tests.support.launch import ROOT, Started, run_program, unfinished, write_text
-from tools.first_run import CHECKPOINTS, Places, main, training_command
+from tools.first_run import CHECKPOINTS, Places, main, refuse_changed_text, training_command
 
 ITERATIONS = 100
 FIRST_CHECKPOINT = ITERATIONS // CHECKPOINTS  # an interruption after it is in the middle
@@ -84,3 +84,17 @@ def test_flags_after_two_dashes_come_last_and_so_win(tmp_path: Path) -> None:
     command = training_command(Places(tmp_path), iterations=10, ranks=2, extra=extra)
     assert command[-2:] == extra
     assert command.index("--num-layers") < len(command) - 2
+
+
+def test_a_text_that_has_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    text, record = write_text(tmp_path / "mine.txt", 3), tmp_path / "source.json"
+    refuse_changed_text(record, text)
+    refuse_changed_text(record, text)
+    text.write_text("another text")
+    with pytest.raises(DataError, match="not the one that this run began with") as caught:
+        refuse_changed_text(record, text)
+    assert str(text) in str(caught.value.found)
+    (tmp_path / "more").mkdir()
+    write_text(tmp_path / "more" / "a.txt", 3)
+    with pytest.raises(DataError, match="OUT="):
+        refuse_changed_text(record, tmp_path / "more")
