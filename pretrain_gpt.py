@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Read the flags, then train."""
-    config = parse_args()
+    # Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
+    config = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     from megatron.training import pretrain  # takes seconds, for torch
 
     pretrain(gpt_task(), config)

@@ -8,6 +8,7 @@ One process works on a folder at a time; who that is, and what the others think 
 `storage`'s business. No torch here.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -152,9 +153,11 @@ def _tracker_fix(folder: Path, present: list[int]) -> str:
 def probe_writable(folder: str | Path) -> MegatronError | None:
     """Why a checkpoint could not be written to `folder`; None when a small file went all the way.
 
-    The file is written, made durable, renamed and removed. A missing folder is made and stays.
+    The file is written, made durable, renamed and removed, and so is a folder that was missing: a
+    launch that is refused for another reason leaves nothing behind.
     """
     folder = Path(folder)
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     probe = folder / f".probe-{secrets.token_hex(8)}"
     moved = probe.with_suffix(".moved")
     try:
@@ -168,6 +171,10 @@ def probe_writable(folder: str | Path) -> MegatronError | None:
             _unlink_quietly(path)
         found = durable.from_os_error(error, "writing to the folder for checkpoints")
         return MachineError(found.problem, found=found.found, fix=found.fix)
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # never made, or in use by another run by now
+                path.rmdir()
     return None
 
 

@@ -59,7 +59,7 @@ def test_an_interrupted_first_run_resumes_and_then_is_done(tmp_path: Path) -> No
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "checkpoints").mkdir()  # the check of a writable folder makes it, and it stays
+    (tmp_path / "checkpoints").mkdir()  # as a save that was cut short leaves it
     started: list[str] = []
 
     def stop(places: Places, data: Path | None) -> None:

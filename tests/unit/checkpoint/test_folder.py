@@ -221,7 +221,10 @@ def test_retention_deletes_nothing_while_too_few_are_whole(tmp_path):
 
 def test_a_folder_is_probed_by_a_file_that_goes_all_the_way(tmp_path):
     assert folders.probe_writable(tmp_path / "new" / "folder") is None
-    assert os.listdir(tmp_path / "new" / "folder") == []
+    assert os.listdir(tmp_path) == [], "what was missing is missing again"
+    (tmp_path / "there").mkdir()
+    assert folders.probe_writable(tmp_path / "there") is None
+    assert os.listdir(tmp_path / "there") == []
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_path(tmp_path, monkeypatch):
