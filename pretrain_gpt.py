@@ -8,17 +8,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.arguments import parse_args
+from megatron.arguments import CommandLineError, parse_args
 from megatron.program import run
 
 if TYPE_CHECKING:
     from megatron.engine.base import PretrainTask
 
 
+def program() -> None:
+    """Train, and end with the status that the outcome asks for; also installed as a command."""
+    run(main)
+
+
 def main() -> None:
     """Read the flags, then train."""
     # Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
-    config = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    try:
+        config = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    except CommandLineError as wrong:
+        from megatron.initialize import with_findings_of_checks
+
+        raise with_findings_of_checks(wrong) from None
     from megatron.training import pretrain  # takes seconds, for torch
 
     pretrain(gpt_task(), config)
@@ -99,4 +109,4 @@ def gpt_task() -> PretrainTask:
 
 
 if __name__ == "__main__":
-    run(main)
+    program()

@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.workload import FLOPS_CONVENTION, Workload, matmul_peak_tflops, workload
+from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron import device
 from megatron.loop.report import PEAK_TFLOPS
+from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.program import run
 
 ROOT = Path(__file__).resolve().parents[1]

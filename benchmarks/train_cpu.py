@@ -32,8 +32,9 @@ from benchmarks.plain_gpt import (
     Shape,
     copy_weights,
 )
-from benchmarks.workload import FLOPS_CONVENTION, Workload, matmul_peak_tflops, workload
+from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron.errors import NumericsError
+from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.program import run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

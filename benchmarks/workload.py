@@ -25,8 +25,6 @@ from megatron.model.specs import ModelBuild
 from megatron.preflight.checks import MODEL_CHECKS
 from pretrain_gpt import gpt_task
 
-FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
-
 
 @dataclass(frozen=True)
 class Workload:

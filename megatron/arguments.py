@@ -147,6 +147,14 @@ NOT_YET: Mapping[str, str] = {
 }
 
 
+class CommandLineError(PreflightError):
+    """Everything wrong with a command line; `config` is the run without it, where there is one."""
+
+    def __init__(self, problems: Iterable[ConfigError], config: RunConfig | None = None) -> None:
+        super().__init__(Finding("command_line", error) for error in problems)
+        self.config = config
+
+
 def parse_args(
     argv: Sequence[str] | None = None,
     *,
@@ -159,6 +167,9 @@ def parse_args(
         argv: the flags; the program's own when not given.
         extra_args_provider: adds a program's own flags to the parser, as in Megatron.
         args_defaults: values for flags that the command line does not give.
+
+    Raises:
+        CommandLineError: with all that is wrong.
     """
     problems: list[ConfigError] = []
     parser = _parser(problems)
@@ -169,7 +180,7 @@ def parse_args(
     try:
         namespace, unknown = parser.parse_known_args(words)
     except ConfigError as error:  # argparse stops at the first flag that lacks its value
-        raise PreflightError([Finding("command_line", e) for e in [*problems, error]]) from None
+        raise CommandLineError([*problems, error]) from None
     problems += _unknown_flags(unknown, parser)
     given = vars(namespace)
     extra = {name: given.pop(name) for name in sorted(given) if name not in known_to_us}
@@ -190,9 +201,11 @@ def parse_args(
             problems += several.errors
         except ConfigError as error:
             problems.append(error)
-    if problems:
-        raise PreflightError([Finding("command_line", error) for error in problems])
-    return RunConfig(**groups, extra=_jsonable(extra))
+    whole = len(groups) == len(GROUPS)
+    config = RunConfig(**groups, extra=_jsonable(extra)) if whole else None
+    if problems or config is None:
+        raise CommandLineError(problems, config)
+    return config
 
 
 def flag_names() -> list[str]:

@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 
 import megatron
 from megatron import device, log, program
-from megatron.arguments import ExtraArgsProvider, parse_args
+from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
-from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
 from megatron.global_vars import (
     Runtime,
     clear_runtime,
@@ -44,7 +44,7 @@ from megatron.mpu.random import RandomStreams, hash_seed
 from megatron.preflight.agreement import agree_on_launch
 from megatron.preflight.checks import CHECKS
 from megatron.preflight.environment import Launch, launch_from_environment
-from megatron.preflight.run import Check, RunPlan, run_preflight
+from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
@@ -76,7 +76,12 @@ def initialize_megatron(
     launch = _launch()
     log.configure(launch.rank, launch.world_size)
     if config is None:
-        config = parse_args(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
+        try:
+            config = parse_args(
+                extra_args_provider=extra_args_provider, args_defaults=args_defaults
+            )
+        except CommandLineError as wrong:
+            raise with_findings_of_checks(wrong, checks) from None
     logging = config.logging
     log.configure(
         launch.rank,
@@ -105,6 +110,20 @@ def initialize_megatron(
         set_runtime(runtime)
         undo.pop_all()
     return runtime
+
+
+def with_findings_of_checks(
+    wrong: CommandLineError, checks: tuple[Check, ...] = CHECKS
+) -> PreflightError:
+    """What is wrong with a command line, and what the checks find in the part that can be read.
+
+    So that a user who mistyped a flag does not learn of a missing file at the next start only.
+    """
+    if wrong.config is None:
+        return wrong
+    tokenizer, tokenizer_error = _try_tokenizer(wrong.config)
+    plan = RunPlan(wrong.config, _launch(), tokenizer, tokenizer_error)
+    return PreflightError([*wrong.findings, *collect_findings(plan, checks)])
 
 
 def shutdown_megatron() -> None:

@@ -27,6 +27,7 @@ from megatron.loop.anomaly import check_numbers
 from megatron.loop.evaluate import evaluate
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
+from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import barrier
 from megatron.mpu.context import Group
@@ -85,7 +86,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
         agree_on_state(state_of(progress, engine), context.world)
-        _announce(task, runtime, engine, duration, progress)
+        _announce(task, runtime, build, engine, duration, progress)
         first = progress.iteration
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, report)
@@ -291,14 +292,20 @@ def _step_log(
 
 
 def _announce(
-    task: PretrainTask, runtime: Runtime, engine: Engine, duration: Duration, progress: Progress
+    task: PretrainTask,
+    runtime: Runtime,
+    build: ModelBuild,
+    engine: Engine,
+    duration: Duration,
+    progress: Progress,
 ) -> None:
-    """Say what is about to be trained, on what, and for how long."""
+    """Say what is about to be trained, on what, for how long, and how FLOPs are counted."""
     config, grid = runtime.config, runtime.context.topology
     tensors = engine.state(optimizer=False).tensors
     parameters = sum(math.prod(tensor.global_shape) for tensor in tensors)
     batches = duration.batch_schedule
     left = duration.total_samples - progress.consumed_samples
+    flops = task.flops_per_token(config.model, build)
     log.info(
         f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
         f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
@@ -306,7 +313,8 @@ def _announce(
         f"global batch {batches.global_batch_size} in micro-batches of "
         f"{batches.micro_batch_size}; from iteration {progress.iteration} to "
         f"{duration.total_iterations}: {left:,} samples, "
-        f"{left * config.data.seq_length:,} tokens to go"
+        f"{left * config.data.seq_length:,} tokens to go\n"
+        f"{flops / 1e6:,.1f} MFLOP per token, forward and backward, by {FLOPS_CONVENTION}"
     )
 
 

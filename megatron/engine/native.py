@@ -150,7 +150,9 @@ class NativeEngine:
         self._replica.check_replicas_agree()
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        raw = {name: tensor.to(device.current()) for name, tensor in next(batches).items()}
+        # From pinned memory the copy to a GPU runs beside the kernels that were launched before.
+        here = device.current()
+        raw = {name: tensor.to(here, non_blocking=True) for name, tensor in next(batches).items()}
         return self._task.batch(raw, self._batch_options)
 
     def _reduced(self, sums: list[Tensor]) -> tuple[float, float]:

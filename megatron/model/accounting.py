@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import Precision, PrecisionConfig
 from megatron.model.specs import VocabSize
 
+FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
 _BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 
 

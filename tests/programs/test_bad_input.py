@@ -560,3 +560,9 @@ def test_a_run_without_evaluation_needs_no_data_for_it(prefix: str, tmp_path: Pa
     assert (save / TRACKER).read_text() == "4\n"
     assert "validation loss" not in done.out
     assert not unfinished(tmp_path)
+
+
+def test_a_mistyped_flag_and_a_missing_corpus_are_reported_together(tmp_path: Path) -> None:
+    flags = small_run(str(tmp_path / "none"), "--micro-bach-size", "3")
+    words = ["did you mean --micro-batch-size?", "corpora_open_and_are_whole", "command_line"]
+    assert_refused(run_program(pretrain_words(*flags), cwd=tmp_path), ConfigError, words)
