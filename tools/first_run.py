@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import device, log
+from megatron.atomic import publish, temporary_name
 from megatron.checkpoint import storage
-from megatron.data.atomic import publish, temporary_name
 from megatron.data.corpus_paths import data_file_path, index_file_path
 from megatron.errors import ConfigError, DataError
 from megatron.program import run

@@ -9,7 +9,7 @@ from pathlib import Path
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.atomic import publish, temporary_name
+from megatron.atomic import publish, temporary_name
 from megatron.errors import DataError
 from megatron.program import run
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron.data import atomic
+from megatron import atomic
 from megatron.errors import ConfigError
 
 

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from megatron import atomic
 from megatron.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
@@ -86,16 +87,7 @@ def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in `path` durable; a rename is not before this."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    atomic.sync_directory(path.parent)
 
 
 def digest_of(path: Path) -> tuple[int, str]:

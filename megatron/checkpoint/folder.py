@@ -15,7 +15,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from megatron import log
+from megatron import atomic, log
 from megatron.checkpoint import durable, manifest, verify
 from megatron.errors import CheckpointError, MachineError, MegatronError
 
@@ -164,7 +164,7 @@ def probe_writable(folder: str | Path) -> MegatronError | None:
         folder.mkdir(parents=True, exist_ok=True)
         durable.write_file(probe, b"probe")
         probe.rename(moved)
-        durable.sync_directory(folder)
+        atomic.sync_directory(folder)
         moved.unlink()
     except OSError as error:
         for path in (probe, moved):
@@ -214,7 +214,7 @@ def commit(stage: Path, iteration: int) -> Path:
     final = folder / iteration_name(iteration)
     token = stage.name[-8:]
     aside = folder / f".{final.name}.replaced-{token}"
-    durable.sync_directory(stage)
+    atomic.sync_directory(stage)
     replaces = final.exists()
     if replaces:
         final.rename(aside)
@@ -224,7 +224,7 @@ def commit(stage: Path, iteration: int) -> Path:
         if replaces:
             aside.rename(final)
         raise
-    durable.sync_directory(folder)
+    atomic.sync_directory(folder)
     durable.replace_file(folder / TRACKER, f"{iteration}\n".encode(), suffix=token)
     if replaces:
         remove(aside)
@@ -255,7 +255,7 @@ def sweep(folder: Path) -> None:
         if match[2] == "replaced" and not final.exists():
             log.warning(f"a save was cut short while it replaced {final}: the former one is back")
             path.rename(final)
-            durable.sync_directory(folder)
+            atomic.sync_directory(folder)
         else:
             log.info(f"removing what a save that was cut short left behind: {path}")
             remove(path)

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data import atomic
+from megatron import atomic
 from megatron.errors import DataError
 
 FORMAT_VERSION = 1

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron import log
-from megatron.data import atomic
+from megatron import atomic, log
 from megatron.errors import ConfigError
 
 Arrays = Mapping[str, npt.NDArray[Any]]

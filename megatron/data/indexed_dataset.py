@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data import atomic
+from megatron import atomic
 from megatron.data.corpus_metadata import (
     CorpusMetadata,
     metadata_file_path,

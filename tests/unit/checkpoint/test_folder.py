@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_path(tmp_path, mon
     def fail(path):
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(folders.durable, "sync_directory", fail)
+    monkeypatch.setattr(folders.atomic, "sync_directory", fail)
     assert "Input/output error" in str(folders.probe_writable(tmp_path))
     assert os.listdir(tmp_path) == ["file"]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron import atomic
 from megatron.checkpoint import durable, storage
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint import manifest as manifests
@@ -101,7 +102,7 @@ def count_down(monkeypatch, steps, error):
         monkeypatch.setattr(owner, name, step)
 
     wrap(durable.DurableFile, "write")
-    wrap(durable, "sync_directory")
+    wrap(atomic, "sync_directory")
     for name in ("fsync", "replace"):
         wrap(os, name)
     for name in ("rename", "mkdir"):

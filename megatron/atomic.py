@@ -21,7 +21,12 @@ def temporary_name(path: Path) -> Path:
 def publish(temporary: Path, final: Path) -> None:
     """Make the file `temporary`, already forced to disk, appear as `final`, replacing it."""
     os.replace(temporary, final)
-    folder = os.open(final.parent, os.O_RDONLY)
+    sync_directory(final.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in the folder `path` durable; a rename is not before this."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     except OSError as error:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron.data import atomic
+from megatron import atomic
 from megatron.errors import MachineError
 
 
