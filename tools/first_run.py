@@ -127,21 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     )
     prompt = PROMPTS[flags.data is None]
-    sampling = [
-        "--num-samples",
-        "2",
-        "--num-tokens",
-        "120",
-        "--temperature",
-        "0.8",
-        "--top-k",
-        "40",
-        "--seed",
-        "1",
-    ]
+    sampling = "--num-samples 2 --num-tokens 120 --temperature 0.8 --top-k 40 --seed 1".split()
+    sampling += ["--output", str(places.sample)]
     command = _tool("generate_text", "--load", places.checkpoints, "--prompt", prompt, *sampling)
-    text = _step("sample from the checkpoint", command, keep_output=True)
-    places.sample.write_text(text)
+    _step("sample from the checkpoint", command)
     print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
     _farewell(places, flags.data)
 
@@ -251,28 +240,23 @@ def _tool(name: str, *arguments: object) -> list[str]:
     return [sys.executable, "-m", f"tools.{name}", *map(str, arguments)]
 
 
-def _step(title: str, command: Sequence[str], *, keep_output: bool = False) -> str:
+def _step(title: str, command: Sequence[str]) -> None:
     """Show a command and run it; its failure ends the whole run with its own status."""
     shown = shlex.join(["python" if word == sys.executable else word for word in command])
     print(f"\n=== {title}\n$ {shown}", flush=True)
     # One thread per rank: more of them fight over the cores that the ranks share.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
     started = time.monotonic()
-    process = subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE if keep_output else None
-    )
+    process = subprocess.Popen(command, env=environment)
     try:
-        output, _ = process.communicate()
+        process.wait()
     except KeyboardInterrupt:
         process.wait()  # the terminal told it too, and it has ranks of its own to end
         raise
-    if keep_output:
-        print(output)
     if process.returncode:
         log.error(f"the step '{title}' failed; its message stands above")
         raise SystemExit(process.returncode)
     print(f"--- {time.monotonic() - started:.0f} s", flush=True)
-    return output or ""
 
 
 def _trained_iterations(places: Places) -> int:

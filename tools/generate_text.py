@@ -16,6 +16,7 @@ from pathlib import Path
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron import atomic
 from megatron.checkpointing import load_model_for_inference
 from megatron.errors import ConfigError, DataError
 from megatron.generation.generate import generate
@@ -80,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)
         )
+    shown: list[str] = []
     for index, batch in enumerate(batches):
         for continuation in continue_(batch, index):
             if speaks:
-                _show(continuation, as_json=args.json)
+                shown.append(_text_of(continuation, as_json=args.json))
+                print(shown[-1], flush=True)
+    if speaks and args.output is not None:
+        _write(Path(args.output), "".join(f"{text}\n" for text in shown))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tensor-model-parallel-size", type=int, default=1, help=_TP_HELP)
     add("--device", choices=("cpu", "cuda"), help="where to compute; when not given as in training")
     add("--json", action="store_true", help="one line of JSON per sample")
+    add("--output", metavar="FILE", help="write the samples there too, and nothing else")
     return made
 
 
@@ -181,13 +187,21 @@ def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Itera
         yield [typed]
 
 
-def _show(continuation: Continuation, *, as_json: bool) -> None:
+def _text_of(continuation: Continuation, *, as_json: bool) -> str:
     if as_json:
-        print(continuation.as_json())
-    else:
-        print(f"{continuation.prompt}{continuation.text}")
-        print(f"--- {len(continuation.tokens)} tokens, ended by {continuation.finish_reason}")
-    sys.stdout.flush()
+        return continuation.as_json()
+    end = f"--- {len(continuation.tokens)} tokens, ended by {continuation.finish_reason}"
+    return f"{continuation.prompt}{continuation.text}\n{end}"
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = atomic.temporary_name(path)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        atomic.publish(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise atomic.write_error(path, error) from error
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError, ConfigError, DataError, MachineError
 from tests.support.launch import (
     PRETRAIN,
     ROOT,
@@ -15,7 +15,7 @@ from tests.support.launch import (
     small_run,
     torchrun_words,
 )
-from tools.generate_text import main
+from tools.generate_text import _write, main
 
 GENERATE = str(ROOT / "tools" / "generate_text.py")
 GREEDY = ("--prompt", "the cat ", "--prompt", "a dog", "--num-tokens", "20", "--greedy", "--json")
@@ -36,8 +36,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_one_rank_and_two_continue_prompts_alike(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--load", str(checkpoint), *GREEDY]
-    one = run_program([sys.executable, GENERATE, *flags], cwd=tmp_path)
+    output = tmp_path / "samples"
+    one = run_program([sys.executable, GENERATE, *flags, "--output", str(output)], cwd=tmp_path)
     assert one.status == 0, one.text
+    assert output.read_text().splitlines() == [row for row in one.out.splitlines() if "{" in row]
     split = ["--tensor-model-parallel-size", "2"]
     two = run_program(torchrun_words(2, GENERATE, *flags, *split), cwd=tmp_path)
     assert two.status == 0, two.text
@@ -54,6 +56,12 @@ def test_a_missing_checkpoint_ends_the_program(tmp_path: Path) -> None:
     assert ended.status == CheckpointError.exit_code
     assert "does not exist\n  found: nowhere\n  fix: check the path after --load" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_an_output_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="cannot write") as caught:
+        _write(tmp_path / "none" / "samples", "text")
+    assert str(tmp_path / "none") in str(caught.value)
 
 
 def test_prompts_come_from_exactly_one_place(tmp_path: Path) -> None:
