@@ -127,9 +127,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     )
     prompt = PROMPTS[flags.data is None]
-    sampling = "--num-samples 2 --num-tokens 120 --temperature 0.8 --top-k 40 --seed 1".split()
-    sampling += ["--output", str(places.sample)]
-    command = _tool("generate_text", "--load", places.checkpoints, "--prompt", prompt, *sampling)
+    command = _tool(
+        "generate_text",
+        *("--load", places.checkpoints, "--prompt", prompt, "--output", places.sample),
+        *("--num-samples", 2, "--num-tokens", 120, "--temperature", 0.8, "--top-k", 40),
+        *("--seed", 1),
+    )
     _step("sample from the checkpoint", command)
     print(f"\nAll of it took {(time.monotonic() - started) / 60:.1f} minutes.")
     _farewell(places, flags.data)
