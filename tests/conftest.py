@@ -12,7 +12,12 @@ from pathlib import Path
 # Before torch is imported, here or in a process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
+
+# The machines are shared: how long one example takes says nothing. Whole tests have a deadline.
+hypothesis.settings.register_profile("by no clock", deadline=None)
+hypothesis.settings.load_profile("by no clock")
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_SKIP = ("tests/gpu/",)
