@@ -18,6 +18,7 @@ from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
 from megatron.config.data import DataLoaderKind
 from megatron.config.run import RunConfig
 from megatron.data.loaders import build_data_loader
+from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
 from megatron.engine.build import build_engine
 from megatron.errors import DataError
@@ -168,7 +169,15 @@ class DataFeed:
                 wait=lambda: barrier(context.world),
             )
         )
-        self._valid: Iterator[RawBatch] | None = None
+        announce_worker_budget(
+            WorkerLoad(
+                num_workers=config.data.num_workers,
+                loaders=sum(len(_by_name(named, "")) for named in self._datasets),
+                readers=max(1, runtime.launch.local_world_size // context.tp.size),
+                batch_bytes=config.training.micro_batch_size * (config.data.seq_length + 1) * 8,
+            )
+        )
+        self._valid: dict[str, Iterator[RawBatch]] | None = None
         self._readers: list[Generator[RawBatch, None, None]] = []
 
     def close(self) -> None:
@@ -182,28 +191,37 @@ class DataFeed:
 
     def check_unchanged(self) -> None:
         """Raise DataError if a file of any dataset was replaced, truncated or appended to."""
-        for dataset in self._datasets:
-            if dataset is not None:
+        for named in self._datasets:
+            for dataset in _by_name(named, "").values():
                 dataset.check_unchanged()
 
     def validate(self, engine: Engine, progress: Progress, report: StepLog) -> Progress:
-        """Evaluate on validation data; the next call goes on with the samples that follow."""
-        if self._datasets.valid is None or not self._config.training.eval_iters:
+        """Evaluate on each group of validation data; the next call goes on with later samples.
+
+        Groups advance alike, so one counter says where all of them are.
+        """
+        groups = _by_name(self._datasets.valid, "validation")
+        if not groups or not self._config.training.eval_iters:
             return progress
         if self._valid is None:
             # Over and over: a run that is prolonged, or evaluates more often than when it began,
             # needs more samples than were planned, and must not end for want of them.
-            self._valid = self._batches_of(
-                self._datasets.valid, progress.consumed_valid_samples, over_and_over=True
-            )
-        samples = self._evaluate("validation", engine, self._valid, progress, report)
-        return progress.after_evaluation(samples=samples)
+            self._valid = {
+                name: self._batches_of(dataset, progress.consumed_valid_samples, over_and_over=True)
+                for name, dataset in groups.items()
+            }
+        samples = [
+            self._evaluate(name, engine, batches, progress, report)
+            for name, batches in self._valid.items()
+        ]
+        return progress.after_evaluation(samples=samples[0])
 
     def test(self, engine: Engine, progress: Progress, report: StepLog) -> None:
-        """Evaluate once on test data."""
-        if self._datasets.test is not None and self._config.training.eval_iters:
-            batches = self._batches_of(self._datasets.test, 0)
-            self._evaluate("test", engine, batches, progress, report)
+        """Evaluate once on each group of test data."""
+        if not self._config.training.eval_iters:
+            return
+        for name, dataset in _by_name(self._datasets.test, "test").items():
+            self._evaluate(name, engine, self._batches_of(dataset, 0), progress, report)
 
     def _evaluate(
         self,
@@ -257,6 +275,13 @@ class DataFeed:
                     break
             if single and not over_and_over:
                 return
+
+
+def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
+    """Datasets by the name of their group; a single one has the name of its use."""
+    if datasets is None:
+        return {}
+    return datasets if isinstance(datasets, Mapping) else {name: datasets}
 
 
 def _shared(batches: Iterator[RawBatch] | None, tensor_parallel: Group) -> Iterator[RawBatch]:

@@ -2,8 +2,8 @@
 
 `.jsonl` and `.json` files hold one JSON object a line; how a `.txt` file is cut into documents is
 a `TextRule`. Both may be compressed (`.gz`, `.zst`). A compressed file that ends too early is an
-error here, though the libraries would end it quietly. Parsing is left to whoever has the row, so
-that it can happen in another process.
+error here, though the libraries would end it quietly. Rows of a `.parquet` file become such JSON
+lines (`tools.parquet_rows`). Parsing is left to whoever has the row, in whatever process.
 """
 
 import difflib
@@ -19,9 +19,12 @@ from typing import BinaryIO, NamedTuple
 import zstandard
 
 from megatron.errors import ConfigError, DataError
+from tools.parquet_rows import parquet_rows, require_parquet
 
-SUFFIXES = tuple(
-    kind + packing for kind in (".jsonl", ".json", ".txt") for packing in ("", ".gz", ".zst")
+PARQUET = ".parquet"
+SUFFIXES = (
+    *(kind + packing for kind in (".jsonl", ".json", ".txt") for packing in ("", ".gz", ".zst")),
+    PARQUET,
 )
 TEXT_RULES = ("separator", "file", "lines", "paragraphs")
 # A document is held in memory whole, and a tokenizer needs many times its size.
@@ -87,6 +90,9 @@ def find_inputs(given: Sequence[str]) -> InputFiles:
             )
         else:
             files.append(path)
+    for path in files:
+        if path.suffix == PARQUET:
+            require_parquet(path)
     return InputFiles(tuple(files), tuple(passed_over))
 
 
@@ -99,9 +105,15 @@ class DocumentFile:
     """One input file, iterated once for its rows; blank JSON lines are passed over."""
 
     def __init__(
-        self, path: Path, rule: TextRule | None = None, *, limit: int | None = None
+        self,
+        path: Path,
+        rule: TextRule | None = None,
+        *,
+        limit: int | None = None,
+        columns: Sequence[str] = ("text",),
     ) -> None:
         self.path = path
+        self._columns = columns  # of a .parquet file
         self._rule = rule or TextRule()
         self._limit = MAX_DOCUMENT_BYTES if limit is None else limit
         self._file: BinaryIO | None = None
@@ -109,6 +121,9 @@ class DocumentFile:
         self.read_bytes = 0  # of the file as it lies on disk, for progress
 
     def __iter__(self) -> Iterator[Row]:
+        if self.path.suffix == PARQUET:
+            yield from self._parquet()
+            return
         with self.path.open("rb") as self._file:
             lines = self._lines(self._file)
             rows: Iterator[Row]
@@ -122,6 +137,12 @@ class DocumentFile:
                 self.read_bytes = self._file.tell()
                 yield row
         self.read_bytes = self.size_bytes
+
+    def _parquet(self) -> Iterator[Row]:
+        for number, (data, share) in enumerate(parquet_rows(self.path, self._columns), start=1):
+            self._check_size(number, len(data))
+            self.read_bytes = int(share * self.size_bytes)
+            yield Row(number, data)
 
     def _joined(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
         """Documents of several lines: `separator`, `paragraphs` and `file`."""
@@ -188,10 +209,16 @@ def text_of(path: Path, row: Row) -> str:
 
 def fields_of(path: Path, row: Row, keys: Sequence[str]) -> list[str]:
     """The strings that a JSON row holds under `keys`."""
+    record = record_of(path, row)
+    return [_field(f"{path}:{row.line}", record, key) for key in keys]
+
+
+def record_of(path: Path, row: Row) -> dict[str, object]:
+    """The JSON object that a row holds."""
     place = f"{path}:{row.line}"
     try:
         record = json.loads(text_of(path, row))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             "the line is not valid JSON",
             found=f"{place}: {error}",
@@ -203,13 +230,13 @@ def fields_of(path: Path, row: Row, keys: Sequence[str]) -> list[str]:
             found=f"{place}: a {type(record).__name__}",
             fix="write one JSON object a line (JSON Lines), not one array for the whole file",
         )
-    return [_field(place, record, key) for key in keys]
+    return record
 
 
 def texts(files: Sequence[Path], key: str, rule: TextRule) -> Iterator[tuple[DocumentFile, str]]:
     """The text of every document of the files, with the file it comes from (for progress)."""
     for path in files:
-        source = DocumentFile(path, rule)
+        source = DocumentFile(path, rule, columns=[key])
         for row in source:
             yield source, text_of(path, row) if is_text(path) else fields_of(path, row, [key])[0]
 

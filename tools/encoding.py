@@ -4,14 +4,17 @@ Memory does not grow with the input: at most `WINDOW_PER_WORKER` chunks per work
 at any time. Workers parse as well as tokenize; the reader only cuts lines.
 """
 
+import dataclasses
 import functools
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from os import putenv
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed_dataset import best_fitting_dtype
-from megatron.errors import MachineError
+from megatron.errors import DataError, MachineError
 from megatron.tokenizer.sentences import split_sentences
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec, require_eod
 from tools.documents import DocumentFile, Row, TextRule, fields_of, is_text, text_of
+from tools.encoders import EXACT, Encode, build_encoder
 
 WINDOW_PER_WORKER = 4  # chunks on their way per worker: enough that none waits for the writer
+BAD_LINES_SHOWN = 5  # of those that are skipped, by file and line
 _CHUNK_BYTES = 4 << 20  # a chunk is closed at this size even with few documents in it
 
 
@@ -38,6 +43,8 @@ class EncodeSettings:
     append_eod: bool = False
     split_sentences: bool = False
     keep_newlines: bool = False
+    skip_bad_lines: bool = False
+    encoder: str = EXACT
 
 
 class Chunk(NamedTuple):
@@ -64,12 +71,31 @@ class EncodedChunk(NamedTuple):
     dropped: int
     text_bytes: int
     disk_bytes: int
+    bad: int = 0  # rows that could not be used
+    bad_examples: tuple[str, ...] = ()  # the first of them: file, line and what is wrong
 
 
-def read_chunks(files: Sequence[Path], rule: TextRule, *, chunk_size: int = 25) -> Iterator[Chunk]:
-    """The documents of all files in order, `chunk_size` of them (or 4 MiB) at a time."""
+class _Documents(NamedTuple):
+    """The texts of a chunk under one key, encoded; a text without a token has no items."""
+
+    tokens: npt.NDArray[np.integer]
+    sizes: npt.NDArray[np.int64]  # tokens in each item
+    items: npt.NDArray[np.int64]  # items in each document
+
+
+def read_chunks(
+    files: Sequence[Path],
+    rule: TextRule,
+    *,
+    chunk_size: int = 25,
+    columns: Sequence[str] = ("text",),
+) -> Iterator[Chunk]:
+    """The documents of all files in order, `chunk_size` of them (or 4 MiB) at a time.
+
+    `columns` are what is read of a .parquet file.
+    """
     for path in files:
-        source = DocumentFile(path, rule)
+        source = DocumentFile(path, rule, columns=columns)
         rows: list[Row] = []
         size = seen = 0
         for row in source:
@@ -93,11 +119,11 @@ def encode_in_order(
         yield from map(encode, chunks)
         return
     # Spawned, not forked: the tokenizer libraries hold threads, which do not survive a fork.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread_each)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_prepare_worker)
     on_their_way: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            on_their_way.append(pool.submit(encode, chunk))
+            on_their_way.append(_submit(pool, encode, chunk))
             if len(on_their_way) >= WINDOW_PER_WORKER * workers:
                 yield on_their_way.popleft().result()
         while on_their_way:
@@ -113,64 +139,115 @@ def encode_in_order(
 
 
 def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
-    """Parse and tokenize the rows of a chunk, and drop those that are empty under any key."""
-    tokenizer = _tokenizer(settings.tokenizer)
-    by_key = _texts_by_key(settings, chunk)
-    documents = [_items(settings, tokenizer, texts) for texts in by_key]
-    kept = [row for row in range(len(chunk.rows)) if all(column[row] for column in documents)]
-    dtype = best_fitting_dtype(tokenizer.vocab_size)
+    """Parse and tokenize the rows of a chunk, and drop those that are empty under any key.
+
+    A row that cannot be used raises DataError, or is left out and counted with skip_bad_lines.
+    """
+    tokenizer, encode = _encoder(settings.tokenizer, settings.encoder)
+    rows, bad = _texts(settings, chunk)
+    documents = [
+        _documents(settings, encode, [row[index] for row in rows])
+        for index in range(len(settings.keys))
+    ]
+    kept = np.logical_and.reduce([found.items > 0 for found in documents])
     return EncodedChunk(
-        columns=tuple(
-            _column(settings, tokenizer, [column[row] for row in kept], dtype)
-            for column in documents
-        ),
-        dropped=len(chunk.rows) - len(kept),
+        columns=tuple(_column(settings, tokenizer, found, kept) for found in documents),
+        dropped=len(rows) - int(kept.sum()),
         text_bytes=sum(len(row.data) for row in chunk.rows),
         disk_bytes=chunk.disk_bytes,
+        bad=len(bad),
+        bad_examples=tuple(bad[:BAD_LINES_SHOWN]),
     )
 
 
+def texts_of_rows(settings: EncodeSettings, chunk: Chunk) -> list[str]:
+    """Every text of a chunk, whatever its key; rows that cannot be used are left out."""
+    rows, _ = _texts(dataclasses.replace(settings, skip_bad_lines=True), chunk)
+    return list(chain.from_iterable(rows))
+
+
 @functools.cache
-def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    return spec.build()
+def _encoder(spec: TokenizerSpec, name: str) -> tuple[Tokenizer, Encode]:
+    tokenizer = spec.build()
+    return tokenizer, build_encoder(name, tokenizer)
 
 
-def _one_thread_each() -> None:
+def _prepare_worker() -> None:
     # Read by the `tokenizers` library in this worker: N workers are N threads, not N x cores.
     putenv("TOKENIZERS_PARALLELISM", "false")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _texts_by_key(settings: EncodeSettings, chunk: Chunk) -> list[list[str]]:
-    if is_text(chunk.path):
-        return [[text_of(chunk.path, row) for row in chunk.rows]]
-    rows = [fields_of(chunk.path, row, settings.keys) for row in chunk.rows]
-    return [[row[index] for row in rows] for index in range(len(settings.keys))]
+def _end_with_parent() -> None:
+    """A worker whose owner was killed would wait for work forever."""
+    owner = parent_process()
+    if owner is not None:
+        owner.join()
+        signal.raise_signal(signal.SIGTERM)
 
 
-def _items(
-    settings: EncodeSettings, tokenizer: Tokenizer, texts: list[str]
-) -> list[list[list[int]]]:
+def _submit(
+    pool: ProcessPoolExecutor, encode: Callable[[Chunk], EncodedChunk], chunk: Chunk
+) -> Future[EncodedChunk]:
+    """Ctrl-C reaches every process of a terminal; workers that start here never see it.
+
+    They inherit the blocked signal, and the owner of the pool, which gets it, ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(encode, chunk)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], list[str]]:
+    """The texts of each usable row, one per key, and what was wrong with each other row."""
+    texts: list[list[str]] = []
+    bad: list[str] = []
+    for row in chunk.rows:
+        try:
+            if is_text(chunk.path):
+                texts.append([text_of(chunk.path, row)])
+            else:
+                texts.append(fields_of(chunk.path, row, settings.keys))
+        except DataError as error:
+            if not settings.skip_bad_lines:
+                raise
+            bad.append(f"{error.found} ({error.problem})")
+    return texts, bad
+
+
+def _documents(settings: EncodeSettings, encode: Encode, texts: list[str]) -> _Documents:
     """The token ids of each item of each text; an item without a token is left out."""
-    if not settings.split_sentences:
-        return [[ids] if ids else [] for ids in tokenizer.tokenize_batch(texts)]
-    parts = [split_sentences(text, keep_newlines=settings.keep_newlines) for text in texts]
-    encoded = iter(tokenizer.tokenize_batch(list(chain.from_iterable(parts))))
-    return [[ids for _ in sentences if (ids := next(encoded))] for sentences in parts]
+    if settings.split_sentences:
+        parts = [split_sentences(text, keep_newlines=settings.keep_newlines) for text in texts]
+        counts = np.array([len(sentences) for sentences in parts], np.int64)
+        tokens, sizes = encode(list(chain.from_iterable(parts)))
+    else:
+        counts = np.ones(len(texts), np.int64)
+        tokens, sizes = encode(texts)
+    document = np.repeat(np.arange(len(texts)), counts)[sizes > 0]  # of each item
+    return _Documents(tokens, sizes[sizes > 0], np.bincount(document, minlength=len(texts)))
 
 
 def _column(
     settings: EncodeSettings,
     tokenizer: Tokenizer,
-    documents: list[list[list[int]]],
-    dtype: npt.DTypeLike,
+    found: _Documents,
+    kept: npt.NDArray[np.bool_],
 ) -> Column:
+    tokens, sizes, items = found
+    if not kept.all():
+        item_kept = np.repeat(kept, items)
+        tokens = tokens[np.repeat(item_kept, sizes)]
+        sizes, items = sizes[item_kept], items[kept]
     if settings.append_eod:
-        eod = require_eod(tokenizer, "--append-eod")
-        for items in documents:
-            items[-1].append(eod)
-    flat = list(chain.from_iterable(documents))
-    sizes = [len(ids) for ids in flat]
-    # numpy refuses an id that does not fit, it does not wrap it (NEP 50).
-    tokens = np.fromiter(chain.from_iterable(flat), dtype, count=sum(sizes))
+        last = np.cumsum(items) - 1
+        ends = np.cumsum(sizes)[last] if len(last) else last
+        tokens = np.insert(tokens, ends, require_eod(tokenizer, "--append-eod"))
+        sizes[last] += 1
+    largest = int(tokens.max()) if len(tokens) else 0
+    assert largest < tokenizer.vocab_size  # noqa: S101  # invariant: the cast below cannot wrap
+    tokens = tokens.astype(best_fitting_dtype(tokenizer.vocab_size))
     unknown = int((tokens == tokenizer.unk).sum()) if tokenizer.unk is not None else 0
-    return Column(tokens, sizes, [len(items) for items in documents], unknown)
+    return Column(tokens, sizes.tolist(), items.tolist(), unknown)

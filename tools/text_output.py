@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Self
 
 from megatron import atomic
 from megatron.errors import ConfigError
@@ -36,3 +37,38 @@ def write_text_files(contents: Mapping[Path, str]) -> None:
     finally:
         for leftover in temporary.values():
             leftover.unlink(missing_ok=True)
+
+
+class WholeFile:
+    """A file that is written bit by bit and appears when the `with` block ends well, or not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = atomic.temporary_name(path)
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = self._temporary.open("wb")
+        except OSError as error:
+            raise atomic.write_error(self._path, error) from error
+        return self
+
+    def write(self, data: bytes) -> None:
+        """Append to the file; MachineError where there is no room."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise atomic.write_error(self._path, error) from error
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            if kind is None:
+                atomic.publish(self._temporary, self._path)
+        except OSError as error:
+            raise atomic.write_error(self._path, error) from error
+        finally:
+            self._temporary.unlink(missing_ok=True)

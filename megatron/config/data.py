@@ -15,6 +15,15 @@ class DataLoaderKind(StrEnum):
     CYCLIC = "cyclic"
 
 
+class DataIntegrity(StrEnum):
+    """How much of a corpus is compared with the checksums that it was written with."""
+
+    OFF = "off"  # nothing: lengths and the index have to be consistent, as always
+    HEADER = "header"  # the index, when the corpus is opened
+    TOUCHED = "touched"  # the index, and each block of tokens before its first use
+    FULL = "full"  # everything, before training
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Which tokens are read, and in which order."""
@@ -31,8 +40,36 @@ class DataConfig:
         None, help="prefixes for validation only, used whole"
     )
     test_data_path: tuple[str, ...] | None = flag(None, help="prefixes for test only, used whole")
+    train_weighted_split_paths: tuple[str, ...] | None = flag(
+        None, help='one "NAME: WEIGHT START:END PREFIX, ..." of shares of corpora for training'
+    )
+    valid_weighted_split_paths: tuple[str, ...] | None = flag(
+        None, help="the same for validation: any number of groups, each evaluated under its NAME"
+    )
+    test_weighted_split_paths: tuple[str, ...] | None = flag(
+        None, help="the same for test: any number of groups, each evaluated under its NAME"
+    )
+    train_weighted_split_paths_path: str | None = flag(
+        None, help="file of one line that holds --train-weighted-split-paths, quotes included"
+    )
+    valid_weighted_split_paths_path: str | None = flag(
+        None, help="file of one line that holds --valid-weighted-split-paths, quotes included"
+    )
+    test_weighted_split_paths_path: str | None = flag(
+        None, help="file of one line that holds --test-weighted-split-paths, quotes included"
+    )
     data_cache_path: str | None = flag(
         None, help="folder for index caches; when not set beside the data"
+    )
+    data_integrity: DataIntegrity = flag(
+        DataIntegrity.TOUCHED,
+        help="what is compared with the checksums of a corpus: off nothing, header the index, "
+        "touched also each block of tokens before its first use, full everything before training",
+    )
+    mmap_bin_files: bool = flag(
+        False,
+        help="read tokens through a mapping: faster, but a file that is cut short during the run "
+        "ends it with SIGBUS and no message",
     )
     num_workers: int = flag(2, help="processes per rank that read ahead; 0 reads in the loop")
     dataloader_type: DataLoaderKind = flag(
@@ -49,6 +86,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
+
+    @property
+    def has_weighted_splits(self) -> bool:
+        """Whether the data is named by weighted ranges (Megatron-DeepSpeed's second mode)."""
+        uses = ("train", "valid", "test")
+        return any(given is not None for use in uses for given in self._weighted(use))
 
     def _problems(self) -> Iterator[ConfigError]:
         yield from check_field(
@@ -79,12 +122,37 @@ class DataConfig:
                 found="--data-path together with --train-, --valid- or --test-data-path",
                 fix="keep --data-path with --split, or the separate ones",
             )
-        if self.data_path is None and self.train_data_path is None:
+        yield from self._weighted_problems(
+            any(path is not None for path in (self.data_path, *apart))
+        )
+        trained = (self.data_path, self.train_data_path, *self._weighted("train"))
+        if all(path is None for path in trained):
             yield ConfigError(
                 "no training data was given",
-                found="neither --data-path nor --train-data-path",
+                found="neither --data-path nor --train-data-path nor --train-weighted-split-paths",
                 fix="give the prefix that tools/preprocess_data.py printed, as --data-path PREFIX",
             )
+
+    def _weighted(self, use: str) -> tuple[object, object]:
+        """The two flags, of which at most one is given, that name groups for one use."""
+        name = f"{use}_weighted_split_paths"
+        return getattr(self, name), getattr(self, f"{name}_path")
+
+    def _weighted_problems(self, has_other_paths: bool) -> Iterator[ConfigError]:
+        if self.has_weighted_splits and has_other_paths:
+            yield ConfigError(
+                "the data was given twice, by weighted ranges and by whole paths",
+                found="weighted-split-paths together with --data-path or a path for one split",
+                fix="keep only --train-, --valid- and --test-weighted-split-paths, or none of them",
+            )
+        for use in ("train", "valid", "test"):
+            if None not in self._weighted(use):
+                flag_of_use = f"--{use}-weighted-split-paths"
+                yield ConfigError(
+                    "weighted ranges were given twice, on the command line and in a file",
+                    found=f"{flag_of_use} together with {flag_of_use}-path",
+                    fix="keep one of the two",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

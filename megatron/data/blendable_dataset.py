@@ -7,7 +7,7 @@ too small for its share is an error here, before training, and never wraps aroun
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, SupportsIndex
 
 import numpy as np
@@ -60,8 +60,9 @@ class BlendableDataset:
         _check_weights(weights, names)
         size = sum(len(dataset) for dataset in datasets) if num_samples is None else num_samples
         self.dataset_index, self.dataset_sample_index = build_blending_indices(weights, size)
-        counts = np.bincount(self.dataset_index, minlength=len(datasets))
-        for name, dataset, wanted in zip(names, datasets, counts.tolist()):
+        counts = np.bincount(self.dataset_index, minlength=len(datasets)).tolist()
+        self.counts: tuple[int, ...] = tuple(counts)  # samples drawn from each component
+        for name, dataset, wanted in zip(names, datasets, counts):
             if wanted > len(dataset):
                 raise DataError(
                     f"a component of a blend is too small for its weight: {name}",
@@ -91,6 +92,21 @@ class BlendableDataset:
         """Raise DataError if a corpus of any component was touched since it was opened."""
         for dataset in self.datasets:
             dataset.check_unchanged()
+
+
+def draw_problems(
+    names: Sequence[str], weights: Sequence[float], num_samples: int
+) -> Iterator[ConfigError]:
+    """An error for each component whose share of `num_samples` is less than one sample."""
+    total = sum(weights)
+    for name, weight in zip(names, weights):
+        expected = num_samples * weight / total
+        if expected < 1:
+            yield ConfigError(
+                f"a component of a blend is too rare to be drawn once: {name}",
+                found=f"weight {weight:g} of {total:g} is {expected:.2g} of {num_samples} samples",
+                fix=f"give it a weight above {total / num_samples:.2g}, or leave it out",
+            )
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:

@@ -5,16 +5,32 @@ sentence; the sidecar does. It is optional: corpora of other tools have none.
 """
 
 import dataclasses
+import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron import atomic
+from megatron.data.corpus_paths import metadata_file_path
 from megatron.errors import DataError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LEVELS",
+    "CorpusMetadata",
+    "digests_of_files",
+    "metadata_file_path",
+    "read_metadata",
+    "write_metadata",
+]
 
 FORMAT_VERSION = 1
 LEVELS = ("document", "sentence")
+_ADDED_LATER = ("pair_id", "tokenizer_files")  # a sidecar without them is an older one
+_TOKENIZER_SUFFIXES = (".json", ".model", ".txt")  # beside them may lie gigabytes of a model
+_TEXT = ("tokenizer_type", "level", "json_key", "pair_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +45,9 @@ class CorpusMetadata:
     num_items: int = 0
     num_documents: int = 0
     num_tokens: int = 0
+    pair_id: str = ""  # of the checksums of the same corpus; "" where there are none
+    tokenizer_files: Mapping[str, str] = field(default_factory=dict)  # file name to SHA-256
     format_version: int = FORMAT_VERSION
-
-
-def metadata_file_path(prefix: str) -> str:
-    """Path of the sidecar of the corpus `prefix`."""
-    return prefix + ".meta.json"
 
 
 def write_metadata(prefix: str, metadata: CorpusMetadata) -> None:
@@ -71,9 +84,10 @@ def read_metadata(prefix: str) -> CorpusMetadata | None:
     version = fields.get("format_version")
     if version != FORMAT_VERSION:
         raise _unreadable(path, f"format_version {version!r}, this program reads {FORMAT_VERSION}")
-    # A sidecar may grow fields (checksums): those that are not ours to read are left alone.
-    known = {field.name: field for field in dataclasses.fields(CorpusMetadata)}
-    wrong = [name for name, field in known.items() if not _fits(fields, field)]
+    # A sidecar may grow fields: those that are not ours to read are left alone.
+    names = [each.name for each in dataclasses.fields(CorpusMetadata)]
+    known = [name for name in names if name in fields or name not in _ADDED_LATER]
+    wrong = [name for name in known if not _fits(name, fields.get(name, dataclasses.MISSING))]
     if wrong:
         raise _unreadable(path, f"missing or of the wrong type: {', '.join(wrong)}")
     metadata = CorpusMetadata(**{name: fields[name] for name in known})
@@ -82,12 +96,24 @@ def read_metadata(prefix: str) -> CorpusMetadata | None:
     return metadata
 
 
-def _fits(fields: dict[str, object], field: "dataclasses.Field[object]") -> bool:
-    value = fields.get(field.name, dataclasses.MISSING)
-    if field.name == "eod" and value is None:
+def digests_of_files(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each file by its name; of a folder, the files that describe a tokenizer."""
+    digests = {}
+    for path in paths:
+        inside = sorted(path.iterdir()) if path.is_dir() else []
+        files = [each for each in inside if each.suffix in _TOKENIZER_SUFFIXES] or [path]
+        for file in files:
+            if file.is_file():
+                digests[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digests
+
+
+def _fits(name: str, value: object) -> bool:
+    if name == "eod" and value is None:
         return True
-    expected = str if field.name in ("tokenizer_type", "level", "json_key") else int
-    return isinstance(value, expected) and not isinstance(value, bool)
+    if name == "tokenizer_files":
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    return isinstance(value, str if name in _TEXT else int) and not isinstance(value, bool)
 
 
 def _unreadable(path: Path, found: str) -> DataError:

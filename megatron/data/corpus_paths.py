@@ -1,4 +1,4 @@
-"""The names of a corpus: a prefix `P` stands for `P.bin` and `P.idx`.
+"""The names of a corpus: a prefix `P` stands for `P.bin`, `P.idx` and what lies beside them.
 
 What a reader would get wrong: a prefix may contain dots, so suffixes are appended, never replaced.
 """
@@ -19,6 +19,22 @@ def index_file_path(prefix: str) -> str:
 def data_file_path(prefix: str) -> str:
     """Path of the token file of the corpus `prefix`."""
     return prefix + ".bin"
+
+
+def checksum_file_path(prefix: str) -> str:
+    """Path of the checksums of the corpus `prefix`."""
+    return prefix + ".sums"
+
+
+def metadata_file_path(prefix: str) -> str:
+    """Path of the sidecar of the corpus `prefix`."""
+    return prefix + ".meta.json"
+
+
+def corpus_files(prefix: str) -> tuple[Path, ...]:
+    """Every file that the corpus `prefix` may consist of; the index is first, as it goes first."""
+    names = (index_file_path, data_file_path, metadata_file_path, checksum_file_path)
+    return tuple(Path(name(prefix)) for name in names)
 
 
 def both_files_exist(prefix: str) -> bool:

@@ -1,4 +1,4 @@
-"""From the strings of `--data-path` and `--split` to datasets for training and evaluation.
+"""From the strings of `--data-path` and `--split`, or named groups of ranges, to datasets.
 
 What a reader would get wrong: a split is cut from the *items* of each corpus, so every component
 of a blend is cut by itself; and the borders follow Megatron's rounding, because a document that
@@ -8,23 +8,28 @@ moves from test to train between two tools is a leak.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron import log
+from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.blendable_dataset import (
     BlendableDataset,
     SampleDataset,
+    draw_problems,
     samples_of_component,
 )
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_folders
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.weighted_paths import WeightedGroup, WeightedSplits, announce_overlaps
 from megatron.errors import ConfigError, DataError, MegatronError
 
 SPLITS = ("train", "valid", "test")
+OpenCorpus = Callable[[str], MMapIndexedDataset]
 
 
 class WeightedPrefix(NamedTuple):
@@ -42,11 +47,31 @@ class DatasetSplits(NamedTuple):
     test: SampleDataset | None
 
 
+class NamedDatasets(NamedTuple):
+    """The dataset of training, and those of each group of validation and test by name."""
+
+    train: SampleDataset | None
+    valid: dict[str, SampleDataset]
+    test: dict[str, SampleDataset]
+
+
 class _Component(NamedTuple):
     weight: float
     prefix: str
     indexed: MMapIndexedDataset
     documents: npt.NDArray[np.integer]
+
+
+class _Corpora(dict[str, MMapIndexedDataset]):
+    """Corpora by prefix, each opened once, when it is first asked for."""
+
+    def __init__(self, open_corpus: OpenCorpus) -> None:
+        super().__init__()
+        self._open_corpus = open_corpus
+
+    def __missing__(self, prefix: str) -> MMapIndexedDataset:
+        self[prefix] = self._open_corpus(prefix)
+        return self[prefix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +84,18 @@ class _Order:
     cache_path: str | None
     is_builder: bool
     wait: Callable[[], None]
+
+
+def corpus_opener(data: DataConfig, *, is_builder: bool) -> OpenCorpus:
+    """How `data` wants its corpora opened.
+
+    Of --data-integrity full only builders read everything first; the others wait for them, and
+    verify what they touch, since they may see another disk.
+    """
+    integrity = data.data_integrity
+    if integrity is DataIntegrity.FULL and not is_builder:
+        integrity = DataIntegrity.TOUCHED
+    return partial(MMapIndexedDataset, integrity=integrity, mapped=data.mmap_bin_files)
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[WeightedPrefix]:
@@ -128,6 +165,7 @@ def check_data_path(
     valid_data_path: Sequence[str] | None = None,
     test_data_path: Sequence[str] | None = None,
     split: str | None = None,
+    open_corpus: OpenCorpus = MMapIndexedDataset,
 ) -> list[MegatronError]:
     """Everything wrong with the flags that name data and with every corpus they name.
 
@@ -141,21 +179,25 @@ def check_data_path(
             parse_split(split)
     except MegatronError as error:
         errors.append(error)
-    seen: set[str] = set()
+    prefixes: list[str] = []
     for words in (data_path, *separate):
         try:
-            parts = [] if words is None else parse_data_path(words)
+            prefixes += [] if words is None else [part.prefix for part in parse_data_path(words)]
         except MegatronError as error:
             errors.append(error)
-            continue
-        for prefix in dict.fromkeys(part.prefix for part in parts):
-            if prefix in seen:
-                continue
-            seen.add(prefix)
-            try:
-                MMapIndexedDataset(prefix)
-            except MegatronError as error:
-                errors.append(error)
+    return errors + corpus_problems(prefixes, open_corpus)
+
+
+def corpus_problems(
+    prefixes: Sequence[str], open_corpus: OpenCorpus = MMapIndexedDataset
+) -> list[MegatronError]:
+    """Why corpora cannot be opened, each said once; raises nothing itself."""
+    errors: list[MegatronError] = []
+    for prefix in dict.fromkeys(prefixes):
+        try:
+            open_corpus(prefix)
+        except MegatronError as error:
+            errors.append(error)
     return errors
 
 
@@ -174,23 +216,19 @@ def build_train_valid_test_datasets(
     valid_data_path: Sequence[str] | None = None,
     test_data_path: Sequence[str] | None = None,
     min_samples: int = 1,
+    open_corpus: OpenCorpus = MMapIndexedDataset,
 ) -> DatasetSplits:
     """A GPT dataset, or a blend of them, for every split of which samples are asked.
 
     Either `data_path` is cut by `split`, or each split has its own path, used whole. `min_samples`
-    is what one step needs (the global batch size). Every rank must call this alike: `wait` is
-    reached once per index.
+    is what one step needs (the global batch size), `open_corpus` a `corpus_opener()`. Every rank
+    must call this alike: `wait` is reached once per index.
     """
-    if not 0 <= seed < 2**32:
-        raise ConfigError(
-            "the seed of the sample order is out of range",
-            found=f"--seed {seed}",
-            fix="use a seed from 0 to 4294967295",
-        )
+    _check_seed(seed)
     separate = (train_data_path, valid_data_path, test_data_path)
     _refuse_both_ways(data_path, separate)
     order = _Order(seq_length, seed, last_epoch_cutoff, cache_path, is_builder, wait)
-    corpora: dict[str, MMapIndexedDataset] = {}
+    corpora = _Corpora(open_corpus)
     datasets: list[SampleDataset | None] = []
     for number, (name, wanted) in enumerate(zip(SPLITS, num_samples)):
         if wanted <= 0:
@@ -205,23 +243,57 @@ def build_train_valid_test_datasets(
             )
         cut = None if data_path is None else (split, number)
         parts = _open(parse_data_path(words), corpora, cut)
-        dataset = _build_split(name, parts, wanted, order)
+        dataset = _build_split(name, parts, wanted, order, is_training=name == "train")
         _require_samples(name, dataset, min_samples)
         datasets.append(dataset)
     return DatasetSplits(*datasets)
 
 
+def build_weighted_datasets(
+    splits: WeightedSplits,
+    *,
+    num_samples: tuple[int, int, int],
+    seq_length: int,
+    seed: int,
+    cache_path: str | None = None,
+    is_builder: bool = True,
+    wait: Callable[[], None] = lambda: None,
+    last_epoch_cutoff: float = 0.95,
+    min_samples: int = 1,
+    open_corpus: OpenCorpus = MMapIndexedDataset,
+) -> NamedDatasets:
+    """A GPT dataset, or a blend of them, for every group of ranges; each has all the samples asked.
+
+    A use without groups has no dataset, as in Megatron-DeepSpeed, and that is said. Every rank must
+    call this alike: `wait` is reached once per index.
+    """
+    _check_seed(seed)
+    announce_overlaps(splits)
+    order = _Order(seq_length, seed, last_epoch_cutoff, cache_path, is_builder, wait)
+    corpora = _Corpora(open_corpus)
+    built: list[dict[str, SampleDataset]] = []
+    for use, groups, wanted in zip(SPLITS, splits, num_samples):
+        built.append({})
+        if wanted > 0 and not groups:
+            log.info(f"no --{use}-weighted-split-paths: nothing is evaluated on {use} data")
+        for group in groups if wanted > 0 else ():
+            parts = _open_ranges(group, corpora)
+            dataset = _build_split(group.name, parts, wanted, order, is_training=use == "train")
+            _require_samples(group.name, dataset, min_samples)
+            built[-1][group.name] = dataset
+    train, valid, test = built
+    return NamedDatasets(next(iter(train.values()), None), valid, test)
+
+
 def _open(
     parts: list[WeightedPrefix],
-    corpora: dict[str, MMapIndexedDataset],
+    corpora: _Corpora,
     cut: tuple[str, int] | None,
 ) -> list[_Component]:
     """The documents that one split uses of each corpus, each of which is opened once."""
     components = []
     for weight, prefix in parts:
-        indexed = corpora.get(prefix)
-        if indexed is None:
-            indexed = corpora[prefix] = MMapIndexedDataset(prefix)
+        indexed = corpora[prefix]
         start, stop = 0, len(indexed)
         if cut is not None:
             split, number = cut
@@ -230,11 +302,28 @@ def _open(
     return components
 
 
+def _open_ranges(group: WeightedGroup, corpora: _Corpora) -> list[_Component]:
+    """The documents that a group uses of each corpus, each of which is opened once."""
+    components = []
+    for part in group.ranges:
+        indexed = corpora[part.prefix]
+        documents = np.arange(*part.items(len(indexed)))
+        components.append(_Component(part.weight, part.prefix, indexed, documents))
+    return components
+
+
 def _build_split(
-    name: str, components: list[_Component], wanted: int, order: _Order
+    name: str, components: list[_Component], wanted: int, order: _Order, *, is_training: bool
 ) -> SampleDataset:
     total = sum(component.weight for component in components)
     blended = len(components) > 1
+    names = [component.prefix for component in components]
+    weights = [component.weight for component in components]
+    for problem in draw_problems(names, weights, wanted):
+        if is_training:
+            raise problem
+        # Few samples evaluate on few corpora; nobody has to change the mixture for that.
+        log.warning_once(f"draws {name} {problem.found}", f"{name}: {problem}")
     datasets = [
         GPTDataset(
             component.indexed,
@@ -256,12 +345,27 @@ def _build_split(
     ]
     if not blended:
         return datasets[0]
-    return BlendableDataset(
-        datasets,
-        [component.weight for component in components],
-        num_samples=wanted,
-        names=[component.prefix for component in components],
-    )
+    blend = BlendableDataset(datasets, weights, num_samples=wanted, names=names)
+    _announce_mixture(name, datasets, blend, components)
+    return blend
+
+
+def _announce_mixture(
+    name: str,
+    datasets: Sequence[GPTDataset],
+    blend: BlendableDataset,
+    components: Sequence[_Component],
+) -> None:
+    """Say once what each component of a blend really gives, and how often it is passed over."""
+    total = sum(component.weight for component in components)
+    lines = [f"{name} is a blend of {len(blend):,} samples:"]
+    for component, dataset, samples in zip(components, datasets, blend.counts):
+        epochs = samples * dataset.seq_length / dataset.plan.tokens_per_epoch
+        lines.append(
+            f"  {component.prefix}: weight {component.weight / total:.6g}, {samples:,} samples "
+            f"({samples / len(blend):.2%}), {epochs:.3g} epochs"
+        )
+    log.info("\n".join(lines))
 
 
 def _require_samples(name: str, dataset: SampleDataset, min_samples: int) -> None:
@@ -269,8 +373,17 @@ def _require_samples(name: str, dataset: SampleDataset, min_samples: int) -> Non
         raise DataError(
             f"the {name} split holds less than one global batch",
             found=f"{len(dataset)} samples; one batch takes {min_samples}",
-            fix=f"give {name} a larger part with --split, ask for more {name} samples, or use a "
-            "smaller --global-batch-size",
+            fix=f"give {name} a larger part with --split or in its group, ask for more {name} "
+            "samples, or use a smaller --global-batch-size",
+        )
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ConfigError(
+            "the seed of the sample order is out of range",
+            found=f"--seed {seed}",
+            fix="use a seed from 0 to 4294967295",
         )
 
 

@@ -3,15 +3,19 @@
 The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a
 stale entry cannot be found. What a reader would get wrong: a damaged entry is no error, because
 it can be built again from the corpus; it is announced and rebuilt. The caller says who builds and
-how ranks wait for each other; a rank that does not see the builder's file (node-local disks)
-builds its own, which has the same bytes.
+how ranks wait for each other. Builders of several nodes or jobs that see one folder build once,
+under a lock with a lease; a rank that does not see the builder's file (node-local disks) builds its
+own, which has the same bytes.
 """
 
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +24,15 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import atomic, log
-from megatron.errors import ConfigError
+from megatron.data.lease import LeaseTiming, leased, said_while, wait_while_leased
+from megatron.errors import ConfigError, MachineError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Description = Mapping[str, str | int | float]
 
 _FORMAT_VERSION = 1
 _READ_BYTES = 8 * 2**20
+_LARGE_BYTES = 64 * 2**20  # an index from this size on is worth a line
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -79,6 +85,7 @@ class IndexCache:
     folders: tuple[Path, ...]
     is_builder: bool = True
     wait: Callable[[], None] = lambda: None
+    timing: LeaseTiming = LeaseTiming()
 
     def load_or_build(
         self, name: str, description: Description, *, build: Callable[[], Arrays]
@@ -87,10 +94,17 @@ class IndexCache:
         stem = f"{name}-{fingerprint(description)}"
         if self.is_builder:
             try:
-                return self._load(stem, description) or self._publish(stem, description, build())
+                return self._load(stem, description) or self._build(stem, description, build)
             finally:
-                self.wait()
-        self.wait()
+                self._wait(stem)
+        # Barriers end after minutes. So whoever sees the builder's lock waits for the lock instead.
+        wait_while_leased(
+            [folder / f"{stem}.lock" for folder in self.folders],
+            f"building the index {stem}",
+            self.timing,
+            is_done=lambda: any((folder / f"{stem}.json").exists() for folder in self.folders),
+        )
+        self._wait(stem)
         found = self._load(stem, description)
         if found is None:
             log.warning_once(
@@ -98,8 +112,54 @@ class IndexCache:
                 f"the index {stem} of the building rank is not visible on this one under "
                 f"{self.folders[0]}; it is built here too",
             )
-            found = self._publish(stem, description, build())
+            found = self._build(stem, description, build)
         return found
+
+    def _wait(self, stem: str) -> None:
+        with said_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
+            try:
+                self.wait()
+            except RuntimeError as error:  # what torch raises when ranks do not meet in time
+                raise MachineError(
+                    f"the ranks did not meet after the index {stem} was built",
+                    found=error,
+                    fix="see what the other ranks say; if one still builds, allow more "
+                    "--distributed-timeout-minutes",
+                ) from error
+
+    def _build(
+        self, stem: str, description: Description, build: Callable[[], Arrays]
+    ) -> CachedIndex:
+        """Build and publish an entry, or load what another process has built meanwhile."""
+        with self._lock(stem):
+            found = self._load(stem, description)
+            if found is None:
+                started = time.monotonic()
+                with said_while(f"building the index {stem}", self.timing.say_s):
+                    found = self._publish(stem, description, build())
+                size = sum(path.stat().st_size for path in found.files.values())
+                elapsed = time.monotonic() - started
+                if size >= _LARGE_BYTES or elapsed >= self.timing.say_s:
+                    log.info(f"built the index {stem}: {size / 2**20:.0f} MiB in {elapsed:.0f} s")
+        return found
+
+    @contextmanager
+    def _lock(self, stem: str) -> Iterator[None]:
+        """A lock in the first folder that takes one; none where there is no such folder."""
+        with ExitStack() as held:
+            for folder in self.folders:
+                path = folder / f"{stem}.lock"
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    manifest = folder / f"{stem}.json"
+                    is_new = partial(_is_another, manifest, _identity(manifest))
+                    what = f"building the index {stem}"
+                    held.enter_context(leased(path, what, self.timing, is_done=is_new))
+                    break
+                except OSError as error:
+                    if error.errno not in _NOT_WRITABLE:
+                        raise atomic.write_error(path, error) from error
+            yield  # without a folder `_publish` says so
 
     def _load(self, stem: str, description: Description) -> CachedIndex | None:
         for folder in self.folders:
@@ -187,6 +247,19 @@ def _write_entry(
     finally:
         temporary.unlink(missing_ok=True)
     return files
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _is_another(path: Path, before: tuple[int, int] | None) -> bool:
+    """Whether `path` has appeared or was replaced since it was `before`."""
+    return _identity(path) not in (None, before)
 
 
 def _array_file(folder: Path, stem: str, key: str) -> Path:

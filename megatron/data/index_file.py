@@ -7,7 +7,8 @@ tokens and writing corpora is left to `indexed_dataset`.
 
 import os
 import struct
-from typing import BinaryIO, NamedTuple, Self
+from itertools import accumulate
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,14 @@ class Index(NamedTuple):
     pointers: npt.NDArray[np.int64]
     doc_idx: npt.NDArray[np.int64]
     stamp: Stamp
+    modes: npt.NDArray[np.int8] | None = None  # of each item, in corpora of several modes
+
+
+class Writable(Protocol):
+    """What an index can be written to."""
+
+    def write(self, data: memoryview | bytes, /) -> object:
+        """Take the next bytes."""
 
 
 def read_index(path: str) -> Index:
@@ -60,27 +69,34 @@ def read_index(path: str) -> Index:
     descriptor = open_to_read(path)
     with os.fdopen(descriptor, "rb") as file:
         stamp = Stamp.of(os.fstat(file.fileno()))
-        dtype, num_items, len_doc_idx = _check_header(path, file.read(HEADER.size), stamp)
-        starts = [HEADER.size, HEADER.size + 4 * num_items, HEADER.size + 12 * num_items]
-        shapes = [("<i4", num_items), ("<i8", num_items), ("<i8", len_doc_idx)]
+        header = _check_header(path, file.read(HEADER.size), stamp)
+        shapes = header.shapes
         if stamp.size_bytes <= _MOST_INDEX_BYTES_READ:
             arrays = [np.fromfile(file, kind, count) for kind, count in shapes]
         else:
             buffer = np.memmap(file, np.uint8, "r")
+            lengths = [np.dtype(kind).itemsize * count for kind, count in shapes]
             arrays = [
                 np.frombuffer(buffer, kind, count, start)
-                for start, (kind, count) in zip(starts, shapes)
+                for start, (kind, count) in zip(accumulate(lengths, initial=HEADER.size), shapes)
             ]
-    sizes, pointers, doc_idx = arrays
-    for array in arrays:
-        array.flags.writeable = False
-    _check_sizes(path, sizes, pointers, dtype)
-    _check_documents(path, doc_idx, num_items)
-    return Index(dtype, sizes, pointers, doc_idx, stamp)
+    sizes, pointers, doc_idx, *modes = arrays
+    index = Index(header.dtype, sizes, pointers, doc_idx, stamp, modes[0] if modes else None)
+    check_index_arrays(path, index)
+    return index
+
+
+def check_index_arrays(path: str, index: Index) -> None:
+    """Raise DataError where the numbers of an index contradict each other; then freeze them."""
+    for array in (index.sizes, index.pointers, index.doc_idx, index.modes):
+        if array is not None:
+            array.flags.writeable = False
+    _check_sizes(path, index.sizes, index.pointers, index.dtype)
+    _check_documents(path, index.doc_idx, len(index.sizes))
 
 
 def write_index(
-    file: BinaryIO,
+    file: Writable,
     dtype: "np.dtype[np.integer]",
     sizes: npt.NDArray[np.int32],
     doc_idx: npt.NDArray[np.int64],
@@ -124,7 +140,12 @@ def open_to_read(path: str) -> int:
         ) from error
 
 
-def _check_header(path: str, header: bytes, stamp: Stamp) -> tuple[np.dtype[np.integer], int, int]:
+class _Header(NamedTuple):
+    dtype: np.dtype[np.integer]
+    shapes: list[tuple[str, int]]  # type and length of each array that follows
+
+
+def _check_header(path: str, header: bytes, stamp: Stamp) -> _Header:
     if len(header) < HEADER.size:
         raise damaged(
             path,
@@ -134,35 +155,43 @@ def _check_header(path: str, header: bytes, stamp: Stamp) -> tuple[np.dtype[np.i
         )
     magic, version, code, num_items, len_doc_idx = HEADER.unpack(header)
     if magic != MAGIC:
-        legacy = " (the legacy lazy/cached format)" if magic.startswith(b"TNTIDX") else ""
         raise damaged(
             path,
-            "not an index of the mmap format",
+            "not an index of a corpus",
             expected=f"{MAGIC!r} at its start",
-            found=f"{magic!r}{legacy}",
+            found=f"{magic!r}",
             fix="make the corpus again with tools/preprocess_data.py",
         )
     if version != VERSION:
         raise damaged(path, "an index of another version", expected=VERSION, found=version)
-    if code not in DTYPE_OF_CODE:
-        kind = " (a floating-point type, which tokens never have)" if code in _FLOAT_CODES else ""
-        raise damaged(
-            path,
-            "the index names a type that tokens cannot have",
-            expected=f"one of the integer codes {sorted(DTYPE_OF_CODE)}",
-            found=f"code {code}{kind}",
-        )
+    dtype = dtype_of_code(path, code)
     if num_items == 0:
         raise damaged(path, "the corpus holds nothing", expected="at least one item", found=0)
+    shapes = [("<i4", num_items), ("<i8", num_items), ("<i8", len_doc_idx)]
     expected = HEADER.size + 12 * num_items + 8 * len_doc_idx
-    if stamp.size_bytes != expected:
+    if stamp.size_bytes == expected + num_items:  # newer Megatrons say the mode of each item
+        shapes.append(("<i1", num_items))
+    elif stamp.size_bytes != expected:
         raise damaged(
             path,
             "the index has another length than its header says",
             expected=f"{expected} bytes ({num_items} items, {len_doc_idx} document borders)",
             found=f"{stamp.size_bytes} bytes",
         )
-    return DTYPE_OF_CODE[code], num_items, len_doc_idx
+    return _Header(dtype, shapes)
+
+
+def dtype_of_code(path: str, code: int) -> np.dtype[np.integer]:
+    """The token type that `code` stands for in the index at `path`; raises DataError."""
+    if code in DTYPE_OF_CODE:
+        return DTYPE_OF_CODE[code]
+    kind = " (a floating-point type, which tokens never have)" if code in _FLOAT_CODES else ""
+    raise damaged(
+        path,
+        "the index names a type that tokens cannot have",
+        expected=f"one of the integer codes {sorted(DTYPE_OF_CODE)}",
+        found=f"code {code}{kind}",
+    )
 
 
 def _check_sizes(

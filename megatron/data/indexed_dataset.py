@@ -1,30 +1,37 @@
 """The corpus format of Megatron: `P.idx` (sizes, offsets) and `P.bin` (tokens), read and written.
 
-Opening checks every number of the index against the length of both files, so a damaged or
-mismatched pair is refused before the first token is read. Tokens are read with `pread` from a
-held descriptor, not through a mapping: a file that is cut short later gives an error that names
-the offset, never SIGBUS. What a reader would get wrong: an *item* is an entry of `sizes`; a
-*document* is a range of items in `doc_idx`; GPT corpora have one item per document.
+Opening checks every number of the index against the length of both files, and the index against
+its checksum, so a damaged or mismatched pair is refused before the first token is read. What a
+reader would get wrong: an *item* is an entry of `sizes`; a *document* is a range of items in
+`doc_idx`; GPT corpora have one item per document. Reading bytes is left to `token_file`.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import mmap
 import operator
 import os
-import shutil
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, SupportsIndex, overload
+from typing import Any, BinaryIO, Self, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron import atomic
+from megatron import atomic, log
+from megatron.config.data import DataIntegrity
+from megatron.data.corpus_checksums import (
+    BlockHasher,
+    IndexHasher,
+    check_index,
+    read_checksums,
+    write_checksums,
+)
 from megatron.data.corpus_metadata import (
     CorpusMetadata,
     metadata_file_path,
@@ -33,21 +40,17 @@ from megatron.data.corpus_metadata import (
 )
 from megatron.data.corpus_paths import (
     both_files_exist,
+    checksum_file_path,
+    corpus_files,
     data_file_path,
     index_file_path,
     refuse_suffix,
     require_regular_file,
 )
-from megatron.data.index_file import (
-    Stamp,
-    changed,
-    code_of,
-    damaged,
-    open_to_read,
-    read_index,
-    write_index,
-)
-from megatron.errors import DataError, MachineError
+from megatron.data.index_file import Stamp, changed, code_of, damaged, write_index
+from megatron.data.legacy_index import read_any_index
+from megatron.data.token_file import TokenFile, Tokens
+from megatron.errors import DataError
 
 __all__ = [
     "MMapIndexedDataset",
@@ -58,9 +61,8 @@ __all__ = [
     "make_builder",
 ]
 
-Tokens = npt.NDArray[np.integer]
-
 _COPY_BYTES = 8 * 2**20
+_BYTE = np.dtype(np.uint8)
 _LARGEST_ITEM = np.iinfo(np.int32).max  # sizes are int32 in the format
 
 
@@ -76,27 +78,39 @@ def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[
 class MMapIndexedDataset:
     """A corpus of token sequences, read by item number; checked whole when it is opened.
 
-    Raises DataError when the pair of files is missing, damaged, or not one corpus.
+    `integrity` says how much is compared with the checksums of the corpus; a corpus without any
+    is read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
+    that is cut short under it ends the process with SIGBUS. Raises DataError when the pair of
+    files is missing, damaged, or not one corpus.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        integrity: DataIntegrity = DataIntegrity.TOUCHED,
+        mapped: bool = False,
+    ) -> None:
         self.prefix = os.fspath(prefix)
+        self.integrity, self.mapped = integrity, mapped
         refuse_suffix(self.prefix)
         for path in (index_file_path(self.prefix), data_file_path(self.prefix)):
             require_regular_file(self.prefix, path)
-        index = read_index(index_file_path(self.prefix))
+        index = read_any_index(index_file_path(self.prefix))
         self.dtype = index.dtype
         self.sizes = index.sizes  # int32 [items], tokens per item
         self.doc_idx = index.doc_idx  # int64 [documents + 1], first item of each document
+        self.modes = index.modes  # int8 [items] in corpora of several modes, else None
         self.num_tokens = int(self.sizes.sum(dtype=np.int64))
         self._pointers = index.pointers
         self._index_stamp = index.stamp
-        self._descriptor = open_to_read(data_file_path(self.prefix))
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
-        self._data_stamp = Stamp.of(os.fstat(self._descriptor))
+        self._file = TokenFile(data_file_path(self.prefix), mapped=mapped)
         self._check_length_of_data()
         self.metadata: CorpusMetadata | None = read_metadata(self.prefix)
         self._check_counts_of_metadata()
+        self._seen: mmap.mmap | None = None  # 1 for each item of which every block was verified
+        if integrity is not DataIntegrity.OFF:
+            self._check_integrity()
 
     @staticmethod
     def exists(prefix: str) -> bool:
@@ -119,7 +133,7 @@ class MMapIndexedDataset:
     def __getitem__(self, index: slice) -> list[Tokens]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | list[Tokens]:
-        """The tokens of one item, or of each item of a slice, as arrays that the caller owns."""
+        """The tokens of one item, or of each item of a slice: own arrays, or views of a mapping."""
         if isinstance(index, slice):
             return [self.get(item) for item in range(*index.indices(len(self)))]
         return self.get(index)
@@ -135,14 +149,34 @@ class MMapIndexedDataset:
         item = operator.index(idx)
         if not 0 <= item < len(self.sizes):
             raise IndexError(f"item {item} of {self.prefix}, which has {len(self)} items")
-        size = int(self.sizes[item])
+        size = self.sizes.item(item)
         count = size - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > size:
             raise IndexError(
                 f"tokens [{offset}, {offset + count}) of item {item} of {self.prefix}, "
                 f"which has {size} tokens"
             )
-        return self._read(int(self._pointers[item]) + offset * self.dtype.itemsize, count)
+        start: int = self._pointers.item(item) + offset * self.dtype.itemsize
+        if self._seen is not None and not self._seen[item]:
+            self._verify(item, start, start + count * self.dtype.itemsize)
+        return self._file.read(start, count, self.dtype)
+
+    def verify(self) -> None:
+        """Compare every byte with the checksums; DataError names the damaged blocks.
+
+        Does nothing where there are no checksums, or `integrity` keeps away from them.
+        """
+        self._file.verify_all()
+        self._seen = None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of all tokens in order, verified like tokens that are asked for."""
+        total = self._file.stamp.size_bytes
+        for start in range(0, total, _COPY_BYTES):
+            stop = min(start + _COPY_BYTES, total)
+            if self._seen is not None:
+                self._file.verify(start, stop)
+            yield self._file.read(start, stop - start, _BYTE).data
 
     def fingerprint(self) -> str:
         """32 hex digits that change when the sizes, the documents or the lengths of files do.
@@ -150,7 +184,7 @@ class MMapIndexedDataset:
         The tokens themselves are not read, so this costs one pass over the index.
         """
         digest = xxhash.xxh3_128()
-        digest.update(f"{self.dtype.str} {len(self)} {self._data_stamp.size_bytes}".encode())
+        digest.update(f"{self.dtype.str} {len(self)} {self._file.stamp.size_bytes}".encode())
         digest.update(self.sizes.view(np.uint8).data)
         digest.update(self.doc_idx.view(np.uint8).data)
         return digest.hexdigest()
@@ -159,7 +193,7 @@ class MMapIndexedDataset:
         """Raise DataError if either file was touched or replaced since it was opened."""
         for path, before in (
             (index_file_path(self.prefix), self._index_stamp),
-            (data_file_path(self.prefix), self._data_stamp),
+            (data_file_path(self.prefix), self._file.stamp),
         ):
             try:
                 now = Stamp.of(os.stat(path))
@@ -168,46 +202,68 @@ class MMapIndexedDataset:
             if now != before:
                 raise changed(path, f"at opening {before}, now {now}")
 
-    def __getstate__(self) -> dict[str, str]:
-        return {"prefix": self.prefix, "fingerprint": self.fingerprint()}
+    def __getstate__(self) -> dict[str, object]:
+        # Another process of this job need not read everything again to use it.
+        full = self.integrity is DataIntegrity.FULL
+        return {
+            "prefix": self.prefix,
+            "fingerprint": self.fingerprint(),
+            "integrity": DataIntegrity.TOUCHED if full else self.integrity,
+            "mapped": self.mapped,
+        }
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        MMapIndexedDataset.__init__(self, state["prefix"])
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        MMapIndexedDataset.__init__(
+            self, state["prefix"], integrity=state["integrity"], mapped=state["mapped"]
+        )
         if self.fingerprint() != state["fingerprint"]:
             raise changed(self.prefix, "another index than the process that sent this dataset has")
 
-    def _read(self, start_bytes: int, count: int) -> Tokens:
-        tokens = np.empty(count, self.dtype)
-        if count == 0:
-            return tokens
-        view = tokens.data.cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._descriptor, [view[done:]], start_bytes + done)
-            except OSError as error:
-                raise MachineError(
-                    f"cannot read {data_file_path(self.prefix)} at byte {start_bytes + done}",
-                    found=f"{error.strerror} (errno {error.errno})",
-                    fix="check the disk or the network file system, then start again",
-                ) from error
-            if got == 0:
-                raise changed(
-                    data_file_path(self.prefix),
-                    f"end of file at byte {start_bytes + done}, where "
-                    f"{len(view) - done} more bytes were when it was opened",
-                )
-            done += got
-        return tokens
+    def _check_integrity(self) -> None:
+        checksums = read_checksums(self.prefix)
+        if checksums is None:
+            log.warning_once(
+                f"unverified {self.prefix}",
+                f"{self.prefix} has no checksums: its lengths and its index are consistent, but "
+                "changed tokens and files exchanged for others of the same lengths cannot be "
+                "found (tools/inspect_dataset.py --write-sidecar adds checksums)",
+            )
+            return
+        if self.metadata is not None and self.metadata.pair_id not in ("", checksums.pair_id):
+            raise damaged(
+                checksum_file_path(self.prefix),
+                "the checksums and the sidecar are of different corpora",
+                expected=f"pair id {self.metadata.pair_id}, as in the sidecar",
+                found=checksums.pair_id,
+                fix=f"copy all files {self.prefix}.* again from one place",
+            )
+        check_index(self.prefix, checksums)
+        self._file.expect(checksums)
+        if self.integrity is DataIntegrity.FULL:
+            self._file.verify_all()
+        elif self.integrity is DataIntegrity.TOUCHED:
+            # Asked once for each read, so it is one look at one byte. Shared by forked workers.
+            self._seen = mmap.mmap(-1, len(self))
+
+    def _verify(self, item: int, start: int, stop: int) -> None:
+        """Verify bytes [start, stop) of an item, of which some block was never looked at."""
+        first: int = self._pointers.item(item)
+        last = first + self.sizes.item(item) * self.dtype.itemsize
+        if not self._file.is_verified(first, last):
+            self._file.verify(start, stop)
+            if not self._file.is_verified(first, last):
+                return  # a long item: the next read of it comes here again
+        if self._seen is not None:
+            self._seen[item] = 1
 
     def _check_length_of_data(self) -> None:
         expected = self.num_tokens * self.dtype.itemsize
-        if self._data_stamp.size_bytes != expected:
+        if self._file.stamp.size_bytes != expected:
             raise damaged(
                 data_file_path(self.prefix),
                 "the token file has another length than its index says",
                 expected=f"{expected} bytes ({self.num_tokens} {self.dtype.name} tokens)",
-                found=f"{self._data_stamp.size_bytes} bytes",
+                found=f"{self._file.stamp.size_bytes} bytes",
                 fix="copy both files again: one was cut short, or they are of different corpora",
             )
 
@@ -246,6 +302,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes = array("i")
         self._doc_idx = array("q", [0])
         self._num_tokens = 0
+        self._blocks = BlockHasher()
         self._data_path = Path(data_file_path(self.prefix))
         self._index_path = Path(index_file_path(self.prefix))
         self._refuse_bad_prefix()
@@ -317,7 +374,7 @@ class MMapIndexedDatasetBuilder:
         self.end_document()
 
     def merge_file_(self, prefix: str) -> None:
-        """Append the corpus `prefix` whole, as its items and documents are."""
+        """Append the corpus `prefix` whole, as its items and documents are, verified on the way."""
         if Path(prefix).resolve() == Path(self.prefix).resolve():
             raise DataError(
                 "a merge may not read the corpus that it writes",
@@ -333,19 +390,9 @@ class MMapIndexedDatasetBuilder:
             )
         self._require_closed_document()
         offset = len(self._sizes)
-        copied = self._file.tell()
-        try:
-            with open(data_file_path(prefix), "rb") as source:
-                shutil.copyfileobj(source, self._file, _COPY_BYTES)
-            copied = self._file.tell() - copied
-        except OSError as error:
-            raise atomic.write_error(self._data_path, error) from error
-        if copied != other.num_tokens * self.dtype.itemsize:
-            raise DataError(
-                f"the corpus {prefix} changed while it was merged",
-                found=f"{copied} bytes; expected {other.num_tokens * self.dtype.itemsize}",
-                fix="wait until it is complete, then merge again",
-            )
+        for piece in other.pieces():
+            self._write(piece)
+        other.check_unchanged()
         self._sizes.frombytes(other.sizes.tobytes())
         self._doc_idx.frombytes((other.doc_idx[1:] + offset).tobytes())
         self._num_tokens += other.num_tokens
@@ -364,29 +411,41 @@ class MMapIndexedDatasetBuilder:
                 fix="check that the input has text under the key that was asked for",
             )
         self._require_closed_document()
+        checksum_path = Path(checksum_file_path(self.prefix))
         temporary_index = atomic.temporary_name(self._index_path)
+        temporary_checksums = atomic.temporary_name(checksum_path)
         try:
             _sync_and_close(self._file)
-            with open(temporary_index, "wb") as file:
-                write_index(
-                    file,
-                    self.dtype,
-                    np.frombuffer(self._sizes, np.int32),
-                    np.frombuffer(self._doc_idx, np.int64),
-                )
-                _sync_and_close(file)
+            checksums = self._blocks.finish(self._write_index(temporary_index))
+            write_checksums(temporary_checksums, checksums)
             # No moment may show new tokens with an old index, or the other way round.
-            self._index_path.unlink(missing_ok=True)
-            Path(metadata_file_path(self.prefix)).unlink(missing_ok=True)
+            for path in corpus_files(self.prefix):
+                if path != self._data_path:
+                    path.unlink(missing_ok=True)
             atomic.publish(self._temporary, self._data_path)
+            atomic.publish(temporary_checksums, checksum_path)
             if self._metadata is not None:
-                write_metadata(self.prefix, self._with_counts(self._metadata))
+                described = self._with_counts(self._metadata, checksums.pair_id)
+                write_metadata(self.prefix, described)
             atomic.publish(temporary_index, self._index_path)
         except OSError as error:
             raise atomic.write_error(self._data_path, error) from error
         finally:
             temporary_index.unlink(missing_ok=True)
+            temporary_checksums.unlink(missing_ok=True)
             self._discard()
+
+    def _write_index(self, path: Path) -> IndexHasher:
+        with open(path, "wb") as file:
+            hasher = IndexHasher(file)
+            write_index(
+                hasher,
+                self.dtype,
+                np.frombuffer(self._sizes, np.int32),
+                np.frombuffer(self._doc_idx, np.int64),
+            )
+            _sync_and_close(file)
+        return hasher
 
     def _refuse_bad_prefix(self) -> None:
         refuse_suffix(self.prefix)
@@ -405,19 +464,21 @@ class MMapIndexedDatasetBuilder:
                 fix="call end_document() after the items of each document",
             )
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
+        self._blocks.update(data)
         try:
             self._file.write(data)
         except OSError as error:
             self._discard()
             raise atomic.write_error(self._data_path, error) from error
 
-    def _with_counts(self, metadata: CorpusMetadata) -> CorpusMetadata:
+    def _with_counts(self, metadata: CorpusMetadata, pair_id: str) -> CorpusMetadata:
         return dataclasses.replace(
             metadata,
             num_items=len(self._sizes),
             num_documents=len(self._doc_idx) - 1,
             num_tokens=self._num_tokens,
+            pair_id=pair_id,
         )
 
 

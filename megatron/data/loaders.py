@@ -6,7 +6,6 @@ traceback as a note. Drawing a loader's seed leaves the global generators alone,
 sees the same random numbers.
 """
 
-import os
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from megatron import device, log
+from megatron import device
 from megatron.data.blendable_dataset import SampleDataset
 from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
@@ -143,12 +142,4 @@ def _check_workers(num_workers: int) -> None:
             "a loader cannot have a negative number of workers",
             found=f"--num-workers {num_workers}",
             fix="use --num-workers 0 to read in the training process",
-        )
-    # macOS has no affinity; there every processor may be used.
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    if num_workers > usable:
-        log.warning_once(
-            "num_workers",
-            f"--num-workers {num_workers} per loader, but this process may use {usable} CPUs",
         )

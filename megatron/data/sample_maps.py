@@ -2,8 +2,11 @@
 
 Both fill arrays allocated here, so type and shape cannot differ; a property test holds the bytes
 equal. What a reader would get wrong: row i of a sample index is the position of token
-`i * seq_length` of the stream, so neighbouring rows share one token.
+`i * seq_length` of the stream, so neighbouring rows share one token. The maps of sentences are in
+`sentence_maps`, which asks this module whether the compiled loops may be used.
 """
+
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +18,7 @@ try:
 except ImportError:
     _built = None
 
-_INTERFACE = 1  # of csrc/data/sample_maps.cpp; a module built from older source is not used
+_INTERFACE = 2  # of csrc/data/sample_maps.cpp; a module built from older source is not used
 _MOST_INT32 = np.iinfo(np.int32).max
 _CHUNK_ROWS = 2**22  # bounds the temporaries of the twin to some hundred megabytes
 
@@ -26,6 +29,15 @@ Components = npt.NDArray[np.unsignedinteger]  # uint8 or uint16
 def compiled_is_used() -> bool:
     """Whether the compiled module is there and was built from this source."""
     return _built is not None and getattr(_built, "INTERFACE", None) == _INTERFACE
+
+
+def compiled() -> ModuleType | None:
+    """The compiled module if it may be used; None, said once, where the twins have to serve."""
+    if not compiled_is_used():
+        _say_that_the_twin_serves()
+        return None
+    built: ModuleType = _built
+    return built
 
 
 def build_sample_idx(

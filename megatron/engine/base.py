@@ -28,7 +28,11 @@ class MicroBatch(NamedTuple):
 
 
 class Datasets(NamedTuple):
-    """Datasets for the three uses; None where a use is turned off."""
+    """Datasets for the three uses; None where a use is turned off.
+
+    Validation and test may each be a mapping from name to dataset; each one is then evaluated by
+    itself and logged under its name.
+    """
 
     train: Any
     valid: Any

@@ -26,5 +26,6 @@ CHECKS: tuple[Check, ...] = (
     data.corpora_open_and_are_whole,
     data.corpora_fit_the_tokenizer,
     data.splits_hold_enough_samples,
+    data.mixtures_draw_from_every_corpus,
     checkpoint.checkpoint_to_load_exists,
 )

@@ -83,7 +83,44 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, tp: int, dp: int
             check_joined(*records, where=f"{name}, rank {rank}")
 
 
-def check_joined(straight: Record, first: Record, second: Record, where: str) -> None:
+def test_a_resumed_run_evaluates_named_groups_as_the_uninterrupted_run(tmp_path: Path) -> None:
+    """Groups of different sizes: in order, each starts over at another place of its own."""
+    corpus = write_tiny_corpus(tmp_path / "corpus")
+    plain = [
+        tiny_run(
+            corpus,
+            data_path=None,
+            train_weighted_split_paths=(f"T: 3 0:0.4 {corpus}, 1 0.4:0.7 {corpus}",),
+            valid_weighted_split_paths=(
+                f"V: 1 0.7:0.78 {corpus}",
+                f"W: 1 0.78:0.9 {corpus}, 2 0.7:0.9 {corpus}",
+            ),
+            test_weighted_split_paths=(f"X: 1 0.9:1 {corpus}",),
+            dataloader_type=order,
+            train_iters=FULL,
+            eval_iters=1,
+            eval_interval=3,
+            **DROPOUT,
+        )
+        for order in ("single", "cyclic")
+    ]
+    saving = [
+        _with_checkpoints(config, tmp_path / str(at), exit_interval=HALF)
+        for at, config in enumerate(plain)
+    ]
+    loading = [_with_checkpoints(config, tmp_path / str(at)) for at, config in enumerate(plain)]
+    before = run_on_ranks(1, train_all, [*plain, *saving], timeout_s=120)[0]
+    after = run_on_ranks(1, train_all, loading, timeout_s=120)[0]
+    for straight, first, second in zip(before[:2], before[2:], after):
+        # Both groups after 3, 6 and 8 iterations, and the test.
+        check_joined(straight, first, second, where="groups", evaluations=7)
+        losses = [evaluation.mean for evaluation in straight.evaluations]
+        assert len(set(losses)) == 7
+
+
+def check_joined(
+    straight: Record, first: Record, second: Record, where: str, *, evaluations: int = 4
+) -> None:
     assert (len(first.steps), len(straight.steps)) == (HALF, FULL), where
     assert second.progress == straight.progress, where
     for name in ("steps", "plans", "evaluations", "trained_on", "evaluated_on"):
@@ -94,7 +131,8 @@ def check_joined(straight: Record, first: Record, second: Record, where: str) ->
         ]
         assert not differing, f"{where}: {name} {differing}"
         assert len(joined) == len(expected), f"{where}: {name}"
-    assert len(straight.evaluations) == 4, where  # after 3, 6 and 8 iterations, and the test
+    # After 3, 6 and 8 iterations, and the test.
+    assert len(straight.evaluations) == evaluations, where
     assert straight.progress.consumed_valid_samples == 3 * 8, where
     assert second.scalars == straight.scalars, where
     assert second.state.keys() == straight.state.keys(), where

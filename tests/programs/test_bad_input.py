@@ -552,6 +552,25 @@ def test_a_corpus_that_shrinks_while_it_is_read_ends_all_ranks(prefix: str, tmp_
     assert_said(failed[0].err, ["corpus_text_document.bin", "end of file", "found: "])
 
 
+@pytest.mark.parametrize("integrity", ["touched", "full"])
+def test_a_flipped_bit_ends_all_ranks_with_its_file_and_bytes(
+    integrity: str, prefix: str, tmp_path: Path
+) -> None:
+    damaged = copied(prefix, tmp_path)
+    path = Path(damaged + ".bin")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    flags = small_run(damaged, *FOREVER, "--data-integrity", integrity)
+    with each_rank(2, flags, cwds=[tmp_path]) as ranks:
+        ended = all_ended(ranks, within_s=ENDS_WITHIN_S)
+    assert {one.status for one in ended} <= {DataError.exit_code, PeerError.exit_code, 1}
+    failed = [one for one in ended if one.status == DataError.exit_code]
+    assert failed, [one.text for one in ended]
+    words = [f"not those that were written: {damaged}.bin", "bytes [0, ", "expected"]
+    assert_said(failed[0].err, words)
+
+
 def test_a_run_without_evaluation_needs_no_data_for_it(prefix: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     flags = ["--split", "100,0,0", "--eval-iters", "0", "--save", str(save)]

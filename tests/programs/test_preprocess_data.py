@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -136,6 +137,139 @@ def test_a_bad_line_stops_everything_and_leaves_nothing(tmp_path: Path, workers:
     with pytest.raises(DataError, match="not valid JSON") as caught:
         preprocess(source, out / "x", *BYTES, "--workers", workers)
     assert f"{source}:71" in str(caught.value)
+    assert list(out.iterdir()) == []
+
+
+BAD_LINES = [
+    (b'{"text": "cut off', "2: Invalid control", "not valid JSON"),
+    (b'{"text": "\xff"}', "3: byte 0xff", "not UTF-8"),
+    (b'{"body": "x"}', "4: keys 'body'", "has no key 'text'"),
+    (b'{"text": 5}', "5: int", "not a string"),
+    (b'["x"]', "6: a list", "not a JSON object"),
+    (b"[" * 100_000, "7: ", "not valid JSON"),
+    (b'{"text": "\\ud800"}', "8: ", "half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_lines_are_skipped_counted_and_named_when_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    source = tmp_path / "a.jsonl"
+    bad = [line for line, _, _ in BAD_LINES]
+    source.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b'{"text": "last"}', b""]))
+    flags = ("--on-bad-line", "skip", "--workers", workers, "--chunk-size", "3")
+    preprocess(source, tmp_path / "out", *BYTES, *flags)
+    assert texts_of(tmp_path / "out") == ["first", "last"]
+    said = capsys.readouterr().err
+    assert "skipped 7 bad lines" in said
+    for _, place, problem in BAD_LINES[:5]:
+        assert any(f"{source}:{place}" in line and problem in line for line in said.splitlines())
+    assert "and 2 more" in said
+    assert f"{source}:7" not in said
+
+
+def test_bad_lines_leave_several_keys_aligned(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"q": "q1", "a": "a1"}\n{"q": "q2"}\n{"q": "q3", "a": "a3"}\n')
+    flags = ("--json-keys", "q", "a", "--on-bad-line", "skip")
+    preprocess(source, tmp_path / "out", *BYTES, *flags)
+    assert texts_of(tmp_path / "out", "q") == ["q1", "q3"]
+    assert texts_of(tmp_path / "out", "a") == ["a1", "a3"]
+
+
+def test_a_text_file_may_have_bad_documents_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo \xe9\nthree\n")
+    flags = ("--text-documents", "lines", "--on-bad-line", "skip")
+    preprocess(tmp_path / "a.txt", tmp_path / "out", *BYTES, *flags)
+    assert texts_of(tmp_path / "out") == ["one", "three"]
+    assert f"{tmp_path / 'a.txt'}:2: byte 0xe9" in capsys.readouterr().err
+
+
+def test_nothing_but_bad_lines_is_an_error(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["x", "y"], key="body")
+    with pytest.raises(DataError, match="no document is left") as caught:
+        preprocess(source, tmp_path / "out" / "x", *BYTES, "--on-bad-line", "skip")
+    assert f"2 bad lines: {source}:1" in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_sidecar_says_which_files_the_tokenizer_was_read_from(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the dog"])
+    files = write_gpt2(tmp_path / "tokenizer")
+    gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", files["vocab_file"])
+    folder = ("--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path")
+    (tmp_path / "tokenizer" / "weights.bin").write_text("large")
+    for name, flags in (
+        ("gpt2", (*gpt2, "--merge-file", files["merge_file"])),
+        ("folder", (*folder, str(tmp_path / "tokenizer"))),
+    ):
+        preprocess(source, tmp_path / name, *flags)
+    sidecars = [
+        json.loads((tmp_path / f"{name}_text_document.meta.json").read_text())["tokenizer_files"]
+        for name in ("gpt2", "folder")
+    ]
+    assert [list(files) for files in sidecars] == [["merges.txt", "vocab.json"], ["tokenizer.json"]]
+    assert sidecars[0]["vocab.json"] == _sha256(Path(files["vocab_file"]))
+
+
+def started_in_the_middle(folder: Path, *flags: str) -> "subprocess.Popen[str]":
+    """The program in a process group of its own, as a terminal makes one, when work has begun."""
+    source = folder / "a.jsonl"
+    source.write_text('{"text": "1 2 3 4"}\n' * 500_000)
+    (folder / "out").mkdir()
+    words = ["--input", str(source), "--output-prefix", str(folder / "out" / "x"), *NULL, *flags]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "tools.preprocess_data", *words, "--log-interval", "1"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stderr is not None
+    while "documents" not in program.stderr.readline():
+        assert program.poll() is None
+    return program
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path, workers: str) -> None:
+    with started_in_the_middle(tmp_path, "--workers", workers) as program:
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.stderr is not None
+        rest = program.stderr.read()  # to its end: until the last process of the group is gone
+    assert program.returncode == 130
+    assert "Traceback" not in rest
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_kill_leaves_no_process_and_no_file_that_looks_finished(tmp_path: Path) -> None:
+    with started_in_the_middle(tmp_path, "--workers", "2") as program:
+        program.kill()
+        assert program.stderr is not None
+        program.stderr.read()
+    left = [path.name for path in (tmp_path / "out").iterdir()]
+    assert [name.endswith(".tmp") for name in left] == [True]
+
+
+def test_a_full_disk_leaves_no_file_and_says_so(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["1 2 3 4"] * 50_000)
+    out = tmp_path / "out"
+    out.mkdir()
+    flags = ["-", "--input", str(source), "--output-prefix", str(out / "x"), *NULL]
+    done = subprocess.run(
+        # No file may grow beyond 100 KiB: the operating system refuses the rest.
+        ["bash", "-c", f"ulimit -f 100; exec {sys.executable} -m tools.preprocess_data $*", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == MachineError.exit_code
+    assert f"cannot write {out / 'x_text_document.bin'}" in done.stderr
     assert list(out.iterdir()) == []
 
 

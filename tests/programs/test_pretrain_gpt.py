@@ -4,12 +4,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.checkpoint.folder import TRACKER
 from megatron.config.run import GROUPS
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from tests.support.launch import (
     PRETRAIN,
     ROOT,
@@ -132,15 +133,21 @@ def test_each_iteration_is_said_once_in_a_line_of_megatrons_form(trained: Traine
 
 
 def test_tensorboard_has_megatrons_tags(trained: Trained) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (file,) = trained.events.iterdir()
-    events = EventAccumulator(str(file))
-    events.Reload()
+    events = events_in(trained.events)
     assert set(events.Tags()["scalars"]) >= MEGATRON_TAGS
     assert [point.step for point in events.Scalars("lm-loss-training/lm loss")] == [1, 2, 3, 4]
     samples = events.Scalars("lm-loss-training/lm loss vs samples")
     assert [point.step for point in samples] == [8, 16, 24, 32]
+
+
+def events_in(folder: Path) -> Any:
+    """What the one file of a run's TensorBoard folder holds."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.iterdir()
+    events = EventAccumulator(str(file))
+    events.Reload()
+    return events
 
 
 def test_a_checkpoint_is_verified_and_one_changed_bit_is_found(
@@ -188,6 +195,28 @@ def test_a_prolonged_run_evaluates_on_the_first_samples_again(tmp_path: Path) ->
         ended = run_program(words, cwd=tmp_path)
         assert ended.status == 0, ended.text
         assert f"validation loss at iteration {iterations} " in ended.out
+
+
+def test_named_groups_are_evaluated_and_logged_each_by_itself(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "valid.txt").write_text(f'"EARLY: 1 0.8:0.9 {prefix}" "LATE: 1 0.9:1 {prefix}"')
+    words = small_run(prefix, "--tensorboard-dir", "events", "--data-cache-path", "cache")
+    at = words.index("--data-path")
+    del words[at : at + 2]
+    words += ["--train-weighted-split-paths", f"T: 3 0:0.4 {prefix}, 1 0.4:0.8 {prefix}"]
+    words += ["--valid-weighted-split-paths-path", "valid.txt"]
+    done = run_program(torchrun_words(2, PRETRAIN, *words), cwd=tmp_path)
+    assert done.status == 0, done.text
+    for name in ("EARLY", "LATE"):
+        assert f" {name} loss at iteration 4 | lm loss value: " in done.out
+    assert "validation loss" not in done.out
+    assert "T is a blend of 16 samples:" in done.out
+    assert "no --test-weighted-split-paths: nothing is evaluated on test data" in done.out
+    tags = events_in(tmp_path / "events").Tags()["scalars"]
+    for name in ("EARLY", "LATE"):
+        assert f"lm-loss-validation/{name}/lm loss validation" in tags
+    refused = run_program(pretrain_words(*words, "--data-path", prefix), cwd=tmp_path)
+    assert refused.status == ConfigError.exit_code
+    assert "by weighted ranges and by whole paths" in refused.text
 
 
 def test_an_exit_interval_ends_a_run_that_then_resumes_and_is_done(

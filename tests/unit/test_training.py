@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import megatron.training
+from megatron.data.worker_budget import WorkerLoad
 from megatron.engine.base import DatasetRequest, Datasets, EvaluationSum, StepPlan
 from megatron.errors import DataError
 from megatron.preflight.lengths import batch_schedule, duration
@@ -118,6 +119,61 @@ def test_validation_data_in_order_starts_over_where_it_ends() -> None:
     assert engine.heard == [[0, 1], [2, 3], [4, 5], [0, 1], [4, 5], [0, 1], [2, 3], [4, 5]]
 
 
+def test_each_named_group_is_evaluated_alone_and_they_advance_alike() -> None:
+    config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=2, eval_iters=1)
+    splits = Datasets(Numbers(2), {"V": Numbers(4), "W": Numbers(6)}, {"X": Numbers(2)})
+    task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
+    batches = batch_schedule(config.training, 1)
+    engine, said = Listening(), Silent()
+    progress = Progress()
+    for _ in range(2):  # the second as after a resume
+        feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
+        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
+    feed.test(engine, progress, said)  # type: ignore[arg-type]
+    assert progress.consumed_valid_samples == 8
+    assert said.names == ["V", "W"] * 4 + ["X"]
+    v, w = engine.heard[:8:2], engine.heard[1:8:2]
+    assert v == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert w == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert engine.heard[8:] == [[0, 1]]
+
+
+def test_workers_of_all_loaders_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[WorkerLoad] = []
+    monkeypatch.setattr(megatron.training, "announce_worker_budget", seen.append)
+    config = tiny_run("nowhere", micro_batch_size=2, num_workers=3)
+    batches = batch_schedule(config.training, 1)
+    splits = Datasets(Numbers(2), {"V": Numbers(2), "W": Numbers(2)}, None)
+    task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
+    DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+    assert seen == [WorkerLoad(num_workers=3, loaders=3, readers=1, batch_bytes=2 * 17 * 8)]
+
+
+def test_files_of_every_group_are_watched() -> None:
+    class Changed(Numbers):
+        def check_unchanged(self) -> None:
+            raise DataError("changed", fix="do not")
+
+    class Same(Numbers):
+        def check_unchanged(self) -> None:
+            pass
+
+    config = tiny_run("nowhere", micro_batch_size=2)
+    batches = batch_schedule(config.training, 1)
+    for last in (Same, Changed):
+        splits = Datasets(Same(2), {"V": Same(2), "W": last(2)}, None)
+        task = dataclasses.replace(gpt_task(), datasets=lambda _, splits=splits: splits)
+        feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+        if last is Same:
+            feed.check_unchanged()
+        else:
+            with pytest.raises(DataError, match="changed"):
+                feed.check_unchanged()
+
+
 class Listening:
     """An engine that only writes down what it is to evaluate on."""
 
@@ -130,10 +186,13 @@ class Listening:
 
 
 class Silent:
-    """A log that says nothing."""
+    """A log that says nothing, and remembers of what."""
 
-    def evaluation(self, *args: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def evaluation(self, name: str, *args: Any) -> None:
+        self.names.append(name)
 
 
 SILENT = Silent()

@@ -43,6 +43,30 @@ def test_separate_files_need_no_split() -> None:
     assert config.data_path is None
 
 
+def test_weighted_ranges_are_training_data_by_themselves() -> None:
+    data = DataConfig(seq_length=16, train_weighted_split_paths=("T: 1 0:1 p",))
+    assert data.has_weighted_splits
+    assert not some_data().has_weighted_splits
+    with pytest.raises(ConfigError, match="no training data was given"):
+        DataConfig(seq_length=16, valid_weighted_split_paths=("V: 1 0:1 p",))
+
+
+@pytest.mark.parametrize("name", ["data_path", "train_data_path", "test_data_path"])
+def test_weighted_ranges_and_whole_paths_do_not_mix(name: str) -> None:
+    with pytest.raises(ConfigError, match="by weighted ranges and by whole paths"):
+        some_data(**{"data_path": None, "train_weighted_split_paths": ("T",), name: ("p",)})
+
+
+def test_weighted_ranges_come_from_one_place() -> None:
+    with pytest.raises(ConfigError, match="on the command line and in a file") as caught:
+        some_data(
+            data_path=None,
+            train_weighted_split_paths=("T: 1 0:1 p",),
+            train_weighted_split_paths_path="f",
+        )
+    assert "--train-weighted-split-paths-path" in str(caught.value)
+
+
 def test_a_tokenizer_has_to_be_named() -> None:
     with pytest.raises(ConfigError, match="no tokenizer was named, so the vocabulary is unknown"):
         a_tokenizer(tokenizer_type=None)

@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blendable_dataset import BlendableDataset, samples_of_component
+from megatron.data.blendable_dataset import (
+    BlendableDataset,
+    draw_problems,
+    samples_of_component,
+)
 from megatron.data.sample_maps import build_blending_indices
 from megatron.errors import ConfigError, DataError
 
@@ -38,6 +42,7 @@ def test_a_blend_draws_each_component_in_its_own_order():
     assert [tag for tag, _ in drawn] == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     assert [index for _, index in drawn] == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6]
     assert blend[np.int64(9)]["text"].tolist() == [1, 6]
+    assert blend.counts == (3, 7)
 
 
 def test_a_longer_blend_starts_like_a_shorter_one():
@@ -109,3 +114,11 @@ def test_what_is_asked_of_a_component_always_suffices(weights, size):
     counts = np.bincount(chosen, minlength=len(weights))
     for weight, count in zip(weights, counts):
         assert count <= samples_of_component(size, weight / total)
+
+
+def test_a_share_of_less_than_one_sample_is_a_problem():
+    assert list(draw_problems(["a", "b"], [9, 1], 10)) == []
+    (problem,) = draw_problems(["a", "b"], [99, 1], 50)
+    assert "a component of a blend is too rare to be drawn once: b" in str(problem)
+    assert "weight 1 of 100 is 0.5 of 50 samples" in str(problem)
+    assert list(draw_problems(["a", "b"], [99, 2.1], 50)) == [], "the fix works"

@@ -5,7 +5,12 @@ import json
 
 import pytest
 
-from megatron.data.corpus_metadata import metadata_file_path, read_metadata, write_metadata
+from megatron.data.corpus_metadata import (
+    digests_of_files,
+    metadata_file_path,
+    read_metadata,
+    write_metadata,
+)
 from megatron.errors import DataError, MachineError
 from tests.unit.data.corpora import METADATA
 
@@ -24,6 +29,26 @@ def test_a_corpus_may_have_no_sidecar_and_no_end_of_document(tmp_path):
     assert read_metadata(prefix) == without
 
 
+def test_a_sidecar_from_before_checksums_is_read(tmp_path):
+    fields = dataclasses.asdict(METADATA)
+    del fields["pair_id"], fields["tokenizer_files"]
+    (tmp_path / "c.meta.json").write_text(json.dumps(fields))
+    assert read_metadata(str(tmp_path / "c")) == METADATA
+
+
+def test_the_files_of_a_tokenizer_are_told_by_their_digests(tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name in ("tokenizer.json", "vocab.txt", "model.safetensors"):
+        (folder / name).write_bytes(b"abc")
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert digests_of_files([folder]) == {"tokenizer.json": abc, "vocab.txt": abc}
+    assert digests_of_files([folder / "vocab.txt", tmp_path / "none"]) == {"vocab.txt": abc}
+    described = dataclasses.replace(METADATA, tokenizer_files=digests_of_files([folder]))
+    write_metadata(str(tmp_path / "c"), described)
+    assert read_metadata(str(tmp_path / "c")) == described
+
+
 def test_fields_of_later_versions_of_the_tools_are_left_alone(tmp_path):
     path = tmp_path / "c.meta.json"
     path.write_text(json.dumps(dataclasses.asdict(METADATA) | {"checksums": ["abc"]}))
@@ -37,6 +62,8 @@ def test_fields_of_later_versions_of_the_tools_are_left_alone(tmp_path):
         ({"vocab_size": "many"}, "wrong type: vocab_size"),
         ({"vocab_size": True}, "wrong type: vocab_size"),
         ({"tokenizer_type": None}, "wrong type: tokenizer_type"),
+        ({"pair_id": 7}, "wrong type: pair_id"),
+        ({"tokenizer_files": {"vocab.json": 7}}, "wrong type: tokenizer_files"),
         ({"level": "chapter"}, "level 'chapter'"),
     ],
 )

@@ -4,13 +4,14 @@ import pytest
 
 from megatron.data.corpus_paths import (
     both_files_exist,
+    corpus_files,
     data_file_path,
     index_file_path,
     refuse_suffix,
     require_regular_file,
 )
 from megatron.errors import DataError
-from tests.unit.data.corpora import write_corpus
+from tests.unit.data.corpora import METADATA, write_corpus
 
 
 def test_suffixes_are_appended_to_prefixes_with_dots():
@@ -60,3 +61,9 @@ def test_a_corpus_exists_when_both_of_its_files_do(tmp_path):
     assert both_files_exist(prefix)
     (tmp_path / "c.bin").unlink()
     assert not both_files_exist(prefix)
+
+
+def test_every_file_of_a_corpus_has_its_name(tmp_path):
+    prefix = write_corpus(tmp_path / "v1.2", [3], metadata=METADATA)
+    assert set(corpus_files(prefix)) == set(tmp_path.iterdir())
+    assert corpus_files(prefix)[0] == tmp_path / "v1.2.idx"

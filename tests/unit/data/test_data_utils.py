@@ -1,6 +1,7 @@
 """Flags become datasets, and each way of writing them wrong has its own message."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,16 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import log
+from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.blendable_dataset import BlendableDataset
 from megatron.data.data_utils import (
     WeightedPrefix,
     build_train_valid_test_datasets,
+    build_weighted_datasets,
     check_data_path,
+    corpus_opener,
+    corpus_problems,
     parse_data_path,
     parse_split,
     split_ranges,
 )
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.weighted_paths import WeightedSplits, parse_weighted_groups
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import random_sizes, write_corpus
 
@@ -245,6 +251,121 @@ def test_the_same_data_gives_the_same_order_under_any_cache(tmp_path):
     ]
 
 
+# ---- weighted ranges
+
+
+def groups(*words):
+    return parse_weighted_groups(words, flag="--x")
+
+
+def build_groups(folder, train=(), valid=(), test=(), **changes):
+    options = {
+        "num_samples": (20, 4, 4),
+        "seq_length": 8,
+        "seed": 1234,
+        "cache_path": str(folder / "cache"),
+    }
+    splits = WeightedSplits(groups(*train), groups(*valid), groups(*test))
+    return build_weighted_datasets(splits, **(options | changes))
+
+
+def test_every_group_reads_its_own_ranges(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [10] * 100)
+    splits = build_groups(
+        tmp_path,
+        train=(f"T: 1 0:0.5 {prefix}",),
+        valid=(f"V: 1 0.5:0.7 {prefix}", f"W: 1 0.7:0.8 {prefix}"),
+        test=(f"X: 1 0.8:0.9 {prefix}, 1 0.9:1 {prefix}",),
+    )
+    assert [*splits.valid, *splits.test] == ["V", "W", "X"]
+    datasets = (splits.train, *splits.valid.values(), *splits.test.values())
+    for dataset, (start, stop) in zip(datasets, [(0, 50), (50, 70), (70, 80), (80, 100)]):
+        read = {int(t) // 10 for i in range(len(dataset)) for t in dataset[i]["text"]}
+        assert read <= set(range(start, stop))
+    assert isinstance(splits.test["X"], BlendableDataset)
+    assert len(splits.test["X"]) == 4
+
+
+def test_one_whole_range_is_the_same_order_as_the_whole_path(tmp_path):
+    a = write_corpus(tmp_path / "a", random_sizes(60, seed=1))
+    b = write_corpus(tmp_path / "b", random_sizes(60, seed=2))
+    whole = build(tmp_path, train_data_path=("3", a, "1", b), num_samples=(50, 0, 0)).train
+    ranged = build_groups(tmp_path, (f"T: 3 0:1 {a}, 1 0:1 {b}",), num_samples=(50, 0, 0)).train
+    assert whole.fingerprint() == ranged.fingerprint()
+
+
+def test_a_use_without_groups_is_said_and_has_no_dataset(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "c", [10] * 100)
+    splits = build_groups(tmp_path, (f"T: 1 0:1 {prefix}",), num_samples=(20, 4, 0))
+    assert (splits.valid, splits.test) == ({}, {})
+    said = capsys.readouterr().out
+    assert "no --valid-weighted-split-paths: nothing is evaluated on valid data" in said
+    assert "test" not in said
+
+
+def test_a_group_without_documents_or_samples_is_named(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [10] * 10)
+    with pytest.raises(DataError, match=r"the V split of .* has no documents"):
+        build_groups(tmp_path, (f"T: 1 0:1 {prefix}",), (f"V: 1 0.98:1 {prefix}",))
+    with pytest.raises(DataError, match="the T split holds less than one global batch"):
+        build_groups(tmp_path, (f"T: 1 0:1 {prefix}",), num_samples=(1, 0, 0), min_samples=64)
+    with pytest.raises(ConfigError, match="seed of the sample order"):
+        build_groups(tmp_path, (f"T: 1 0:1 {prefix}",), seed=-1)
+
+
+# ---- what a mixture really gives
+
+
+def test_a_blend_says_its_real_shares_and_epochs_once(tmp_path, capsys):
+    a = write_corpus(tmp_path / "a", [10] * 50)  # 500 tokens, 62 samples of 8
+    b = write_corpus(tmp_path / "b", [10] * 50)
+    build(tmp_path, data_path=("0.25", a, "0.75", b), split="1", num_samples=(1000, 0, 0))
+    said = capsys.readouterr().out
+    assert "train is a blend of 1,000 samples:" in said
+    assert f"{a}: weight 0.25, 250 samples (25.00%), 4 epochs" in said
+    assert f"{b}: weight 0.75, 750 samples (75.00%), 12 epochs" in said
+
+
+def test_a_corpus_too_rare_to_be_drawn_stops_training_and_is_announced_in_evaluation(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(log._SPEAKER, "said", set())
+    a = write_corpus(tmp_path / "a", [10] * 100)
+    b = write_corpus(tmp_path / "b", [10] * 100)
+    path = ("1", a, "1e-3", b)
+    with pytest.raises(ConfigError, match=f"too rare to be drawn once: {b}") as raised:
+        build(tmp_path, data_path=path, split="1")
+    assert "0.02 of 20 samples" in str(raised.value)
+    build(tmp_path, data_path=path, split="8,2", num_samples=(2000, 4, 0))
+    assert f"valid: a component of a blend is too rare to be drawn once: {b}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("asked", DataIntegrity)
+def test_corpora_are_opened_as_the_flags_say(tmp_path, asked, mapped):
+    prefix = write_corpus(tmp_path / "c", [10] * 20)
+    data = DataConfig(
+        seq_length=8, data_path=(prefix,), data_integrity=asked, mmap_bin_files=mapped
+    )
+    open_corpus = corpus_opener(data, is_builder=True)
+    train = build(tmp_path, data_path=(prefix,), open_corpus=open_corpus).train
+    assert (train.indexed.integrity, train.indexed.mapped) == (asked, mapped)
+    waiting = corpus_opener(data, is_builder=False)(prefix)
+    full = asked is DataIntegrity.FULL
+    assert waiting.integrity is (DataIntegrity.TOUCHED if full else asked)
+
+
+def test_a_check_compares_the_index_unless_it_is_told_not_to(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [3])
+    Path(prefix + ".sums").write_bytes(b"damaged")
+    (error,) = check_data_path((prefix,))
+    assert "the checksums of a corpus cannot be used" in str(error)
+    data = DataConfig(seq_length=8, data_path=(prefix,), data_integrity=DataIntegrity.OFF)
+    assert check_data_path((prefix,), open_corpus=corpus_opener(data, is_builder=False)) == []
+
+
 # ---- preflight
 
 
@@ -252,6 +373,11 @@ def test_a_check_finds_nothing_wrong_with_good_data(tmp_path):
     prefix = write_corpus(tmp_path / "c", [3])
     assert check_data_path((prefix,), split="969,30,1") == []
     assert check_data_path(None, train_data_path=(prefix,), test_data_path=("2", prefix)) == []
+
+
+def test_each_corpus_that_cannot_be_opened_is_said_once(tmp_path):
+    good, missing = write_corpus(tmp_path / "c", [3]), str(tmp_path / "none")
+    assert len(corpus_problems((good, missing, missing))) == 1
 
 
 def test_a_check_reports_every_error_at_once(tmp_path):

@@ -1,8 +1,13 @@
 """An entry is built once, published whole, verified when loaded and rebuilt when damaged."""
 
+import dataclasses
 import errno
 import json
+import multiprocessing
+import os
 import pickle
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +15,7 @@ import pytest
 
 from megatron import log
 from megatron.data.index_cache import CachedIndex, IndexCache, cache_folders, fingerprint
+from megatron.data.lease import LeaseTiming
 from megatron.errors import ConfigError, DataError, MachineError
 from tests.unit.data.corpora import cache_in
 
@@ -170,26 +176,117 @@ def test_a_builder_that_fails_still_reaches_the_barrier(tmp_path):
 
 def test_a_rank_that_does_not_see_the_builders_file_builds_its_own_and_says_so(tmp_path, capsys):
     build = Builds()
-    cache = cache_in(tmp_path, is_builder=False)
+    cache = cache_in(tmp_path, is_builder=False, timing=LeaseTiming(settle_s=0.1))
     assert equal(cache.load_or_build("train", DESCRIPTION, build=build))
     assert build.count == 1
     assert "is not visible on this one" in capsys.readouterr().err
 
 
+PATIENT = LeaseTiming(renew_s=0.05, lease_s=10.0, poll_s=0.01, say_s=0.1, give_up_s=60.0)
+
+
 def test_two_builders_at_once_end_with_one_good_entry(tmp_path):
+    """One is paused for longer than its lease, so that the other builds too."""
+    paused = LeaseTiming(renew_s=60.0, lease_s=0.1, poll_s=0.01)
     inner, outer = Builds(), []
 
     def build_while_another_publishes():
-        outer.append(cache_in(tmp_path).load_or_build("train", DESCRIPTION, build=inner))
+        cache = cache_in(tmp_path, timing=paused)
+        outer.append(cache.load_or_build("train", DESCRIPTION, build=inner))
         return ARRAYS
 
-    index = cache_in(tmp_path).load_or_build(
+    index = cache_in(tmp_path, timing=paused).load_or_build(
         "train", DESCRIPTION, build=build_while_another_publishes
     )
     assert equal(index)
     assert equal(outer[0])
     assert equal(cache_in(tmp_path).load_or_build("train", DESCRIPTION, build=inner))
     assert inner.count == 1
+    assert not list((tmp_path / "index-cache").glob("*.lock"))
+
+
+def test_builders_of_several_jobs_build_once(tmp_path, capsys):
+    build, started, indices = Builds(), threading.Event(), []
+
+    def slow():
+        started.set()
+        time.sleep(0.4)
+        return build()
+
+    def first():
+        cache = cache_in(tmp_path, timing=PATIENT)
+        indices.append(cache.load_or_build("train", DESCRIPTION, build=slow))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert started.wait(10)
+    indices.append(
+        cache_in(tmp_path, timing=PATIENT).load_or_build("train", DESCRIPTION, build=build)
+    )
+    thread.join()
+    assert build.count == 1
+    assert all(equal(index) for index in indices)
+    said = capsys.readouterr().out
+    assert f"waiting for process {os.getpid()} on" in said
+    assert f"which is building the index train-{fingerprint(DESCRIPTION)}" in said
+    assert "still building the index train-" in said
+    assert "built the index train-" in said
+    assert "0 MiB" in said
+
+
+def build_for_ever(folder, ready):
+    def build():
+        ready.set()
+        time.sleep(600)
+
+    cache_in(folder, timing=PATIENT).load_or_build("train", DESCRIPTION, build=build)
+
+
+def build_soon(folder, result):
+    timing = dataclasses.replace(PATIENT, lease_s=1.0)
+    build = Builds()
+    cache_in(folder, timing=timing).load_or_build("train", DESCRIPTION, build=build)
+    result.put(build.count)
+
+
+def test_a_builder_that_is_killed_is_replaced_by_one_that_waits(tmp_path, capfd):
+    processes = multiprocessing.get_context("spawn")
+    ready, result = processes.Event(), processes.Queue()
+    one = processes.Process(target=build_for_ever, args=(tmp_path, ready), daemon=True)
+    other = processes.Process(target=build_soon, args=(tmp_path, result), daemon=True)
+    one.start()
+    assert ready.wait(60)
+    other.start()
+    time.sleep(0.5)
+    one.kill()
+    assert result.get(timeout=60) == 1
+    other.join(60)
+    one.join(60)
+    assert "is taken over for building the index" in capfd.readouterr().err
+    assert equal(cache_in(tmp_path).load_or_build("train", DESCRIPTION, build=Builds()))
+    assert not list((tmp_path / "index-cache").glob("*.lock"))
+
+
+def test_a_rank_that_waits_says_so_and_for_what(tmp_path, capsys):
+    cache = cache_in(tmp_path, wait=lambda: time.sleep(0.3), timing=PATIENT)
+    cache.load_or_build("train", DESCRIPTION, build=Builds())
+    said = capsys.readouterr().out
+    assert f"still waiting for the ranks that build the index train-{fingerprint(DESCRIPTION)}" in (
+        said
+    )
+
+
+@pytest.mark.parametrize("is_builder", [True, False])
+def test_ranks_that_do_not_meet_name_the_index(tmp_path, is_builder):
+    def time_out():
+        raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    timing = LeaseTiming(settle_s=0.1)
+    cache = cache_in(tmp_path, wait=time_out, is_builder=is_builder, timing=timing)
+    with pytest.raises(MachineError, match="did not meet after the index train-") as raised:
+        cache.load_or_build("train", DESCRIPTION, build=Builds())
+    assert "Timed out waiting" in str(raised.value)
+    assert "--distributed-timeout-minutes" in raised.value.fix
 
 
 def test_an_unusable_first_folder_is_left_for_the_second_and_that_is_said(tmp_path, capsys):

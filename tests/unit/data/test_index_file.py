@@ -42,8 +42,7 @@ def test_a_mapped_index_says_what_a_read_one_does(path, monkeypatch, most_bytes_
 @pytest.mark.parametrize(
     ("offset", "kind", "value", "message"),
     [
-        (0, "<9s", b"TNTIDX\x00\x00\x00", "legacy lazy/cached format"),
-        (0, "<9s", b"PK\x03\x04     ", "not an index of the mmap format"),
+        (0, "<9s", b"PK\x03\x04     ", "not an index of a corpus"),
         (9, "<Q", 2, "an index of another version"),
         (17, "<B", 0, "expected one of the integer codes"),
         (17, "<B", 6, "code 6 (a floating-point type"),
@@ -84,6 +83,29 @@ def test_an_index_of_another_length_is_refused(path, length, message):
     with pytest.raises(DataError) as raised:
         read_index(str(path))
     assert message in str(raised.value)
+
+
+def test_an_index_cut_at_any_byte_is_refused(path):
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(DataError) as raised:
+            read_index(str(path))
+        assert str(path) in str(raised.value)
+        assert f"{min(length, len(content))} bytes" in str(raised.value)
+
+
+@pytest.mark.parametrize("most_bytes_read", [0, 10**6])
+def test_the_modes_of_newer_files_are_read_and_absent_elsewhere(path, monkeypatch, most_bytes_read):
+    monkeypatch.setattr(index_file, "_MOST_INDEX_BYTES_READ", most_bytes_read)
+    assert read_index(str(path)).modes is None
+    with path.open("ab") as file:
+        file.write(np.array([0, -1, 1], np.int8).tobytes())
+    index = read_index(str(path))
+    assert index.modes is not None
+    assert index.modes.tolist() == [0, -1, 1]
+    assert not index.modes.flags.writeable
+    assert index.doc_idx.tolist() == [0, 1, 2, 3]
 
 
 def test_an_index_without_document_borders_is_refused(path):

@@ -10,9 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron import log
+from megatron.config.data import DataIntegrity
+from megatron.data import corpus_checksums
+from megatron.data.corpus_paths import checksum_file_path
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
@@ -115,12 +120,37 @@ def test_a_sidecar_of_another_corpus_is_refused(tmp_path):
 
 
 def test_a_file_cut_short_while_open_gives_an_error_that_names_the_byte(prefix):
-    corpus = MMapIndexedDataset(prefix)
+    corpus = MMapIndexedDataset(prefix, integrity=DataIntegrity.HEADER)
     os.truncate(data_file_path(prefix), 9)
     assert corpus[0].tolist() == [1, 2, 3]
     with pytest.raises(DataError, match="changed while it was in use") as raised:
         corpus[3]
     assert "end of file at byte 9, where 3 more bytes were" in str(raised.value)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_file_cut_short_is_found_by_its_first_block(prefix, mapped):
+    corpus = MMapIndexedDataset(prefix, mapped=mapped)
+    os.truncate(data_file_path(prefix), 9)
+    with pytest.raises(DataError, match="end of file at byte 9, where 3 more bytes were"):
+        corpus[0]
+
+
+@pytest.mark.parametrize("integrity", DataIntegrity)
+def test_a_mapping_reads_what_pread_reads(tmp_path, integrity):
+    prefix = write_corpus(tmp_path / "c", random_sizes(200))
+    copied, mapped = (
+        MMapIndexedDataset(prefix, integrity=integrity, mapped=mapped) for mapped in (False, True)
+    )
+    for number, (one, other) in enumerate(zip(copied, mapped)):
+        assert one.tolist() == other.tolist()
+        assert one.dtype == other.dtype
+        assert one.flags.writeable
+        assert not (other.size and other.flags.writeable)
+        half = len(one) // 2
+        assert copied.get(number, half).tolist() == mapped.get(number, half).tolist()
+    assert b"".join(copied.pieces()) == b"".join(mapped.pieces())
+    assert pickle.loads(pickle.dumps(mapped)).mapped
 
 
 def test_a_failing_disk_is_a_machine_error(prefix, monkeypatch):
@@ -431,26 +461,190 @@ def test_a_merge_of_the_output_into_itself_is_refused(prefix):
 
 
 def test_a_corpus_that_shrinks_during_a_merge_is_noticed(prefix, tmp_path, monkeypatch):
+    open_corpus = MMapIndexedDataset.__init__
+
+    def open_and_shrink(self, *given, **options):
+        open_corpus(self, *given, **options)
+        os.truncate(data_file_path(prefix), 4)
+
+    monkeypatch.setattr(MMapIndexedDataset, "__init__", open_and_shrink)
+    with (
+        pytest.raises(DataError, match="end of file at byte 4"),
+        MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16) as builder,
+    ):
+        builder.merge_file_(prefix)
+
+
+def test_a_corpus_that_is_written_to_during_a_merge_is_noticed(prefix, tmp_path, monkeypatch):
+    write = MMapIndexedDatasetBuilder._write
+
+    def write_and_append(self, data):
+        write(self, data)
+        with open(data_file_path(prefix), "ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(MMapIndexedDatasetBuilder, "_write", write_and_append)
+    with (
+        pytest.raises(DataError, match="changed while it was in use"),
+        MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16) as builder,
+    ):
+        builder.merge_file_(prefix)
+
+
+def test_a_damaged_corpus_is_not_merged(prefix, tmp_path):
+    flip(data_file_path(prefix), 3)
+    with (
+        pytest.raises(DataError, match="not those that were written"),
+        MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16) as builder,
+    ):
+        builder.merge_file_(prefix)
+    assert not (tmp_path / "m.bin").exists()
+
+
+def test_a_merge_onto_a_full_disk_is_a_machine_error(prefix, tmp_path):
+    class FullDisk:
+        def write(self, _data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            pass
+
+    builder = MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16)
+    builder._file.close()
+    builder._file = FullDisk()
+    with pytest.raises(MachineError, match="cannot write"):
+        builder.merge_file_(prefix)
+
+
+# ---- integrity
+
+
+def test_a_flipped_bit_anywhere_is_found_when_its_block_is_read(prefix, monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+    prefix = write_corpus(tmp_path / "blocks", random_sizes(60, seed=3))
+    path = Path(data_file_path(prefix))
+    good = path.read_bytes()
+    rng = np.random.RandomState(5)
+    for bit in rng.randint(0, 8 * len(good), 40).tolist():
+        flip(path, bit // 8, 1 << bit % 8)
+        block = bit // 8 // 64
+        corpus = MMapIndexedDataset(prefix)
+        itemsize = corpus.dtype.itemsize
+        ends = np.cumsum(corpus.sizes) * itemsize
+        starts = ends - corpus.sizes * itemsize
+        for item, (start, stop) in enumerate(zip(starts.tolist(), ends.tolist())):
+            holds = start < stop and start // 64 <= block <= (stop - 1) // 64
+            if not holds:
+                corpus.get(item)
+                continue
+            with pytest.raises(DataError, match="the tokens are not those that were") as raised:
+                corpus.get(item)
+            stop = min(len(good), 64 * block + 64)
+            assert f"{path}\n  found: bytes [{64 * block}, {stop}) have" in str(raised.value)
+            with pytest.raises(DataError):
+                corpus.get(item)  # and again: an error is not forgotten
+        with pytest.raises(DataError, match=rf"bytes \[{64 * block}, "):
+            MMapIndexedDataset(prefix, integrity=DataIntegrity.FULL)
+        for blind in (DataIntegrity.OFF, DataIntegrity.HEADER):
+            list(MMapIndexedDataset(prefix, integrity=blind))
+        path.write_bytes(good)
+    MMapIndexedDataset(prefix, integrity=DataIntegrity.FULL).verify()
+
+
+def test_a_block_is_compared_once(prefix, monkeypatch, tmp_path):
+    monkeypatch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+    prefix = write_corpus(tmp_path / "blocks", [1000, 3, 0, 5])
+    compared = []
+    digest = xxhash.xxh3_64_intdigest
     monkeypatch.setattr(
-        "shutil.copyfileobj", lambda source, target, _: target.write(source.read(4))
+        xxhash, "xxh3_64_intdigest", lambda data: compared.append(len(data)) or digest(data)
     )
-    with (
-        pytest.raises(DataError, match="changed while it was merged"),
-        MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16) as builder,
-    ):
-        builder.merge_file_(prefix)
+    corpus = MMapIndexedDataset(prefix)
+    corpus.get(0, 10, 5)
+    corpus.get(0, 10, 5)
+    assert len(compared) == 1, "five tokens of a long item are one block"
+    list(corpus)
+    assert len(compared) == -(-1008 * 2 // 64)
+    list(corpus)
+    assert len(compared) == -(-1008 * 2 // 64)
 
 
-def test_a_merge_onto_a_full_disk_is_a_machine_error(prefix, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_what_a_forked_worker_compared_need_not_be_compared_again(prefix):
+    corpus = MMapIndexedDataset(prefix)
+    child = os.fork()
+    if child == 0:
+        corpus.get(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    flip(data_file_path(prefix), 0)
+    corpus.get(0)
+    with pytest.raises(DataError, match="not those that were written"):
+        MMapIndexedDataset(prefix).get(0)
 
-    monkeypatch.setattr("shutil.copyfileobj", fail)
-    with (
-        pytest.raises(MachineError, match="cannot write"),
-        MMapIndexedDatasetBuilder(tmp_path / "m", np.uint16) as builder,
-    ):
-        builder.merge_file_(prefix)
+
+def test_exchanged_files_of_equal_lengths_are_found(tmp_path):
+    a = write_corpus(tmp_path / "a", [3, 5])
+    b = write_corpus(tmp_path / "b", [5, 3])
+    c = write_corpus(tmp_path / "c", [1, 7])
+    os.replace(index_file_path(b), index_file_path(a))
+    with pytest.raises(DataError, match="the index is not the one that the checksums") as raised:
+        MMapIndexedDataset(a)
+    assert index_file_path(a) in str(raised.value)
+    MMapIndexedDataset(a, integrity=DataIntegrity.OFF)
+    with MMapIndexedDatasetBuilder(tmp_path / "other", np.uint16) as builder:
+        builder.add_document([9])
+        builder.add_document([8] * 7)
+    os.replace(data_file_path(str(tmp_path / "other")), data_file_path(c))
+    with pytest.raises(DataError, match="the tokens are not those that were written"):
+        MMapIndexedDataset(c)[0]
+
+
+def test_a_sidecar_of_another_corpus_of_equal_counts_is_refused(tmp_path):
+    a = write_corpus(tmp_path / "a", [3, 5], metadata=METADATA)
+    b = write_corpus(tmp_path / "b", [5, 3], metadata=METADATA)
+    os.replace(b + ".meta.json", a + ".meta.json")
+    with pytest.raises(DataError, match="the checksums and the sidecar are of different corpora"):
+        MMapIndexedDataset(a)
+
+
+def test_a_corpus_without_checksums_is_read_after_one_warning(prefix, capsys, monkeypatch):
+    monkeypatch.setattr(log._SPEAKER, "said", set())
+    os.unlink(checksum_file_path(prefix))
+    for integrity in DataIntegrity:
+        corpus = MMapIndexedDataset(prefix, integrity=integrity)
+        assert corpus[0].tolist() == [1, 2, 3]
+        corpus.verify()
+    said = capsys.readouterr().err
+    assert said.count("has no checksums") == 1
+    assert "files exchanged for others of the same lengths cannot be found" in said
+
+
+def test_a_corpus_that_grows_or_is_rewritten_while_open_is_noticed(prefix):
+    for change in (append, rewrite):
+        corpus = MMapIndexedDataset(prefix)
+        corpus.check_unchanged()
+        change(data_file_path(prefix))
+        with pytest.raises(DataError, match="changed while it was in use") as raised:
+            corpus.check_unchanged()
+        assert data_file_path(prefix) in str(raised.value)
+        os.truncate(data_file_path(prefix), 12)
+
+
+def append(path):
+    with open(path, "ab") as file:
+        file.write(b"ab")
+
+
+def rewrite(path):
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content)
+    os.utime(path, ns=(10**9, 10**9))
+
+
+def flip(path, at, bits=1):
+    content = bytearray(Path(path).read_bytes())
+    content[at] ^= bits
+    Path(path).write_bytes(content)
 
 
 # ---- types and sidecars
@@ -473,6 +667,9 @@ def test_the_sidecar_gets_its_counts_from_the_builder(tmp_path):
     assert metadata is not None
     assert (metadata.num_items, metadata.num_documents, metadata.num_tokens) == (3, 2, 4)
     assert (metadata.tokenizer_type, metadata.eod) == ("GPT2BPETokenizer", 4999)
+    checksums = corpus_checksums.read_checksums(str(tmp_path / "c"))
+    assert checksums is not None
+    assert metadata.pair_id == checksums.pair_id
 
 
 def test_a_corpus_written_over_another_does_not_keep_its_sidecar(tmp_path):

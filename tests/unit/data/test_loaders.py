@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import log
 from megatron.data.data_samplers import MegatronPretrainingSampler
 from megatron.data.loaders import build_data_loader, make_data_loader
 from megatron.errors import ConfigError, DataError
@@ -112,14 +111,6 @@ def test_samples_of_different_lengths_are_refused():
 def test_a_negative_number_of_workers_is_refused():
     with pytest.raises(ConfigError, match="--num-workers -1"):
         load(Windows(4), num_workers=-1)
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_more_workers_than_processors_are_announced(capsys, monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    load(Windows(4), num_workers=2)
-    assert "this process may use 1 CPUs" in capsys.readouterr().err
 
 
 def test_the_loader_is_bound_to_the_length_of_its_dataset():

@@ -6,17 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.corpus_metadata import CorpusMetadata
+from megatron import log
+from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.preflight import data as rules
 from megatron.preflight.run import Check
 from tests.support.tiny import write_tiny_corpus
 from tests.unit.preflight.plans import found, only, plan
+from tests.unit.tokenizer.vocabularies import write_gpt2
 
 ALL = [
     rules.corpora_open_and_are_whole,
     rules.corpora_fit_the_tokenizer,
     rules.splits_hold_enough_samples,
+    rules.mixtures_draw_from_every_corpus,
 ]
 
 
@@ -66,6 +69,33 @@ def test_a_corpus_of_another_vocabulary_is_found_by_its_metadata(tmp_path: Path)
     )
 
 
+def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: Path(path) for name, path in write_gpt2(tmp_path / "tokenizer").items()}
+    flags = {name: str(path) for name, path in files.items()}
+    asked = plan("nowhere", tokenizer_type="GPT2BPETokenizer", vocab_size=None, **flags)
+    assert asked.tokenizer is not None
+    metadata = CorpusMetadata(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_size=asked.tokenizer.vocab_size,
+        eod=None,
+        tokenizer_files=digests_of_files(files.values()),
+    )
+    with MMapIndexedDatasetBuilder(tmp_path / "c", np.uint16, metadata=metadata) as builder:
+        builder.add_document(np.arange(10))
+    for content, announced in ((None, False), (b"#version: 0.2\n", True)):
+        if content is not None:
+            files["merge_file"].write_bytes(content)
+        monkeypatch.setattr(log._SPEAKER, "said", set())
+        data = dataclasses.replace(asked.config.data, data_path=(str(tmp_path / "c"),))
+        config = dataclasses.replace(asked.config, data=data)
+        assert not found(rules.corpora_fit_the_tokenizer, dataclasses.replace(asked, config=config))
+        said = capsys.readouterr().err
+        assert ("was made with other files of its tokenizer" in said) == announced
+        assert (files["merge_file"].name in said) == announced
+
+
 def test_an_empty_split_that_is_used_is_found(corpus: str) -> None:
     used = plan(corpus, eval_iters=1, split="100,0,0")
     errors = [str(error) for error in found(rules.splits_hold_enough_samples, used)]
@@ -100,3 +130,65 @@ def test_evaluation_without_data_of_its_own_is_found(corpus: str) -> None:
 )
 def test_what_other_checks_say_is_not_said_twice(corpus: str, flags: dict[str, object]) -> None:
     assert found(rules.splits_hold_enough_samples, plan(corpus, **flags)) == []  # type: ignore[arg-type]
+
+
+def weighted(corpus: str, **flags: object) -> dict[str, object]:
+    return {
+        "data_path": None,
+        "train_weighted_split_paths": (f"T: 1 0:0.8 {corpus}",),
+        "valid_weighted_split_paths": (f"V: 1 0.8:0.9 {corpus}", f"W: 1 0.9:1 {corpus}"),
+        "eval_iters": 1,
+    } | flags
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_good_weighted_groups_pass(corpus: str, check: Check) -> None:
+    assert found(check, plan(**weighted(corpus))) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check", ALL)
+def test_badly_written_groups_are_said_by_one_check(corpus: str, check: Check) -> None:
+    bad = plan(**weighted(corpus, valid_weighted_split_paths=("V: 1 0:2 p", "W")))  # type: ignore[arg-type]
+    errors = found(check, bad)
+    if check is rules.corpora_open_and_are_whole:
+        only(errors, "is outside [0, 1]")
+    else:
+        assert errors == []
+
+
+def test_a_corpus_of_a_group_that_is_missing_is_found_once(corpus: str) -> None:
+    bad = plan(**weighted(corpus, test_weighted_split_paths=("X: 1 0:1 nowhere",)))  # type: ignore[arg-type]
+    only(found(rules.corpora_open_and_are_whole, bad), "nowhere")
+    assert found(rules.splits_hold_enough_samples, bad) == []
+
+
+def test_a_range_without_documents_and_a_small_group_are_found(corpus: str) -> None:
+    bad = plan(**weighted(corpus, valid_weighted_split_paths=(f"V: 1 0.999:1 {corpus}",)))  # type: ignore[arg-type]
+    texts = [str(error) for error in found(rules.splits_hold_enough_samples, bad)]
+    assert len(texts) == 2
+    assert "a range of the valid group V has no documents" in texts[0]
+    assert "the valid group V has fewer samples than one global batch" in texts[1]
+
+
+def test_tokens_beyond_the_vocabulary_are_found_in_groups(corpus: str) -> None:
+    only(
+        found(rules.corpora_fit_the_tokenizer, plan(vocab_size=40, **weighted(corpus))),  # type: ignore[arg-type]
+        "holds tokens that the tokenizer does not have",
+    )
+
+
+def test_a_corpus_too_rare_for_the_run_is_found(corpus: str) -> None:
+    rare = ("1", corpus, "0.001", corpus)
+    only(
+        found(rules.mixtures_draw_from_every_corpus, plan(data_path=rare)),
+        "too rare to be drawn once",
+        "0.04 of 40 samples",
+    )
+    groups = (f"T: 1 0:0.5 {corpus}, 0.001 0.5:1 {corpus}",)
+    only(
+        found(
+            rules.mixtures_draw_from_every_corpus,
+            plan(**weighted(corpus, train_weighted_split_paths=groups)),  # type: ignore[arg-type]
+        ),
+        "too rare to be drawn once",
+    )

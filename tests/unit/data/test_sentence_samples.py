@@ -1,0 +1,186 @@
+"""Splits of documents, their cached maps, and blends of them."""
+
+import dataclasses
+import os
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+
+from megatron import log
+from megatron.data import sentence_samples
+from megatron.data.bert_dataset import BERTDataset, BERTRecipe
+from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.sentence_maps import SentenceRule
+from megatron.data.sentence_samples import (
+    DocumentSlice,
+    SentenceSamples,
+    build_train_valid_test_datasets,
+)
+from megatron.errors import ConfigError, DataError
+from tests.unit.data.corpora import METADATA, cache_in
+from tests.unit.data.sentence_corpora import VOCABULARY, random_documents, write_sentences
+
+RULE = SentenceRule(num_samples=30, max_tokens=40, min_sentences=2, seed=5, short_seq_prob=0.1)
+DOCUMENTS = DocumentSlice(name="train", start=0, stop=40)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_sentences(tmp_path / "corpus", random_documents(60))
+
+
+def make(corpus, folder, documents=DOCUMENTS, rule=RULE, **options):
+    return SentenceSamples(corpus, documents, rule=rule, cache=cache_in(folder), **options)
+
+
+def refuse_to_build(*_):
+    raise AssertionError("built although the cache has it")
+
+
+def test_a_map_is_built_once_and_then_found(corpus, tmp_path, monkeypatch):
+    built = make(corpus, tmp_path)
+    monkeypatch.setattr(sentence_samples, "build_sentence_map", refuse_to_build)
+    found = make(corpus, tmp_path)
+    assert found.index_files == built.index_files
+    assert [found.row(i) for i in range(len(found))] == [built.row(i) for i in range(len(built))]
+
+
+def test_whatever_the_map_depends_on_is_another_entry(corpus, tmp_path):
+    other_corpus = write_sentences(tmp_path / "other", random_documents(60, seed=1))
+    replaced = partial(dataclasses.replace, RULE)
+    made = [
+        make(corpus, tmp_path),
+        make(other_corpus, tmp_path),
+        make(corpus, tmp_path, dataclasses.replace(DOCUMENTS, start=1)),
+        make(corpus, tmp_path, dataclasses.replace(DOCUMENTS, stop=41)),
+        make(corpus, tmp_path, rule=replaced(num_samples=31)),
+        make(corpus, tmp_path, rule=replaced(max_tokens=41)),
+        make(corpus, tmp_path, rule=replaced(min_sentences=1)),
+        make(corpus, tmp_path, rule=replaced(seed=6)),
+        make(corpus, tmp_path, rule=replaced(short_seq_prob=0.104)),
+        make(corpus, tmp_path, rule=replaced(short_seq_prob=0.0)),
+        make(corpus, tmp_path, rule=replaced(short_seq_prob=0.0), title_sizes=np.zeros(40, "i4")),
+        make(corpus, tmp_path, rule=replaced(short_seq_prob=0.0), title_sizes=np.ones(40, "i4")),
+    ]
+    assert len({samples.fingerprint() for samples in made}) == len(made)
+    assert len({samples.index_files["rows"] for samples in made}) == len(made)
+    assert made[0].fingerprint(kind="a") != made[0].fingerprint(kind="b")
+
+
+def test_rows_name_sentences_of_the_split_alone(corpus, tmp_path):
+    documents = DocumentSlice(name="valid", start=40, stop=60)
+    samples = make(corpus, tmp_path, documents)
+    first, last = corpus.doc_idx[40], corpus.doc_idx[60]
+    for i in range(len(samples)):
+        start, stop, _ = samples.row(i)
+        assert first <= start < stop <= last
+        sentences = samples.sentences(start, stop)
+        expected = [corpus.get(sentence).tolist() for sentence in range(start, stop)]
+        assert [sentence.tolist() for sentence in sentences] == expected
+
+
+def test_an_index_outside_never_wraps(corpus, tmp_path):
+    samples = make(corpus, tmp_path)
+    for index in (-1, len(samples)):
+        with pytest.raises(IndexError, match=f"sample {index} of train"):
+            samples.row(index)
+
+
+def test_a_sample_draws_alike_for_whoever_reads_it_and_beyond_32_bits(corpus, tmp_path):
+    samples = make(corpus, tmp_path, rule=dataclasses.replace(RULE, seed=2**32 - 1))
+    assert samples.generator(3).randint(100) == np.random.RandomState(2).randint(100)
+
+
+def test_a_split_without_documents_is_refused(corpus, tmp_path):
+    with pytest.raises(DataError, match=r"the train split of .* has no documents"):
+        make(corpus, tmp_path, dataclasses.replace(DOCUMENTS, start=40))
+    with pytest.raises(ValueError, match="of a corpus of 60 documents"):
+        make(corpus, tmp_path, dataclasses.replace(DOCUMENTS, stop=61))
+
+
+def test_a_corpus_whose_sidecar_says_document_is_refused(tmp_path):
+    corpus = write_sentences(tmp_path / "c", random_documents(60), metadata=METADATA)
+    with pytest.raises(DataError, match="is not split into sentences"):
+        make(corpus, tmp_path)
+
+
+def test_a_corpus_of_one_item_a_document_is_announced(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log._SPEAKER, "said", set())
+    corpus = write_sentences(tmp_path / "c", [[5]] * 60)
+    make(corpus, tmp_path, rule=dataclasses.replace(RULE, min_sentences=1))
+    assert "one item in each of its 60 documents" in capsys.readouterr().err
+
+
+def test_a_change_of_the_corpus_is_noticed(corpus, tmp_path):
+    samples = make(corpus, tmp_path)
+    samples.check_unchanged()
+    os.utime(corpus.prefix + ".bin", (1, 1))
+    with pytest.raises(DataError, match="changed"):
+        samples.check_unchanged()
+
+
+def test_a_copy_in_another_process_reads_the_same(corpus, tmp_path):
+    samples = make(corpus, tmp_path)
+    copy = pickle.loads(pickle.dumps(samples))
+    assert copy.fingerprint() == samples.fingerprint()
+    assert [copy.row(i) for i in range(len(copy))] == [samples.row(i) for i in range(len(copy))]
+
+
+RECIPE = BERTRecipe(vocabulary=VOCABULARY, seq_length=40, seed=3)
+
+
+def build(prefixes, num_samples=(20, 5, 0), **options):
+    options = {"data_path": prefixes, "split": "70,20,10", "num_samples": num_samples} | options
+    return build_train_valid_test_datasets(partial(BERTDataset, recipe=RECIPE), **options)
+
+
+def test_a_corpus_is_split_by_documents(corpus):
+    splits = build([corpus.prefix])
+    assert splits.test is None
+    borders = [0, int(corpus.doc_idx[42]), int(corpus.doc_idx[54])]
+    for number, dataset in enumerate((splits.train, splits.valid)):
+        assert isinstance(dataset, BERTDataset)
+        assert len(dataset) >= (20, 5)[number]
+        for i in range(len(dataset)):
+            start, stop, _ = dataset.samples.row(i)
+            assert borders[number] <= start < stop <= borders[number + 1]
+
+
+def test_corpora_are_blended_by_their_weights(corpus, tmp_path):
+    other = write_sentences(tmp_path / "other", random_documents(60, seed=1), seed=1)
+    splits = build(["1", corpus.prefix, "3", other.prefix])
+    assert len(splits.train) == 20
+    assert np.bincount(splits.train.dataset_index).tolist() == [5, 15]
+    assert splits.train[0]["text"].shape == (40,)
+    assert splits.train.fingerprint() != splits.valid.fingerprint()
+
+
+def test_every_index_is_waited_for_once(corpus, tmp_path):
+    other = write_sentences(tmp_path / "other", random_documents(60, seed=1))
+    waits = []
+    build(["1", corpus.prefix, "3", other.prefix], wait=lambda: waits.append(1))
+    assert len(waits) == 4
+
+
+def test_a_split_that_gets_no_document_is_refused(corpus):
+    with pytest.raises(DataError, match=r"the valid split of .* has no documents"):
+        build([corpus.prefix], split="100,0,0")
+
+
+def test_a_component_too_rare_for_training_is_refused_and_elsewhere_announced(
+    corpus, tmp_path, capsys
+):
+    other = write_sentences(tmp_path / "other", random_documents(60, seed=1))
+    words = ["1", corpus.prefix, "30", other.prefix]
+    with pytest.raises(ConfigError, match="too rare to be drawn once"):
+        build(words)
+    build(words, num_samples=(40, 5, 0))
+    assert "valid: a component of a blend is too rare" in capsys.readouterr().err
+
+
+def test_indices_are_kept_where_they_are_wanted(corpus, tmp_path):
+    build([corpus.prefix], cache_path=str(tmp_path / "elsewhere"))
+    assert len(list((tmp_path / "elsewhere").glob("*.npy"))) == 2
+    assert MMapIndexedDataset.exists(corpus.prefix)

@@ -1,0 +1,197 @@
+"""Several .bin/.idx corpora as one: the bytes that preprocessing all of their text would give.
+
+Items and documents stay in the order of the inputs. Every pair is opened and checked before
+anything is written, and the result appears whole or not at all. A reader would expect sidecars to
+be optional here as elsewhere; they are, but then nothing can say whether the tokenizers agree.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megatron") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from megatron import log
+from megatron.data.corpus_metadata import CorpusMetadata
+from megatron.data.corpus_paths import corpus_files
+from megatron.data.indexed_dataset import (
+    MMapIndexedDataset,
+    MMapIndexedDatasetBuilder,
+    index_file_path,
+)
+from megatron.errors import ConfigError, DataError, MachineError
+from megatron.program import run
+from tools.text_output import refuse_existing
+
+# What must be equal for ids to mean the same in all parts.
+_MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check the inputs, merge them and say what was written; raises MegatronError."""
+    args = _parse(argv)
+    outputs = corpus_files(args.output_prefix)
+    refuse_existing(outputs, overwrite=args.overwrite)
+    merge(find_corpora(args.input), args.output_prefix)
+
+
+def find_corpora(given: Sequence[str]) -> list[str]:
+    """The prefixes that prefixes and folders stand for; a folder's corpora in sorted order."""
+    prefixes: list[str] = []
+    for name in given:
+        if not Path(name).is_dir() or Path(index_file_path(name)).exists():
+            prefixes.append(name)
+            continue
+        inside = sorted(path.name for path in Path(name).iterdir())
+        stems = sorted({n[:-4] for n in inside if n.endswith((".bin", ".idx"))})
+        if not stems:
+            raise DataError(
+                "the input folder holds no corpus",
+                found=f"{name} with {len(inside)} other files",
+                fix="give a folder of .bin/.idx pairs, or the prefix of each corpus",
+            )
+        prefixes += [str(Path(name) / stem) for stem in stems]
+    return prefixes
+
+
+def merge(prefixes: Sequence[str], output: str) -> None:
+    """Write the corpora `prefixes`, in this order, as the corpus `output`; says what it wrote."""
+    started = time.perf_counter()
+    _refuse_output_among_inputs(prefixes, output)
+    corpora = [MMapIndexedDataset(prefix) for prefix in prefixes]
+    _require_one_dtype(corpora)
+    metadata = _common_metadata(corpora)
+    for prefix in sorted({p for p in prefixes if list(prefixes).count(p) > 1}):
+        log.warning(f"{prefix} is merged {list(prefixes).count(prefix)} times over")
+    sizes = [corpus.num_tokens * corpus.dtype.itemsize for corpus in corpora]
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    _require_space(output, sum(sizes) + sum(12 * len(corpus) for corpus in corpora))
+    with (
+        MMapIndexedDatasetBuilder(output, corpora[0].dtype, metadata=metadata) as builder,
+        tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
+    ):
+        for number, (corpus, size) in enumerate(zip(corpora, sizes), start=1):
+            corpus.check_unchanged()
+            builder.merge_file_(corpus.prefix)
+            corpus.check_unchanged()
+            bar.update(size)
+            if bar.disable:
+                print(f"{number} of {len(corpora)} | {size} bytes | {corpus.prefix}", flush=True)
+    merged = MMapIndexedDataset(output)
+    print(
+        f"merged {len(corpora)} corpora into {len(merged.doc_idx) - 1} documents, {len(merged)} "
+        f"items, {merged.num_tokens} tokens in {time.perf_counter() - started:.1f} s"
+    )
+    print(f"--data-path {output}")
+
+
+def _refuse_output_among_inputs(prefixes: Sequence[str], output: str) -> None:
+    """By identity of files as well as by name, so that a link to an input is noticed."""
+    for prefix in prefixes:
+        by_name = Path(prefix).resolve() == Path(output).resolve()
+        pairs = zip(corpus_files(output), corpus_files(prefix))
+        if by_name or any(a.exists() and b.exists() and os.path.samefile(a, b) for a, b in pairs):
+            raise ConfigError(
+                "the output is one of the inputs",
+                found=f"--output-prefix {output} and input {prefix}",
+                fix="give the merged corpus a name of its own",
+            )
+
+
+def _require_one_dtype(corpora: Sequence[MMapIndexedDataset]) -> None:
+    first = corpora[0]
+    for other in corpora[1:]:
+        if other.dtype != first.dtype:
+            raise DataError(
+                "corpora of different token types cannot be merged",
+                found=f"{first.prefix} has {first.dtype.name}, "
+                f"{other.prefix} has {other.dtype.name}",
+                fix="preprocess both with the same tokenizer",
+            )
+
+
+def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | None:
+    """What the sidecars say in common; None, announced, where an input has no sidecar."""
+    known = [corpus for corpus in corpora if corpus.metadata is not None]
+    for other in known[1:]:
+        _require_agreement(known[0], other)
+    without = [corpus.prefix for corpus in corpora if corpus.metadata is None]
+    if without:
+        log.warning(
+            f"{len(without)} of {len(corpora)} inputs have no sidecar (.meta.json), the first "
+            f"{without[0]}: nothing says which tokenizer made them, and the output gets none"
+        )
+        return None
+    metadata = known[0].metadata
+    keys = sorted({corpus.metadata.json_key for corpus in known if corpus.metadata is not None})
+    if metadata is not None and len(keys) > 1:
+        log.warning(
+            f"the inputs were made from different JSON keys ({', '.join(keys)}); the sidecar of "
+            f"the output says {metadata.json_key}"
+        )
+    return metadata
+
+
+def _require_agreement(first: MMapIndexedDataset, other: MMapIndexedDataset) -> None:
+    one, two = first.metadata, other.metadata
+    different = [name for name in _MUST_AGREE if getattr(one, name) != getattr(two, name)]
+    found = [getattr(each, name) for name in different[:1] for each in (one, two)]
+    if not different and one is not None and two is not None:
+        # Older sidecars do not say which files the tokenizer was read from.
+        found = [sorted(each.tokenizer_files.items()) for each in (one, two)]
+        contents = [sorted(each.tokenizer_files.values()) for each in (one, two)]
+        different = ["tokenizer_files"] if all(contents) and contents[0] != contents[1] else []
+    if different:
+        raise DataError(
+            f"corpora that differ in {different[0]} cannot be merged",
+            found=f"{first.prefix} has {found[0]!r}, {other.prefix} has {found[1]!r}",
+            fix="preprocess both with the same tokenizer and flags",
+        )
+
+
+def _require_space(output: str, wanted: int) -> None:
+    free = shutil.disk_usage(Path(output).parent).free
+    if free < wanted:
+        raise MachineError(
+            "the disk has no room for the merged corpus",
+            found=f"{free} bytes free in {Path(output).parent}; it takes {wanted}",
+            fix="make room, or choose an --output-prefix on another disk",
+        )
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="merge_datasets.py", description="Merge .bin/.idx corpora into one, in order."
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        "--datasets",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="corpora in the order of the output: prefixes, or folders (sorted by name)",
+    )
+    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx")
+    add("--overwrite", action="store_true", help="replace an output that exists")
+    add("--merge", default="serial", metavar="serial", help="the only way there is [serial]")
+    args = parser.parse_args(argv)
+    if args.merge != "serial":
+        raise ConfigError(
+            "a merge is done by one process: it copies files, which more processes do no faster",
+            found=f"--merge {args.merge}",
+            fix="use --merge serial, or leave it out",
+        )
+    return args
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,231 @@
+"""Dialogues to the corpus that supervised finetuning reads: tokens, and which of them are learned.
+
+Each line of the input is a JSON object with a list of `{"role", "content"}` messages. A template
+writes them out; its pieces are tokenized one by one, so that no token is half given and half
+learned. Packing into rows is left to `megatron.data.sft_dataset`.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megatron") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+from megatron import log
+from megatron.data.chat_template import (
+    TEMPLATES,
+    ChatTemplate,
+    EncodedDialogue,
+    encode_dialogue,
+    messages_of,
+)
+from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus_paths import corpus_files
+from megatron.data.indexed_dataset import best_fitting_dtype
+from megatron.data.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
+from megatron.errors import ConfigError, DataError
+from megatron.program import run
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerSpec
+from tools.documents import PARQUET, DocumentFile, Row, find_inputs, is_text, record_of
+from tools.text_output import refuse_existing
+
+_TOLD = 3  # lines that are left out and told one by one; the rest is counted
+
+Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read, render, tokenize, write, and say what was written; raises MegatronError."""
+    args = _parse(argv)
+    spec = _spec(args)
+    tokenizer = spec.build()
+    template = TEMPLATES[args.template]
+    _check_template(template, tokenizer)
+    files = find_inputs(args.input).files
+    for path in files:
+        if is_text(path) or path.suffix == PARQUET:
+            raise ConfigError(
+                "dialogues are read from lines of JSON, and this file has none",
+                found=str(path),
+                fix="write the dialogues as .jsonl, one a line",
+            )
+    outputs = [
+        path for part in PARTS for path in corpus_files(part_prefix(args.output_prefix, part))
+    ]
+    refuse_existing(outputs, overwrite=args.overwrite)
+    Path(args.output_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
+    metadata = CorpusMetadata(
+        tokenizer_type=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        json_key=args.json_key,
+        tokenizer_files=digests_of_files(_tokenizer_files(spec)),
+    )
+    left_out: list[DataError] = []
+    on_bad = _raise if args.on_bad_line == "error" else left_out.append
+    dtype = best_fitting_dtype(tokenizer.vocab_size)
+    with SFTCorpusBuilder(args.output_prefix, dtype, metadata=metadata) as builder:
+        for dialogue in _dialogues(files, args.json_key, template, tokenizer, on_bad):
+            builder.add(dialogue)
+        if not builder.num_dialogues:
+            raise DataError(
+                "no dialogue is left, so there is nothing to write",
+                found=f"{len(left_out)} bad lines in {len(files)} files",
+                fix="check --input and --json-key",
+            )
+    for error in left_out[:_TOLD]:
+        log.warning(f"left out: {error}")
+    if left_out:
+        log.warning(f"left out {len(left_out)} lines that hold no usable dialogue")
+    share = builder.num_targets / builder.num_tokens
+    print(
+        f"{builder.num_dialogues} dialogues, {builder.num_tokens} tokens, of which "
+        f"{builder.num_targets} ({share:.1%}) are learned"
+    )
+    print(args.output_prefix)
+
+
+def dialogue_of(
+    path: Path, row: Row, *, key: str, template: ChatTemplate, encode: Encode, eod: int | None
+) -> EncodedDialogue:
+    """The row's dialogue in tokens; a DataError names the file and the line."""
+    place = f"{path}:{row.line}"
+    record = record_of(path, row)
+    if key not in record:
+        raise DataError(
+            f"the line has no key {key!r}",
+            found=f"{place}: keys {', '.join(map(repr, record)) or '(none)'}",
+            fix="name the key of the messages with --json-key",
+        )
+    try:
+        return encode_dialogue(template.render(messages_of(record[key])), encode, eod=eod)
+    except DataError as error:
+        raise DataError(error.problem, found=f"{place}: {error.found}", fix=error.fix) from error
+
+
+def _dialogues(
+    files: Sequence[Path],
+    key: str,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    on_bad: Callable[[DataError], None],
+) -> Iterator[EncodedDialogue]:
+    encode = _encoder(tokenizer)
+    size = sum(path.stat().st_size for path in files)
+    with tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        for path in files:
+            source = DocumentFile(path)
+            before = 0
+            for row in source:
+                try:
+                    yield dialogue_of(
+                        path, row, key=key, template=template, encode=encode, eod=tokenizer.eod
+                    )
+                except DataError as error:
+                    on_bad(error)
+                bar.update(source.read_bytes - before)
+                before = source.read_bytes
+
+
+def _encoder(tokenizer: Tokenizer) -> Encode:
+    """The tokenizer, without what it opens every text with on all pieces but the first."""
+    opens = tokenizer.bos is not None and tokenizer.tokenize("a")[:1] == [tokenizer.bos]
+    if not opens:
+        return tokenizer.tokenize_batch
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        first, *rest = tokenizer.tokenize_batch(texts)
+        return [first, *(ids[1:] for ids in rest)]
+
+    return encode
+
+
+def _check_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    if not template.end and tokenizer.eod is None:
+        raise ConfigError(
+            f"the template {template.name} ends answers with a token that the tokenizer lacks",
+            found=f"{tokenizer.name}: {tokenizer.eod_note or 'no end-of-document token'}",
+            fix="use --template chatml, or a tokenizer with an end-of-document token",
+        )
+    if template.end and len(tokenizer.tokenize(template.end)) > 1:
+        count = len(tokenizer.tokenize(template.end))
+        log.warning(
+            f"{tokenizer.name} spells {template.end!r} with {count} tokens, as it is not in the "
+            "vocabulary: the end of an answer has to be looked for as text"
+        )
+
+
+def _raise(error: DataError) -> None:
+    raise error
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="preprocess_sft.py",
+        description="Write dialogues as tokens and loss masks for supervised finetuning.",
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=".jsonl or .json files (also .gz, .zst), or folders of them",
+    )
+    add("--json-key", default="messages", help="key of the list of messages [messages]")
+    add(
+        "--template",
+        choices=tuple(TEMPLATES),
+        default="chatml",
+        help="how messages are written out: with <|im_start|> and <|im_end|>, or under plain "
+        "headings with the end-of-document token behind each answer [chatml]",
+    )
+    add(
+        "--on-bad-line",
+        choices=("error", "skip"),
+        default="error",
+        help="what a line without a usable dialogue does: end the run, or be counted [error]",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_tokens_document and PREFIX_mask_document, each .bin and .idx",
+    )
+    add("--overwrite", action="store_true", help="replace outputs that exist")
+    group = parser.add_argument_group("tokenizer")
+    add = group.add_argument
+    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
+    add("--merge-file", help="merges.txt of GPT-2")
+    add("--tokenizer-model", help=".model file of SentencePiece")
+    add("--tokenizer-name-or-path", help="tokenizer.json or a folder that holds one")
+    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
+    add("--vocab-extra-ids", type=int, default=0, help="add <extra_id_0> and so on [0]")
+    return parser.parse_args(argv)
+
+
+def _spec(args: argparse.Namespace) -> TokenizerSpec:
+    return TokenizerSpec(
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        tokenizer_model=args.tokenizer_model,
+        tokenizer_name_or_path=args.tokenizer_name_or_path,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+    )
+
+
+def _tokenizer_files(spec: TokenizerSpec) -> list[Path]:
+    given = (spec.vocab_file, spec.merge_file, spec.tokenizer_model, spec.tokenizer_name_or_path)
+    return [Path(name) for name in given if name is not None]
+
+
+if __name__ == "__main__":
+    run(main)
