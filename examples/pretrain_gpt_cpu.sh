@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a trained GPT with two processes and no GPU, in about two minutes.
+# From text to a trained GPT with two processes and no GPU, in a minute on two cores.
 #
 # The four steps of every pretraining: text, tokenizer, .bin/.idx, training. Without DATA the text
 # is the Python standard library's. The other examples read what this one makes in WORK.
