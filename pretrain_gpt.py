@@ -38,6 +38,7 @@ def gpt_task() -> PretrainTask:
     """GPT as a value: what is read, what is built, and what is minimised."""
     from megatron.config.model import ModelConfig
     from megatron.data.data_utils import (
+        BuildOptions,
         build_train_valid_test_datasets,
         build_weighted_datasets,
         corpus_opener,
@@ -60,37 +61,27 @@ def gpt_task() -> PretrainTask:
     def datasets(request: DatasetRequest) -> Datasets:
         """Token windows over the shuffled documents of --data-path, or of separate corpora."""
         data = request.data
-        open_corpus = corpus_opener(data, is_builder=request.is_builder)
+        options: BuildOptions = {
+            "num_samples": request.num_samples,
+            "seq_length": data.seq_length,
+            "seed": request.seed,
+            "cache_path": data.data_cache_path,
+            "is_builder": request.is_builder,
+            "wait": request.wait,
+            "last_epoch_cutoff": data.last_epoch_cutoff,
+            "min_samples": request.min_samples,
+            "open_corpus": corpus_opener(data, is_builder=request.is_builder),
+        }
         groups = weighted_splits(data)
         if groups is not None:
-            named = build_weighted_datasets(
-                groups,
-                num_samples=request.num_samples,
-                seq_length=data.seq_length,
-                seed=request.seed,
-                cache_path=data.data_cache_path,
-                is_builder=request.is_builder,
-                wait=request.wait,
-                last_epoch_cutoff=data.last_epoch_cutoff,
-                min_samples=request.min_samples,
-                open_corpus=open_corpus,
-            )
-            return Datasets(*named)
+            return Datasets(*build_weighted_datasets(groups, **options))
         splits = build_train_valid_test_datasets(
             data_path=data.data_path,
             split=data.split,
-            num_samples=request.num_samples,
-            seq_length=data.seq_length,
-            seed=request.seed,
-            cache_path=data.data_cache_path,
-            is_builder=request.is_builder,
-            wait=request.wait,
-            last_epoch_cutoff=data.last_epoch_cutoff,
             train_data_path=data.train_data_path,
             valid_data_path=data.valid_data_path,
             test_data_path=data.test_data_path,
-            min_samples=request.min_samples,
-            open_corpus=open_corpus,
+            **options,
         )
         return Datasets(*splits)
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +199,20 @@ def corpus_problems(
         except MegatronError as error:
             errors.append(error)
     return errors
+
+
+class BuildOptions(TypedDict):
+    """What both builders below take beside the corpora, for callers that choose between them."""
+
+    num_samples: tuple[int, int, int]
+    seq_length: int
+    seed: int
+    cache_path: str | None
+    is_builder: bool
+    wait: Callable[[], None]
+    last_epoch_cutoff: float
+    min_samples: int
+    open_corpus: OpenCorpus
 
 
 def build_train_valid_test_datasets(

@@ -198,15 +198,16 @@ def _supply_problems(
 ) -> Iterator[MegatronError]:
     data = plan.config.data
     off = "" if name == "train" else ", or turn evaluation off with --eval-iters 0"
+    corpora = list(_opened(words))
+    if not corpora:
+        return  # none could be opened; corpora_open_and_are_whole says why
     documents = tokens = 0
-    for corpus in _opened(words):
+    for corpus in corpora:
         start, stop = 0, len(corpus)
         if data.data_path is not None:
             start, stop = split_ranges(data.split, len(corpus))[index : index + 2]
         documents += stop - start
         tokens += int(corpus.sizes[start:stop].sum(dtype="int64"))
-    if not list(_opened(words)):
-        return  # none could be opened; corpora_open_and_are_whole says why
     samples = max(tokens - 1, 0) // data.seq_length
     if not documents:
         yield DataError(
