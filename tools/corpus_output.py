@@ -7,16 +7,13 @@ Parts written before are put together by `merge`, with the bytes that one run wo
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
 from megatron.data.corpus_paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder, best_fitting_dtype
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
+from megatron.tokenizer.tokenizer import Tokenizer
 from tools.encoding import BAD_LINES_SHOWN, Column, EncodedChunk, EncodeSettings
-
-_IN_TOKENIZER_FOLDERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass
@@ -130,18 +127,9 @@ class CorpusSet:
                 eod=tokenizer.eod if settings.append_eod else None,
                 level="sentence" if settings.split_sentences else "document",
                 json_key=key,
-                tokenizer_files=digests_of_files(tokenizer_files(settings.tokenizer)),
+                tokenizer_files=digests_of_files(settings.tokenizer.files()),
             ),
         )
-
-
-def tokenizer_files(spec: TokenizerSpec) -> list[Path]:
-    """The files that a tokenizer is read from, of a folder only those that describe one."""
-    given = (spec.vocab_file, spec.merge_file, spec.tokenizer_model, spec.tokenizer_name_or_path)
-    files: list[Path] = []
-    for path in (Path(name) for name in given if name is not None):
-        files += [path / name for name in _IN_TOKENIZER_FOLDERS] if path.is_dir() else [path]
-    return [path for path in files if path.is_file()]
 
 
 def _append(builder: MMapIndexedDatasetBuilder, column: Column) -> None:

@@ -28,7 +28,8 @@ from megatron.data.corpus_paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerSpec
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer
+from tools.tokenizer_flags import tokenizer_spec
 
 _TOKENIZER_SOURCES = (
     "vocab_file",
@@ -53,7 +54,7 @@ class Look(NamedTuple):
 def main(argv: list[str] | None = None) -> None:
     """Open the corpus, then do what was asked; raises MegatronError."""
     args = _parse(argv)
-    tokenizer = _spec(args).build() if args.tokenizer_type else None
+    tokenizer = tokenizer_spec(args).build() if args.tokenizer_type else None
     corpus = _open(args.prefix)
     if args.write_sidecar:
         _write_sidecar(corpus, tokenizer, args)
@@ -130,8 +131,6 @@ def _described(
 ) -> CorpusMetadata:
     look = _look(corpus)
     ends = look.items and look.ends_with_it == look.items and look.last_token == tokenizer.eod
-    spec = _spec(args)
-    files = (spec.vocab_file, spec.merge_file, spec.tokenizer_model, spec.tokenizer_name_or_path)
     return CorpusMetadata(
         tokenizer_type=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
@@ -141,7 +140,7 @@ def _described(
         num_items=len(corpus),
         num_documents=len(corpus.doc_idx) - 1,
         num_tokens=corpus.num_tokens,
-        tokenizer_files=digests_of_files(Path(name) for name in files if name is not None),
+        tokenizer_files=digests_of_files(tokenizer_spec(args).files()),
     )
 
 
@@ -277,11 +276,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             fix="add --tokenizer-type, as it was for preprocess_data.py",
         )
     return args
-
-
-def _spec(args: argparse.Namespace) -> TokenizerSpec:
-    names = [field.name for field in dataclasses.fields(TokenizerSpec)]
-    return TokenizerSpec(**{name: getattr(args, name) for name in names})
 
 
 if __name__ == "__main__":

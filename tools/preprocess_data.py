@@ -33,13 +33,11 @@ from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from megatron.tokenizer.tokenizer import (
-    TOKENIZER_TYPES,
     Tokenizer,
-    TokenizerSpec,
     require_eod,
 )
 from tools import resume
-from tools.corpus_output import CorpusSet, Totals, tokenizer_files
+from tools.corpus_output import CorpusSet, Totals
 from tools.documents import TEXT_RULES, InputFiles, TextRule, find_inputs, is_text
 from tools.encoders import ENCODERS, choose_encoder
 from tools.encoding import (
@@ -52,6 +50,7 @@ from tools.encoding import (
     texts_of_rows,
 )
 from tools.resume import Journal, Part
+from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
 
 _COMPARED_CHARACTERS = 20_000  # of each of the first documents, when encoders are compared
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where standard error is no terminal
@@ -94,7 +93,7 @@ def prepare(args: argparse.Namespace) -> Job:
     """Check the flags, read the tokenizer and list the input; nothing has been written then."""
     _check_flags(args)
     settings = EncodeSettings(
-        tokenizer=_tokenizer_spec(args),
+        tokenizer=tokenizer_spec(args),
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
@@ -204,7 +203,7 @@ def _fingerprint(job: Job) -> str:
         "settings": repr(settings),
         "rule": repr(job.rule),
         "chunk_size": job.chunk_size,
-        "tokenizer": digests_of_files(tokenizer_files(settings.tokenizer)),
+        "tokenizer": digests_of_files(settings.tokenizer.files()),
         "input": [(name, status.st_size, status.st_mtime_ns) for name, status in files],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -372,14 +371,8 @@ def _add_input_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def _add_tokenizer_flags(group: "argparse._ArgumentGroup") -> None:
+    add_tokenizer_flags(group)
     add = group.add_argument
-    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
-    add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
-    add("--merge-file", help="merges.txt of GPT-2")
-    add("--tokenizer-model", help=".model file of SentencePiece")
-    add("--tokenizer-name-or-path", help="tokenizer.json or a folder that holds one")
-    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
-    add("--vocab-extra-ids", type=int, default=0, help="add <extra_id_0> and so on [0]")
     add(
         "--encoder",
         choices=ENCODERS,
@@ -413,18 +406,6 @@ def _add_output_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         metavar="DOCUMENTS",
         help="documents between lines of progress; without it a line every 5 seconds",
-    )
-
-
-def _tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
-    return TokenizerSpec(
-        tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        tokenizer_name_or_path=args.tokenizer_name_or_path,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
     )
 
 

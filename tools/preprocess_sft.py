@@ -30,9 +30,10 @@ from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer, TokenizerSpec
+from megatron.tokenizer.tokenizer import Tokenizer
 from tools.documents import PARQUET, DocumentFile, Row, find_inputs, is_text, record_of
 from tools.text_output import refuse_existing
+from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
 
 _TOLD = 3  # lines that are left out and told one by one; the rest is counted
 
@@ -42,7 +43,7 @@ Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 def main(argv: list[str] | None = None) -> None:
     """Read, render, tokenize, write, and say what was written; raises MegatronError."""
     args = _parse(argv)
-    spec = _spec(args)
+    spec = tokenizer_spec(args)
     tokenizer = spec.build()
     template = TEMPLATES[args.template]
     _check_template(template, tokenizer)
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         json_key=args.json_key,
-        tokenizer_files=digests_of_files(_tokenizer_files(spec)),
+        tokenizer_files=digests_of_files(spec.files()),
     )
     left_out: list[DataError] = []
     on_bad = _raise if args.on_bad_line == "error" else left_out.append
@@ -198,33 +199,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="writes PREFIX_tokens_document and PREFIX_mask_document, each .bin and .idx",
     )
     add("--overwrite", action="store_true", help="replace outputs that exist")
-    group = parser.add_argument_group("tokenizer")
-    add = group.add_argument
-    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
-    add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
-    add("--merge-file", help="merges.txt of GPT-2")
-    add("--tokenizer-model", help=".model file of SentencePiece")
-    add("--tokenizer-name-or-path", help="tokenizer.json or a folder that holds one")
-    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
-    add("--vocab-extra-ids", type=int, default=0, help="add <extra_id_0> and so on [0]")
+    add_tokenizer_flags(parser.add_argument_group("tokenizer"))
     return parser.parse_args(argv)
-
-
-def _spec(args: argparse.Namespace) -> TokenizerSpec:
-    return TokenizerSpec(
-        tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        tokenizer_name_or_path=args.tokenizer_name_or_path,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-    )
-
-
-def _tokenizer_files(spec: TokenizerSpec) -> list[Path]:
-    given = (spec.vocab_file, spec.merge_file, spec.tokenizer_model, spec.tokenizer_name_or_path)
-    return [Path(name) for name in given if name is not None]
 
 
 if __name__ == "__main__":

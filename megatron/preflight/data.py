@@ -1,7 +1,6 @@
 """Whether the corpora are there, whole, of this tokenizer, and large enough: from headers alone."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron import log
 from megatron.config.data import DataIntegrity, TokenizerConfig
@@ -27,6 +26,7 @@ from megatron.data.weighted_paths import (
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.preflight.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
+from megatron.tokenizer.tokenizer import TokenizerSpec
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
@@ -83,14 +83,14 @@ def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: Token
 
     No error: the same vocabulary can be written to a file in many ways.
     """
-    given = (
-        tokenizer.vocab_file,
-        tokenizer.merge_file,
-        tokenizer.tokenizer_model,
-        tokenizer.tokenizer_name_or_path,
-    )
-    then = metadata.tokenizer_files
-    now = digests_of_files(Path(name) for name in given if name is not None)
+    files = TokenizerSpec(
+        tokenizer_type=tokenizer.tokenizer_type or "",
+        vocab_file=tokenizer.vocab_file,
+        merge_file=tokenizer.merge_file,
+        tokenizer_model=tokenizer.tokenizer_model,
+        tokenizer_name_or_path=tokenizer.tokenizer_name_or_path,
+    ).files()
+    then, now = metadata.tokenizer_files, digests_of_files(files)
     if metadata.tokenizer_type != tokenizer.tokenizer_type or not then or not now:
         return
     if set(then.values()) != set(now.values()):

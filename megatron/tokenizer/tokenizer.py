@@ -8,6 +8,7 @@ the tokenizers hold native objects and threads that must not cross a fork.
 import dataclasses
 import difflib
 import importlib
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron.errors import ConfigError
@@ -48,6 +49,9 @@ _KINDS = {
 }
 TOKENIZER_TYPES = tuple(_KINDS)
 _SOURCES = ("vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path", "vocab_size")
+_FILES = _SOURCES[:-1]
+# What is read of a folder, beside which gigabytes of a model may lie.
+_IN_FOLDER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,18 @@ class TokenizerSpec:
         module = importlib.import_module(f"megatron.tokenizer.{kind.module}")
         tokenizer: Tokenizer = module.build(self.tokenizer_type, **values)
         return tokenizer
+
+    def files(self) -> list[Path]:
+        """The files that are there and are read; of a folder, those that describe a tokenizer.
+
+        A corpus records their digests and a run compares them, so both ask here.
+        """
+        files: list[Path] = []
+        for given in (getattr(self, field) for field in _FILES):
+            if given is not None:
+                path = Path(given)
+                files += [path / name for name in _IN_FOLDER] if path.is_dir() else [path]
+        return [path for path in files if path.is_file()]
 
     def _values(self, kind: _Kind) -> dict[str, str | int]:
         """What the kind's `build` reads, by the name of the first alternative of each need."""

@@ -126,3 +126,16 @@ def test_a_wanted_size_must_hold_the_vocabulary() -> None:
 def test_the_divisors_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="divided by positive numbers"):
         padded_vocab_size(5000, divisible_by=0, tp=1)
+
+
+def test_its_files_are_those_that_are_read_and_of_a_folder_no_others(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    of_folder = TokenizerSpec(tokenizer_type="HFTokenizer", tokenizer_name_or_path=str(tmp_path))
+    assert of_folder.files() == [tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"]
+    named = TokenizerSpec(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(tmp_path / "tokenizer.json"),
+        merge_file=str(tmp_path / "none.txt"),
+    )
+    assert named.files() == [tmp_path / "tokenizer.json"]

@@ -1,0 +1,30 @@
+"""The flags that name a tokenizer, for every tool that writes or reads tokens."""
+
+import argparse
+
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, TokenizerSpec
+
+
+def add_tokenizer_flags(group: "argparse._ArgumentGroup") -> None:
+    """Add the flags from which `tokenizer_spec` is made."""
+    add = group.add_argument
+    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
+    add("--merge-file", help="merges.txt of GPT-2")
+    add("--tokenizer-model", help=".model file of SentencePiece")
+    add("--tokenizer-name-or-path", help="tokenizer.json or a folder that holds one")
+    add("--vocab-size", type=int, help="NullTokenizer: how many ids, without the document end")
+    add("--vocab-extra-ids", type=int, default=0, help="add <extra_id_0> and so on [0]")
+
+
+def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
+    """The tokenizer that the flags name; nothing is read yet."""
+    return TokenizerSpec(
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        tokenizer_model=args.tokenizer_model,
+        tokenizer_name_or_path=args.tokenizer_name_or_path,
+        vocab_size=args.vocab_size,
+        vocab_extra_ids=args.vocab_extra_ids,
+    )
