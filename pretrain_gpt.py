@@ -37,14 +37,9 @@ def main() -> None:
 def gpt_task() -> PretrainTask:
     """GPT as a value: what is read, what is built, and what is minimised."""
     from megatron.config.model import ModelConfig
-    from megatron.data.data_utils import (
-        BuildOptions,
-        build_train_valid_test_datasets,
-        build_weighted_datasets,
-        corpus_opener,
-    )
-    from megatron.data.gpt_batch import gpt_batch
-    from megatron.data.weighted_paths import weighted_splits
+    from megatron.data.data_utils import IndexPlace, build_datasets
+    from megatron.data.dataset_makers import gpt_maker
+    from megatron.data.gpt_batch import decoder_batch
     from megatron.engine.base import (
         BatchOptions,
         DatasetRequest,
@@ -59,44 +54,35 @@ def gpt_task() -> PretrainTask:
     from megatron.model.specs import Carry, ModelBuild
 
     def datasets(request: DatasetRequest) -> Datasets:
-        """Token windows over the shuffled documents of --data-path, or of separate corpora."""
-        data = request.data
-        options: BuildOptions = {
-            "num_samples": request.num_samples,
-            "seq_length": data.seq_length,
-            "seed": request.seed,
-            "cache_path": data.data_cache_path,
-            "is_builder": request.is_builder,
-            "wait": request.wait,
-            "last_epoch_cutoff": data.last_epoch_cutoff,
-            "min_samples": request.min_samples,
-            "open_corpus": corpus_opener(data, is_builder=request.is_builder),
-        }
-        groups = weighted_splits(data)
-        if groups is not None:
-            return Datasets(*build_weighted_datasets(groups, **options))
-        splits = build_train_valid_test_datasets(
-            data_path=data.data_path,
-            split=data.split,
-            train_data_path=data.train_data_path,
-            valid_data_path=data.valid_data_path,
-            test_data_path=data.test_data_path,
-            **options,
+        """The kind of dataset that the flags ask for, over the corpora that they name."""
+        maker = gpt_maker(
+            request.data,
+            tokenizer=request.tokenizer,
+            seed=request.seed,
+            is_builder=request.is_builder,
+            beat=request.beat,
         )
-        return Datasets(*splits)
+        place = IndexPlace(
+            cache_path=request.data.data_cache_path,
+            is_builder=request.is_builder,
+            wait=request.wait,
+            beat=request.beat,
+        )
+        built = build_datasets(
+            maker,
+            request.data,
+            num_samples=request.num_samples,
+            min_samples=request.min_samples,
+            place=place,
+        )
+        return Datasets(*built)
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
-        """Cut [b, s + 1] token windows into what the model and the loss take."""
+        """Cut what the loader yields into what the model and the loss take."""
         data = options.data
-        cut = gpt_batch(
-            raw["text"],
-            eod=options.tokenizer.eod,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
+        cut = decoder_batch(raw, data, eod=options.tokenizer.eod)
         # Positions that simply count up are cheaper for the model to make than to be told.
-        told = data.reset_position_ids or data.reset_attention_mask
+        told = data.reset_position_ids or cut.document_ids is not None
         positions = cut.position_ids if told else None
         return MicroBatch(
             inputs=gpt_carry(cut.tokens, positions, cut.document_ids),

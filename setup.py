@@ -25,12 +25,13 @@ def extensions() -> list[Extension]:
         return []
     return [
         Pybind11Extension(
-            "megatron.data._sample_maps",
-            ["csrc/data/sample_maps.cpp"],
+            f"megatron.data._{name}",
+            [f"csrc/data/{name}.cpp"],
             cxx_std=17,
             extra_compile_args=SAME_ROUNDING,
             optional=True,
         )
+        for name in ("sample_maps", "token_reader")
     ]
 
 

@@ -8,8 +8,6 @@ prints is in benchmarks/README.md.
 import argparse
 import gc
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.machine import machine
 from benchmarks.plain_gpt import (
     Bf16Style,
     PlainGPT,
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gc.collect()
     report = {
         "benchmark": "train_cpu",
-        "machine": _machine(),
+        "machine": machine(),
         "shape": asdict(shape),
         "recipe": asdict(RECIPE),
         "flops_convention": FLOPS_CONVENTION,
@@ -248,23 +247,6 @@ def _print_profile(contestant: Contestant, text: Tensor) -> None:
         contestant.step(text)
     print(f"--- one step of {contestant.name}, by operator")
     print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=18))
-
-
-def _machine() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = names[0] if names else name
-    return {
-        "cpu": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load_1min": os.getloadavg()[0],
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

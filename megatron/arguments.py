@@ -82,6 +82,8 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--codecarbon-dir": NoEffect(1, "energy is not measured"),
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),
     "--abort-on-unmet-fused-kernel-constraints": NoEffect(0, _FUSED),
+    "--fim-pad-token": NoEffect(1, "a document that is rearranged keeps its length"),
+    "--fim-eod-token": NoEffect(1, "documents end where the tokenizer says so"),
 }
 
 REMOVED: Mapping[str, str] = {
@@ -135,6 +137,11 @@ NOT_YET: Mapping[str, str] = {
     "--lr-decay-tokens": "--lr-decay-samples",
     "--train-tokens": "--train-samples",
     "--skip-train-iteration-range": "a run without it",
+    "--fim-split-sample": "--fim-data without it, which takes each document by itself",
+    "--fim-fragment-rate": "--fim-rate, the share of all documents",
+    "--fim-no-prefix": "--fim-data without it, which treats all documents alike",
+    "--sft-tokenizer-prompt-format": "--sft on what tools/preprocess_sft.py wrote",
+    "--loss-on-targets-only": "--mtf on pairs of inputs and targets, or --sft on dialogues",
     "--distribute-checkpointed-activations": "--recompute-granularity full without it",
     "--use-bnb-optimizer": "--optimizer adam",
     "--sync-replicas": "--check-agreement-interval",

@@ -5,8 +5,10 @@ or when --load is also --save and has never held a checkpoint. Everything else t
 damaged or of another model is an error on every rank. How bytes are kept is left to `checkpoint`.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
+from megatron.data.data_sources import changed_sources
 from megatron.device import current
 from megatron.engine.base import Engine
 from megatron.engine.state import model_tensors
@@ -33,6 +36,8 @@ from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.progress import Progress
 from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size
+
+NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
 # Fields of the model that may differ between a checkpoint and the run that loads it: they change
 # how it is trained or begun, not what its weights mean.
@@ -48,10 +53,15 @@ _FREE_MODEL_FIELDS = frozenset(
 
 
 def save_checkpoint(
-    config: RunConfig, engine: Engine, progress: Progress, runtime: Runtime
+    config: RunConfig,
+    engine: Engine,
+    progress: Progress,
+    runtime: Runtime,
+    sources: Mapping[str, str] = NO_SOURCES,
 ) -> None:
     """Write the checkpoint of `progress.iteration`, if the run has a --save folder.
 
+    `sources` is what the files of the data hold (`data.data_sources`), for whoever resumes.
     All ranks call this together; on return it is durable, or the same error is raised on all.
     """
     flags = config.checkpoint
@@ -65,6 +75,7 @@ def save_checkpoint(
         config=config.to_plain(),
         scalars=state.scalars,
         generators=rng.capture(runtime.streams) if flags.save_rng else None,
+        data=sources,
     )
     saved = storage.save(
         flags.save,
@@ -79,8 +90,12 @@ def save_checkpoint(
     )
 
 
-def load_checkpoint(config: RunConfig, engine: Engine, runtime: Runtime) -> Progress:
+def load_checkpoint(
+    config: RunConfig, engine: Engine, runtime: Runtime, sources: Mapping[str, str] = NO_SOURCES
+) -> Progress:
     """Fill the engine and the generators from --load, and say how far that run was.
+
+    Other flags, and files of the data that hold something else now (`sources`), are said.
 
     Raises:
         CheckpointError: the same on every rank, before anything was touched where that is possible.
@@ -106,7 +121,7 @@ def load_checkpoint(config: RunConfig, engine: Engine, runtime: Runtime) -> Prog
         return Progress()
     if flags.load_rng:
         _restore_generators(opened, runtime)
-    _say_what_changed(opened, config)
+    _say_what_changed(opened, config, sources)
     return Progress.from_plain(dict(opened.manifest.progress))
 
 
@@ -208,8 +223,10 @@ def _only_seq_length(differing: list[str]) -> bool:
     return all(text.startswith("--seq-length ") for text in differing)
 
 
-def _say_what_changed(opened: OpenCheckpoint, config: RunConfig) -> None:
-    """A resumed run with other flags is allowed, and said, since its numbers will differ."""
+def _say_what_changed(
+    opened: OpenCheckpoint, config: RunConfig, sources: Mapping[str, str]
+) -> None:
+    """A resumed run with other flags or data is allowed, and said, as its numbers will differ."""
     changed = [
         f"--{name.replace('_', '-')} {theirs} -> {ours}"
         for group in ("training", "optimizer", "schedule", "precision", "data", "tokenizer")
@@ -217,6 +234,11 @@ def _say_what_changed(opened: OpenCheckpoint, config: RunConfig) -> None:
     ]
     if changed:
         log.warning(f"resuming with other flags than the checkpoint's: {', '.join(changed)}")
+    if files := changed_sources(opened.manifest.data, sources):
+        log.warning(
+            "resuming with files of the data that are not those the checkpoint was trained on, "
+            f"so that samples may be repeated or left out: {'; '.join(files)}"
+        )
 
 
 def _differences(saved: Any, config: RunConfig, group: str) -> list[tuple[str, Any, Any]]:

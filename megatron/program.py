@@ -14,6 +14,8 @@ from megatron import log
 from megatron.errors import MegatronError, PreflightError
 from megatron.preflight.environment import launch_from_environment
 
+_MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceback stand
+
 _ON_FAILURE: list[Callable[[str], None]] = []
 
 
@@ -36,16 +38,20 @@ def run(main: Callable[[], object]) -> NoReturn:
     except MegatronError as error:
         # Flags and files are checked alike on every rank: rank 0 speaks for all of them then.
         said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()
+        # Notes hold what happened where this rank could not see it: a worker's traceback.
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         if not said_elsewhere:
-            log.error(str(error))
-        _fail(f"{type(error).__name__}: {error}", error.exit_code)
+            log.error(text)
+        _fail(f"{type(error).__name__}: {text}", error.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted from the keyboard", 130)
     except SystemExit as leaving:  # argparse's --help and --version
         raise leaving
     except BaseException:
-        log.error(f"unexpected failure\n{traceback.format_exc()}")
-        _fail("a bug; see that rank's traceback", 1)
+        trace = traceback.format_exc()
+        log.error(f"unexpected failure\n{trace}")
+        # The others end with it in their logs too: which log is read first is chance.
+        _fail(f"a bug; see that rank's traceback\n{trace[-_MOST_OF_A_TRACEBACK:]}", 1)
     raise SystemExit(0)
 
 

@@ -17,6 +17,7 @@ from megatron.arguments import ExtraArgsProvider
 from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
 from megatron.config.data import DataLoaderKind
 from megatron.config.run import RunConfig
+from megatron.data.data_sources import announce_shared_corpora, data_sources
 from megatron.data.loaders import build_data_loader
 from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
@@ -30,11 +31,11 @@ from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.specs import ModelBuild
-from megatron.mpu.collectives import barrier
 from megatron.mpu.context import Group
 from megatron.mpu.data import broadcast_batch
+from megatron.mpu.meeting import Meeting
 from megatron.optimizer.schedule import learning_rate, weight_decay
-from megatron.preflight.agreement import agree_on_state
+from megatron.preflight.agreement import agree_on_data, agree_on_state
 from megatron.preflight.lengths import batch_schedule, num_samples
 from megatron.preflight.lengths import duration as duration_of
 from megatron.progress import BatchSchedule, Duration, Progress
@@ -78,9 +79,12 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     batches = batch_schedule(config.training, context.dp.size)
     duration = duration_of(config.training, batches)
     build = model_build(runtime)
+    sources = data_sources(config.data)
+    agree_on_data(sources, context.world)
+    announce_shared_corpora(config.data, sources)
     with ExitStack() as resources:
         engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
-        progress = load_checkpoint(config, engine, runtime)
+        progress = load_checkpoint(config, engine, runtime, sources)
         data = resources.enter_context(closing(DataFeed(task, runtime, batches, duration)))
         training_batches = data.training(progress)
         report = resources.enter_context(_step_log(task, runtime, build, duration, progress))
@@ -110,10 +114,12 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
             if due(config.training.eval_interval, progress) or duration.is_done(progress):
                 progress = data.validate(engine, progress, report)
             if due(config.checkpoint.save_interval, progress):
-                save_checkpoint(config, engine, progress, runtime)
+                data.check_unchanged()
+                save_checkpoint(config, engine, progress, runtime, sources)
             report.paused(time.perf_counter() - paused)
         if progress.iteration > first and not due(config.checkpoint.save_interval, progress):
-            save_checkpoint(config, engine, progress, runtime)
+            data.check_unchanged()
+            save_checkpoint(config, engine, progress, runtime, sources)
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, report)
         log.info(f"stopped: {reason}")
@@ -159,14 +165,19 @@ class DataFeed:
     ) -> None:
         config, context = runtime.config, runtime.context
         self._config, self._context, self._batches = config, context, batches
+        self._total_samples = duration.total_samples
+        patience_s = 60 * config.launch.distributed_timeout_minutes
+        meeting = Meeting(context.world, patience_s=patience_s)
         self._datasets = task.datasets(
             DatasetRequest(
                 data=config.data,
+                tokenizer=runtime.tokenizer,
                 num_samples=num_samples(config.training, duration, batches.global_batch_size),
                 min_samples=batches.global_batch_size,
                 seed=config.training.seed,
                 is_builder=runtime.launch.local_rank == 0,
-                wait=lambda: barrier(context.world),
+                wait=meeting.wait,
+                beat=meeting.beat,
             )
         )
         announce_worker_budget(
@@ -186,7 +197,18 @@ class DataFeed:
             self._readers.pop().close()
 
     def training(self, progress: Progress) -> Iterator[RawBatch]:
-        """Micro-batches of this replica from where the run stands."""
+        """Micro-batches of this replica from where the run stands.
+
+        Raises:
+            DataError: the samples are read in order, once, and there are fewer than the run takes.
+        """
+        held, wanted = len(self._datasets.train), self._total_samples
+        if self._config.data.dataloader_type is DataLoaderKind.SINGLE and held < wanted:
+            raise DataError(
+                "the training data holds fewer samples than the run takes",
+                found=f"{held} samples, read once in order; the run takes {wanted}",
+                fix="train on fewer samples, give more data, or use --dataloader-type cyclic",
+            )
         return self._batches_of(self._datasets.train, progress.consumed_samples)
 
     def check_unchanged(self) -> None:

@@ -15,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+from megatron import log
+
 # The machines are shared: how long one example takes says nothing. Whole tests have a deadline.
 hypothesis.settings.register_profile("by no clock", deadline=None)
 hypothesis.settings.load_profile("by no clock")
@@ -22,6 +24,14 @@ hypothesis.settings.load_profile("by no clock")
 ROOT = Path(__file__).resolve().parents[1]
 MAY_SKIP = ("tests/gpu/",)
 RED_BECAUSE_OF_SKIPS = 1
+
+
+@pytest.fixture(autouse=True)
+def _the_speaker_of_other_tests() -> Iterator[None]:
+    """A test that runs a program's code in this process leaves its rank and level behind."""
+    yield
+    log.configure(0, 1)
+    log._SPEAKER.said.clear()
 
 
 @pytest.fixture(scope="session")

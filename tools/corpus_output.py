@@ -117,19 +117,26 @@ class CorpusSet:
         return self._builders
 
     def _builder(self, prefix: str, key: str) -> MMapIndexedDatasetBuilder:
-        settings, tokenizer = self._settings, self._tokenizer
         return MMapIndexedDatasetBuilder(
             prefix,
-            best_fitting_dtype(tokenizer.vocab_size),
-            metadata=CorpusMetadata(
-                tokenizer_type=tokenizer.name,
-                vocab_size=tokenizer.vocab_size,
-                eod=tokenizer.eod if settings.append_eod else None,
-                level="sentence" if settings.split_sentences else "document",
-                json_key=key,
-                tokenizer_files=digests_of_files(settings.tokenizer.files()),
-            ),
+            best_fitting_dtype(self._tokenizer.vocab_size),
+            metadata=sidecar_of(self._settings, self._tokenizer, key),
         )
+
+
+def sidecar_of(settings: EncodeSettings, tokenizer: Tokenizer, key: str) -> CorpusMetadata:
+    """What the sidecar of a corpus of these settings says of the texts under `key`."""
+    splits = settings.split_sentences
+    by = settings.splitter.description(keep_newlines=settings.keep_newlines)
+    return CorpusMetadata(
+        tokenizer_type=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod if settings.append_eod else None,
+        level="sentence" if splits else "document",
+        json_key=key,
+        tokenizer_files=digests_of_files(settings.tokenizer.files()),
+        sentence_splitter=by if splits else "",
+    )
 
 
 def _append(builder: MMapIndexedDatasetBuilder, column: Column) -> None:

@@ -12,12 +12,14 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import zstandard
 
+from megatron import log
 from megatron.errors import ConfigError, DataError
 from tools.parquet_rows import parquet_rows, require_parquet
 
@@ -60,13 +62,17 @@ class TextRule:
 
 
 def find_inputs(given: Sequence[str]) -> InputFiles:
-    """The files that paths of files and folders stand for; a folder's files in sorted order."""
+    """The files that paths of files and folders stand for; a folder's files in sorted order.
+
+    Links to folders are followed, each folder once; one that leads back to a folder above itself
+    is refused, and so is a link to nothing that is named like an input.
+    """
     files: list[Path] = []
     passed_over: list[Path] = []
     for name in given:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _is_visible(p, path))
+            inside = sorted(_visible_files(path, _Visited()))
             readable = [p for p in inside if p.name.endswith(SUFFIXES)]
             passed_over += [p for p in inside if not p.name.endswith(SUFFIXES)]
             if not readable:
@@ -267,8 +273,57 @@ def _field(place: str, record: dict[str, object], key: str) -> str:
     return value
 
 
-def _is_visible(path: Path, folder: Path) -> bool:
-    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
+class _Visited:
+    """Folders by what they are, not by their names: those seen, and those that are being read."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, int]] = set()
+        self._open: list[tuple[int, int]] = []
+
+    @contextmanager
+    def enter(self, folder: Path) -> Iterator[bool]:
+        """Whether the folder is new; DataError where it lies above itself."""
+        status = folder.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in self._open:
+            raise DataError(
+                "a link in the input folder leads back to a folder that it is in",
+                found=f"{folder} is {folder.resolve()}",
+                fix="remove the link, or give the folders that are meant one by one",
+            )
+        is_new = identity not in self._seen
+        self._seen.add(identity)
+        self._open.append(identity)
+        try:
+            yield is_new
+        finally:
+            self._open.pop()
+
+
+def _visible_files(folder: Path, visited: _Visited) -> Iterator[Path]:
+    with visited.enter(folder) as is_new:
+        if not is_new:
+            log.warning(f"passed over {folder}: {folder.resolve()} is read under another name")
+            return
+        try:
+            names = sorted(path.name for path in folder.iterdir())
+        except OSError as error:
+            raise DataError(
+                "an input folder cannot be read",
+                found=f"{folder}: {error.strerror}",
+                fix="check its permissions",
+            ) from error
+        for path in (folder / name for name in names if not name.startswith(".")):
+            if path.is_dir():
+                yield from _visible_files(path, visited)
+            elif path.is_file():
+                yield path
+            elif path.is_symlink() and path.name.endswith(SUFFIXES):
+                raise DataError(
+                    "an input is a link to a file that does not exist",
+                    found=f"{path} -> {path.readlink()}",
+                    fix="restore the file, or remove the link",
+                )
 
 
 def _unpacked(path: Path, file: BinaryIO) -> BinaryIO:

@@ -55,18 +55,23 @@ class Encoded(NamedTuple):
 
 
 Encode = Callable[[Sequence[str]], Encoded]
+Build = Callable[[str], Encode]
 
 
-def choose_encoder(wanted: str, tokenizer: Tokenizer, first_texts: Sequence[str]) -> str:
+def choose_encoder(
+    wanted: str, tokenizer: Tokenizer, first_texts: Sequence[str], *, build: Build | None = None
+) -> str:
     """The encoder to use for `--encoder wanted`, after it gave the exact ids of `first_texts`.
 
     `auto` is the fastest that is installed and exact, and says why another was passed over; one
-    that was asked for by name and cannot be used is an error.
+    that was asked for by name and cannot be used is an error. `build` makes an encoder of a name,
+    for a caller who keeps it.
     """
+    build = build or functools.partial(build_encoder, tokenizer=tokenizer)
     if wanted == EXACT:
         return EXACT
     if wanted != "auto":
-        _require_exact(wanted, tokenizer, first_texts)
+        _require_exact(wanted, tokenizer, first_texts, build)
         return wanted
     if not _is_gpt2(tokenizer):
         return EXACT
@@ -74,7 +79,7 @@ def choose_encoder(wanted: str, tokenizer: Tokenizer, first_texts: Sequence[str]
         if _module(name) is None:
             continue
         try:
-            _require_exact(name, tokenizer, first_texts)
+            _require_exact(name, tokenizer, first_texts, build)
         except MegatronError as error:
             log.warning(f"--encoder auto passes over {name}: {error.problem} ({error.found})")
             continue
@@ -194,8 +199,10 @@ def _gigatoken(module: ModuleType, tokenizer: LibraryTokenizer) -> Encode:
     return encode
 
 
-def _require_exact(name: str, tokenizer: Tokenizer, first_texts: Sequence[str]) -> None:
-    encode = build_encoder(name, tokenizer)
+def _require_exact(
+    name: str, tokenizer: Tokenizer, first_texts: Sequence[str], build: Build
+) -> None:
+    encode = build(name)
     texts = [*_PROBES, *first_texts]
     try:
         tokens, sizes = encode(texts)

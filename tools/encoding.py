@@ -17,21 +17,23 @@ from itertools import chain
 from multiprocessing import get_context, parent_process
 from os import putenv
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import DataError, MachineError
-from megatron.tokenizer.sentences import split_sentences
+from megatron.tokenizer.splitters import Splitter
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec, require_eod
 from tools.documents import DocumentFile, Row, TextRule, fields_of, is_text, text_of
 from tools.encoders import EXACT, Encode, build_encoder
 
 WINDOW_PER_WORKER = 4  # chunks on their way per worker: enough that none waits for the writer
 BAD_LINES_SHOWN = 5  # of those that are skipped, by file and line
-_CHUNK_BYTES = 4 << 20  # a chunk is closed at this size even with few documents in it
+CHUNK_BYTES = 4 << 20  # a chunk is closed at this size even with few documents in it
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class EncodeSettings:
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     split_sentences: bool = False
+    splitter: Splitter = Splitter()
     keep_newlines: bool = False
     skip_bad_lines: bool = False
     encoder: str = EXACT
@@ -101,17 +104,18 @@ def read_chunks(
         for row in source:
             rows.append(row)
             size += len(row.data)
-            if len(rows) >= chunk_size or size >= _CHUNK_BYTES:
+            if len(rows) >= chunk_size or size >= CHUNK_BYTES:
                 yield Chunk(path, rows, source.read_bytes - seen)
                 rows, size, seen = [], 0, source.read_bytes
         yield Chunk(path, rows, source.read_bytes - seen)
 
 
 def encode_in_order(
-    chunks: Iterator[Chunk], encode: Callable[[Chunk], EncodedChunk], *, workers: int
-) -> Iterator[EncodedChunk]:
+    chunks: Iterator[Chunk], encode: Callable[[Chunk], Result], *, workers: int
+) -> Iterator[Result]:
     """Encode each chunk, in `workers` processes if more than one; results come in input order.
 
+    `encode` may do anything else with a chunk, as long as it and its result can be pickled.
     A process pool's own `map` reads its whole input ahead; here the next chunk is read only when
     the oldest one on its way has been taken.
     """
@@ -120,7 +124,7 @@ def encode_in_order(
         return
     # Spawned, not forked: the tokenizer libraries hold threads, which do not survive a fork.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_prepare_worker)
-    on_their_way: deque[Future[EncodedChunk]] = deque()
+    on_their_way: deque[Future[Result]] = deque()
     try:
         for chunk in chunks:
             on_their_way.append(_submit(pool, encode, chunk))
@@ -143,7 +147,8 @@ def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
 
     A row that cannot be used raises DataError, or is left out and counted with skip_bad_lines.
     """
-    tokenizer, encode = _encoder(settings.tokenizer, settings.encoder)
+    tokenizer = tokenizer_of(settings.tokenizer)
+    encode = encoder_of(settings.tokenizer, settings.encoder)
     rows, bad = _texts(settings, chunk)
     documents = [
         _documents(settings, encode, [row[index] for row in rows])
@@ -167,9 +172,15 @@ def texts_of_rows(settings: EncodeSettings, chunk: Chunk) -> list[str]:
 
 
 @functools.cache
-def _encoder(spec: TokenizerSpec, name: str) -> tuple[Tokenizer, Encode]:
-    tokenizer = spec.build()
-    return tokenizer, build_encoder(name, tokenizer)
+def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of this process for `spec`; reading its files takes a good part of a second."""
+    return spec.build()
+
+
+@functools.cache
+def encoder_of(spec: TokenizerSpec, name: str) -> Encode:
+    """The encoder `name` of this process for `spec`; making one takes as long."""
+    return build_encoder(name, tokenizer_of(spec))
 
 
 def _prepare_worker() -> None:
@@ -187,8 +198,8 @@ def _end_with_parent() -> None:
 
 
 def _submit(
-    pool: ProcessPoolExecutor, encode: Callable[[Chunk], EncodedChunk], chunk: Chunk
-) -> Future[EncodedChunk]:
+    pool: ProcessPoolExecutor, encode: Callable[[Chunk], Result], chunk: Chunk
+) -> Future[Result]:
     """Ctrl-C reaches every process of a terminal; workers that start here never see it.
 
     They inherit the blocked signal, and the owner of the pool, which gets it, ends them.
@@ -220,7 +231,8 @@ def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], lis
 def _documents(settings: EncodeSettings, encode: Encode, texts: list[str]) -> _Documents:
     """The token ids of each item of each text; an item without a token is left out."""
     if settings.split_sentences:
-        parts = [split_sentences(text, keep_newlines=settings.keep_newlines) for text in texts]
+        split = settings.splitter.build(keep_newlines=settings.keep_newlines)
+        parts = [split(text) for text in texts]
         counts = np.array([len(sentences) for sentences in parts], np.int64)
         tokens, sizes = encode(list(chain.from_iterable(parts)))
     else:

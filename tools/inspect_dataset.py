@@ -21,10 +21,11 @@ if importlib.util.find_spec("megatron") is None:
 
 import numpy as np
 
+from megatron import log
 from megatron.config.data import DataIntegrity
 from megatron.data.corpus_checksums import CorpusChecksums, adopt, read_checksums
 from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files, write_metadata
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus_paths import corpus_files, data_file_path, index_file_path
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         corpus = _open(args.prefix)
     checksums = read_checksums(corpus.prefix)
     samples = _samples(corpus, tokenizer, args.sample)
+    for doubt in _doubts(corpus, checksums):
+        log.warning(doubt)
     if args.json:
         content = _plain(corpus, checksums) | {"samples": samples}
         print(json.dumps(content, indent=2))
@@ -178,6 +181,24 @@ def _samples(
     return samples
 
 
+def _doubts(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> list[str]:
+    """Signs that .bin and .idx are not a pair, where no checksums say that they are."""
+    if checksums is not None:
+        return []
+    index, data = (Path(name(corpus.prefix)) for name in (index_file_path, data_file_path))
+    doubts = []
+    if index.stat().st_mtime_ns < data.stat().st_mtime_ns:
+        doubts.append(
+            f"{index} is older than {data}, which writers finish first: they may be of two corpora"
+        )
+    if index.resolve().parent != data.resolve().parent:
+        doubts.append(
+            f"{index} and {data} are links into different folders, {index.resolve().parent} and "
+            f"{data.resolve().parent}: they may be of two corpora"
+        )
+    return doubts
+
+
 def _plain(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> dict[str, Any]:
     sizes = corpus.sizes
     files = [path for path in corpus_files(corpus.prefix) if path.is_file()]
@@ -205,6 +226,7 @@ def _plain(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> dic
         },
         "level": _level(corpus) if corpus.metadata is None else corpus.metadata.level,
         "look": _look(corpus)._asdict(),
+        "doubts": _doubts(corpus, checksums),
     }
 
 

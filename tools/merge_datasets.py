@@ -8,10 +8,10 @@ be optional here as elsewhere; they are, but then nothing can say whether the to
 import argparse
 import importlib.util
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if importlib.util.find_spec("megatron") is None:
@@ -27,8 +27,10 @@ from megatron.data.indexed_dataset import (
     MMapIndexedDatasetBuilder,
     index_file_path,
 )
-from megatron.errors import ConfigError, DataError, MachineError
+from megatron.errors import ConfigError, DataError
 from megatron.program import run
+from tools.corpus_merge import METHODS, Merge, merge_on_ranks, require_space, space_of
+from tools.ranks import Ranks
 from tools.text_output import refuse_existing
 
 # What must be equal for ids to mean the same in all parts.
@@ -38,9 +40,16 @@ _MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")
 def main(argv: list[str] | None = None) -> None:
     """Check the inputs, merge them and say what was written; raises MegatronError."""
     args = _parse(argv)
-    outputs = corpus_files(args.output_prefix)
-    refuse_existing(outputs, overwrite=args.overwrite)
-    merge(find_corpora(args.input), args.output_prefix)
+    with Ranks.join() as ranks:
+        prefixes: list[str] = []
+        if ranks.is_first:
+            refuse_existing(corpus_files(args.output_prefix), overwrite=args.overwrite)
+            prefixes = find_corpora(args.input)
+        if args.merge == METHODS[0]:
+            _require_one_rank(ranks)
+            merge(prefixes, args.output_prefix)
+        else:
+            merge_together(ranks, prefixes, args.output_prefix)
 
 
 def find_corpora(given: Sequence[str]) -> list[str]:
@@ -65,18 +74,11 @@ def find_corpora(given: Sequence[str]) -> list[str]:
 def merge(prefixes: Sequence[str], output: str) -> None:
     """Write the corpora `prefixes`, in this order, as the corpus `output`; says what it wrote."""
     started = time.perf_counter()
-    _refuse_output_among_inputs(prefixes, output)
-    corpora = [MMapIndexedDataset(prefix) for prefix in prefixes]
-    _require_one_dtype(corpora)
-    metadata = _common_metadata(corpora)
-    for prefix in sorted({p for p in prefixes if list(prefixes).count(p) > 1}):
-        log.warning(f"{prefix} is merged {list(prefixes).count(prefix)} times over")
+    corpora, metadata = _checked(prefixes, output)
     sizes = [corpus.num_tokens * corpus.dtype.itemsize for corpus in corpora]
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    _require_space(output, sum(sizes) + sum(12 * len(corpus) for corpus in corpora))
     with (
         MMapIndexedDatasetBuilder(output, corpora[0].dtype, metadata=metadata) as builder,
-        tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
+        _bar(sum(sizes)) as bar,
     ):
         for number, (corpus, size) in enumerate(zip(corpora, sizes), start=1):
             corpus.check_unchanged()
@@ -85,10 +87,46 @@ def merge(prefixes: Sequence[str], output: str) -> None:
             bar.update(size)
             if bar.disable:
                 print(f"{number} of {len(corpora)} | {size} bytes | {corpus.prefix}", flush=True)
+    _say(len(corpora), output, time.perf_counter() - started)
+
+
+def merge_together(ranks: Ranks, prefixes: Sequence[str], output: str) -> None:
+    """As `merge`, every rank writing a part; `prefixes` count on the first rank."""
+    started = time.perf_counter()
+    if not ranks.is_first:
+        merge_on_ranks(ranks, [])
+        return
+    corpora, metadata = _checked(prefixes, output)
+    own = sum(corpus.num_tokens * corpus.dtype.itemsize for corpus in corpora) // ranks.size
+    with _bar(own) as bar:
+        merge_on_ranks(ranks, [Merge(output, prefixes, metadata)], progress=bar.update)
+    _say(len(corpora), output, time.perf_counter() - started)
+
+
+def _checked(
+    prefixes: Sequence[str], output: str
+) -> tuple[list[MMapIndexedDataset], CorpusMetadata | None]:
+    """The inputs, opened and found to belong together, and what the sidecar will say."""
+    _refuse_output_among_inputs(prefixes, output)
+    corpora = [MMapIndexedDataset(prefix) for prefix in prefixes]
+    _require_one_dtype(corpora)
+    metadata = _common_metadata(corpora)
+    for prefix in sorted({p for p in prefixes if list(prefixes).count(p) > 1}):
+        log.warning(f"{prefix} is merged {list(prefixes).count(prefix)} times over")
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    require_space(output, space_of(corpora))
+    return corpora, metadata
+
+
+def _bar(total: int) -> "tqdm[object]":
+    return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+
+
+def _say(inputs: int, output: str, seconds: float) -> None:
     merged = MMapIndexedDataset(output)
     print(
-        f"merged {len(corpora)} corpora into {len(merged.doc_idx) - 1} documents, {len(merged)} "
-        f"items, {merged.num_tokens} tokens in {time.perf_counter() - started:.1f} s"
+        f"merged {inputs} corpora into {len(merged.doc_idx) - 1} documents, {len(merged)} "
+        f"items, {merged.num_tokens} tokens in {seconds:.1f} s"
     )
     print(f"--data-path {output}")
 
@@ -137,7 +175,16 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
             f"the inputs were made from different JSON keys ({', '.join(keys)}); the sidecar of "
             f"the output says {metadata.json_key}"
         )
-    return metadata
+    return None if metadata is None else replace(metadata, sentence_splitter=_splitters(known))
+
+
+def _splitters(known: Sequence[MMapIndexedDataset]) -> str:
+    """What split the sentences of all inputs; more than one is announced, and all are named."""
+    found = {each.metadata.sentence_splitter for each in known if each.metadata is not None}
+    names = sorted(found - {""})
+    if len(names) > 1:
+        log.warning(f"the inputs were split into sentences in different ways: {'; '.join(names)}")
+    return "; ".join(names)
 
 
 def _require_agreement(first: MMapIndexedDataset, other: MMapIndexedDataset) -> None:
@@ -157,16 +204,6 @@ def _require_agreement(first: MMapIndexedDataset, other: MMapIndexedDataset) -> 
         )
 
 
-def _require_space(output: str, wanted: int) -> None:
-    free = shutil.disk_usage(Path(output).parent).free
-    if free < wanted:
-        raise MachineError(
-            "the disk has no room for the merged corpus",
-            found=f"{free} bytes free in {Path(output).parent}; it takes {wanted}",
-            fix="make room, or choose an --output-prefix on another disk",
-        )
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="merge_datasets.py", description="Merge .bin/.idx corpora into one, in order."
@@ -182,15 +219,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and .idx")
     add("--overwrite", action="store_true", help="replace an output that exists")
-    add("--merge", default="serial", metavar="serial", help="the only way there is [serial]")
-    args = parser.parse_args(argv)
-    if args.merge != "serial":
+    add(
+        "--merge",
+        choices=METHODS,
+        default=METHODS[0],
+        help="by this process, or by all that torchrun started: each writes its range of the one "
+        ".bin, which all machines must be able to write at once [serial]",
+    )
+    return parser.parse_args(argv)
+
+
+def _require_one_rank(ranks: Ranks) -> None:
+    if ranks.size > 1:
         raise ConfigError(
-            "a merge is done by one process: it copies files, which more processes do no faster",
-            found=f"--merge {args.merge}",
-            fix="use --merge serial, or leave it out",
+            "several ranks were started for a merge by one process",
+            found=f"WORLD_SIZE={ranks.size} with --merge serial",
+            fix="add --merge distributed, or start it without torchrun",
         )
-    return args
 
 
 if __name__ == "__main__":

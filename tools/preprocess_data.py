@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,13 +32,15 @@ from megatron.data.corpus_paths import corpus_files
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
+from megatron.tokenizer.splitters import SPLITTERS, Splitter, choose_splitter
 from megatron.tokenizer.tokenizer import (
     Tokenizer,
     require_eod,
 )
 from tools import resume
 from tools.corpus_output import CorpusSet, Totals
-from tools.documents import TEXT_RULES, InputFiles, TextRule, find_inputs, is_text
+from tools.dataset_rows import DatasetName, open_dataset
+from tools.documents import TEXT_RULES, TextRule, find_inputs, is_text
 from tools.encoders import ENCODERS, choose_encoder
 from tools.encoding import (
     Chunk,
@@ -46,13 +48,17 @@ from tools.encoding import (
     EncodeSettings,
     encode_chunk,
     encode_in_order,
-    read_chunks,
+    encoder_of,
     texts_of_rows,
+    tokenizer_of,
 )
 from tools.resume import Journal, Part
+from tools.sources import FileSource, Source
 from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
 
+_COMPARED_ROWS = 25
 _COMPARED_CHARACTERS = 20_000  # of each of the first documents, when encoders are compared
+_BY_RULES = SPLITTERS[0]
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where standard error is no terminal
 
 
@@ -62,17 +68,14 @@ class Job(NamedTuple):
     settings: EncodeSettings
     tokenizer: Tokenizer
     prefixes: list[str]  # of the outputs, one per key
-    inputs: InputFiles
-    rule: TextRule
+    source: Source
     chunk_size: int
     workers: int
     log_interval: int | None
 
     def chunks(self) -> Iterator[Chunk]:
         """The input, as it is handed to the encoders; the same each time."""
-        return read_chunks(
-            self.inputs.files, self.rule, chunk_size=self.chunk_size, columns=self.settings.keys
-        )
+        return self.source.chunks(self.chunk_size)
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
         """The chunks as ids, in order; to be closed when it is left early."""
@@ -97,23 +100,25 @@ def prepare(args: argparse.Namespace) -> Job:
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
+        splitter=choose_splitter(args.sentence_splitter, args.lang, args.nltk_data)
+        if args.split_sentences
+        else Splitter(),
         keep_newlines=args.keep_newlines,
         skip_bad_lines=args.on_bad_line == "skip",
     )
-    tokenizer = settings.tokenizer.build()  # every mistake in its flags shows before any work
+    tokenizer = tokenizer_of(settings.tokenizer)  # every mistake in its flags shows before any work
     if args.append_eod:
         require_eod(tokenizer, "--append-eod")
     prefixes = _output_prefixes(args)
-    inputs = _inputs(args, settings)
-    rule = TextRule(args.text_documents, args.document_separator)
-    encoder = choose_encoder(args.encoder, tokenizer, _first_texts(inputs, rule, settings))
+    source = _source(args, settings)
+    build = functools.partial(encoder_of, settings.tokenizer)  # it will be needed again
+    encoder = choose_encoder(args.encoder, tokenizer, _first_texts(source, settings), build=build)
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     return Job(
         settings=replace(settings, encoder=encoder),
         tokenizer=tokenizer,
         prefixes=prefixes,
-        inputs=inputs,
-        rule=rule,
+        source=source,
         chunk_size=args.chunk_size,
         workers=args.workers,
         log_interval=args.log_interval,
@@ -125,15 +130,15 @@ def require_documents(job: Job, totals: Totals) -> None:
     if not totals.documents:
         raise DataError(
             "no document is left, so there is nothing to write",
-            found=f"{totals.dropped} empty documents in {len(job.inputs.files)} files"
+            found=f"{totals.dropped} empty documents in {job.source}"
             + (f", {totals.bad} bad lines: {totals.bad_examples[0]}" if totals.bad else ""),
             fix="check --input and --json-keys",
         )
 
 
-def _first_texts(inputs: InputFiles, rule: TextRule, settings: EncodeSettings) -> list[str]:
+def _first_texts(source: Source, settings: EncodeSettings) -> list[str]:
     """Text enough to compare two encoders on, and not so much that one waits for it."""
-    chunk = next(read_chunks(inputs.files, rule, columns=settings.keys))
+    chunk = next(source.chunks(_COMPARED_ROWS))
     return [text[:_COMPARED_CHARACTERS] for text in texts_of_rows(settings, chunk)]
 
 
@@ -155,7 +160,7 @@ def _write(job: Job) -> Totals:
 def _write_in_parts(job: Job, output_prefix: str) -> Totals:
     """Part after part, from where an earlier run of the same flags was broken off."""
     keys = len(job.prefixes)
-    journal = Journal(output_prefix, _fingerprint(job))
+    journal = Journal(output_prefix, fingerprint(job))
     totals = Totals.zero(keys)
     for part in journal.parts:
         totals.include(part.totals)
@@ -195,26 +200,35 @@ def _of_one_part(first: EncodedChunk, rest: Iterator[EncodedChunk]) -> Iterator[
             return
 
 
-def _fingerprint(job: Job) -> str:
-    """Everything that decides which bytes are written; not the encoder, for all give the same."""
-    settings = replace(job.settings, encoder="")
-    files = [(str(path.resolve()), path.stat()) for path in job.inputs.files]
-    content = {
+def what_decides(job: Job, *, times: bool = True) -> dict[str, Any]:
+    """All that decides which bytes are written; not the encoder, for all give the same.
+
+    Without `times` it is the same on machines that have copies of one input.
+    """
+    settings = replace(job.settings, encoder="", splitter=Splitter())
+    return {
         "settings": repr(settings),
-        "rule": repr(job.rule),
-        "chunk_size": job.chunk_size,
+        "sentence splitter": job.settings.splitter.description(),
+        "chunk size": job.chunk_size,
         "tokenizer": digests_of_files(settings.tokenizer.files()),
-        "input": [(name, status.st_size, status.st_mtime_ns) for name, status in files],
+        "input": job.source.identity(times=times),
     }
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def fingerprint(job: Job) -> str:
+    """A digest of `what_decides`."""
+    return hashlib.sha256(json.dumps(what_decides(job)).encode()).hexdigest()
 
 
 class Progress:
     """A bar on a terminal, a line now and then anywhere else; always on standard error."""
 
-    def __init__(self, job: Job, done: int = 0) -> None:
-        self._size = sum(path.stat().st_size for path in job.inputs.files)
+    def __init__(
+        self, job: Job, done: int = 0, *, size: int | None = None, silent: bool = False
+    ) -> None:
+        self._size = job.source.size if size is None else size
         self._done = done
+        self._silent = silent
         self._log_interval = job.log_interval
         self._started = self._last_time = time.perf_counter()
         self._last_documents = 0
@@ -223,7 +237,7 @@ class Progress:
             initial=done,
             unit="B",
             unit_scale=True,
-            disable=not sys.stderr.isatty(),
+            disable=silent or not sys.stderr.isatty(),
         )
 
     def __enter__(self) -> "Progress":
@@ -239,7 +253,7 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_postfix_str(_rates(totals, now - self._started), refresh=False)
             self._bar.update(disk_bytes)
-        elif self._is_time(totals.documents, now):
+        elif not self._silent and self._is_time(totals.documents, now):
             percent = 100 * self._done / max(1, self._size)
             rates = _rates(totals, now - self._started)
             print(f"{percent:5.1f}% | {totals.documents} documents | {rates}", file=sys.stderr)
@@ -314,6 +328,7 @@ def _check_flags(args: argparse.Namespace) -> None:
                 found=f"--{flag.replace('_', '-')} {value}",
                 fix="use 1 or more, or leave it out",
             )
+    _check_input_flags(args)
     if args.keep_newlines and not args.split_sentences:
         raise ConfigError(
             "--keep-newlines says how sentences are split, and nothing is split",
@@ -322,22 +337,56 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
 
 
+def _check_input_flags(args: argparse.Namespace) -> None:
+    if bool(args.input) == bool(args.hf_dataset):
+        raise ConfigError(
+            "the text is either in files or in a dataset",
+            found="both --input and --hf-dataset" if args.input else "no --input",
+            fix="give --input files and folders, or --hf-dataset with a path or a name",
+        )
+    for flag in ("hf_config", "hf_split"):
+        if getattr(args, flag) and not args.hf_dataset:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} is about a dataset, and none is read",
+                found=f"--{flag.replace('_', '-')} {getattr(args, flag)}",
+                fix="add --hf-dataset, or leave it out",
+            )
+    punkt = {"--lang": args.lang, "--nltk-data": args.nltk_data}
+    splitter = args.sentence_splitter if args.sentence_splitter != _BY_RULES else None
+    for flag, value in (punkt | {"--sentence-splitter": splitter}).items():
+        if value is not None and not args.split_sentences:
+            raise ConfigError(
+                f"{flag} says how sentences are split, and nothing is split",
+                found=f"{flag} {value} without --split-sentences",
+                fix=f"add --split-sentences, or leave {flag} out",
+            )
+
+
 def _add_input_flags(group: "argparse._ArgumentGroup") -> None:
     add = group.add_argument
     add(
         "--input",
         nargs="+",
-        required=True,
+        default=[],
         metavar="PATH",
         help=".jsonl, .json or .txt files (also .gz, .zst), .parquet files, or folders of them",
     )
     add(
         "--json-keys",
+        "--hf-column",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the text in each JSON line; each gets an output of its own [text]",
+        help="keys of the text in each JSON line, or columns; each gets its own output [text]",
     )
+    add(
+        "--hf-dataset",
+        metavar="NAME_OR_PATH",
+        help="read a HuggingFace dataset instead: a folder of save_to_disk, a file, or the name "
+        "of one that is in the cache (nothing is downloaded)",
+    )
+    add("--hf-config", metavar="NAME", help="configuration of that dataset")
+    add("--hf-split", metavar="SPLIT", help="its split [the only one, or train]")
     add(
         "--text-documents",
         choices=TEXT_RULES,
@@ -361,7 +410,20 @@ def _add_input_flags(group: "argparse._ArgumentGroup") -> None:
     add(
         "--split-sentences",
         action="store_true",
-        help="make each sentence an item (for BERT), by rules for punctuation",
+        help="make each sentence an item (for BERT)",
+    )
+    add(
+        "--sentence-splitter",
+        choices=SPLITTERS,
+        default=_BY_RULES,
+        help="how: by rules for punctuation, by nltk's Punkt, or by Punkt where it is installed "
+        "and by rules elsewhere, which is said [rules]",
+    )
+    add("--lang", metavar="LANGUAGE", help="which model of Punkt [english]")
+    add(
+        "--nltk-data",
+        metavar="FOLDER",
+        help="where Punkt's models are; without it, where nltk looks",
     )
     add(
         "--keep-newlines",
@@ -409,7 +471,10 @@ def _add_output_flags(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def _inputs(args: argparse.Namespace, settings: EncodeSettings) -> InputFiles:
+def _source(args: argparse.Namespace, settings: EncodeSettings) -> Source:
+    if args.hf_dataset:
+        name = DatasetName(args.hf_dataset, args.hf_config, args.hf_split)
+        return open_dataset(name, settings.keys)
     inputs = find_inputs(args.input)
     for path in inputs.files:
         if is_text(path) and len(settings.keys) > 1:
@@ -423,7 +488,8 @@ def _inputs(args: argparse.Namespace, settings: EncodeSettings) -> InputFiles:
             f"passed over {len(inputs.passed_over)} files that are no text by their names, "
             f"the first {inputs.passed_over[0]}"
         )
-    return inputs
+    rule = TextRule(args.text_documents, args.document_separator)
+    return FileSource(inputs.files, rule, settings.keys)
 
 
 def _output_prefixes(args: argparse.Namespace) -> list[str]:

@@ -1,177 +1,200 @@
 """Preprocessing on many machines: `torchrun ... tools/preprocess_data_dist.py <flags>`.
 
-The input files are divided into stretches of like size, one per rank and in order; each rank
-writes its stretch to `PREFIX.partial/` on a shared file system, and rank 0 merges them, with the
-bytes of `preprocess_data.py`. What a reader would get wrong: files are not cut, so there should be
-at least as many as ranks. No GPU and no process group is used, only the launcher's key-value store.
+The input is cut into pieces, in order; ranks take one after the other, write each as a corpus of
+its own to `PREFIX.partial/` on a shared file system, and then put them together, with the bytes of
+`preprocess_data.py`. What a reader would get wrong: files are not cut, so there should be more
+files than ranks; rows of a HuggingFace dataset are. No GPU and no process group is used.
 """
 
+import argparse
+import hashlib
 import importlib.util
 import json
-import shutil
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torch.distributed import DistStoreError, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
-
-from megatron.errors import ConfigError, MegatronError, PeerError
-from megatron.preflight.environment import Launch, launch_from_environment
+from megatron import log
+from megatron.errors import ConfigError
 from megatron.program import run
-from tools.corpus_output import CorpusSet, Totals
-from tools.preprocess_data import Job, Progress, parser, prepare, print_summary, require_documents
-from tools.resume import partial_folder
+from tools import resume
+from tools.corpus_merge import METHODS, Merge, merge_on_ranks
+from tools.corpus_output import CorpusSet, Totals, sidecar_of
+from tools.encoding import Chunk, EncodedChunk
+from tools.preprocess_data import (
+    Job,
+    Progress,
+    fingerprint,
+    parser,
+    prepare,
+    print_summary,
+    require_documents,
+    what_decides,
+)
+from tools.ranks import Ranks
+from tools.resume import PieceJournal
+from tools.sources import Source
 
-_BEAT_S = 2.0
-_SILENCE_S = 120.0  # after this, a rank that has not finished counts as dead
+_PIECES_PER_RANK = 4  # so that ranks that are slower, or got longer pieces, end with the others
+_VISIBLE_S = 10.0  # how long a shared file system may take to show what another machine wrote
 _POLL_S = 0.2
+_SHOWN = 1000  # characters of what ranks disagree about
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write this rank's part; rank 0 then merges all of them and says what was written."""
-    args = parser("preprocess_data_dist.py").parse_args(argv)
-    if args.resume:
-        raise ConfigError(
-            "a run on several ranks cannot be resumed",
-            found="--resume",
-            fix="leave it out, or use tools/preprocess_data.py --resume with more --workers",
-        )
-    launch = launch_from_environment()
-    if launch.world_size == 1:
-        raise ConfigError(
-            "there is only one rank",
-            found=f"WORLD_SIZE={launch.world_size}",
-            fix="start with torchrun --nproc-per-node 2 or more, or use tools/preprocess_data.py",
-        )
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_SILENCE_S)))
+    """Write pieces until none is left, then put them together; raises MegatronError."""
+    args = _parse(argv)
     started = time.perf_counter()
-    folder = partial_folder(args.output_prefix)
-    with _Heartbeat(store, launch.rank):
-        try:
-            job = prepare(args)
-            mine = _part(folder, launch.rank, len(job.prefixes))
-            totals = _write_part(job, stretch(job.inputs.files, launch), mine)
-        except MegatronError as error:
-            store.set(f"end{launch.rank}", json.dumps({"error": str(error)}))
-            raise
-        store.set(f"end{launch.rank}", json.dumps({"totals": totals.to_plain()}))
-    if launch.rank:
-        return
-    parts = [Totals(**_outcome(store, rank)) for rank in range(launch.world_size)]
-    everything = Totals.zero(len(job.prefixes))
-    for part in parts:
-        everything.include(part)
-    require_documents(job, everything)
-    written = [_part(folder, n, len(job.prefixes)) for n, p in enumerate(parts) if p.documents]
-    _require_visible(written)
-    with CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora:
-        corpora.merge(written)
-        corpora.finish()
-    shutil.rmtree(folder)
-    print_summary(job, everything, time.perf_counter() - started)
+    with Ranks.join() as ranks:
+        job = _prepared(ranks, args)
+        _require_agreement(ranks, job)
+        journal = PieceJournal(args.output_prefix, fingerprint(job), len(job.prefixes))
+        pieces = job.source.split(_begin(ranks, job, journal, args))
+        _write_pieces(ranks, job, journal, pieces)
+        ranks.gather("written", True)
+        totals = None
+        if ranks.is_first:
+            totals = _totals(job, journal, len(pieces))
+        _put_together(ranks, job, journal, len(pieces), serial=args.merge == METHODS[0])
+        if totals is not None:
+            journal.remove()
+            print_summary(job, totals, time.perf_counter() - started)
 
 
-def stretch(files: Sequence[Path], launch: Launch) -> tuple[Path, ...]:
-    """The files of one rank: whole, in order, and about as many bytes as the others have.
-
-    A file belongs to the rank in whose share of all bytes its middle lies.
-    """
-    sizes = [path.stat().st_size for path in files]
-    total = max(1, sum(sizes))
-    mine = []
-    before = 0
-    for path, size in zip(files, sizes):
-        owner = min((2 * before + size) * launch.world_size // (2 * total), launch.world_size - 1)
-        before += size
-        if owner == launch.rank:
-            mine.append(path)
-    return tuple(mine)
+def _prepared(ranks: Ranks, args: argparse.Namespace) -> Job:
+    """The first rank opens a dataset first, since opening may fill a cache that others read."""
+    if args.hf_dataset and not ranks.is_first:
+        ranks.from_first("opened", None)
+    job = prepare(args)
+    if args.hf_dataset and ranks.is_first:
+        ranks.from_first("opened", True)
+    return job
 
 
-class _Heartbeat:
-    """Says every other second that this rank is alive, by a connection of its own."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store.clone() if isinstance(store, TCPStore) else store
-        self._rank = rank
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        number = 0
-        while not self._ended.wait(_BEAT_S):
-            number += 1
-            try:
-                self._store.set(f"beat{self._rank}", str(number))
-            except DistStoreError:
-                return  # the launcher is gone; this rank's own next word to it fails as well
-
-
-def _write_part(job: Job, files: tuple[Path, ...], prefixes: list[str]) -> Totals:
-    own = job._replace(inputs=job.inputs._replace(files=files))
-    Path(prefixes[0]).parent.mkdir(parents=True, exist_ok=True)
-    encoded = own.encoded(own.chunks())
-    try:
-        with CorpusSet(prefixes, job.settings, job.tokenizer) as corpora, Progress(own) as progress:
-            for chunk in encoded:
-                corpora.append(chunk)
-                progress.show(corpora.totals, chunk.disk_bytes)
-            corpora.finish()
-    finally:
-        encoded.close()  # type: ignore[attr-defined]  # a generator
-    return corpora.totals
-
-
-def _part(folder: Path, rank: int, keys: int) -> list[str]:
-    return [str(folder / f"rank{rank:05d}_{key}") for key in range(keys)]
-
-
-def _outcome(store: Store, rank: int) -> dict[str, object]:
-    """What a rank wrote; PeerError when it failed or has been silent for too long."""
-    heard, last = time.monotonic(), b""
-    while not store.check([f"end{rank}"]):
-        beat = store.get(f"beat{rank}") if store.check([f"beat{rank}"]) else b""
-        if beat != last:
-            heard, last = time.monotonic(), beat
-        if time.monotonic() - heard > _SILENCE_S:
-            raise PeerError(
-                f"rank {rank} was not heard of for {_SILENCE_S:.0f} s",
-                found="no part, and no sign of life",
-                fix="look for its last words in its own output, then start all ranks again",
+def _require_agreement(ranks: Ranks, job: Job) -> None:
+    """Raise ConfigError, on every rank, where one would write other bytes than the first."""
+    first, *others = ranks.gather("what decides", _in_short(what_decides(job, times=False)))
+    for rank, other in enumerate(others, start=1):
+        for name in (name for name, value in other.items() if value != first[name]):
+            raise ConfigError(
+                f"rank {rank} has another {name} than rank 0",
+                found=f"{other[name]}; on rank 0 {first[name]}",
+                fix="give all ranks the same flags, input files, tokenizer and packages",
             )
-        time.sleep(_POLL_S)
-    outcome: dict[str, dict[str, object]] = json.loads(store.get(f"end{rank}"))
-    if "error" in outcome:
-        raise PeerError(
-            f"rank {rank} could not write its part",
-            found=outcome["error"],
-            fix="see to that, then start all ranks again",
-        )
-    return outcome["totals"]
 
 
-def _require_visible(parts: Sequence[Sequence[str]]) -> None:
-    missing = [prefix for part in parts for prefix in part if not Path(f"{prefix}.idx").exists()]
-    if missing:
-        raise ConfigError(
-            "rank 0 does not see what another rank wrote",
-            found=f"{missing[0]}.idx is not there",
-            fix="put --output-prefix on a file system that all machines share",
-        )
+def _in_short(content: dict[str, Any]) -> dict[str, str]:
+    """Each part as text, or a digest of it where it is long, as the names of many files are."""
+    texts = {name: json.dumps(value) for name, value in content.items()}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {name: text if len(text) <= _SHOWN else digests[name] for name, text in texts.items()}
+
+
+def _begin(ranks: Ranks, job: Job, journal: PieceJournal, args: argparse.Namespace) -> int:
+    """How many pieces the input is cut into, on every rank."""
+    count = None
+    if ranks.is_first:
+        wanted = max(_PIECES_PER_RANK * ranks.size, -(-job.source.size // resume.PART_BYTES))
+        count = journal.begin(wanted, go_on=args.resume, forget=args.overwrite)
+    return int(ranks.from_first("pieces", count))
+
+
+def _write_pieces(ranks: Ranks, job: Job, journal: PieceJournal, pieces: Sequence[Source]) -> None:
+    """Write pieces that no other rank has taken, and that are not there from an earlier run."""
+    everything = Totals.zero(len(job.prefixes))
+    with (
+        closing(_encoded_pieces(ranks, job, journal, pieces)) as encoded,
+        Progress(job, size=job.source.size // ranks.size, silent=not ranks.is_first) as progress,
+    ):
+        for number, results in groupby(encoded, key=itemgetter(0)):
+            with CorpusSet(journal.prefixes(number), job.settings, job.tokenizer) as corpora:
+                for _, chunk in results:
+                    corpora.append(chunk)
+                    everything.add(chunk)
+                    progress.show(everything, chunk.disk_bytes)
+                    ranks.check()
+                corpora.finish()
+            journal.add(number, corpora.totals)
+
+
+def _encoded_pieces(
+    ranks: Ranks, job: Job, journal: PieceJournal, pieces: Sequence[Source]
+) -> Generator[tuple[int, EncodedChunk], None, None]:
+    """Each chunk with the number of its piece; workers go on from one piece to the next."""
+    owners: deque[int] = deque()  # of the chunks that are on their way
+
+    def chunks() -> Iterator[Chunk]:
+        while (number := ranks.take("piece")) < len(pieces):
+            if (kept := journal.verified(number)) is not None:
+                log.debug(f"piece {number} is kept: {kept.documents} documents")
+                continue
+            for chunk in pieces[number].chunks(job.chunk_size):
+                owners.append(number)
+                yield chunk
+
+    with closing(job.encoded(chunks())) as encoded:  # type: ignore[type-var]  # a generator
+        for result in encoded:
+            yield owners.popleft(), result
+
+
+def _totals(job: Job, journal: PieceJournal, pieces: int) -> Totals:
+    """What all pieces hold together; ConfigError where one is not to be seen from here."""
+    everything = Totals.zero(len(job.prefixes))
+    deadline = time.monotonic() + _VISIBLE_S
+    for number in range(pieces):
+        while (totals := journal.totals(number)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    "rank 0 does not see what another rank wrote",
+                    found=f"{journal.prefixes(number)[0]}.idx is not there",
+                    fix="put --output-prefix on a file system that all machines share",
+                )
+            time.sleep(_POLL_S)
+        everything.include(totals)
+    require_documents(job, everything)
+    return everything
+
+
+def _put_together(
+    ranks: Ranks, job: Job, journal: PieceJournal, pieces: int, *, serial: bool
+) -> None:
+    written: list[list[str]] = []
+    if ranks.is_first:
+        found = ((number, journal.totals(number)) for number in range(pieces))
+        written = [journal.prefixes(number) for number, each in found if each and each.documents]
+    if not serial:
+        merges = [
+            Merge(prefix, inputs, sidecar_of(job.settings, job.tokenizer, key))
+            for prefix, key, inputs in zip(job.prefixes, job.settings.keys, zip(*written))
+        ]
+        merge_on_ranks(ranks, merges)
+        return
+    if ranks.is_first:
+        with CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora:
+            corpora.merge(written)
+            corpora.finish()
+    ranks.from_first("merged", True)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    flags = parser("preprocess_data_dist.py")
+    flags.add_argument_group("ranks").add_argument(
+        "--merge",
+        choices=METHODS,
+        default=METHODS[1],
+        help="how pieces become the output: rank 0 copies them, or each rank writes its range of "
+        "the one .bin, which all machines must be able to write at once [distributed]",
+    )
+    return flags.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Dialogues to the corpus that supervised finetuning reads: tokens, and which of them are learned.
 
 Each line of the input is a JSON object with a list of `{"role", "content"}` messages. A template
-writes them out; its pieces are tokenized one by one, so that no token is half given and half
+writes them out; answers are tokenized by themselves, so that no token is half given and half
 learned. Packing into rows is left to `megatron.data.sft_dataset`.
 """
 

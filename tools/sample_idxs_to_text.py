@@ -3,6 +3,7 @@
 Takes the flags of the run and replays its order: sample N is the N-th that all ranks together
 consumed, whatever the number of ranks. A reader would expect the order to depend on data and seed
 alone; the length of the run (--train-iters, --train-samples, batch sizes) belongs to it too.
+Standard output holds samples and nothing else; whatever else is said goes to standard error.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,11 @@ from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
+from megatron.data.dataset_kind import DatasetKind, dataset_kind
+from megatron.data.fim import FIMDataset
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.mlm_dataset import MLMDataset
+from megatron.data.packing import PackedDataset
 from megatron.engine.base import DatasetRequest
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of
@@ -70,14 +76,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         args_defaults=_MODEL,
     )
     start, stop = _range(config)
-    if config.extra["output_file"]:
-        output = Path(config.extra["output_file"])
-        refuse_existing([output], overwrite=config.extra["overwrite"])
-        write_text_files({output: "".join(_lines(config, start, stop))})
-        print(f"wrote {stop - start} samples to {output}")
-    else:
-        for line in _lines(config, start, stop):
-            sys.stdout.write(line)
+    samples = sys.stdout
+    with redirect_stdout(sys.stderr):  # what the library says on the way is no sample
+        if config.extra["output_file"]:
+            output = Path(config.extra["output_file"])
+            refuse_existing([output], overwrite=config.extra["overwrite"])
+            write_text_files({output: "".join(_lines(config, start, stop))})
+            print(f"wrote {stop - start} samples to {output}")
+        else:
+            for line in _lines(config, start, stop):
+                samples.write(line)
 
 
 def _lines(config: RunConfig, start: int, stop: int) -> Iterator[str]:
@@ -91,7 +99,10 @@ def _lines(config: RunConfig, start: int, stop: int) -> Iterator[str]:
         )
     tokenizer = tokenizer_of(config) if config.extra["print_text"] else None
     for number, row in enumerate(rows, start=start):
-        tokens = dataset[row]["text"].tolist()
+        sample = dataset[row]
+        # Span corruption has two parts, which a decoder reads one after the other.
+        parts_of_row = [sample["text"]] if "text" in sample else list(sample.values())
+        tokens = [token for part in parts_of_row for token in part.tolist()]
         origin = _origin(dataset, row)
         record: dict[str, Any] = {"sample": number, "row": row, "corpus": origin.corpus}
         if origin.pieces is not None:
@@ -112,6 +123,8 @@ def _training_data(config: RunConfig) -> Any:
     wanted = num_samples(config.training, length, batches.global_batch_size)[0]
     request = DatasetRequest(
         data=config.data,
+        # Windows of text can be shown without the files of their tokenizer.
+        tokenizer=None if dataset_kind(config.data) is DatasetKind.GPT else tokenizer_of(config),
         num_samples=(wanted, 0, 0),
         min_samples=1,
         seed=config.training.seed,
@@ -124,7 +137,7 @@ def _training_data(config: RunConfig) -> Any:
 
 def _order(config: RunConfig, total: int, start: int) -> Iterator[int]:
     """The rows of the dataset in the order of training, from the sample `start` on."""
-    one_by_one = {
+    one_by_one: dict[str, Any] = {
         "total_samples": total,
         "consumed_samples": start,
         "micro_batch_size": 1,
@@ -144,6 +157,11 @@ def _origin(dataset: Any, row: int) -> Origin:
     if isinstance(dataset, BlendableDataset):
         part = dataset.datasets[int(dataset.dataset_index[row])]
         return _origin(part, int(dataset.dataset_sample_index[row]))
+    if isinstance(dataset, FIMDataset | MLMDataset):
+        # Sample i is made of window i, whose documents are the same in another order.
+        return _origin(dataset.dataset if isinstance(dataset, FIMDataset) else dataset.windows, row)
+    if isinstance(dataset, PackedDataset):
+        return Origin(dataset.source.prefix, None)
     if not isinstance(dataset, GPTDataset):
         return Origin(type(dataset).__name__, None)
     arrays = {

@@ -5,10 +5,10 @@ import argparse
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, TokenizerSpec
 
 
-def add_tokenizer_flags(group: "argparse._ArgumentGroup") -> None:
+def add_tokenizer_flags(group: "argparse._ArgumentGroup", *, required: bool = True) -> None:
     """Add the flags from which `tokenizer_spec` is made."""
     add = group.add_argument
-    add("--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--tokenizer-type", required=required, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     add("--vocab-file", help="vocab.json of GPT-2, vocab.txt of BERT")
     add("--merge-file", help="merges.txt of GPT-2")
     add("--tokenizer-model", help=".model file of SentencePiece")

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -93,6 +93,9 @@ class Manifest:
     generators: tuple[str, ...]
     written_by: Mapping[str, str]
     created: str
+    data: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what was read: names of files to digests
 
     @cached_property
     def config_fingerprint(self) -> str:
@@ -153,6 +156,7 @@ def _plain_head(manifest: Manifest) -> dict[str, Any]:
         "scalars": dict(manifest.scalars),
         "config_fingerprint": manifest.config_fingerprint,
         "config": dict(manifest.config),
+        "data": dict(manifest.data),
         "generators": list(manifest.generators),
     }
 
@@ -267,6 +271,7 @@ class _Parser:
             generators=tuple(get(fields, "generators", list)),
             written_by=get(fields, "written_by", dict),
             created=get(fields, "created", str),
+            data=get(fields, "data", dict) if "data" in fields else {},
         )
         if min(manifest.layout) < 1 or layout.get("world") != manifest.layout.world:
             raise self.error(f"layout {layout}")

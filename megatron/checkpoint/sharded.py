@@ -148,8 +148,8 @@ class GeneratorStates(NamedTuple):
 class Snapshot:
     """Everything one rank hands over for one checkpoint.
 
-    `progress` and `scalars` must be equal on all ranks; `config` is rank 0's. All three are plain
-    JSON values. `tensors` are views: nothing may change them until the save returns.
+    `progress` and `scalars` must be equal on all ranks; `config` and `data` are rank 0's. All are
+    plain JSON values. `tensors` are views: nothing may change them until the save returns.
     """
 
     tensors: tuple[ShardedTensor, ...]
@@ -157,6 +157,7 @@ class Snapshot:
     config: Mapping[str, Any]
     scalars: Mapping[str, Any] = field(default_factory=dict)
     generators: GeneratorStates | None = None
+    data: Mapping[str, str] = field(default_factory=dict)  # what was read, by the names of files
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """The tensors by name; CheckpointError when two have the same."""

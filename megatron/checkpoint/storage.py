@@ -200,6 +200,7 @@ def _build_manifest(
         generators=tuple(part.generators for part in parts if part.generators is not None),
         written_by={"megatron": megatron.__version__, "torch": torch.__version__},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
+        data=snapshot.data,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.config.fields import check_field, flag, raise_all
+from megatron.config.fields import check_field, default_of, flag, flag_name, raise_all
 from megatron.errors import ConfigError
 
 
@@ -22,6 +22,37 @@ class DataIntegrity(StrEnum):
     HEADER = "header"  # the index, when the corpus is opened
     TOUCHED = "touched"  # the index, and each block of tokens before its first use
     FULL = "full"  # everything, before training
+
+
+class OnTooLong(StrEnum):
+    """What becomes of a document that is longer than a row it would be packed into."""
+
+    ERROR = "error"
+    SKIP = "skip"
+    CUT = "cut"  # its beginning is kept
+
+
+# What selects another kind of dataset than windows of text, and the flags that are part of it.
+_KINDS = {
+    "fim_data": (
+        "fim_rate",
+        "fim_spm_rate",
+        "fim_prefix_token",
+        "fim_middle_token",
+        "fim_suffix_token",
+    ),
+    "sft": ("on_too_long_document",),
+    "mtf": ("on_too_long_document",),
+    "noise_density": ("mean_noise_span_length",),
+}
+_SHARES = (
+    "last_epoch_cutoff",
+    "fim_rate",
+    "fim_spm_rate",
+    "mask_prob",
+    "short_seq_prob",
+    "query_in_block_prob",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +114,50 @@ class DataConfig:
         help="share of the last epoch below which it is shuffled apart: 0.95 as in "
         "Megatron-DeepSpeed, 0.80 as in Megatron-LM",
     )
+    fim_data: bool = flag(
+        False, help="rearrange documents so that the model learns to fill in their middle"
+    )
+    fim_rate: float = flag(0.5, help="share of the documents that --fim-data rearranges")
+    fim_spm_rate: float = flag(0.5, help="share of these that are written with the suffix first")
+    fim_prefix_token: str = flag("<fim_prefix>", help="token that stands before a prefix")
+    fim_middle_token: str = flag("<fim_middle>", help="token that stands before a middle")
+    fim_suffix_token: str = flag("<fim_suffix>", help="token that stands before a suffix")
+    sft: bool = flag(
+        False,
+        help="finetune on dialogues packed into rows, learning the answers: --data-path names "
+        "what tools/preprocess_sft.py wrote",
+    )
+    mtf: bool = flag(
+        False,
+        help="finetune on pairs packed into rows, learning the targets: --data-path names P of "
+        "P_inputs_document and P_targets_document",
+    )
+    on_too_long_document: OnTooLong | None = flag(
+        None,
+        help="what becomes of a dialogue or pair longer than --seq-length: error, skip or cut; "
+        "when not set error with --sft and skip with --mtf",
+    )
+    noise_density: float | None = flag(
+        None, help="learn to write the spans, this share of the tokens, that a text has lost"
+    )
+    mean_noise_span_length: float = flag(
+        3.0, help="mean number of tokens in a span of --noise-density"
+    )
+    mask_prob: float = flag(0.15, help="BERT and T5: share of the tokens to guess")
+    short_seq_prob: float = flag(0.1, help="BERT and T5: share of samples that are cut shorter")
+    bert_binary_head: bool = flag(
+        True,
+        help="BERT: samples of two segments, whose order is guessed",
+        off=("--bert-no-binary-head",),
+    )
+    decoder_seq_length: int | None = flag(None, help="T5: tokens per sample of the decoder")
+    titles_data_path: str | None = flag(
+        None, help="inverse cloze: prefix of the titles of the documents in --data-path"
+    )
+    query_in_block_prob: float = flag(
+        0.1, help="inverse cloze: share of queries that stay in their block"
+    )
+    use_one_sent_docs: bool = flag(False, help="inverse cloze: use documents of one sentence")
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -108,13 +183,22 @@ class DataConfig:
             problem="it cannot be negative",
             fix="use 0 or more",
         )
+        for name in _SHARES:
+            yield from check_field(
+                0 <= getattr(self, name) <= 1,
+                name,
+                getattr(self, name),
+                problem="a share is outside [0, 1]",
+                fix=f"use a number from 0 to 1, as {default_of(DataConfig, name)}",
+            )
         yield from check_field(
-            0 <= self.last_epoch_cutoff <= 1,
-            "last_epoch_cutoff",
-            self.last_epoch_cutoff,
-            problem="a share is outside [0, 1]",
-            fix="use 0.95 or 0.80",
+            self.decoder_seq_length is None or self.decoder_seq_length > 0,
+            "decoder_seq_length",
+            self.decoder_seq_length,
+            problem="a size is not positive",
+            fix="use a whole number above 0",
         )
+        yield from self._kind_problems()
         apart = (self.train_data_path, self.valid_data_path, self.test_data_path)
         if self.data_path is not None and any(path is not None for path in apart):
             yield ConfigError(
@@ -132,6 +216,44 @@ class DataConfig:
                 found="neither --data-path nor --train-data-path nor --train-weighted-split-paths",
                 fix="give the prefix that tools/preprocess_data.py printed, as --data-path PREFIX",
             )
+
+    def _kind_problems(self) -> Iterator[ConfigError]:
+        """Two kinds of datasets at once, and flags of a kind that was not asked for."""
+        asked = [name for name in _KINDS if getattr(self, name) not in (False, None)]
+        if len(asked) > 1:
+            flags = [flag_name(name) for name in asked]
+            yield ConfigError(
+                "two kinds of training data were asked for at once",
+                found=" together with ".join(flags),
+                fix=f"keep one of {' and '.join(flags)}; runs of different kinds follow each "
+                "other with --load",
+            )
+        for name in dict.fromkeys(name for names in _KINDS.values() for name in names):
+            owners = [kind for kind, names in _KINDS.items() if name in names]
+            if self._differs(name) and not set(owners) & set(asked):
+                needed = " or ".join(flag_name(owner) for owner in owners)
+                yield ConfigError(
+                    "a flag was given that only has a meaning beside another",
+                    found=f"{flag_name(name)} {getattr(self, name)} without {needed}",
+                    fix=f"add {needed}, or leave {flag_name(name)} out",
+                )
+        borders = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        inside = [flag_name(name) for name in borders if getattr(self, name)]
+        if self.noise_density is not None and inside:
+            yield ConfigError(
+                "a text that has lost spans is one document, whatever ends in it",
+                found=f"--noise-density {self.noise_density} with {', '.join(inside)}",
+                fix=f"leave {', '.join(inside)} out",
+            )
+        if self.mtf and self.on_too_long_document is OnTooLong.CUT:
+            yield ConfigError(
+                "a pair that is cut loses its target, which is what is learned",
+                found="--mtf with --on-too-long-document cut",
+                fix="use --on-too-long-document skip or error, or a larger --seq-length",
+            )
+
+    def _differs(self, name: str) -> bool:
+        return bool(getattr(self, name) != default_of(DataConfig, name))
 
     def _weighted(self, use: str) -> tuple[object, object]:
         """The two flags, of which at most one is given, that name groups for one use."""

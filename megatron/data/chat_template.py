@@ -1,8 +1,9 @@
 """How a dialogue is written as text, and which of that text a model is to learn.
 
-A template turns messages into pieces that are tokenized one by one, so the border between what is
-given and what is learned is a border of tokens. What a reader would get wrong: the end of an
-assistant's turn is learned with it (or the model never stops), the header before it is not.
+A template turns messages into pieces. What is given up to an answer is tokenized as one text, as a
+prompt will be; answers and their ends by themselves, so the border between given and learned is a
+border of tokens. What a reader would get wrong: the end of an assistant's turn is learned with it
+(or the model never stops), the header before it is not.
 """
 
 import difflib
@@ -119,9 +120,10 @@ def encode_dialogue(
     *,
     eod: int | None,
 ) -> EncodedDialogue:
-    """The tokens of each piece in turn; `encode` gives the ids of several texts at once."""
+    """The tokens of a rendered dialogue; `encode` gives the ids of several texts at once."""
     tokens: list[int] = []
     mask: list[int] = []
+    pieces = _given_joined(pieces)
     for piece, ids in zip(pieces, encode([piece.text for piece in pieces]), strict=True):
         tokens += ids
         if piece.then_eod:
@@ -134,6 +136,18 @@ def encode_dialogue(
             tokens.append(eod)
         mask += [int(piece.is_target)] * (len(tokens) - len(mask))
     return EncodedDialogue(np.array(tokens, np.int64), np.array(mask, np.uint8))
+
+
+def _given_joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same text with one piece for all that is given between two that are learned."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and not (piece.is_target or last.is_target or last.then_eod):
+            joined[-1] = Piece(last.text + piece.text, False, piece.then_eod)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def _message(entry: object, number: int) -> Message:

@@ -142,6 +142,41 @@ def read_checksums(prefix: str) -> CorpusChecksums | None:
     return CorpusChecksums(block_bytes, data_bytes, index_bytes, digest, blocks)
 
 
+class Digests(NamedTuple):
+    """What names a corpus without reading it, as hex digits."""
+
+    index_digest: str  # xxh3_128 of .idx
+    pair_id: str
+
+
+def digests_that_are_said(prefix: str) -> Digests | None:
+    """The digests that the checksums of `prefix` say, from a few bytes; None where there are none.
+
+    Nothing is compared with them here. Raises DataError when the file cannot be read as checksums.
+    """
+    path = checksum_file_path(prefix)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEADER.size)
+            file.seek(-_DIGEST_BYTES, os.SEEK_END)
+            pair = file.read(_DIGEST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, f"{error.strerror}") from error
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise _unusable(path, f"{head[:8]!r}; expected {_MAGIC!r}")
+    return Digests(_HEADER.unpack(head)[-1].hex(), pair.hex())
+
+
+def digest_of_file(path: str) -> str:
+    """xxh3_128 of a whole file, as hex digits; DataError where it cannot be read."""
+    digest = xxhash.xxh3_128()
+    for piece in _pieces(path):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def check_index(prefix: str, checksums: CorpusChecksums) -> None:
     """Raise DataError unless `P.idx` is, to the last byte, the one that the checksums are of."""
     path = index_file_path(prefix)

@@ -28,9 +28,13 @@ __all__ = [
 
 FORMAT_VERSION = 1
 LEVELS = ("document", "sentence")
-_ADDED_LATER = ("pair_id", "tokenizer_files")  # a sidecar without them is an older one
+_ADDED_LATER = (
+    "pair_id",
+    "tokenizer_files",
+    "sentence_splitter",
+)  # a sidecar without them is an older one
 _TOKENIZER_SUFFIXES = (".json", ".model", ".txt")  # beside them may lie gigabytes of a model
-_TEXT = ("tokenizer_type", "level", "json_key", "pair_id")
+_TEXT = ("tokenizer_type", "level", "json_key", "pair_id", "sentence_splitter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,7 @@ class CorpusMetadata:
     num_tokens: int = 0
     pair_id: str = ""  # of the checksums of the same corpus; "" where there are none
     tokenizer_files: Mapping[str, str] = field(default_factory=dict)  # file name to SHA-256
+    sentence_splitter: str = ""  # and its version, of what made sentences; "" for documents
     format_version: int = FORMAT_VERSION
 
 

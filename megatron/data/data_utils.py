@@ -1,15 +1,16 @@
 """From the strings of `--data-path` and `--split`, or named groups of ranges, to datasets.
 
-What a reader would get wrong: a split is cut from the *items* of each corpus, so every component
-of a blend is cut by itself; and the borders follow Megatron's rounding, because a document that
-moves from test to train between two tools is a leak.
+One builder for every kind of dataset: a `DatasetMaker` says what the kind is. What a reader would
+get wrong: each component of a blend is cut by itself, in what its kind calls a document; and the
+borders follow Megatron's rounding, because a document that moves from test to train between two
+tools is a leak.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,15 @@ from megatron.data.blendable_dataset import (
     draw_problems,
     samples_of_component,
 )
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache, cache_folders
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.weighted_paths import WeightedGroup, WeightedSplits, announce_overlaps
+from megatron.data.verification_progress import Beat, unheard
+from megatron.data.weighted_paths import (
+    WeightedGroup,
+    WeightedSplits,
+    announce_overlaps,
+    weighted_splits,
+)
 from megatron.errors import ConfigError, DataError, MegatronError
 
 SPLITS = ("train", "valid", "test")
@@ -55,47 +61,94 @@ class NamedDatasets(NamedTuple):
     test: dict[str, SampleDataset]
 
 
+class Corpus(NamedTuple):
+    """What a prefix names, opened as the kind of dataset that is made of it asks for."""
+
+    prefix: str
+    source: Any  # what datasets of the kind take
+    num_documents: int  # of what a split is a range of
+    files: tuple[MMapIndexedDataset, ...]  # those that hold tokens of the vocabulary
+    lengths: npt.NDArray[np.integer]  # tokens, of each document or smaller part of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentSlice:
+    """Documents `start` to `stop` - 1 of a corpus, under the name of the split they make."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class DatasetMaker(Protocol):
+    """A kind of dataset with all that its samples depend on beside the documents."""
+
+    def open(self, prefix: str) -> Corpus:
+        """The corpus that datasets of this kind read under `prefix`; raises DataError."""
+        ...
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> SampleDataset:
+        """The dataset of at least `num_samples` samples of these documents."""
+        ...
+
+    def epochs(self, dataset: Any, samples: int) -> float | None:
+        """Passes over its documents that the first `samples` are; None where that is unknown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexPlace:
+    """Where indices of samples are kept, and who builds them; each rank of a run has its own.
+
+    `wait` is reached once per index, by every rank.
+    """
+
+    cache_path: str | None = None
+    is_builder: bool = True
+    wait: Callable[[], None] = lambda: None
+    beat: Beat = unheard
+
+    def cache(self, prefix: str) -> IndexCache:
+        """The cache of indices over the corpus `prefix`."""
+        return IndexCache(
+            folders=cache_folders(prefix, self.cache_path),
+            is_builder=self.is_builder,
+            wait=self.wait,
+            beat=self.beat,
+        )
+
+
 class _Component(NamedTuple):
     weight: float
-    prefix: str
-    indexed: MMapIndexedDataset
-    documents: npt.NDArray[np.integer]
+    corpus: Corpus
+    documents: DocumentSlice
 
 
-class _Corpora(dict[str, MMapIndexedDataset]):
+class _Corpora(dict[str, Corpus]):
     """Corpora by prefix, each opened once, when it is first asked for."""
 
-    def __init__(self, open_corpus: OpenCorpus) -> None:
+    def __init__(self, maker: DatasetMaker) -> None:
         super().__init__()
-        self._open_corpus = open_corpus
+        self._maker = maker
 
-    def __missing__(self, prefix: str) -> MMapIndexedDataset:
-        self[prefix] = self._open_corpus(prefix)
+    def __missing__(self, prefix: str) -> Corpus:
+        self[prefix] = self._maker.open(prefix)
         return self[prefix]
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a sample order depends on beside the documents, and where its index is kept."""
-
-    seq_length: int
-    seed: int
-    last_epoch_cutoff: float
-    cache_path: str | None
-    is_builder: bool
-    wait: Callable[[], None]
-
-
-def corpus_opener(data: DataConfig, *, is_builder: bool) -> OpenCorpus:
+def corpus_opener(data: DataConfig, *, is_builder: bool, beat: Beat = unheard) -> OpenCorpus:
     """How `data` wants its corpora opened.
 
-    Of --data-integrity full only builders read everything first; the others wait for them, and
-    verify what they touch, since they may see another disk.
+    Of --data-integrity full only builders read everything first, and say through `beat` how far
+    they are; the others wait for them, and verify what they touch, since they may see another disk.
     """
     integrity = data.data_integrity
     if integrity is DataIntegrity.FULL and not is_builder:
         integrity = DataIntegrity.TOUCHED
-    return partial(MMapIndexedDataset, integrity=integrity, mapped=data.mmap_bin_files)
+    mapped = data.mmap_bin_files
+    return partial(MMapIndexedDataset, integrity=integrity, mapped=mapped, beat=beat)
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[WeightedPrefix]:
@@ -158,91 +211,80 @@ def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
     return 0, train if fractions[0] > 0 else 0, valid, test
 
 
-def check_data_path(
-    data_path: Sequence[str] | None,
-    *,
-    train_data_path: Sequence[str] | None = None,
-    valid_data_path: Sequence[str] | None = None,
-    test_data_path: Sequence[str] | None = None,
-    split: str | None = None,
-    open_corpus: OpenCorpus = MMapIndexedDataset,
-) -> list[MegatronError]:
-    """Everything wrong with the flags that name data and with every corpus they name.
+def check_data_path(data: DataConfig) -> list[MegatronError]:
+    """Everything wrong with --data-path, its siblings and --split; opens nothing, raises nothing.
 
-    Opens each corpus and checks its index; raises nothing itself.
+    Of weighted ranges `weighted_problems` says the same.
     """
     errors: list[MegatronError] = []
-    separate = (train_data_path, valid_data_path, test_data_path)
     try:
-        _refuse_both_ways(data_path, separate)
-        if split is not None:
-            parse_split(split)
+        parse_split(data.split)
     except MegatronError as error:
         errors.append(error)
-    prefixes: list[str] = []
-    for words in (data_path, *separate):
+    for words in _given_paths(data):
         try:
-            prefixes += [] if words is None else [part.prefix for part in parse_data_path(words)]
-        except MegatronError as error:
-            errors.append(error)
-    return errors + corpus_problems(prefixes, open_corpus)
-
-
-def corpus_problems(
-    prefixes: Sequence[str], open_corpus: OpenCorpus = MMapIndexedDataset
-) -> list[MegatronError]:
-    """Why corpora cannot be opened, each said once; raises nothing itself."""
-    errors: list[MegatronError] = []
-    for prefix in dict.fromkeys(prefixes):
-        try:
-            open_corpus(prefix)
+            parse_data_path(words)
         except MegatronError as error:
             errors.append(error)
     return errors
 
 
-class BuildOptions(TypedDict):
-    """What both builders below take beside the corpora, for callers that choose between them."""
+def named_prefixes(data: DataConfig) -> tuple[str, ...]:
+    """Every prefix that the flags name, each once; raises ConfigError where they cannot be read."""
+    splits = weighted_splits(data)
+    if splits is not None:
+        return splits.prefixes
+    named = (part.prefix for words in _given_paths(data) for part in parse_data_path(words))
+    return tuple(dict.fromkeys(named))
 
-    num_samples: tuple[int, int, int]
-    seq_length: int
-    seed: int
-    cache_path: str | None
-    is_builder: bool
-    wait: Callable[[], None]
-    last_epoch_cutoff: float
-    min_samples: int
-    open_corpus: OpenCorpus
+
+def _given_paths(data: DataConfig) -> list[tuple[str, ...]]:
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [words for words in paths if words is not None]
+
+
+def build_datasets(
+    maker: DatasetMaker,
+    data: DataConfig,
+    *,
+    num_samples: tuple[int, int, int],
+    min_samples: int = 1,
+    place: IndexPlace,
+) -> DatasetSplits | NamedDatasets:
+    """The datasets that the flags of a run ask for, however they name the data."""
+    groups = weighted_splits(data)
+    if groups is not None:
+        return build_weighted_datasets(
+            maker, groups, num_samples=num_samples, min_samples=min_samples, place=place
+        )
+    return build_train_valid_test_datasets(
+        maker,
+        data_path=data.data_path,
+        split=data.split,
+        separate=(data.train_data_path, data.valid_data_path, data.test_data_path),
+        num_samples=num_samples,
+        min_samples=min_samples,
+        place=place,
+    )
 
 
 def build_train_valid_test_datasets(
+    maker: DatasetMaker,
     *,
     data_path: Sequence[str] | None,
     split: str,
     num_samples: tuple[int, int, int],
-    seq_length: int,
-    seed: int,
-    cache_path: str | None = None,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-    last_epoch_cutoff: float = 0.95,
-    train_data_path: Sequence[str] | None = None,
-    valid_data_path: Sequence[str] | None = None,
-    test_data_path: Sequence[str] | None = None,
+    separate: Sequence[Sequence[str] | None] = (None, None, None),
     min_samples: int = 1,
-    open_corpus: OpenCorpus = MMapIndexedDataset,
+    place: IndexPlace,
 ) -> DatasetSplits:
-    """A GPT dataset, or a blend of them, for every split of which samples are asked.
+    """A dataset made by `maker`, or a blend of them, for every split of which samples are asked.
 
-    Either `data_path` is cut by `split`, or each split has its own path, used whole. `min_samples`
-    is what one step needs (the global batch size), `open_corpus` a `corpus_opener()`. Every rank
-    must call this alike: `wait` is reached once per index.
+    Either `data_path` is cut by `split`, or each split has its own path in `separate`, used whole.
+    `min_samples` is what one step needs (the global batch size). Every rank must call this alike.
     """
-    _check_seed(seed)
-    separate = (train_data_path, valid_data_path, test_data_path)
     _refuse_both_ways(data_path, separate)
-    order = _Order(seq_length, seed, last_epoch_cutoff, cache_path, is_builder, wait)
-    corpora = _Corpora(open_corpus)
+    corpora = _Corpora(maker)
     datasets: list[SampleDataset | None] = []
     for number, (name, wanted) in enumerate(zip(SPLITS, num_samples)):
         if wanted <= 0:
@@ -255,83 +297,71 @@ def build_train_valid_test_datasets(
                 found=f"{wanted} samples, no --{name}-data-path",
                 fix=f"give --{name}-data-path, or ask for no {name} samples",
             )
-        cut = None if data_path is None else (split, number)
-        parts = _open(parse_data_path(words), corpora, cut)
-        dataset = _build_split(name, parts, wanted, order, is_training=name == "train")
+        components = []
+        for weight, prefix in parse_data_path(words):
+            count = corpora[prefix].num_documents
+            start, stop = 0, count
+            if data_path is not None:
+                start, stop = split_ranges(split, count)[number : number + 2]
+            documents = DocumentSlice(name=name, start=start, stop=stop)
+            components.append(_Component(weight, corpora[prefix], documents))
+        dataset = _build_split(maker, components, wanted, place, is_training=name == "train")
         _require_samples(name, dataset, min_samples)
         datasets.append(dataset)
     return DatasetSplits(*datasets)
 
 
 def build_weighted_datasets(
+    maker: DatasetMaker,
     splits: WeightedSplits,
     *,
     num_samples: tuple[int, int, int],
-    seq_length: int,
-    seed: int,
-    cache_path: str | None = None,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-    last_epoch_cutoff: float = 0.95,
     min_samples: int = 1,
-    open_corpus: OpenCorpus = MMapIndexedDataset,
+    place: IndexPlace,
 ) -> NamedDatasets:
-    """A GPT dataset, or a blend of them, for every group of ranges; each has all the samples asked.
+    """A dataset made by `maker`, or a blend, for every group of ranges; each has all samples asked.
 
     A use without groups has no dataset, as in Megatron-DeepSpeed, and that is said. Every rank must
-    call this alike: `wait` is reached once per index.
+    call this alike.
     """
-    _check_seed(seed)
     announce_overlaps(splits)
-    order = _Order(seq_length, seed, last_epoch_cutoff, cache_path, is_builder, wait)
-    corpora = _Corpora(open_corpus)
+    corpora = _Corpora(maker)
     built: list[dict[str, SampleDataset]] = []
     for use, groups, wanted in zip(SPLITS, splits, num_samples):
         built.append({})
         if wanted > 0 and not groups:
             log.info(f"no --{use}-weighted-split-paths: nothing is evaluated on {use} data")
         for group in groups if wanted > 0 else ():
-            parts = _open_ranges(group, corpora)
-            dataset = _build_split(group.name, parts, wanted, order, is_training=use == "train")
+            components = _components_of(group, corpora)
+            dataset = _build_split(maker, components, wanted, place, is_training=use == "train")
             _require_samples(group.name, dataset, min_samples)
             built[-1][group.name] = dataset
     train, valid, test = built
     return NamedDatasets(next(iter(train.values()), None), valid, test)
 
 
-def _open(
-    parts: list[WeightedPrefix],
-    corpora: _Corpora,
-    cut: tuple[str, int] | None,
-) -> list[_Component]:
-    """The documents that one split uses of each corpus, each of which is opened once."""
-    components = []
-    for weight, prefix in parts:
-        indexed = corpora[prefix]
-        start, stop = 0, len(indexed)
-        if cut is not None:
-            split, number = cut
-            start, stop = split_ranges(split, len(indexed))[number : number + 2]
-        components.append(_Component(weight, prefix, indexed, np.arange(start, stop)))
-    return components
-
-
-def _open_ranges(group: WeightedGroup, corpora: _Corpora) -> list[_Component]:
+def _components_of(group: WeightedGroup, corpora: _Corpora) -> list[_Component]:
     """The documents that a group uses of each corpus, each of which is opened once."""
     components = []
     for part in group.ranges:
-        indexed = corpora[part.prefix]
-        documents = np.arange(*part.items(len(indexed)))
-        components.append(_Component(part.weight, part.prefix, indexed, documents))
+        start, stop = part.items(corpora[part.prefix].num_documents)
+        documents = DocumentSlice(name=group.name, start=start, stop=stop)
+        components.append(_Component(part.weight, corpora[part.prefix], documents))
     return components
 
 
 def _build_split(
-    name: str, components: list[_Component], wanted: int, order: _Order, *, is_training: bool
+    maker: DatasetMaker,
+    components: list[_Component],
+    wanted: int,
+    place: IndexPlace,
+    *,
+    is_training: bool,
 ) -> SampleDataset:
     total = sum(component.weight for component in components)
     blended = len(components) > 1
-    names = [component.prefix for component in components]
+    name = components[0].documents.name
+    names = [component.corpus.prefix for component in components]
     weights = [component.weight for component in components]
     for problem in draw_problems(names, weights, wanted):
         if is_training:
@@ -339,45 +369,32 @@ def _build_split(
         # Few samples evaluate on few corpora; nobody has to change the mixture for that.
         log.warning_once(f"draws {name} {problem.found}", f"{name}: {problem}")
     datasets = [
-        GPTDataset(
-            component.indexed,
-            name=name,
-            documents=component.documents,
-            num_samples=(
-                samples_of_component(wanted, component.weight / total) if blended else wanted
-            ),
-            seq_length=order.seq_length,
-            seed=order.seed,
-            cache=IndexCache(
-                folders=cache_folders(component.prefix, order.cache_path),
-                is_builder=order.is_builder,
-                wait=order.wait,
-            ),
-            last_epoch_cutoff=order.last_epoch_cutoff,
+        maker.make(
+            corpus,
+            documents,
+            num_samples=samples_of_component(wanted, weight / total) if blended else wanted,
+            cache=place.cache(corpus.prefix),
         )
-        for component in components
+        for weight, corpus, documents in components
     ]
     if not blended:
         return datasets[0]
     blend = BlendableDataset(datasets, weights, num_samples=wanted, names=names)
-    _announce_mixture(name, datasets, blend, components)
+    _announce_mixture(name, maker, blend, components)
     return blend
 
 
 def _announce_mixture(
-    name: str,
-    datasets: Sequence[GPTDataset],
-    blend: BlendableDataset,
-    components: Sequence[_Component],
+    name: str, maker: DatasetMaker, blend: BlendableDataset, components: Sequence[_Component]
 ) -> None:
     """Say once what each component of a blend really gives, and how often it is passed over."""
     total = sum(component.weight for component in components)
     lines = [f"{name} is a blend of {len(blend):,} samples:"]
-    for component, dataset, samples in zip(components, datasets, blend.counts):
-        epochs = samples * dataset.seq_length / dataset.plan.tokens_per_epoch
+    for (weight, corpus, _), dataset, samples in zip(components, blend.datasets, blend.counts):
+        epochs = maker.epochs(dataset, samples)
         lines.append(
-            f"  {component.prefix}: weight {component.weight / total:.6g}, {samples:,} samples "
-            f"({samples / len(blend):.2%}), {epochs:.3g} epochs"
+            f"  {corpus.prefix}: weight {weight / total:.6g}, {samples:,} samples "
+            f"({samples / len(blend):.2%})" + ("" if epochs is None else f", {epochs:.3g} epochs")
         )
     log.info("\n".join(lines))
 
@@ -389,15 +406,6 @@ def _require_samples(name: str, dataset: SampleDataset, min_samples: int) -> Non
             found=f"{len(dataset)} samples; one batch takes {min_samples}",
             fix=f"give {name} a larger part with --split or in its group, ask for more {name} "
             "samples, or use a smaller --global-batch-size",
-        )
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise ConfigError(
-            "the seed of the sample order is out of range",
-            found=f"--seed {seed}",
-            fix="use a seed from 0 to 4294967295",
         )
 
 

@@ -6,8 +6,9 @@ that the window cuts off is treated like a whole one ("context-level" in the pap
 never stand without their parts.
 """
 
+import difflib
 import operator
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,66 @@ class FIMTokens(NamedTuple):
     middle: int
 
 
+class FIMTokenNames(NamedTuple):
+    """How the vocabulary spells the three marks."""
+
+    prefix: str = "<fim_prefix>"
+    suffix: str = "<fim_suffix>"
+    middle: str = "<fim_middle>"
+
+
+class NamedPieces(Protocol):
+    """What looking for a token by its name asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+
+    def piece(self, token_id: int) -> str:
+        """One id as the vocabulary spells it."""
+
+
+def token_named(tokenizer: NamedPieces, name: str) -> int | None:
+    """The id that the vocabulary spells `name`, or None."""
+    ids = range(tokenizer.vocab_size)
+    return next((token for token in ids if tokenizer.piece(token) == name), None)
+
+
+def fim_tokens(tokenizer: NamedPieces, names: FIMTokenNames) -> FIMTokens:
+    """The ids of the tokens of these names; raises ConfigError with what the tokenizer has."""
+    pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+    ids = {piece: token for token, piece in enumerate(pieces)}
+    missing = {
+        f"--fim-{part}-token": name for part, name in names._asdict().items() if name not in ids
+    }
+    if missing:
+        raise ConfigError(
+            "the tokenizer does not have the tokens that mark what is to be filled in",
+            found=", ".join(f"{flag} {name}" for flag, name in missing.items()),
+            fix=_nearest(pieces, missing),
+        )
+    return FIMTokens(*(ids[name] for name in names))
+
+
+def _nearest(pieces: list[str], missing: dict[str, str]) -> str:
+    """Tokens of the vocabulary that look like marks, or else how to get some."""
+    marks = [piece for piece in pieces if piece[:1] in ("<", "[") and len(piece) > 1]
+    near = {
+        flag: difflib.get_close_matches(name, marks, n=1, cutoff=0.75)
+        for flag, name in missing.items()
+    }
+    if all(near.values()) and len({found[0] for found in near.values()}) == len(near):
+        return "use " + " ".join(f"{flag} '{found[0]}'" for flag, found in near.items())
+    added = [f"<extra_id_{number}>" for number in range(_MARKS)]
+    spelled = " ".join(f"{flag} '{name}'" for flag, name in zip(missing, added))
+    if set(added) <= set(pieces):
+        return f"use {spelled}"
+    return (
+        f"add --vocab-extra-ids {_MARKS} and use {spelled}, or name tokens of the vocabulary that "
+        "no text holds"
+    )
+
+
 class FIMDataset:
     """`dataset` with a share `rate` of the documents of its samples rearranged.
 
@@ -48,24 +109,7 @@ class FIMDataset:
         spm_rate: float = 0.5,
         seed: int,
     ) -> None:
-        for flag, value in (("the FIM rate", rate), ("the share of SPM", spm_rate)):
-            if not 0 <= value <= 1:
-                raise ConfigError(
-                    f"{flag} is no share", found=value, fix="use a number from 0 to 1, as 0.5"
-                )
-        if eod is None:
-            raise ConfigError(
-                "documents to fill in cannot be told apart without an end-of-document token",
-                found="a tokenizer without one",
-                fix="use a tokenizer with an end-of-document token, or a FIM rate of 0",
-            )
-        if len({*tokens, eod}) != _MARKS + 1:
-            raise ConfigError(
-                "the marks of fill-in-the-middle are not four different tokens with the "
-                "end of a document",
-                found=f"{tokens}, eod {eod}",
-                fix="give each its own id, for example those of --vocab-extra-ids 3",
-            )
+        eod = checked_eod(tokens, eod, rate=rate, spm_rate=spm_rate)
         self.dataset, self.tokens, self.eod = dataset, tokens, eod
         self.rate, self.spm_rate, self.seed = rate, spm_rate, seed
 
@@ -105,6 +149,33 @@ class FIMDataset:
     def check_unchanged(self) -> None:
         """Raise DataError if a corpus below was touched since it was opened."""
         self.dataset.check_unchanged()
+
+
+def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: float) -> int:
+    """`eod`, after everything that is said about rearranging was found to make sense.
+
+    Raises:
+        ConfigError: a rate outside [0, 1], no end of documents, or two marks of one id.
+    """
+    for flag, value in (("--fim-rate", rate), ("--fim-spm-rate", spm_rate)):
+        if not 0 <= value <= 1:
+            raise ConfigError(
+                f"{flag} is no share", found=value, fix="use a number from 0 to 1, as 0.5"
+            )
+    if eod is None:
+        raise ConfigError(
+            "documents to fill in cannot be told apart without an end-of-document token",
+            found="a tokenizer without one",
+            fix="use a tokenizer with an end-of-document token, or leave --fim-data out",
+        )
+    if len({*tokens, eod}) != _MARKS + 1:
+        raise ConfigError(
+            "the marks of fill-in-the-middle are not four different tokens with the "
+            "end of a document",
+            found=f"{tokens}, eod {eod}",
+            fix="give each its own token, for example those of --vocab-extra-ids 3",
+        )
+    return eod
 
 
 def document_ranges(text: npt.NDArray[np.int64], eod: int) -> list[tuple[int, int]]:

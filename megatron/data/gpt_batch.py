@@ -1,14 +1,18 @@
-"""From a micro-batch of token windows to what a GPT model and its loss take.
+"""From a micro-batch of whatever kind of dataset to what a GPT model and its loss take.
 
 What a reader would get wrong: the end-of-document token belongs to the document that it ends; the
 next token is the first of the next document, at position 0 when positions are reset.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.config.data import DataConfig
+from megatron.data.dataset_kind import DatasetKind, dataset_kind
+from megatron.data.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
 
 
@@ -20,6 +24,28 @@ class GPTBatch(NamedTuple):
     loss_mask: Tensor  # float32 [b, s], 1 where the prediction counts
     position_ids: Tensor  # int64 [b, s]
     document_ids: Tensor | None  # int64 [b, s]; a token sees only tokens of equal id; None: all
+
+
+def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | None) -> GPTBatch:
+    """What a causal decoder takes of a raw batch, by the kind of dataset that the flags ask for.
+
+    Rows of dialogues and pairs start positions again at each of them and never look across.
+    """
+    kind = dataset_kind(data)
+    if kind.is_packed:
+        packed = packed_batch(raw["text"], raw["segment_ids"], raw["is_input"])
+        return GPTBatch(*packed[:5])
+    if kind is DatasetKind.MLM:
+        # Each row is one document, so there is nothing to keep apart.
+        spans = span_corruption_batch(raw["input_tokens"], raw["target_tokens"], prefix_lm=False)
+        return GPTBatch(*spans[:4], document_ids=None)
+    return gpt_batch(
+        raw["text"],
+        eod=eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )
 
 
 def gpt_batch(

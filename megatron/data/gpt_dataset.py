@@ -146,16 +146,10 @@ class GPTDataset:
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
-        row = int(self._index["shuffle_idx"][i])
+        row = self._index["shuffle_idx"].item(i)
         (first, start), (last, stop) = self._index["sample_idx"][row : row + 2].tolist()
-        ids = self._index["doc_idx"][first : last + 1].tolist()
-        if first == last:
-            parts = [self.indexed.get(ids[0], start, stop - start + 1)]
-        else:
-            parts = [self.indexed.get(ids[0], start)]
-            parts += [self.indexed.get(document) for document in ids[1:-1]]
-            parts.append(self.indexed.get(ids[-1], 0, stop + 1))
-        text = np.concatenate(parts, dtype=np.int64)
+        documents = self._index["doc_idx"][first : last + 1]
+        text = self.indexed.join(documents, start, stop + 1)
         if len(text) != self.seq_length + 1:
             raise DataError(
                 f"sample {i} of {self.name} has another length than the sequence length",

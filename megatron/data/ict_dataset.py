@@ -12,12 +12,12 @@ from typing import SupportsIndex
 import numpy as np
 
 from megatron.data.blendable_dataset import Sample
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.masking import MaskingVocabulary, attention_mask, padded
 from megatron.data.sentence_maps import SentenceRule
 from megatron.data.sentence_samples import (
-    DocumentSlice,
     SentenceDataset,
     SentenceSamples,
     Tokens,

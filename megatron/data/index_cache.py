@@ -24,7 +24,9 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import atomic, log
+from megatron.data.corpus_checksums import IndexHasher
 from megatron.data.lease import LeaseTiming, leased, said_while, wait_while_leased
+from megatron.data.verification_progress import Beat, unheard
 from megatron.errors import ConfigError, MachineError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -59,7 +61,9 @@ class CachedIndex:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
         self._arrays: dict[str, npt.NDArray[Any]] = {
-            key: np.load(path, mmap_mode="r", allow_pickle=False) for key, path in files.items()
+            # As plain arrays over the mapping: every index into an np.memmap makes another one.
+            key: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+            for key, path in files.items()
         }
 
     def __getitem__(self, key: str) -> npt.NDArray[Any]:
@@ -79,12 +83,14 @@ class IndexCache:
     """A place for indices and this rank's part in filling it.
 
     `wait` is a barrier over every rank that calls with the same arguments; each call of
-    `load_or_build` reaches it exactly once, also when building fails.
+    `load_or_build` reaches it exactly once, also when building fails. `beat` hears from a thread
+    that this rank builds, for ranks of other nodes, which do not see its lock.
     """
 
     folders: tuple[Path, ...]
     is_builder: bool = True
     wait: Callable[[], None] = lambda: None
+    beat: Beat = unheard
     timing: LeaseTiming = LeaseTiming()
 
     def load_or_build(
@@ -119,6 +125,9 @@ class IndexCache:
         with said_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
             try:
                 self.wait()
+            except MachineError as error:
+                error.add_note(f"while waiting for the ranks that build the index {stem}")
+                raise
             except RuntimeError as error:  # what torch raises when ranks do not meet in time
                 raise MachineError(
                     f"the ranks did not meet after the index {stem} was built",
@@ -135,7 +144,7 @@ class IndexCache:
             found = self._load(stem, description)
             if found is None:
                 started = time.monotonic()
-                with said_while(f"building the index {stem}", self.timing.say_s):
+                with said_while(f"building the index {stem}", self.timing.say_s, self.beat):
                     found = self._publish(stem, description, build())
                 size = sum(path.stat().st_size for path in found.files.values())
                 elapsed = time.monotonic() - started
@@ -217,36 +226,41 @@ def _verified_files(folder: Path, stem: str, description: Description) -> dict[s
 def _write_entry(
     folder: Path, stem: str, description: Description, arrays: Arrays
 ) -> dict[str, Path]:
-    """Publish each array, then the manifest: an entry without one does not exist."""
-    files, said = {}, {}
-    for key, array in arrays.items():
-        files[key] = _array_file(folder, stem, key)
-        temporary = atomic.temporary_name(files[key])
-        try:
-            with open(temporary, "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            said[key] = {"bytes": temporary.stat().st_size, "xxh3_128": _checksum(temporary)}
-            atomic.publish(temporary, files[key])
-        finally:
-            temporary.unlink(missing_ok=True)
-    content = {
-        "format_version": _FORMAT_VERSION,
-        "description": dict(description),
-        "arrays": said,
-    }
+    """Write all, then publish the arrays, then the manifest: an entry without one does not exist.
+
+    What does not fit on the disk leaves nothing, and an entry that was there stays.
+    """
+    files = {key: _array_file(folder, stem, key) for key in arrays}
     manifest = folder / f"{stem}.json"
-    temporary = atomic.temporary_name(manifest)
+    written = {path: atomic.temporary_name(path) for path in (*files.values(), manifest)}
     try:
-        with open(temporary, "w", encoding="utf-8") as text:
+        said = {key: _write_array(written[files[key]], array) for key, array in arrays.items()}
+        content = {
+            "format_version": _FORMAT_VERSION,
+            "description": dict(description),
+            "arrays": said,
+        }
+        with open(written[manifest], "w", encoding="utf-8") as text:
             json.dump(content, text, indent=1, sort_keys=True)
             text.flush()
             os.fsync(text.fileno())
-        atomic.publish(temporary, manifest)
+        for path, temporary in written.items():
+            atomic.publish(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
     return files
+
+
+def _write_array(path: Path, array: npt.NDArray[Any]) -> dict[str, int | str]:
+    """Write one array and force it to disk; what the manifest says of it."""
+    with open(path, "wb") as file:
+        # Of a disk that fills up, NumPy's own way to write says neither that nor the errno.
+        hasher = IndexHasher(file)
+        np.save(hasher, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": hasher.total_bytes, "xxh3_128": hasher.digest().hex()}
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

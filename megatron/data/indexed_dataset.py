@@ -7,7 +7,6 @@ reader would get wrong: an *item* is an entry of `sizes`; a *document* is a rang
 """
 
 import contextlib
-import dataclasses
 import itertools
 import mmap
 import operator
@@ -27,29 +26,27 @@ from megatron import atomic, log
 from megatron.config.data import DataIntegrity
 from megatron.data.corpus_checksums import (
     BlockHasher,
-    IndexHasher,
     check_index,
     read_checksums,
-    write_checksums,
 )
 from megatron.data.corpus_metadata import (
     CorpusMetadata,
     metadata_file_path,
     read_metadata,
-    write_metadata,
 )
 from megatron.data.corpus_paths import (
     both_files_exist,
     checksum_file_path,
-    corpus_files,
     data_file_path,
     index_file_path,
     refuse_suffix,
     require_regular_file,
 )
-from megatron.data.index_file import Stamp, changed, code_of, damaged, write_index
+from megatron.data.corpus_publication import Layout, publish_corpus
+from megatron.data.index_file import Stamp, changed, code_of, damaged
 from megatron.data.legacy_index import read_any_index
-from megatron.data.token_file import TokenFile, Tokens
+from megatron.data.token_file import TokenFile, TokenReader, Tokens
+from megatron.data.verification_progress import Beat, VerificationProgress, unheard
 from megatron.errors import DataError
 
 __all__ = [
@@ -80,7 +77,8 @@ class MMapIndexedDataset:
 
     `integrity` says how much is compared with the checksums of the corpus; a corpus without any
     is read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
-    that is cut short under it ends the process with SIGBUS. Raises DataError when the pair of
+    that is cut short under it ends the process with SIGBUS. `beat` hears how far a verification
+    of everything (`full`) is. Raises DataError when the pair of
     files is missing, damaged, or not one corpus.
     """
 
@@ -90,6 +88,7 @@ class MMapIndexedDataset:
         *,
         integrity: DataIntegrity = DataIntegrity.TOUCHED,
         mapped: bool = False,
+        beat: Beat = unheard,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.integrity, self.mapped = integrity, mapped
@@ -110,7 +109,8 @@ class MMapIndexedDataset:
         self._check_counts_of_metadata()
         self._seen: mmap.mmap | None = None  # 1 for each item of which every block was verified
         if integrity is not DataIntegrity.OFF:
-            self._check_integrity()
+            self._check_integrity(beat)
+        self._reader = self._compiled_reader()
 
     @staticmethod
     def exists(prefix: str) -> bool:
@@ -161,22 +161,38 @@ class MMapIndexedDataset:
             self._verify(item, start, start + count * self.dtype.itemsize)
         return self._file.read(start, count, self.dtype)
 
-    def verify(self) -> None:
+    def join(
+        self, items: npt.NDArray[np.integer], start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """The tokens of `items` end to end, widened: [tokens].
+
+        The first item counts from token `start` on, and the last up to token `stop`. Raises
+        IndexError like `get`.
+        """
+        if self._reader is not None:
+            tokens = self._reader.join(items, start, -1 if stop is None else stop)
+            if tokens is not None:
+                return tokens
+        return self._join_with_python(items, start, stop)
+
+    def verify(self, beat: Beat = unheard) -> None:
         """Compare every byte with the checksums; DataError names the damaged blocks.
 
-        Does nothing where there are no checksums, or `integrity` keeps away from them.
+        Does nothing where there are no checksums, or `integrity` keeps away from them. `beat` is
+        called after each piece with what is being done.
         """
-        self._file.verify_all()
+        self._file.verify_all(VerificationProgress(self._file.path, beat))
         self._seen = None
+        self._reader = self._compiled_reader()
 
-    def pieces(self) -> Iterator[memoryview]:
-        """The bytes of all tokens in order, verified like tokens that are asked for."""
-        total = self._file.stamp.size_bytes
-        for start in range(0, total, _COPY_BYTES):
-            stop = min(start + _COPY_BYTES, total)
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
+        """Bytes [start, stop) of all tokens in order, verified like tokens that are asked for."""
+        end = self._file.stamp.size_bytes if stop is None else stop
+        for first in range(start, end, _COPY_BYTES):
+            last = min(first + _COPY_BYTES, end)
             if self._seen is not None:
-                self._file.verify(start, stop)
-            yield self._file.read(start, stop - start, _BYTE).data
+                self._file.verify(first, last)
+            yield self._file.read(first, last - first, _BYTE).data
 
     def fingerprint(self) -> str:
         """32 hex digits that change when the sizes, the documents or the lengths of files do.
@@ -219,7 +235,22 @@ class MMapIndexedDataset:
         if self.fingerprint() != state["fingerprint"]:
             raise changed(self.prefix, "another index than the process that sent this dataset has")
 
-    def _check_integrity(self) -> None:
+    def _compiled_reader(self) -> TokenReader | None:
+        verifies = self._seen is not None
+        return self._file.reader(self.dtype, self.sizes, self._pointers, only_verified=verifies)
+
+    def _join_with_python(
+        self, items: npt.NDArray[np.integer], start: int, stop: int | None
+    ) -> npt.NDArray[np.int64]:
+        """The twin of the compiled reader, and what verifies and complains on its behalf."""
+        parts: list[Tokens] = []
+        for place, item in enumerate(items.tolist()):
+            begin = start if place == 0 else 0
+            end = stop if place == len(items) - 1 else None
+            parts.append(self.get(item, begin, None if end is None else end - begin))
+        return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
+
+    def _check_integrity(self, beat: Beat) -> None:
         checksums = read_checksums(self.prefix)
         if checksums is None:
             log.warning_once(
@@ -240,7 +271,7 @@ class MMapIndexedDataset:
         check_index(self.prefix, checksums)
         self._file.expect(checksums)
         if self.integrity is DataIntegrity.FULL:
-            self._file.verify_all()
+            self.verify(beat)
         elif self.integrity is DataIntegrity.TOUCHED:
             # Asked once for each read, so it is one look at one byte. Shared by forked workers.
             self._seen = mmap.mmap(-1, len(self))
@@ -411,41 +442,24 @@ class MMapIndexedDatasetBuilder:
                 fix="check that the input has text under the key that was asked for",
             )
         self._require_closed_document()
-        checksum_path = Path(checksum_file_path(self.prefix))
-        temporary_index = atomic.temporary_name(self._index_path)
-        temporary_checksums = atomic.temporary_name(checksum_path)
         try:
-            _sync_and_close(self._file)
-            checksums = self._blocks.finish(self._write_index(temporary_index))
-            write_checksums(temporary_checksums, checksums)
-            # No moment may show new tokens with an old index, or the other way round.
-            for path in corpus_files(self.prefix):
-                if path != self._data_path:
-                    path.unlink(missing_ok=True)
-            atomic.publish(self._temporary, self._data_path)
-            atomic.publish(temporary_checksums, checksum_path)
-            if self._metadata is not None:
-                described = self._with_counts(self._metadata, checksums.pair_id)
-                write_metadata(self.prefix, described)
-            atomic.publish(temporary_index, self._index_path)
-        except OSError as error:
-            raise atomic.write_error(self._data_path, error) from error
-        finally:
-            temporary_index.unlink(missing_ok=True)
-            temporary_checksums.unlink(missing_ok=True)
-            self._discard()
-
-    def _write_index(self, path: Path) -> IndexHasher:
-        with open(path, "wb") as file:
-            hasher = IndexHasher(file)
-            write_index(
-                hasher,
-                self.dtype,
-                np.frombuffer(self._sizes, np.int32),
-                np.frombuffer(self._doc_idx, np.int64),
+            try:
+                _sync_and_close(self._file)
+            except OSError as error:
+                raise atomic.write_error(self._data_path, error) from error
+            publish_corpus(
+                self.prefix,
+                self._temporary,
+                layout=Layout(
+                    self.dtype,
+                    np.frombuffer(self._sizes, np.int32),
+                    np.frombuffer(self._doc_idx, np.int64),
+                ),
+                checksums=self._blocks.finish,
+                metadata=self._metadata,
             )
-            _sync_and_close(file)
-        return hasher
+        finally:
+            self._discard()
 
     def _refuse_bad_prefix(self) -> None:
         refuse_suffix(self.prefix)
@@ -471,15 +485,6 @@ class MMapIndexedDatasetBuilder:
         except OSError as error:
             self._discard()
             raise atomic.write_error(self._data_path, error) from error
-
-    def _with_counts(self, metadata: CorpusMetadata, pair_id: str) -> CorpusMetadata:
-        return dataclasses.replace(
-            metadata,
-            num_items=len(self._sizes),
-            num_documents=len(self._doc_idx) - 1,
-            num_tokens=self._num_tokens,
-            pair_id=pair_id,
-        )
 
 
 def make_builder(

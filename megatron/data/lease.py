@@ -21,6 +21,7 @@ from megatron import atomic, log
 from megatron.errors import MachineError
 
 _CONTENT_BYTES = 512  # always as many, so that a renewal is one write of one length
+_BEAT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,20 @@ def leased(
 
 
 @contextmanager
-def said_while(what: str, every_s: float) -> Iterator[None]:
-    """Say every so often that `what` still goes on."""
+def said_while(
+    what: str, every_s: float, beat: Callable[[str], None] = lambda doing: None
+) -> Iterator[None]:
+    """Say every so often that `what` still goes on, and more often to whom `beat` tells it."""
     done, started = threading.Event(), time.monotonic()
 
     def speak() -> None:
-        while not done.wait(every_s):
-            log.info(f"still {what}, for {time.monotonic() - started:.0f} s now")
+        spoken = started
+        while not done.wait(min(every_s, _BEAT_S)):
+            now = time.monotonic()
+            beat(f"{what}, for {now - started:.0f} s now")
+            if now - spoken >= every_s:
+                spoken = now
+                log.info(f"still {what}, for {now - started:.0f} s now")
 
     speaker = threading.Thread(target=speak, name="said-while", daemon=True)
     speaker.start()

@@ -67,13 +67,13 @@ def span_lengths(
     if not 0 < noise_density < 1:
         raise ConfigError(
             "the share of tokens to replace is not between 0 and 1",
-            found=f"a noise density of {noise_density}",
+            found=f"--noise-density {noise_density}",
             fix="use 0.15, as T5 does",
         )
     if not 1 <= mean_noise_span_length < float("inf"):
         raise ConfigError(
             "a span to replace is shorter than one token",
-            found=f"a mean noise span length of {mean_noise_span_length}",
+            found=f"--mean-noise-span-length {mean_noise_span_length}",
             fix="use 3, as T5 does",
         )
     below: SpanLengths | None = None
@@ -120,7 +120,7 @@ class MLMDataset:
             noise_density=noise_density,
             mean_noise_span_length=mean_noise_span_length,
         )
-        self.sep, self.sentinels = _checked_marks(sep, sentinels, self.lengths.spans)
+        self.sep, self.sentinels = checked_marks(sep, sentinels, self.lengths.spans)
         self.name, self.seed = name, seed
         self.windows = GPTDataset(
             indexed,
@@ -217,15 +217,15 @@ def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDAr
     return lengths
 
 
-def _checked_marks(
+def checked_marks(
     sep: int | None, sentinels: Sequence[int], spans: int
 ) -> tuple[int, tuple[int, ...]]:
-    """The end mark and as many sentinels as there are spans."""
+    """The end mark and as many sentinels as there are spans; raises ConfigError without them."""
     if sep is None:
         raise ConfigError(
             "span corruption ends both sequences with a token that the tokenizer does not have",
             found="no sep id",
-            fix="use a tokenizer with a sep, or pass its end-of-document id as sep",
+            fix="use a tokenizer with a sep or an end-of-document token",
         )
     if len(sentinels) < spans:
         raise ConfigError(
@@ -250,5 +250,5 @@ def _inexact(seq_length: int, below: SpanLengths | None, above: SpanLengths | No
         found=f"--seq-length {seq_length}",
         fix=f"use --seq-length {' or '.join(near)}"
         if near
-        else "use a noise density below 0.5, or a longer mean noise span",
+        else "use a --noise-density below 0.5, or a longer --mean-noise-span-length",
     )

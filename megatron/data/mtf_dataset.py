@@ -6,12 +6,13 @@ equal numbers of items are all that two corpora without sidecars can show of bei
 """
 
 import operator
+import os
+from collections.abc import Callable
 from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.data import DataIntegrity
 from megatron.data.blendable_dataset import Sample
 from megatron.data.index_cache import fingerprint
 from megatron.data.indexed_dataset import MMapIndexedDataset
@@ -31,14 +32,10 @@ class MTFDataset:
         self,
         prefix: str,
         *,
-        integrity: DataIntegrity = DataIntegrity.TOUCHED,
-        mapped: bool = False,
+        open_corpus: Callable[[str], MMapIndexedDataset] = MMapIndexedDataset,
     ) -> None:
         self.prefix = prefix
-        self.inputs, self.targets = (
-            MMapIndexedDataset(f"{prefix}_{part}_document", integrity=integrity, mapped=mapped)
-            for part in PARTS
-        )
+        self.inputs, self.targets = (open_corpus(part_prefix(prefix, part)) for part in PARTS)
         _require_pair(self.inputs, self.targets)
         self._lengths = self.inputs.sizes.astype(np.int64) + self.targets.sizes
 
@@ -74,6 +71,11 @@ class MTFDataset:
         """Raise DataError if either corpus was touched since it was opened."""
         self.inputs.check_unchanged()
         self.targets.check_unchanged()
+
+
+def part_prefix(prefix: str | os.PathLike[str], part: str) -> str:
+    """The prefix of the corpus that holds one of PARTS."""
+    return f"{os.fspath(prefix)}_{part}_document"
 
 
 def _require_pair(inputs: MMapIndexedDataset, targets: MMapIndexedDataset) -> None:

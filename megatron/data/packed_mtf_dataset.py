@@ -2,14 +2,15 @@
 
 What a reader would get wrong: there, every split reads the documents from the first on; here a
 split has those of its own range, which is the same for training and differs for validation and
-test. The splits of a corpus come from `packing.build_packed_splits`.
+test.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.data import OnTooLong
 from megatron.data.mtf_dataset import MTFDataset
-from megatron.data.packing import OnTooLong, PackedDataset
+from megatron.data.packing import PackedDataset
 from megatron.errors import ConfigError, DataError
 
 
@@ -28,8 +29,8 @@ class PackedMTFDataset(PackedDataset):
         if on_too_long is OnTooLong.CUT:
             raise ConfigError(
                 "a pair that is cut loses its target, which is what is learned",
-                found="a policy of cut for pairs that are longer than a row",
-                fix="use skip or error, or a larger --seq-length",
+                found="--on-too-long-document cut for pairs that are longer than a row",
+                fix="use --on-too-long-document skip or error, or a larger --seq-length",
             )
         lengths = super()._checked_lengths(documents, on_too_long)
         fits = documents[lengths <= self.row_length]

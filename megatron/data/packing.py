@@ -6,18 +6,16 @@ an epoch, as a row that an epoch leaves unfinished goes on in the next.
 """
 
 import operator
-from enum import StrEnum
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megatron import log
+from megatron.config.data import OnTooLong
 from megatron.data.blendable_dataset import Sample
-from megatron.data.data_utils import SPLITS, split_ranges
 from megatron.data.index_cache import IndexCache, fingerprint
 from megatron.errors import DataError
 
@@ -25,22 +23,11 @@ _ORDER_VERSION = 1  # of the recipe below; part of every cache key
 PADDING = 0  # the segment id of what belongs to no document
 
 
-class OnTooLong(StrEnum):
-    """What becomes of a document that is longer than a row; it is counted and said anyway."""
-
-    ERROR = "error"
-    SKIP = "skip"
-    CUT = "cut"  # its beginning is kept
-
-
 class PackedDocument(NamedTuple):
     """One document as its source gives it; both arrays are of the document's length."""
 
     tokens: npt.NDArray[np.integer]
     is_input: npt.NDArray[np.integer] | npt.NDArray[np.bool_]  # true: to be read, not predicted
-
-
-Packed = TypeVar("Packed", bound="PackedDataset")
 
 
 class DocumentSource(Protocol):
@@ -108,6 +95,7 @@ class PackedDataset:
             "on_too_long": str(policy),
         }
         self._fingerprint = fingerprint(description)
+        self._documents_per_epoch = len(chosen)
         build = partial(
             build_packed_indices,
             lengths,
@@ -153,6 +141,11 @@ class PackedDataset:
             at = end
         return {"text": text, "segment_ids": segment_ids, "is_input": is_input}
 
+    def epochs(self, rows: int) -> float:
+        """Passes over the documents that the first `rows` rows are."""
+        place = int(self._index["sample_idx"][rows - 1, 1]) if rows else 0
+        return place / self._documents_per_epoch
+
     @property
     def index_files(self) -> dict[str, str]:
         """The cache file behind each of sample_idx and shuffle_idx."""
@@ -189,7 +182,7 @@ class PackedDataset:
             raise DataError(
                 f"documents of the {self.name} split of {prefix} are longer than a row",
                 found=longest,
-                fix=f"use --seq-length {lengths.max() - 1} or more, or a policy of skip or cut",
+                fix=f"use --seq-length {lengths.max() - 1} or more, or --on-too-long-document skip",
             )
         if on_too_long is OnTooLong.CUT:
             lengths = np.minimum(lengths, self.row_length)
@@ -209,42 +202,6 @@ class PackedDataset:
             done = "cut to it" if on_too_long is OnTooLong.CUT else "left out"
             log.warning(f"{self.name} split of {prefix}: longer than a row and {done}: {longest}")
         return lengths
-
-
-def build_packed_splits(
-    kind: type[Packed],
-    source: DocumentSource,
-    *,
-    split: str,
-    num_samples: tuple[int, int, int],
-    seq_length: int,
-    seed: int,
-    pad: int,
-    cache: IndexCache,
-    on_too_long: OnTooLong | None = None,
-) -> tuple[Packed | None, ...]:
-    """Train, valid and test datasets of `source`, None where no sample is asked.
-
-    Each has the documents of its own range, as `--split` cuts them. Every rank must call this
-    alike: the cache's `wait` is reached once per dataset.
-    """
-    borders = split_ranges(split, len(source.lengths))
-    return tuple(
-        kind(
-            source,
-            name=name,
-            documents=np.arange(start, stop),
-            num_samples=wanted,
-            seq_length=seq_length,
-            seed=seed,
-            pad=pad,
-            cache=cache,
-            on_too_long=on_too_long,
-        )
-        if wanted > 0
-        else None
-        for name, wanted, (start, stop) in zip(SPLITS, num_samples, pairwise(borders), strict=True)
-    )
 
 
 def build_packed_indices(

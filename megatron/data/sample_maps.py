@@ -11,14 +11,10 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from megatron import log
+from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
 
-try:
-    import megatron.data._sample_maps as _built
-except ImportError:
-    _built = None
-
-_INTERFACE = 2  # of csrc/data/sample_maps.cpp; a module built from older source is not used
+_built = built_module("sample_maps")
+_INTERFACE = 3  # of csrc/data/sample_maps.cpp
 _MOST_INT32 = np.iinfo(np.int32).max
 _CHUNK_ROWS = 2**22  # bounds the temporaries of the twin to some hundred megabytes
 
@@ -28,16 +24,15 @@ Components = npt.NDArray[np.unsignedinteger]  # uint8 or uint16
 
 def compiled_is_used() -> bool:
     """Whether the compiled module is there and was built from this source."""
-    return _built is not None and getattr(_built, "INTERFACE", None) == _INTERFACE
+    return is_current(_built, _INTERFACE)
 
 
 def compiled() -> ModuleType | None:
     """The compiled module if it may be used; None, said once, where the twins have to serve."""
     if not compiled_is_used():
-        _say_that_the_twin_serves()
+        say_that_the_twin_serves("sample_maps", _built)
         return None
-    built: ModuleType = _built
-    return built
+    return _built
 
 
 def build_sample_idx(
@@ -53,14 +48,13 @@ def build_sample_idx(
     Sample i holds the `seq_length + 1` tokens from row i to row i + 1, both included; its last
     token is the first of sample i + 1. The rows are int32 when `doc_idx` is short enough for it.
     """
-    sizes, doc_idx, rows = _prepare_sample_idx(
-        sizes, doc_idx, seq_length, num_epochs * tokens_per_epoch
-    )
-    if compiled_is_used():
-        _built.fill_sample_idx(sizes, doc_idx, seq_length, rows)
+    tokens = num_epochs * tokens_per_epoch
+    sizes, doc_idx, rows = _prepare_sample_idx(sizes, doc_idx, seq_length, tokens)
+    built = compiled()
+    if built is not None:
+        _require_equal(built.fill_sample_idx(sizes, doc_idx, seq_length, rows), tokens)
     else:
-        _say_that_the_twin_serves()
-        _fill_sample_idx(sizes, doc_idx, seq_length, rows)
+        _fill_sample_idx(sizes, doc_idx, seq_length, rows, tokens)
     return rows
 
 
@@ -73,10 +67,9 @@ def build_sample_idx_with_numpy(
     tokens_per_epoch: int,
 ) -> Rows:
     """The NumPy twin of `build_sample_idx`."""
-    sizes, doc_idx, rows = _prepare_sample_idx(
-        sizes, doc_idx, seq_length, num_epochs * tokens_per_epoch
-    )
-    _fill_sample_idx(sizes, doc_idx, seq_length, rows)
+    tokens = num_epochs * tokens_per_epoch
+    sizes, doc_idx, rows = _prepare_sample_idx(sizes, doc_idx, seq_length, tokens)
+    _fill_sample_idx(sizes, doc_idx, seq_length, rows, tokens)
     return rows
 
 
@@ -89,11 +82,10 @@ def build_blending_indices(
     are normalised here. Components are uint8 up to 256 of them, uint16 above.
     """
     shares, chosen, within = _prepare_blend(weights, size)
-    if compiled_is_used():
-        counts = np.zeros(len(shares), np.int64)
-        _built.fill_blending_indices(shares, chosen, within, counts)
+    built = compiled()
+    if built is not None:
+        built.fill_blending_indices(shares, chosen, within)
     else:
-        _say_that_the_twin_serves()
         _fill_blending_indices(shares, chosen, within)
     return chosen, within
 
@@ -117,30 +109,36 @@ def _prepare_sample_idx(
     doc_idx = np.require(doc_idx, np.int64 if wide else np.int32, ["C", "A"])
     # The index of a corpus is an unaligned view of its file; compiled code must not see that.
     sizes = np.require(sizes, np.int32, ["C", "A"])
-    if len(doc_idx) == 0 or int(doc_idx.min()) < 0 or int(doc_idx.max()) >= len(sizes):
-        raise ValueError(f"doc_idx must name documents 0..{len(sizes) - 1}")
-    in_stream = sum(
-        int(sizes[doc_idx[start : start + _CHUNK_ROWS]].sum(dtype=np.int64))
-        for start in range(0, len(doc_idx), _CHUNK_ROWS)
-    )
-    if in_stream != tokens:
-        raise ValueError(f"doc_idx names {in_stream} tokens, not {tokens}")
+    if len(doc_idx) == 0:
+        raise ValueError("doc_idx names no document")
     fits = len(doc_idx) <= _MOST_INT32
     num_samples = (tokens - 1) // seq_length
     return sizes, doc_idx, np.zeros((num_samples + 1, 2), np.int32 if fits else np.int64)
 
 
+def _require_equal(tokens_of_documents: int, tokens: int) -> None:
+    if tokens_of_documents != tokens:
+        raise ValueError(f"doc_idx names {tokens_of_documents} tokens, not {tokens}")
+
+
 def _fill_sample_idx(
-    sizes: npt.NDArray[np.int32], doc_idx: npt.NDArray[np.integer], seq_length: int, rows: Rows
+    sizes: npt.NDArray[np.int32],
+    doc_idx: npt.NDArray[np.integer],
+    seq_length: int,
+    rows: Rows,
+    tokens: int,
 ) -> None:
     """Row i lies in the first document that ends after token i * seq_length."""
+    if int(doc_idx.min()) < 0 or int(doc_idx.max()) >= len(sizes):
+        raise ValueError("doc_idx names no document")
     ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
+    _require_equal(int(ends[-1]), tokens)
     for start in range(1, len(rows), _CHUNK_ROWS):
         stop = min(start + _CHUNK_ROWS, len(rows))
-        tokens = np.arange(start, stop, dtype=np.int64) * seq_length
-        positions = np.searchsorted(ends, tokens, side="right")
+        firsts = np.arange(start, stop, dtype=np.int64) * seq_length
+        positions = np.searchsorted(ends, firsts, side="right")
         rows[start:stop, 0] = positions
-        rows[start:stop, 1] = tokens - (ends[positions] - sizes[doc_idx[positions]])
+        rows[start:stop, 1] = firsts - (ends[positions] - sizes[doc_idx[positions]])
 
 
 def _prepare_blend(
@@ -169,12 +167,3 @@ def _fill_blending_indices(
         chosen[k] = best
         within[k] = counts[best]
         counts[best] += 1
-
-
-def _say_that_the_twin_serves() -> None:
-    what = "is not built" if _built is None else "was built from other source"
-    log.warning_once(
-        "sample_maps",
-        f"megatron.data._sample_maps {what}; the NumPy twin serves (same order, slower): "
-        "python setup.py build_ext --inplace builds it",
-    )

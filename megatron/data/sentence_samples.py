@@ -1,4 +1,4 @@
-"""The samples of one split of a corpus of sentences, and blends of them over --split.
+"""The samples of one split of a corpus of sentences.
 
 BERT, T5 and ICT datasets stand on `SentenceSamples`: a cached map, the sentences of a row, the
 generator of a sample. What a reader would get wrong: here a split is made of *documents*, ranges
@@ -7,24 +7,17 @@ of `doc_idx`, where a GPT split is made of items. What an item looks like is lef
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megatron import log
-from megatron.data.blendable_dataset import (
-    BlendableDataset,
-    SampleDataset,
-    draw_problems,
-    samples_of_component,
-)
-from megatron.data.data_utils import SPLITS, DatasetSplits, parse_data_path, split_ranges
-from megatron.data.index_cache import Arrays, IndexCache, cache_folders, fingerprint
+from megatron.data.data_utils import DocumentSlice
+from megatron.data.index_cache import Arrays, IndexCache, fingerprint
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.sentence_maps import (
     Int64s,
@@ -38,30 +31,6 @@ from megatron.errors import DataError
 _MAP_VERSION = 1  # of the recipe in sentence_maps.py; part of every cache key
 
 Tokens = npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentSlice:
-    """Documents `start` to `stop` - 1 of a corpus, under the name of the split they make."""
-
-    name: str
-    start: int
-    stop: int
-
-
-class MakeDataset(Protocol):
-    """A BERT, T5 or ICT dataset whose recipe is already chosen."""
-
-    def __call__(
-        self,
-        indexed: MMapIndexedDataset,
-        documents: DocumentSlice,
-        *,
-        num_samples: int,
-        cache: IndexCache,
-    ) -> SampleDataset:
-        """The dataset of at least `num_samples` samples of these documents."""
-        ...
 
 
 class SentenceSamples:
@@ -167,56 +136,6 @@ class SentenceDataset:
 def joined(sentences: Sequence[Tokens]) -> list[int]:
     """The tokens of all sentences, end to end."""
     return [token for sentence in sentences for token in sentence.tolist()]
-
-
-def build_train_valid_test_datasets(
-    make: MakeDataset,
-    *,
-    data_path: Sequence[str],
-    split: str,
-    num_samples: tuple[int, int, int],
-    cache_path: str | None = None,
-    is_builder: bool = True,
-    wait: Callable[[], None] = lambda: None,
-) -> DatasetSplits:
-    """A dataset made by `make`, or a blend of them, for every split of which samples are asked.
-
-    `split` divides the documents of each corpus. A component too rare to be drawn once is refused
-    for training. Every rank must call this alike: `wait` is reached once per index.
-    """
-    parts = parse_data_path(data_path)
-    prefixes, weights = [part.prefix for part in parts], [part.weight for part in parts]
-    corpora = {prefix: MMapIndexedDataset(prefix) for prefix in dict.fromkeys(prefixes)}
-    datasets: list[SampleDataset | None] = []
-    for number, (name, wanted) in enumerate(zip(SPLITS, num_samples)):
-        components = []
-        for problem in draw_problems(prefixes, weights, wanted) if wanted > 0 else ():
-            if name == "train":
-                raise problem
-            log.warning_once(f"draws {name} {problem.found}", f"{name}: {problem}")
-        for weight, prefix in parts if wanted > 0 else ():
-            corpus = corpora[prefix]
-            start, stop = split_ranges(split, len(corpus.doc_idx) - 1)[number : number + 2]
-            of_this = (
-                samples_of_component(wanted, weight / sum(weights)) if len(parts) > 1 else wanted
-            )
-            components.append(
-                make(
-                    corpus,
-                    DocumentSlice(name=name, start=start, stop=stop),
-                    num_samples=of_this,
-                    cache=IndexCache(
-                        folders=cache_folders(prefix, cache_path), is_builder=is_builder, wait=wait
-                    ),
-                )
-            )
-        if len(components) > 1:
-            datasets.append(
-                BlendableDataset(components, weights, num_samples=wanted, names=prefixes)
-            )
-        else:
-            datasets.append(components[0] if components else None)
-    return DatasetSplits(*datasets)
 
 
 def _build(borders: Int64s, sizes: Sizes, title_sizes: Sizes | None, rule: SentenceRule) -> Arrays:

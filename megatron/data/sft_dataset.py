@@ -6,19 +6,20 @@ dialogues are never split over rows, so one that is longer than a row is a matte
 """
 
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.data import DataIntegrity
+from megatron.config.data import OnTooLong
 from megatron.data.chat_template import EncodedDialogue
 from megatron.data.corpus_metadata import CorpusMetadata
 from megatron.data.corpus_paths import corpus_files
 from megatron.data.index_cache import fingerprint
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from megatron.data.packing import OnTooLong, PackedDataset, PackedDocument
+from megatron.data.packing import PackedDataset, PackedDocument
 from megatron.errors import DataError
 
 PARTS = ("tokens", "mask")
@@ -32,14 +33,10 @@ class SFTCorpus:
         self,
         prefix: str,
         *,
-        integrity: DataIntegrity = DataIntegrity.TOUCHED,
-        mapped: bool = False,
+        open_corpus: Callable[[str], MMapIndexedDataset] = MMapIndexedDataset,
     ) -> None:
         self.prefix = prefix
-        self.tokens, self.mask = (
-            MMapIndexedDataset(part_prefix(prefix, part), integrity=integrity, mapped=mapped)
-            for part in PARTS
-        )
+        self.tokens, self.mask = (open_corpus(part_prefix(prefix, part)) for part in PARTS)
         if self.mask.dtype != _MASK_TYPE:
             raise DataError(
                 f"{self.mask.prefix} is no corpus of loss masks",

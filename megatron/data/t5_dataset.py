@@ -11,6 +11,7 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 
 from megatron.data.blendable_dataset import Sample
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.masking import (
@@ -23,7 +24,6 @@ from megatron.data.masking import (
 )
 from megatron.data.sentence_maps import SentenceRule
 from megatron.data.sentence_samples import (
-    DocumentSlice,
     SentenceDataset,
     SentenceSamples,
     joined,

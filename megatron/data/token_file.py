@@ -7,21 +7,26 @@ with SIGBUS, without a message; and blocks are verified through `pread` in eithe
 
 import mmap
 import os
+import sys
 import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
 from megatron.data.corpus_checksums import BLOCK_BYTES, CorpusChecksums
 from megatron.data.index_file import Stamp, changed, open_to_read
 from megatron.errors import DataError, MachineError
 
 Tokens = npt.NDArray[np.integer]
 
+_built = built_module("token_reader")
+_INTERFACE = 1  # of csrc/data/token_reader.cpp
 _MOST_DAMAGES_SHOWN = 8
+_BLOCKS_PER_BEAT = 256  # 64 MiB: a second or so of a slow disk
 
 
 class Damage(NamedTuple):
@@ -37,6 +42,20 @@ class Damage(NamedTuple):
             f"bytes [{self.start}, {self.stop}) have xxh3_64 {self.found:016x}, "
             f"expected {self.expected:016x}"
         )
+
+
+class TokenReader(Protocol):
+    """Reads items end to end in compiled code."""
+
+    def join(
+        self, items: npt.NDArray[np.integer], start: int, stop: int, /
+    ) -> npt.NDArray[np.int64] | None:
+        """Tokens of `items`, of the first from `start` on and of the last before `stop`.
+
+        A negative `stop` is the end. None for whatever is not in order: items that do not exist
+        or were not verified, and bytes that cannot be read.
+        """
+        ...
 
 
 class TokenFile:
@@ -66,6 +85,27 @@ class TokenFile:
         self._read_into(tokens, start)
         return tokens
 
+    def reader(
+        self,
+        dtype: np.dtype[np.integer],
+        sizes: npt.NDArray[np.int32],
+        pointers: npt.NDArray[np.int64],
+        *,
+        only_verified: bool,
+    ) -> TokenReader | None:
+        """A compiled reader of items of `sizes` tokens at bytes `pointers`; None if not built.
+
+        With `only_verified` it declines items of blocks that were not compared since `expect`.
+        """
+        if not is_current(_built, _INTERFACE) or _built is None or sys.byteorder != "little":
+            say_that_the_twin_serves("token_reader", _built)
+            return None
+        marks = self._verified if only_verified else None
+        reader: TokenReader = _built.TokenReader(
+            self, self._descriptor, self._mapping, dtype, sizes, pointers, marks, self._block_bytes
+        )
+        return reader
+
     def expect(self, checksums: CorpusChecksums) -> mmap.mmap:
         """Say what `verify` compares with; returns the marks of what was compared: none yet."""
         self._checksums = checksums
@@ -88,19 +128,30 @@ class TokenFile:
         blocks = self._blocks(start, stop)
         return self._verified.find(b"\0", blocks.start, blocks.stop) == -1
 
-    def verify_all(self) -> None:
-        """Compare every block; raise one DataError that names those that are damaged."""
+    def verify_all(self, beat: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compare every block; raise one DataError that names those that are damaged.
+
+        `beat` is called now and then with the bytes that were compared, and those there are.
+        """
         if self._checksums is None:
             return
         verified = self.expect(self._checksums)  # what was compared before, is compared again
         blocks = range(len(self._checksums.blocks))
-        damages = list(self._damages(self._checksums, verified, blocks))
+        damages: list[Damage] = []
+        for first in blocks[::_BLOCKS_PER_BEAT]:
+            piece = blocks[first : first + _BLOCKS_PER_BEAT]
+            damages += self._damages(self._checksums, verified, piece)
+            total = self._checksums.data_bytes
+            beat(min(piece.stop * self._checksums.block_bytes, total), total)
         if damages:
             raise self._damaged(damages)
 
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_BYTES if self._checksums is None else self._checksums.block_bytes
+
     def _blocks(self, start: int, stop: int) -> range:
-        size = BLOCK_BYTES if self._checksums is None else self._checksums.block_bytes
-        return range(start // size, (stop - 1) // size + 1)
+        return range(start // self._block_bytes, (stop - 1) // self._block_bytes + 1)
 
     def _damages(
         self, checksums: CorpusChecksums, verified: mmap.mmap, blocks: range

@@ -43,11 +43,13 @@ class DatasetRequest(NamedTuple):
     """What a run needs from its datasets; how they are built is the program's business."""
 
     data: DataConfig
+    tokenizer: Tokenizer | None  # None only where plain windows of text are asked for
     num_samples: tuple[int, int, int]  # train, validation, test; 0 where a use is turned off
     min_samples: int  # fewer than this, one global batch, is an error
     seed: int
     is_builder: bool  # whether this rank writes index caches for its node
     wait: Callable[[], None]  # returns once the builders are done
+    beat: Callable[[str], None] = lambda doing: None  # says to those that wait what is being done
 
 
 class BatchOptions(NamedTuple):

@@ -71,6 +71,15 @@ class PeerWatch:
         except RuntimeError as error:  # the store is gone, and with it whoever could read this
             log.error(f"could not tell the other ranks about this failure: {error}")
 
+    def check(self) -> None:
+        """Raise PeerError where another rank has failed: for whoever waits without a collective.
+
+        So a main thread can clean up, where the watching thread could only end the process.
+        """
+        error = self._look()
+        if error is not None:
+            raise error
+
     def close(self) -> None:
         """Stop watching. Rank 0, and one that announced its failure, wait a few seconds for others.
 

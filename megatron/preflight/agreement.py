@@ -6,7 +6,8 @@ is named here, with its values beside those of the others.
 
 from collections.abc import Mapping
 
-from megatron.errors import ConfigError, NumericsError
+from megatron.data.data_sources import PAIR_ID
+from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
 
@@ -26,6 +27,23 @@ def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
         )
 
 
+def agree_on_data(sources: Mapping[str, str], world: Group) -> None:
+    """Compare what the files of the data hold (`data.data_sources`) over the world.
+
+    A checksum file that some ranks lack is no difference: their corpora may be the same.
+
+    Raises:
+        DataError: on every rank, naming the files that differ and the ranks that hold which.
+    """
+    difference = _difference(sources, world, may_lack=PAIR_ID)
+    if difference:
+        raise DataError(
+            "the ranks do not see the same data",
+            found=difference,
+            fix="copy the same files to every node, under the same names",
+        )
+
+
 def agree_on_state(state: Mapping[str, object], world: Group) -> None:
     """Compare the state that decides what happens next (counters, loss scale) over the world.
 
@@ -42,13 +60,19 @@ def agree_on_state(state: Mapping[str, object], world: Group) -> None:
         )
 
 
-def _difference(facts: Mapping[str, str], world: Group) -> str:
-    """What differs, as text: each value with the ranks that hold it; empty when all agree."""
+def _difference(facts: Mapping[str, str], world: Group, *, may_lack: str | None = None) -> str:
+    """What differs, as text: each value with the ranks that hold it; empty when all agree.
+
+    Facts whose names begin with `may_lack` are compared between the ranks that have them.
+    """
     told: list[Mapping[str, str]] = all_gather_object(dict(facts), world)
     lines = []
     for name in sorted({name for one in told for name in one}):
+        optional = may_lack is not None and name.startswith(may_lack)
         holders: dict[str, list[int]] = {}
         for rank, one in enumerate(told):
+            if optional and name not in one:
+                continue
             holders.setdefault(one.get(name, "(nothing)"), []).append(rank)
         if len(holders) > 1:
             values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())

@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     config.intervals_make_sense,
     config.tokenizer_knows_ends_of_documents,
     machine.save_folder_can_be_written,
+    data.tokenizer_has_what_the_data_need,
     data.corpora_open_and_are_whole,
     data.corpora_fit_the_tokenizer,
     data.splits_hold_enough_samples,

@@ -3,20 +3,23 @@
 from collections.abc import Iterator, Sequence
 
 from megatron import log
-from megatron.config.data import DataIntegrity, TokenizerConfig
+from megatron.config.data import DataConfig, OnTooLong, TokenizerConfig
 from megatron.data.blendable_dataset import draw_problems
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files, read_metadata
+from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
 from megatron.data.data_utils import (
     SPLITS,
+    Corpus,
     WeightedPrefix,
     check_data_path,
-    corpus_opener,
-    corpus_problems,
+    named_prefixes,
     parse_data_path,
     parse_split,
     split_ranges,
 )
+from megatron.data.dataset_kind import DatasetKind, dataset_kind
+from megatron.data.dataset_makers import gpt_maker
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.mlm_dataset import span_lengths
 from megatron.data.weighted_paths import (
     WeightedGroup,
     WeightedRange,
@@ -26,27 +29,40 @@ from megatron.data.weighted_paths import (
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.preflight.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
-from megatron.tokenizer.tokenizer import TokenizerSpec
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every named corpus has both files, its headers add up, its index has its checksum."""
+    """Every named corpus has all its files, of the kind that is read, and its headers add up."""
     data = plan.config.data
-    open_corpus = corpus_opener(data, is_builder=False)
-    if data.has_weighted_splits:
-        problems = list(weighted_problems(data))
-        splits = None if problems else weighted_splits(data)
-        yield from problems
-        yield from corpus_problems(() if splits is None else splits.prefixes, open_corpus)
-        return
-    yield from check_data_path(
-        data.data_path,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        split=data.split,
-        open_corpus=open_corpus,
-    )
+    try:
+        dataset_kind(data)
+    except ConfigError:
+        return  # tokenizer_has_what_the_data_need says so
+    weighted = data.has_weighted_splits
+    problems = list(weighted_problems(data)) if weighted else check_data_path(data)
+    yield from problems
+    try:
+        prefixes = named_prefixes(data)
+    except ConfigError:
+        return  # said above
+    for prefix in prefixes:
+        corpus = plan.corpora.find(data, prefix)
+        if isinstance(corpus, MegatronError):
+            yield corpus
+
+
+def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
+    """Marks, sentinels and ends of documents of the kind of dataset are in the vocabulary."""
+    dataset_kind(plan.config.data)
+    if plan.tokenizer is not None:
+        gpt_maker(
+            plan.config.data,
+            tokenizer=plan.tokenizer,
+            seed=plan.config.training.seed,
+            is_builder=False,
+        )
+    yield from ()
 
 
 def corpora_fit_the_tokenizer(plan: RunPlan) -> Iterator[MegatronError]:
@@ -54,28 +70,40 @@ def corpora_fit_the_tokenizer(plan: RunPlan) -> Iterator[MegatronError]:
     tokenizer = plan.tokenizer
     if tokenizer is None:
         return
-    for corpus in _corpora(plan):
-        prefix = corpus.prefix
-        metadata = read_metadata(prefix)
-        if metadata is not None and metadata.vocab_size not in (None, tokenizer.vocab_size):
-            yield DataError(
-                "a corpus was made with another vocabulary than this run's",
-                found=f"{prefix}: {metadata.tokenizer_type} with {metadata.vocab_size} tokens; "
-                f"--tokenizer-type {plan.config.tokenizer.tokenizer_type} with "
-                f"{tokenizer.vocab_size}",
-                fix="use the tokenizer that the corpus was preprocessed with, or preprocess again",
-            )
-            continue
-        if metadata is not None:
-            _warn_of_other_files(prefix, metadata, plan.config.tokenizer)
-        highest = _highest_token_of_a_few_items(corpus)
-        if highest >= tokenizer.vocab_size:
-            yield DataError(
-                "a corpus holds tokens that the tokenizer does not have",
-                found=f"{prefix}: token {highest}; --tokenizer-type "
-                f"{plan.config.tokenizer.tokenizer_type} has {tokenizer.vocab_size} tokens",
-                fix="use the tokenizer that the corpus was preprocessed with",
-            )
+    for corpus in plan.corpora.opened(plan.config.data):
+        for file in corpus.files:
+            yield from _vocabulary_problems(file, tokenizer, plan.config.tokenizer)
+
+
+def _vocabulary_problems(
+    file: MMapIndexedDataset, tokenizer: Tokenizer, asked: TokenizerConfig
+) -> Iterator[MegatronError]:
+    prefix, metadata = file.prefix, file.metadata
+    if metadata is not None and metadata.vocab_size not in _sizes_with_the_same_ids(tokenizer):
+        yield DataError(
+            "a corpus was made with another vocabulary than this run's",
+            found=f"{prefix}: {metadata.tokenizer_type} with {metadata.vocab_size} tokens; "
+            f"--tokenizer-type {asked.tokenizer_type} with {tokenizer.vocab_size}",
+            fix="use the tokenizer that the corpus was preprocessed with, or preprocess again",
+        )
+        return
+    if metadata is not None:
+        _warn_of_other_files(prefix, metadata, asked)
+    highest = _highest_token_of_a_few_items(file)
+    if highest >= tokenizer.vocab_size:
+        yield DataError(
+            "a corpus holds tokens that the tokenizer does not have",
+            found=f"{prefix}: token {highest}; --tokenizer-type {asked.tokenizer_type} has "
+            f"{tokenizer.vocab_size} tokens",
+            fix="use the tokenizer that the corpus was preprocessed with",
+        )
+
+
+def _sizes_with_the_same_ids(tokenizer: Tokenizer) -> set[int]:
+    """The vocabulary's size and, as sentinels stand at its end, those with fewer of them."""
+    size, extra = tokenizer.vocab_size, len(tokenizer.extra_ids)
+    at_the_end = tokenizer.extra_ids == tuple(range(size - extra, size))
+    return set(range(size - extra, size + 1)) if at_the_end else {size}
 
 
 def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: TokenizerConfig) -> None:
@@ -112,6 +140,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
         batches = batch_schedule(training, plan.data_parallel_size)
         wanted = num_samples(training, duration(training, batches), batches.global_batch_size)
         parse_split(data.split)
+        _tokens_of_a_sample(data)
     except ConfigError:
         return  # other checks say so
     if data.has_weighted_splits:
@@ -169,21 +198,20 @@ def _groups_without_supply(
 def _group_problems(
     plan: RunPlan, name: str, group: WeightedGroup, global_batch_size: int
 ) -> Iterator[MegatronError]:
-    tokens = 0
+    parts: list[tuple[Corpus, int, int]] = []
     for part in group.ranges:
-        try:
-            corpus = MMapIndexedDataset(part.prefix, integrity=DataIntegrity.OFF)
-        except MegatronError:
+        corpus = plan.corpora.find(plan.config.data, part.prefix)
+        if isinstance(corpus, MegatronError):
             return  # corpora_open_and_are_whole says why
-        start, stop = part.items(len(corpus))
-        tokens += int(corpus.sizes[start:stop].sum(dtype="int64"))
+        start, stop = part.items(corpus.num_documents)
+        parts.append((corpus, start, stop))
         if start == stop:
             yield DataError(
                 f"a range of the {name} has no documents",
-                found=f"{part.start:g}:{part.end:g} of the {len(corpus)} of {part.prefix}",
+                found=f"{part.start:g}:{part.end:g} of the {corpus.num_documents} of {part.prefix}",
                 fix="make the range larger, or leave the corpus out",
             )
-    samples = max(tokens - 1, 0) // plan.config.data.seq_length
+    tokens, samples = _supply(plan, parts)
     if samples < global_batch_size:
         yield DataError(
             f"the {name} has fewer samples than one global batch",
@@ -198,17 +226,23 @@ def _supply_problems(
 ) -> Iterator[MegatronError]:
     data = plan.config.data
     off = "" if name == "train" else ", or turn evaluation off with --eval-iters 0"
-    corpora = list(_opened(words))
-    if not corpora:
-        return  # none could be opened; corpora_open_and_are_whole says why
-    documents = tokens = 0
-    for corpus in corpora:
-        start, stop = 0, len(corpus)
+    try:
+        prefixes = dict.fromkeys(part.prefix for part in parse_data_path(words))
+    except ConfigError:
+        return  # corpora_open_and_are_whole says so
+    parts: list[tuple[Corpus, int, int]] = []
+    for prefix in prefixes:
+        corpus = plan.corpora.find(data, prefix)
+        if isinstance(corpus, MegatronError):
+            continue
+        start, stop = 0, corpus.num_documents
         if data.data_path is not None:
-            start, stop = split_ranges(data.split, len(corpus))[index : index + 2]
-        documents += stop - start
-        tokens += int(corpus.sizes[start:stop].sum(dtype="int64"))
-    samples = max(tokens - 1, 0) // data.seq_length
+            start, stop = split_ranges(data.split, corpus.num_documents)[index : index + 2]
+        parts.append((corpus, start, stop))
+    if not parts:
+        return  # none could be opened; corpora_open_and_are_whole says why
+    documents = sum(stop - start for _, start, stop in parts)
+    tokens, samples = _supply(plan, parts)
     if not documents:
         yield DataError(
             f"the {name} split has no documents",
@@ -225,35 +259,35 @@ def _supply_problems(
         )
 
 
-def _corpora(plan: RunPlan) -> Iterator[MMapIndexedDataset]:
-    data = plan.config.data
-    named: tuple[tuple[str, ...] | None, ...]
-    named = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    seen: set[str] = set()
-    try:
-        splits = weighted_splits(data)
-    except ConfigError:
-        return  # corpora_open_and_are_whole says so
-    if splits is not None:
-        named = tuple((prefix,) for prefix in splits.prefixes)
-    for words in named:
-        for corpus in _opened(words or ()):
-            if corpus.prefix not in seen:
-                seen.add(corpus.prefix)
-                yield corpus
+def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[int, int]:
+    """Tokens of ranges of documents, and the most samples that one pass over them gives."""
+    data, kind = plan.config.data, dataset_kind(plan.config.data)
+    if kind.is_packed:
+        row = data.seq_length + 1
+        lengths = [corpus.lengths[start:stop] for corpus, start, stop in parts]
+        if data.on_too_long_document is OnTooLong.CUT:
+            lengths = [each.clip(max=row) for each in lengths]
+        fitting = [each[(each > 0) & (each <= row)] for each in lengths]
+        tokens = sum(int(each.sum(dtype="int64")) for each in fitting)
+        # Two rows that follow each other hold more than one row's tokens, as the second began
+        # because its first document did not fit into the first; or else one too long began it.
+        breaks = sum(int((each > row).sum()) for each in lengths)
+        return tokens, min(sum(map(len, fitting)), 2 * tokens // row + 1 + breaks)
+    tokens = sum(
+        int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
+    )
+    return tokens, max(tokens - 1, 0) // _tokens_of_a_sample(data)
 
 
-def _opened(words: Sequence[str]) -> Iterator[MMapIndexedDataset]:
-    """The corpora among `words` that can be opened; the others are another check's business."""
-    try:
-        prefixes = [part.prefix for part in parse_data_path(words)] if words else []
-    except MegatronError:
-        return
-    for prefix in dict.fromkeys(prefixes):
-        try:
-            yield MMapIndexedDataset(prefix, integrity=DataIntegrity.OFF)
-        except MegatronError:
-            continue
+def _tokens_of_a_sample(data: DataConfig) -> int:
+    """Tokens that a sample takes of its corpus; raises ConfigError for flags that do not go."""
+    if dataset_kind(data) is not DatasetKind.MLM or data.noise_density is None:
+        return data.seq_length
+    return span_lengths(
+        data.seq_length,
+        noise_density=data.noise_density,
+        mean_noise_span_length=data.mean_noise_span_length,
+    ).raw_length
 
 
 def _highest_token_of_a_few_items(corpus: MMapIndexedDataset, items: int = 16) -> int:

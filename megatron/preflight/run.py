@@ -5,10 +5,11 @@ what they find is raised once. Only headers of files are read; no process group 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
 from megatron.errors import Finding, MegatronError, PreflightError
+from megatron.preflight.corpora import CorporaOnce
 from megatron.preflight.environment import Launch
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -17,13 +18,15 @@ from megatron.tokenizer.tokenizer import Tokenizer
 class RunPlan:
     """What was asked for and on how many ranks, before anything is built.
 
-    `tokenizer` is None when it could not be built; `tokenizer_error` then says why.
+    `tokenizer` is None when it could not be built; `tokenizer_error` then says why. `corpora` is
+    what checks have opened so far, so that no corpus is opened twice.
     """
 
     config: RunConfig
     launch: Launch
     tokenizer: Tokenizer | None = None
     tokenizer_error: MegatronError | None = None
+    corpora: CorporaOnce = field(init=False, repr=False, compare=False, default_factory=CorporaOnce)
 
     @property
     def model_ranks(self) -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_suite
+from benchmarks import data, data_preprocess, data_sections, data_turns, data_worker, gpu_suite
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
-from megatron.errors import NumericsError
+from megatron.errors import ConfigError, NumericsError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -163,3 +164,143 @@ def test_parts_that_fail_or_take_too_long_are_reported_with_the_reason(
     assert tests["failures"] == ["FAILED tests/gpu/a.py::b - c"]
     assert not tests["ok"]
     assert gpu_suite._run_tests()["why"].startswith("not done within")
+
+
+TINY_DATA = (
+    *("--tokens", "20000", "--documents", "50", "--index-documents", "300", "--samples", "1000"),
+    *("--turn-samples", "20", "--seq-length", "64", "--rounds", "2", "--repeats", "1"),
+    *("--megabytes", "0.05"),
+)
+
+
+@pytest.mark.slow
+def test_the_data_benchmark_measures_ours_and_says_what_is_missing(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"line {n}: the quick brown fox, again " * 9}) for n in range(60)]
+    text.write_text("\n".join(lines) + "\n")
+    output = tmp_path / "out" / "data.json"
+    done = script("data.py", *TINY_DATA, "--text", str(text), "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    sections = {section["name"]: section for section in report["sections"]}
+    assert list(sections) == list(data.SECTIONS)
+    assert report["peers"] is None
+    for name, section in sections.items():
+        assert f"== {name}: " in done.stdout
+        assert all(row["cpu"] >= 0 and row["who"].strip() for row in section["rows"])
+        assert "no --peer-python, so there is no peer here" in section["notes"]
+        for target in section["targets"]:
+            beside_a_peer = "megatron-core" in target["what"]
+            assert (target["found"] is None) == beside_a_peer
+            assert (target["reached"] is None) == beside_a_peer
+    assert done.stdout.count("not measured") == 4  # preprocess, two blends, sample-index
+    assert "wall s after imports" in done.stdout
+    rows = {row["who"]: row for row in sections["samples"]["rows"]}
+    assert {"ours off", "ours touched", "ours touched, mapped", "bare memmap"} <= rows.keys()
+    assert len(rows["ours touched"]["turns"]) == 2
+    assert any("every .bin has the same bytes" in n for n in sections["preprocess"]["notes"])
+
+
+def test_the_data_benchmark_does_only_the_sections_asked_for_and_keeps_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY_DATA, "--folder", str(tmp_path / "kept"), "--only", "samples"]
+    for made in (True, False):
+        data.main(flags)
+        said = capsys.readouterr().out
+        assert ("made a corpus of 20,000 tokens" in said) == made
+        assert said.count("== ") == 1
+        assert "touched beside off, % more CPU s" in said
+
+
+def test_the_peers_side_of_the_data_benchmark_imports_nothing_of_ours() -> None:
+    peers = data_sections.PEERS
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(peers.parent)!r})
+found = runpy.run_path({str(peers)!r})
+assert not any(name.split(".")[0] in ("megatron", "torch", "tools") for name in sys.modules)
+print(*sorted(found["JOBS"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    ours = {"open_samples", "read_samples", "blending", "sample_index", "first_batch"}
+    assert ours <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--repeats", "0"), "--repeats is too small"),
+        (("--tokens", "1000"), "--tokens is too small"),
+        (("--vocab-file", "vocab.json"), "a GPT-2 vocabulary is two files"),
+    ],
+)
+def test_the_data_benchmark_refuses_flags_that_measure_nothing(
+    flags: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        data.main(flags)
+
+
+def test_a_job_that_fails_is_told_with_its_traceback() -> None:
+    with data_worker.Worker(sys.executable, data_sections.OURS) as worker:
+        with pytest.raises(data_worker.WorkerError, match=r"job read_samples failed(.|\n)*absent"):
+            worker.ask("read_samples", name="absent", start=0, count=1)
+        assert worker.ask("blending", weights=[1.0, 2.0], size=9, digest=True)["digest"]
+    gone = data_worker.Worker(sys.executable, ROOT / "absent.py")
+    with gone, pytest.raises(data_worker.WorkerError, match="process of the job blending ended"):
+        gone.ask("blending")
+
+
+def test_turns_alternate_and_ratios_are_those_of_neighbouring_turns() -> None:
+    order = []
+
+    def turn(who: str, seconds: list[float]) -> data_turns.Turn:
+        def take() -> dict[str, Any]:
+            order.append(who)
+            return {"cpu": seconds.pop(0), "wall": 1.0, "peak_mb": 5.0}
+
+        return take
+
+    rows = data_turns.take_turns(
+        {"a": turn("a", [1.0, 2.0, 9.0]), "b": turn("b", [2.0, 4.0, 9.0])},
+        repeats=3,
+        amount=10,
+        unit="MB",
+        fresh=True,
+    )
+    assert "".join(order) == "abbaab"
+    assert rows[0].per_cpu_second == pytest.approx(5.0)
+    assert data_turns.ratio(rows[1], rows[0]) == pytest.approx(2.0)
+    assert data_turns.ratio(rows[1], None) is None
+    targets = [
+        data_turns.Target("fast", 2.0, at_least=2.0),
+        data_turns.Target("cheap", 3.0, below=3.0),
+        data_turns.Target("unknown", None, at_least=1.0),
+    ]
+    text = data_turns.table(data_turns.Section("name", "says", rows, targets, ["something"]))
+    assert "target >= 2: fast: 2, reached" in text
+    assert "target < 3: cheap: 3, NOT REACHED" in text
+    assert "target >= 1: unknown: not measured" in text
+    assert "note: something" in text
+    with pytest.raises(NumericsError, match="ours and the peer's differ: the order"):
+        data_turns.require_equal("the order", "x", "y")
+
+
+def test_the_lengths_of_the_documents_add_up() -> None:
+    for documents, tokens in ((1, 5), (50, 20_000), (7, 8)):
+        sizes = data_sections.document_sizes(documents, tokens, np.random.default_rng(1))
+        assert sizes.sum() == tokens
+        assert sizes.min() >= 1
+
+
+def test_paragraphs_of_plain_text_become_documents_of_some_length(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(f"paragraph {n} " + "word " * 200 for n in range(12)))
+    found = list(data_preprocess._documents([path]))
+    assert sum(text.count("paragraph") for text in found) == 12
+    assert 1 < len(found) < 12
+    assert all(text for text in found)

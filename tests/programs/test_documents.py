@@ -115,6 +115,51 @@ def test_a_folder_is_read_in_sorted_order_with_its_subfolders(tmp_path: Path) ->
     assert [path.name for path in inputs.passed_over] == ["README.md"]
 
 
+def test_folders_behind_links_are_read_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("x")
+    given = tmp_path / "in"
+    given.mkdir()
+    (given / "own").mkdir()
+    (given / "own" / "b.txt").write_text("x")
+    for name in ("link1", "link2"):
+        (given / name).symlink_to(tmp_path / "real")
+    (given / "z").symlink_to(given / "own")
+    inputs = find_inputs([str(given)])
+    assert [str(path.relative_to(given)) for path in inputs.files] == ["link1/a.txt", "own/b.txt"]
+    said = capsys.readouterr().err
+    assert f"passed over {given / 'link2'}: {tmp_path / 'real'} is read under another name" in said
+    assert f"passed over {given / 'z'}" in said
+
+
+def test_links_that_lead_back_or_nowhere_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x.txt").write_text("x")
+    link = tmp_path / "a" / "b" / "up"
+    link.symlink_to(tmp_path / "a")
+    with pytest.raises(DataError, match="leads back to a folder that it is in") as caught:
+        find_inputs([str(tmp_path)])
+    assert f"{link} is {tmp_path / 'a'}" in str(caught.value)
+    link.unlink()
+    (tmp_path / "a" / "gone.jsonl").symlink_to(tmp_path / "none")
+    with pytest.raises(DataError, match="a link to a file that does not exist") as caught:
+        find_inputs([str(tmp_path)])
+    assert f"gone.jsonl -> {tmp_path / 'none'}" in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refused)  # root may read every folder
+    with pytest.raises(DataError, match="an input folder cannot be read"):
+        find_inputs([str(tmp_path)])
+
+
 def test_inputs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the input does not exist"):
         find_inputs([str(tmp_path / "none.txt")])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from megatron.errors import ConfigError
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec, build_tokenizer
 from tests.unit.tokenizer.vocabularies import write_gpt2
-from tools import preprocess_data
+from tools import encoding, preprocess_data
 from tools.encoders import build_encoder, choose_encoder, is_settled
 
 FAST = ("tiktoken", "gigatoken")
@@ -320,3 +320,30 @@ def test_the_corpus_is_the_same_by_every_encoder(
         files = [tmp_path / f"{name}_text_sentence{suffix}" for suffix in (".bin", ".idx")]
         written.add(tuple(path.read_bytes() for path in files))
     assert len(written) == 1
+
+
+def test_a_run_builds_its_tokenizer_and_its_encoder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide(monkeypatch, "tiktoken")
+    built: list[str] = []
+    build_tokenizer_of = TokenizerSpec.build
+
+    def counted_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+        built.append(spec.tokenizer_type)
+        return build_tokenizer_of(spec)
+
+    def counted_encoder(name: str, tokenizer: Tokenizer) -> Any:
+        built.append(name)
+        return build_encoder(name, tokenizer)
+
+    monkeypatch.setattr(TokenizerSpec, "build", counted_tokenizer)
+    monkeypatch.setattr(encoding, "build_encoder", counted_encoder)
+    files = write_gpt2(tmp_path / "tokenizer")
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps({"text": "the quick brown fox"}) + "\n")
+    flags = ["--input", str(source), "--output-prefix", str(tmp_path / "x")]
+    flags += ["--tokenizer-type", "GPT2BPETokenizer", "--encoder", "auto"]
+    flags += ["--vocab-file", files["vocab_file"], "--merge-file", files["merge_file"]]
+    preprocess_data.main(flags)
+    assert built == ["GPT2BPETokenizer", "tiktoken"]

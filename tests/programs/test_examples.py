@@ -53,6 +53,8 @@ def test_the_first_example_goes_on_where_it_was(work: Path) -> None:
         ("pretrain_gpt_tp.sh", "tp", "tp 2 x pp 1 x dp 1"),
         ("pretrain_gpt_dp.sh", "dp", "tp 1 x pp 1 x dp 2"),
         ("pretrain_llama_style.sh", "llama", "tp 1 x pp 1 x dp 2"),
+        ("pretrain_fim.sh", "fim", "tp 1 x pp 1 x dp 2"),
+        ("finetune_chat.sh", "chat", "tp 1 x pp 1 x dp 2"),
     ],
 )
 def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: Path) -> None:

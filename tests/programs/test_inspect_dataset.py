@@ -1,6 +1,7 @@
 """tools/inspect_dataset.py: what a corpus holds, whether it is whole, and adopting one."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,25 @@ def test_a_corpus_without_checksums_cannot_be_verified(
     assert "no checksums: changed tokens cannot be found" in said
     with pytest.raises(DataError, match="has no checksums, so its tokens cannot be verified"):
         main([bare, "--verify"])
+
+
+def test_signs_that_two_files_are_no_pair_are_said_where_nothing_else_can(
+    bare: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([bare])
+    assert capsys.readouterr().err == ""
+    os.utime(bare + ".idx", ns=(1, 1))
+    main([bare])
+    assert f"{bare}.idx is older than {bare}.bin" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    Path(bare + ".bin").rename(tmp_path / "other" / "c.bin")
+    Path(bare + ".bin").symlink_to(tmp_path / "other" / "c.bin")
+    main([bare, "--json"])
+    content = json.loads(capsys.readouterr().out)
+    assert len(content["doubts"]) == 2
+    assert f"different folders, {tmp_path} and {tmp_path / 'other'}" in content["doubts"][1]
+    main([bare, "--write-sidecar", "--json"])  # from now on the checksums say it
+    assert json.loads(capsys.readouterr().out)["doubts"] == []
 
 
 def test_a_corpus_of_another_tool_is_adopted(bare: str) -> None:

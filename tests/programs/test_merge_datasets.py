@@ -14,14 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.corpus_checksums import BLOCK_BYTES
 from megatron.data.corpus_metadata import metadata_file_path, read_metadata
+from megatron.data.corpus_paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
-from tests.support.launch import unfinished
+from tests.support.launch import run_program, torchrun_words, unfinished
+from tests.support.small_disk import small_disk
+from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_gpt2
 from tools import merge_datasets, preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = str(ROOT / "tools" / "merge_datasets.py")
 TEXTS = [f"document {n}. " * (n % 5) for n in range(40)]
 LEVELS = {"document": (), "sentence": ("--split-sentences",)}
 
@@ -180,12 +185,99 @@ def test_a_damaged_or_missing_input_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_a_corpus_and_other_ways_to_merge_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match="the input folder holds no corpus"):
         merge([str(tmp_path)], tmp_path / "out")
-    with pytest.raises(ConfigError, match="a merge is done by one process"):
-        merge([str(tmp_path)], tmp_path / "out", "--merge", "distributed")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_write_the_bytes_of_preprocessing_the_whole(tmp_path: Path, ranks: int) -> None:
+    # Several blocks of checksums, cut elsewhere than the inputs are.
+    texts = [f"document {n}. " * 900 * (1 + n % 5) for n in range(40)]
+    whole = corpus(tmp_path, "whole", texts, "--append-eod")
+    assert os.path.getsize(f"{whole}.bin") > 10 * BLOCK_BYTES
+    cuts = {"a": texts[:1], "b": texts[1:31], "c": texts[31:]}
+    parts = [corpus(tmp_path, name, cut, "--append-eod") for name, cut in cuts.items()]
+    words = ["--input", *parts, "--output-prefix", str(tmp_path / "out" / "x")]
+    words += ["--merge", "distributed"]
+    if ranks == 1:
+        merge_datasets.main(words)
+    else:
+        ended = run_program(torchrun_words(ranks, PROGRAM, *words), cwd=tmp_path)
+        assert ended.status == 0, ended.err
+        assert f"--data-path {tmp_path / 'out' / 'x'}" in ended.out
+    pairs = zip(corpus_files(whole), corpus_files(str(tmp_path / "out" / "x")))
+    assert all(one.read_bytes() == two.read_bytes() for one, two in pairs)
+    assert len(list((tmp_path / "out").iterdir())) == 4
+
+
+def test_a_damaged_input_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
+    parts = [corpus(tmp_path, name, [name * 400_000]) for name in ("a", "b")]
+    with open(f"{parts[1]}.bin", "r+b") as file:
+        file.seek(700_000)
+        file.write(b"x")
+    words = ["--input", *parts, "--output-prefix", str(tmp_path / "out" / "x")]
+    words += ["--merge", "distributed"]
+    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path)
+    assert ended.status != 0
+    assert f"the tokens are not those that were written: {parts[1]}.bin" in ended.err
+    assert not list((tmp_path / "out").glob("*[!p]"))  # what is there ends in .tmp
+
+
+def test_a_merge_by_one_process_is_not_started_by_torchrun(tmp_path: Path) -> None:
+    part = corpus(tmp_path, "a", ["x"])
+    words = ["--input", part, "--output-prefix", str(tmp_path / "out")]
+    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path)
+    assert ended.status != 0
+    assert "several ranks were started for a merge by one process" in ended.err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_splitters_of_sentences_are_recorded_and_a_mix_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_model(tmp_path / "model"))
+    punkt = ("--sentence-splitter", "nltk", "--nltk-data", model)
+    parts = [
+        corpus(tmp_path, name, ["One. Two."], "--split-sentences", *flags)
+        for name, flags in (("a", ()), ("b", punkt))
+    ]
+    merge(parts, tmp_path / "out")
+    assert "split into sentences in different ways: nltk " in capsys.readouterr().err
+    metadata = read_metadata(str(tmp_path / "out"))
+    assert metadata is not None
+    assert metadata.sentence_splitter.endswith("; rules 1")
+    assert metadata.sentence_splitter.startswith("nltk ")
+
+
+@pytest.mark.parametrize("method", ["serial", "distributed"])
+@pytest.mark.parametrize("says_room", [False, True])
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says_room: bool
+) -> None:
+    """Whether the disk says so before, or only when it is written to."""
+    part = corpus(tmp_path, "a", ["x" * 300_000])
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse() -> None:
+        def pwrite(descriptor: int, data: object, at: int) -> int:
+            raise full
+
+        def add(self: MMapIndexedDatasetBuilder, data: object) -> None:
+            raise MachineError("cannot write", found=str(full), fix="make room")
+
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(MMapIndexedDatasetBuilder, "_write", add)
+
+    usage = namedtuple("usage", "total used free")  # shutil's own shape
+    room = usage(1 << 40, 0, 1 << 40 if says_room else 10)
+    with small_disk(tmp_path / "disk", kib=1000, otherwise=refuse) as disk:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+        problem = "cannot write" if says_room else "no room for the merged corpus"
+        with pytest.raises(MachineError, match=problem):
+            merge([part] * 3, disk / "x", "--merge", method)
+        assert list(disk.iterdir()) == []
 
 
 def test_a_disk_without_room_is_refused_before_the_first_byte(
@@ -218,14 +310,33 @@ def test_a_merge_that_is_broken_off_leaves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_the_program_that_is_killed_leaves_no_file_that_looks_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", [OSError(errno.EIO, "disk"), KeyboardInterrupt()])
+def test_a_distributed_merge_that_is_broken_off_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    part = corpus(tmp_path, "a", ["one"])
+
+    def breaks(descriptor: int, data: object, at: int) -> int:
+        raise failure
+
+    monkeypatch.setattr(os, "pwrite", breaks)
+    expected = MachineError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        merge([part], tmp_path / "out" / "x", "--merge", "distributed")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["serial", "distributed"])
+def test_the_program_that_is_killed_leaves_no_file_that_looks_finished(
+    tmp_path: Path, method: str
+) -> None:
     tokens = np.zeros(1 << 22, np.int32)
     with MMapIndexedDatasetBuilder(str(tmp_path / "big")) as builder:
         builder.add_document(tokens)
     out = tmp_path / "out"
     out.mkdir()
     command = [sys.executable, "-m", "tools.merge_datasets", "--output-prefix", str(out / "x")]
-    command += ["--input", *[str(tmp_path / "big")] * 40]
+    command += ["--merge", method, "--input", *[str(tmp_path / "big")] * 40]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as program:

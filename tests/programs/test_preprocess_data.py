@@ -20,6 +20,8 @@ import zstandard
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
 from megatron.tokenizer.tokenizer import TokenizerSpec, build_tokenizer
+from tests.support.small_disk import small_disk
+from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
 from tools.documents import Row, TextRule
 from tools.encoding import (
@@ -273,6 +275,25 @@ def test_a_full_disk_leaves_no_file_and_says_so(tmp_path: Path) -> None:
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_disk_that_is_full_leaves_nothing_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["1 2 3 4"] * 50_000)
+
+    def refuse() -> None:
+        def write(self: MMapIndexedDatasetBuilder, data: object) -> None:
+            raise MachineError("cannot write", found="No space left on device", fix="make room")
+
+        monkeypatch.setattr(MMapIndexedDatasetBuilder, "_write", write)
+
+    with small_disk(tmp_path / "disk", kib=200, otherwise=refuse) as disk:
+        with pytest.raises(MachineError, match="cannot write") as caught:
+            preprocess(source, disk / "x", *NULL, "--workers", workers)
+        assert "No space left on device" in str(caught.value)
+        assert list(disk.iterdir()) == []
+
+
 def test_packed_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -325,6 +346,35 @@ def test_sentences_are_items_of_their_document(tmp_path: Path) -> None:
     assert texts_of(kept, level="sentence") == ["One. ", "Two.\n", "Three.", "Four."]
 
 
+def test_sentences_are_split_by_what_was_asked_for_and_the_sidecar_says_so(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["Dr. Smith came in Dec. They talked.\n"])
+    model = str(write_model(tmp_path / "model"))
+    punkt = ("--sentence-splitter", "nltk", "--nltk-data", model, "--lang", "english")
+    recorded = {}
+    for name, flags in (
+        ("rules", ()),
+        ("kept", ("--keep-newlines",)),
+        ("nltk", punkt),
+        ("nltk kept", (*punkt, "--keep-newlines", "--workers", "2")),
+    ):
+        preprocess(source, tmp_path / name, *BYTES, "--split-sentences", *flags)
+        sidecar = json.loads((tmp_path / f"{name}_text_sentence.meta.json").read_text())
+        recorded[name] = sidecar["sentence_splitter"]
+    sentences = ["Dr. Smith came in Dec. They talked."]
+    assert texts_of(tmp_path / "rules", level="sentence") == sentences
+    sentences = ["Dr. Smith came in Dec.", "They talked."]
+    assert texts_of(tmp_path / "nltk", level="sentence") == sentences
+    sentences = ["Dr. Smith came in Dec. ", "They talked."]
+    assert texts_of(tmp_path / "nltk kept", level="sentence") == sentences
+    assert recorded["rules"] == "rules 1"
+    assert recorded["kept"] == "rules 1, newlines kept"
+    assert recorded["nltk"].startswith("nltk ")
+    assert recorded["nltk kept"] == recorded["nltk"] + ", newlines kept"
+    preprocess(source, tmp_path / "whole", *BYTES)
+    sidecar = json.loads((tmp_path / "whole_text_document.meta.json").read_text())
+    assert sidecar["sentence_splitter"] == ""
+
+
 def test_the_token_type_follows_the_true_vocabulary(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["1 2"])
     for size, dtype in (("1000", np.uint16), ("65499", np.int32)):
@@ -359,6 +409,10 @@ def test_an_existing_output_is_kept_unless_told_otherwise(tmp_path: Path) -> Non
         (("--workers", "0"), "--workers is a positive number"),
         (("--chunk-size", "0"), "--chunk-size is a positive number"),
         (("--keep-newlines",), "nothing is split"),
+        (("--lang", "german"), "--lang says how sentences are split, and nothing is split"),
+        (("--nltk-data", "x"), "--nltk-data says how sentences are split"),
+        (("--sentence-splitter", "nltk"), "--sentence-splitter says how sentences are split"),
+        (("--split-sentences", "--lang", "german"), "--lang chooses a model of Punkt"),
         (("--json-keys", "text", "text"), "two outputs would have one name"),
     ],
 )

@@ -165,6 +165,17 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             preprocess(source, tmp_path / "out", "--resume")
 
 
+def test_pieces_of_several_ranks_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    source = write_source(tmp_path / "in")
+    folder = partial_folder(str(tmp_path / "out"))
+    folder.mkdir()
+    (folder / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="are of a run on several ranks"):
+        preprocess(source, tmp_path / "out", "--resume")
+    assert (folder / "plan.json").exists()
+
+
 def test_nothing_to_write_is_an_error_in_parts_too(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"q": "", "a": ""}\n')

@@ -157,14 +157,19 @@ def torchrun_words(ranks: int, program: str, *flags: str) -> list[str]:
 
 
 @contextmanager
-def each_rank(ranks: int, flags: Sequence[str], *, cwds: Sequence[Path]) -> Iterator[list[Started]]:
-    """`pretrain_gpt.py` on several ranks as Slurm starts them: nobody ends one for another."""
+def each_rank(
+    ranks: int, flags: Sequence[str], *, cwds: Sequence[Path], program: str | None = None
+) -> Iterator[list[Started]]:
+    """A program on several ranks as Slurm starts them: nobody ends one for another.
+
+    It is `pretrain_gpt.py` unless another is named.
+    """
     port = str(_free_port())
     with ExitStack() as started:
         yield [
             started.enter_context(
                 Started(
-                    pretrain_words(*flags),
+                    [sys.executable, program or PRETRAIN, *flags],
                     cwd=cwds[rank % len(cwds)],
                     environment={
                         "RANK": str(rank),

@@ -255,7 +255,9 @@ def assert_all_close(
 
 def _remembered(batches: Iterator[RawBatch], into: list[list[list[int]]]) -> Iterator[RawBatch]:
     for batch in batches:
-        into.append(batch["text"].tolist())
+        # Of span corruption there is no text, but its two parts.
+        tokens = batch["text"] if "text" in batch else torch.cat([*batch.values()], dim=1)
+        into.append(tokens.tolist())
         yield batch
 
 

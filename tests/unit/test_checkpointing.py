@@ -168,6 +168,22 @@ def test_other_training_flags_are_allowed_and_said(folder: str, capsys: Any) -> 
     assert "--lr 0.01 -> 0.5" in said
 
 
+def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
+    run = run_of(save=str(tmp_path / "run"))
+    trained = {"index of a": "xxh3_128 1", "index of b": "xxh3_128 2", "pair id of a": "3"}
+    save_checkpoint(run.config, run.engine, AT, run.runtime, trained)
+    resumed = run_of(load=str(tmp_path / "run"))
+    capsys.readouterr()
+    for now in (trained, {}, {"index of c": "xxh3_128 5"}):
+        load_checkpoint(resumed.config, resumed.engine, resumed.runtime, now)
+        assert "files of the data" not in capsys.readouterr().err
+    changed = {**trained, "index of b": "xxh3_128 9"}
+    assert load_checkpoint(resumed.config, resumed.engine, resumed.runtime, changed) == AT
+    said = capsys.readouterr().err
+    assert "resuming with files of the data that are not those the checkpoint was trained" in said
+    assert said.endswith("index of b: xxh3_128 2 -> xxh3_128 9\n")
+
+
 def test_finetuning_takes_the_weights_and_starts_over(folder: str, capsys: Any) -> None:
     first, second = run_of(load=folder), run_of(load=folder, finetune=True, lr=0.5)
     first.load()

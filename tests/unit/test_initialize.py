@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import initialize as initialize_module
-from megatron import log, program
+from megatron import program
 from megatron.errors import ConfigError, MachineError, NotInitialisedError, PreflightError
 from megatron.global_vars import get_runtime
 from megatron.initialize import (
@@ -29,14 +29,13 @@ from tests.support.tiny import tiny_run, write_tiny_corpus
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """Generators, groups and logging are as before when a test ends."""
+    """Generators and groups are as before when a test ends."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     shutdown_megatron()
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    log.configure(0, 1)
 
 
 @pytest.fixture

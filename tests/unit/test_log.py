@@ -1,17 +1,8 @@
 """Who says what: rank 0 for all, the last rank its steps, every rank its own errors."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from megatron import log
-
-
-@pytest.fixture(autouse=True)
-def _the_speaker_of_other_tests() -> Iterator[None]:
-    yield
-    log.configure(0, 1)
-    log._SPEAKER.said.clear()
 
 
 def test_what_all_ranks_would_say_is_said_by_rank_zero(capsys: pytest.CaptureFixture[str]) -> None:

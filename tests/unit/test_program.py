@@ -97,6 +97,22 @@ def test_others_are_told_of_a_failure_before_the_end() -> None:
     assert end_of(bug).stdout == "told: a bug; see that rank's traceback\n"
 
 
+def test_others_are_told_what_is_noted_on_an_error_and_where_a_bug_is() -> None:
+    listen = "program.on_failure(lambda reason: print('told:', reason))\n"
+    noted = (
+        "error = DataError('the corpus is empty', fix='give another')\n"
+        "error.add_note('in a data-loader worker:\\nTraceback of the worker')\n"
+        "raise error"
+    )
+    end = end_of(listen + noted)
+    assert end.returncode == DATA_ERROR
+    assert end.stdout.endswith("in a data-loader worker:\nTraceback of the worker\n")
+    assert end.stderr.endswith("in a data-loader worker:\nTraceback of the worker\n")
+    bug = end_of(listen + "def inner():\n    return 1 / 0\ninner()")
+    assert "told: a bug; see that rank's traceback\nTraceback" in bug.stdout
+    assert bug.stdout.endswith("ZeroDivisionError: division by zero\n\n")
+
+
 def test_threads_that_never_end_do_not_keep_a_failed_process() -> None:
     body = (
         "import threading, time\n"

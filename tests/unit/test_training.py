@@ -98,9 +98,16 @@ def test_a_cyclic_feed_goes_on_for_epochs_and_can_be_picked_up_anywhere() -> Non
 
 
 def test_a_feed_in_order_ends_with_its_index_and_says_so() -> None:
-    assert feed_of(take=5) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert feed_of(count=40, take=5) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     with pytest.raises(DataError, match="the data ended before the run did"):
-        feed_of(take=6)
+        feed_of(count=40, take=21)
+
+
+def test_data_too_short_for_the_run_is_refused_before_the_first_step() -> None:
+    with pytest.raises(DataError, match="holds fewer samples than the run takes") as raised:
+        feed_of(count=39, take=1)
+    assert "39 samples, read once in order; the run takes 40" in str(raised.value)
+    assert len(feed_of(count=39, take=1, dataloader_type="cyclic")) == 1
 
 
 def test_validation_data_in_order_starts_over_where_it_ends() -> None:

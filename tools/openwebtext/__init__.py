@@ -1,1 +1,1 @@
-"""Cleaning of web text before it is tokenized: near duplicates, and text of evaluation tasks."""
+"""Cleaning of web text before it is tokenized: URLs, documents, near duplicates, tasks."""

@@ -7,7 +7,6 @@ punctuation do not count. Unlike there, n-grams that are common in the training 
 
 import argparse
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,16 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.documents import DocumentFile, TextRule, fields_of, find_inputs, is_text, texts
-from tools.text_output import WholeFile, refuse_existing
+from tools.documents import DocumentFile, TextRule, fields_of, find_inputs, record_of, texts
+from tools.openwebtext.json_lines import (
+    add_file_flags,
+    check_outputs,
+    json_line,
+    json_line_files,
+    line_of,
+    require_rows,
+)
+from tools.text_output import WholeFile
 
 _WORD = re.compile(r"\w+")
 
@@ -80,9 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     """Copy the documents without the text of the tasks, and say what went."""
     args = _parse(argv)
     output = Path(args.output)
-    refuse_existing([output], overwrite=args.overwrite)
+    files = json_line_files(args.input)
+    task_files = find_inputs(args.tasks).files
+    check_outputs([output], [*files, *task_files], overwrite=args.overwrite)
     rule = Rule(ngram=args.ngram)
-    tasks = texts(find_inputs(args.tasks).files, args.task_key, TextRule("lines"))
+    tasks = texts(task_files, args.task_key, TextRule("lines"))
     ngrams = TaskNgrams((text for _, text in tasks), rule)
     if not len(ngrams):
         raise DataError(
@@ -92,24 +101,19 @@ def main(argv: list[str] | None = None) -> None:
         )
     documents = cut = dropped = 0
     with WholeFile(output) as file:
-        for path in find_inputs(args.input).files:
-            if is_text(path):
-                raise ConfigError(
-                    "documents are read from JSON lines",
-                    found=str(path),
-                    fix="write them as .jsonl",
-                )
+        for path in files:
             for row in DocumentFile(path, columns=[args.json_key]):
                 text = fields_of(path, row, [args.json_key])[0]
                 pieces = clean_pieces(text, ngrams, rule)
                 documents += 1
                 if pieces == [text]:
-                    file.write(row.data.rstrip(b"\r\n") + b"\n")
+                    file.write(line_of(row))
                     continue
                 cut, dropped = cut + bool(pieces), dropped + (not pieces)
-                record = json.loads(row.data.decode("utf-8"))
+                record = record_of(path, row)
                 for piece in pieces:
-                    file.write(json.dumps(record | {args.json_key: piece}).encode() + b"\n")
+                    file.write(json_line(record | {args.json_key: piece}))
+        require_rows(documents, args.input)
     print(f"{len(ngrams)} n-grams of tasks; {documents} documents in {output}:")
     print(f"{cut} were cut, {dropped} dropped, {documents - cut - dropped} left as they are")
 
@@ -118,14 +122,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="decontaminate.py", description="Cut text of evaluation tasks out of documents."
     )
+    add_file_flags(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl files (.gz, .zst)")
     add("--tasks", nargs="+", required=True, metavar="PATH", help=".jsonl, or .txt by lines")
-    add("--output", required=True, help=".jsonl to write")
-    add("--json-key", default="text", help="key of the text in the input [text]")
     add("--task-key", default="text", help="key of the text in the tasks [text]")
     add("--ngram", type=int, default=13, help="words in a row that make a match [13]")
-    add("--overwrite", action="store_true", help="replace an output that exists")
     args = parser.parse_args(argv)
     if args.ngram < 1:
         raise ConfigError(

@@ -1,149 +1,245 @@
-"""Drops documents that are nearly the same as an earlier one, by MinHash; the order stays.
+"""Drops documents that are nearly the same as an earlier one; the order of the others stays.
 
-A document is compared with those kept before it, so chains of small changes do not remove each
-other's last copy. What a reader would get wrong: similarity is *estimated* from `--num-hashes`
-minima (standard error at most 0.5 / sqrt of it), and a kept document takes about 10 KiB of memory.
+Documents that repeat each other are a group, of which the first is kept. What a reader would get
+wrong: by default a document is compared with kept ones only, so a chain of small changes is cut
+where its end no longer resembles its beginning; `--grouping linked` drops all of it but the first,
+as Megatron's group_duplicate_url and remove_group_duplicates do. While this works, the input lies
+uncompressed beside the output in a file without a name.
 """
 
 import argparse
+import contextlib
+import functools
 import importlib.util
-import json
+import os
 import sys
-from collections import defaultdict
+import tempfile
+from array import array
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import numpy as np
-import numpy.typing as npt
+from tqdm import tqdm
 
-from megatron.errors import ConfigError, DataError
+from megatron import atomic
+from megatron.errors import ConfigError
 from megatron.program import run
-from tools.documents import DocumentFile, fields_of, find_inputs, is_text
-from tools.text_output import WholeFile, refuse_existing
+from tools.documents import Row, TextRule, fields_of
+from tools.encoding import encode_in_order, read_chunks
+from tools.openwebtext.json_lines import (
+    add_file_flags,
+    check_outputs,
+    json_line,
+    json_line_files,
+    line_of,
+    require_rows,
+)
+from tools.openwebtext.near_duplicates import (
+    Likeness,
+    NearDuplicates,
+    Shingles,
+    SignedChunk,
+    require_datasketch,
+    shingles_of,
+    sign_chunk,
+)
+from tools.text_output import WholeFile
 
-_ROWS_PER_BAND = 4  # with 32 bands a pair of similarity 0.7 is compared with probability 0.9998
-_BLOCK = 1 << 14  # shingles hashed at a time, so that a long document takes no more memory
 
-Signature = npt.NDArray[np.uint64]
+class Groups:
+    """Documents by number, in groups that grow together; a group is known by its first."""
+
+    def __init__(self) -> None:
+        self._toward_first = array("q")  # itself for the first of a group
+
+    def add(self) -> int:
+        """A document of its own; returns its number."""
+        self._toward_first.append(len(self._toward_first))
+        return len(self._toward_first) - 1
+
+    def first(self, number: int) -> int:
+        """The first document of the group of this one."""
+        while (nearer := self._toward_first[number]) != number:
+            self._toward_first[number] = self._toward_first[nearer]
+            number = nearer
+        return number
+
+    def join(self, one: int, two: int) -> None:
+        """Make one group of the groups of both."""
+        firsts = self.first(one), self.first(two)
+        self._toward_first[max(firsts)] = min(firsts)
+
+    def dropped(self) -> dict[int, list[int]]:
+        """For each group of several: its first, and the others in order."""
+        found: dict[int, list[int]] = {}
+        for number in range(len(self._toward_first)):
+            first = self.first(number)
+            if first != number:
+                found.setdefault(first, []).append(number)
+        return dict(sorted(found.items()))
 
 
-class Duplicate(NamedTuple):
-    """An earlier document and how similar it is to this one."""
+class Spool:
+    """All documents read so far, on disk, by number; gone with this process, however it ends."""
 
-    number: int
-    similarity: float
+    def __init__(self, output: Path, json_key: str) -> None:
+        self._output, self._key = output, json_key
+        self.places: list[tuple[Path, int]] = []  # file and line of each document
+        self._ends = array("q", [0])
+        self._flushed = 0
 
+    def __enter__(self) -> Self:
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self._output.parent)
+        except OSError as error:
+            raise atomic.write_error(self._output, error) from error
+        return self
 
-class NearDuplicates:
-    """The documents kept so far; asked for each one in turn.
+    def __exit__(self, *exception: object) -> None:
+        # What is not written yet is not wanted any more: a full disk may refuse to take it.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
-    Broder 1997, "On the resemblance and containment of documents"; bands as in Leskovec,
-    Rajaraman and Ullman, "Mining of Massive Datasets", section 3.4.
-    """
+    def append(self, path: Path, row: Row) -> None:
+        """Keep the next document."""
+        data = line_of(row)
+        self._write(data)
+        self.places.append((path, row.line))
+        self._ends.append(self._ends[-1] + len(data))
 
-    def __init__(self, *, threshold: float, num_hashes: int = 128, width: int = 5, seed: int = 0):
-        self._threshold, self._width = threshold, width
-        draw = np.random.RandomState(seed)
-        self._factors = draw.randint(0, 2**63, size=num_hashes, dtype=np.uint64) | np.uint64(1)
-        self._salts = draw.randint(0, 2**63, size=num_hashes, dtype=np.uint64)
-        self._buckets: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
-        self._kept: dict[int, Signature] = {}
+    def line(self, number: int) -> bytes:
+        """The document as it was read."""
+        start, end = self._ends[number], self._ends[number + 1]
+        if end > self._flushed:
+            self._write(None)
+            self._flushed = self._ends[-1]
+        return os.pread(self._file.fileno(), end - start, start)
 
-    def add(self, number: int, text: str) -> Duplicate | None:
-        """Keep document `number`, or say which kept one it repeats."""
-        signature = self.signature(text)
-        keys = [
-            (start, signature[start : start + _ROWS_PER_BAND].tobytes())
-            for start in range(0, len(signature), _ROWS_PER_BAND)
-        ]
-        near = sorted({other for key in keys for other in self._buckets.get(key, ())})
-        for other in near:
-            similarity = float((self._kept[other] == signature).mean())
-            if similarity >= self._threshold:
-                return Duplicate(other, similarity)
-        self._kept[number] = signature
-        for key in keys:
-            self._buckets[key].append(number)
-        return None
+    def text(self, number: int) -> str:
+        """The text of the document."""
+        path, line = self.places[number]
+        return fields_of(path, Row(line, self.line(number)), [self._key])[0]
 
-    def signature(self, text: str) -> Signature:
-        """The minima of the hashes of the text's shingles; case and white space do not count."""
-        shingles = _shingles(" ".join(text.lower().split()), self._width)
-        minima = np.full(len(self._factors), np.iinfo(np.uint64).max)
-        for start in range(0, len(shingles), _BLOCK):
-            block = shingles[start : start + _BLOCK]
-            hashes = _mixed(block[None, :] * self._factors[:, None] + self._salts[:, None])
-            minima = np.minimum(minima, hashes.min(axis=1))
-        return minima
+    def place(self, number: int) -> str:
+        """Where the document was read, as FILE:LINE."""
+        path, line = self.places[number]
+        return f"{path}:{line}"
+
+    def _write(self, data: bytes | None) -> None:
+        try:
+            if data is None:
+                self._file.flush()
+            else:
+                self._file.write(data)
+        except OSError as error:
+            raise atomic.write_error(self._output, error) from error
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Copy the documents that repeat none before them, and list the others."""
+    """Copy the first document of each group, and list the others."""
     args = _parse(argv)
-    output, report = Path(args.output), Path(f"{args.output}.duplicates")
-    refuse_existing([output, report], overwrite=args.overwrite)
-    known = NearDuplicates(threshold=args.threshold, num_hashes=args.num_hashes, seed=args.seed)
-    places: list[str] = []
-    dropped = 0
-    with WholeFile(output) as kept_file, WholeFile(report) as report_file:
-        for path in find_inputs(args.input).files:
-            if is_text(path):
-                raise ConfigError(
-                    "documents are read from JSON lines",
-                    found=str(path),
-                    fix="write them as .jsonl",
-                )
-            for row in DocumentFile(path, columns=[args.json_key]):
-                place = f"{path}:{row.line}"
-                found = known.add(len(places), fields_of(path, row, [args.json_key])[0])
-                places.append(place)
-                if found is None:
-                    kept_file.write(row.data.rstrip(b"\r\n") + b"\n")
-                    continue
-                dropped += 1
-                record = {"dropped": place, "like": places[found.number]}
-                record |= {"similarity": f"{found.similarity:.3f}"}
-                report_file.write(json.dumps(record).encode() + b"\n")
-        if not places:
-            raise DataError(
-                "the input holds no document", found=" ".join(args.input), fix="check --input"
-            )
-    print(f"kept {len(places) - dropped} of {len(places)} documents in {output}")
-    print(f"dropped {dropped}, listed in {report}")
+    likeness = Likeness(args.threshold, args.num_hashes, args.seed)
+    require_datasketch()  # a missing package shows before any work
+    files = json_line_files(args.input)
+    output, pairs = Path(args.output), Path(f"{args.output}.duplicates")
+    listed = [Path(args.groups)] if args.groups else []
+    check_outputs([output, pairs, *listed], files, overwrite=args.overwrite)
+    sign = functools.partial(sign_chunk, likeness, args.json_key)
+    chunks = read_chunks(files, TextRule("lines"), columns=[args.json_key])
+    size = sum(path.stat().st_size for path in files)
+    with (
+        Spool(output, args.json_key) as spool,
+        tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
+        WholeFile(output) as kept_file,
+        WholeFile(pairs) as pairs_file,
+        contextlib.ExitStack() as more,
+        contextlib.closing(encode_in_order(chunks, sign, workers=args.workers)) as signed,  # type: ignore[type-var]
+    ):
+        finder = _Finder(likeness, spool, linked=args.grouping == "linked")
+        for found in signed:
+            finder.add(found, pairs_file.write)
+            bar.update(found.chunk.disk_bytes)
+        total = len(spool.places)
+        require_rows(total, args.input)
+        dropped = finder.groups.dropped()
+        gone = {number for numbers in dropped.values() for number in numbers}
+        for number in range(total):
+            if number not in gone:
+                kept_file.write(spool.line(number))
+        for path in listed:
+            _write_groups(more.enter_context(WholeFile(path)), dropped, spool)
+    print(f"kept {total - len(gone)} of {total} documents in {output}")
+    print(f"dropped {len(gone)} of {len(dropped)} groups; the pairs are listed in {pairs}")
 
 
-def _shingles(text: str, width: int) -> npt.NDArray[np.uint64]:
-    """A hash of every stretch of `width` characters, each once; of the whole of a shorter text."""
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.uint64)
-    count = max(1, len(codes) - width + 1)
-    hashes = np.zeros(count, np.uint64)
-    for offset in range(min(width, len(codes))):
-        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + codes[offset : offset + count]
-    return np.unique(_mixed(hashes))
+class _Finder:
+    """Finds the pairs, one document after the other."""
+
+    def __init__(self, likeness: Likeness, spool: Spool, *, linked: bool) -> None:
+        self._spool, self._linked, self._width = spool, linked, likeness.width
+        self._known = NearDuplicates(likeness, self._shingles)
+        self.groups = Groups()
+
+    def add(self, signed: SignedChunk, write_pair: Callable[[bytes], None]) -> None:
+        """Compare each document of a chunk with those before it."""
+        for row, signature in zip(signed.chunk.rows, signed.signatures):
+            self._spool.append(signed.chunk.path, row)
+            number = self.groups.add()
+            for match in self._known.matches(
+                signature,
+                functools.partial(self._shingles, number),
+                functools.partial(self._apart, number),
+            ):
+                self.groups.join(number, match.number)
+                record = {
+                    "dropped": self._spool.place(number),
+                    "like": self._spool.place(match.number),
+                    "similarity": f"{match.similarity:.3f}",
+                }
+                write_pair(json_line(record))
+                if not self._linked:
+                    break
+            if self._linked or self.groups.first(number) == number:
+                self._known.insert(number, signature)
+
+    def _shingles(self, number: int) -> Shingles:
+        return shingles_of(self._spool.text(number), self._width)
+
+    def _apart(self, number: int, other: int) -> bool:
+        """Two documents of one group have nothing to say to each other any more."""
+        return self.groups.first(number) != self.groups.first(other)
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer: every bit of the input moves every bit of the output."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _write_groups(file: WholeFile, groups: dict[int, list[int]], spool: Spool) -> None:
+    for first, others in groups.items():
+        record = {"kept": spool.place(first), "dropped": [spool.place(n) for n in others]}
+        file.write(json_line(record))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="deduplicate.py", description="Drop documents that nearly repeat an earlier one."
+        prog="deduplicate.py",
+        description="Drop documents that nearly repeat an earlier one. OUTPUT.duplicates lists "
+        "the pairs that were found.",
     )
+    add_file_flags(parser)
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=".jsonl files (.gz, .zst)")
-    add("--output", required=True, help=".jsonl to write; OUTPUT.duplicates lists what is dropped")
-    add("--json-key", default="text", help="key of the text [text]")
     add("--threshold", type=float, default=0.7, help="share of common shingles to drop at [0.7]")
-    add("--num-hashes", type=int, default=128, help="minima per document, a multiple of 4 [128]")
+    add(
+        "--grouping",
+        choices=("kept", "linked"),
+        default="kept",
+        help="drop what is like a kept document, or all of a chain of like documents but its "
+        "first, as Megatron does [kept]",
+    )
+    add("--groups", metavar="FILE", help="lists each group: what is kept of it, what is dropped")
+    add("--num-hashes", type=int, default=128, help="hashes per document that find pairs [128]")
     add("--seed", type=int, default=0, help="of the hash functions [0]")
-    add("--overwrite", action="store_true", help="replace outputs that exist")
+    add("--workers", type=int, default=1, help="processes that hash; 1: no other process [1]")
     args = parser.parse_args(argv)
     if not 0 < args.threshold <= 1:
         raise ConfigError(
@@ -151,11 +247,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             found=f"--threshold {args.threshold}",
             fix="use --threshold 0.7",
         )
-    if args.num_hashes < _ROWS_PER_BAND or args.num_hashes % _ROWS_PER_BAND:
+    if args.num_hashes < 16:
         raise ConfigError(
-            f"the minima are compared in bands of {_ROWS_PER_BAND}",
+            "so few hashes find no pair reliably",
             found=f"--num-hashes {args.num_hashes}",
             fix="use --num-hashes 128",
+        )
+    if not 0 <= args.seed < 2**32:
+        raise ConfigError(
+            "a seed is a number of 32 bits", found=f"--seed {args.seed}", fix="use --seed 0"
+        )
+    if args.workers < 1:
+        raise ConfigError(
+            "--workers is a positive number", found=f"--workers {args.workers}", fix="use 1 or more"
         )
     return args
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import lease
 from megatron.data.index_cache import IndexCache
 from megatron.data.lease import LeaseTiming
 from megatron.errors import MachineError
+from megatron.mpu import meeting
 from megatron.mpu.collectives import all_gather_object, barrier
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -79,6 +81,28 @@ def build_for_longer_than_a_barrier_may_take(folder: Path) -> None:
 
 def test_a_build_may_take_longer_than_a_barrier(tmp_path: Path) -> None:
     run_on_ranks(2, build_for_longer_than_a_barrier_may_take, tmp_path)
+
+
+def build_on_another_node_and_say_so(folders: list[Path]) -> None:
+    """The lock is not seen, and a word of the builder's thread is."""
+    lease._BEAT_S = meeting._BEAT_S = 0.2
+    context = context_of(2, 60)
+    place = meeting.Meeting(context.world, patience_s=1.5)
+
+    def build_slowly() -> dict[str, np.ndarray]:
+        time.sleep(4)
+        return {"doc_idx": np.arange(3)}
+
+    def build_soon() -> dict[str, np.ndarray]:
+        return {"doc_idx": np.arange(3)}
+
+    cache = IndexCache(folders=(folders[context.dp.rank],), wait=place.wait, beat=place.beat)
+    build = build_slowly if context.dp.is_first else build_soon
+    assert len(cache.load_or_build("train", DESCRIPTION, build=build)["doc_idx"]) == 3
+
+
+def test_a_node_waits_for_the_builder_of_another_while_that_works(tmp_path: Path) -> None:
+    run_on_ranks(2, build_on_another_node_and_say_so, [tmp_path / "one", tmp_path / "two"])
 
 
 def wait_in_vain(folders: list[Path]) -> str:

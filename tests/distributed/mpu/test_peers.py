@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron.errors import PeerError
 from megatron.mpu.collectives import barrier, broadcast_object
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.peers import PeerWatch
@@ -73,3 +74,26 @@ def test_a_rank_ends_when_the_host_of_the_store_has_died() -> None:
 
 def test_nobody_is_ended_when_all_end_well() -> None:
     assert run_on_ranks(2, all_end_well) == [None, None]
+
+
+def one_fails_and_one_looks() -> str:
+    ctx, watch = watch_over_tcp()
+    watch.check()
+    barrier(ctx.world)
+    if ctx.rank == 1:
+        watch.announce("the disk is full")
+    said = ""
+    deadline = time.monotonic() + SOON_S
+    while ctx.rank == 0 and not said and time.monotonic() < deadline:
+        try:
+            watch.check()
+        except PeerError as error:
+            said = str(error)
+    watch.close()
+    return said
+
+
+def test_whoever_looks_hears_of_a_failure_before_the_process_is_ended() -> None:
+    first, _ = run_on_ranks(2, one_fails_and_one_looks)
+    assert "rank 1 failed, so this rank ends too" in first
+    assert "the disk is full" in first

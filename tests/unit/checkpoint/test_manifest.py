@@ -60,6 +60,15 @@ def test_a_person_finds_one_line_for_each_tensor_and_file():
     assert sum('"bytes": 100' in line for line in lines) == 2
 
 
+def test_what_was_read_is_kept_and_older_manifests_do_not_say_it(tmp_path):
+    sources = {"index of corpus": "xxh3_128 12", "--paths file": '"T: 1 0:1 corpus"'}
+    kept = manifests.decode(manifests.encode(example(data=sources)), tmp_path)
+    assert kept.data == sources
+    older = manifests.decode(edited(tmp_path, data=...), tmp_path)
+    assert older == example()
+    assert older.data == {}
+
+
 def test_an_empty_checkpoint_has_a_manifest_too(tmp_path):
     empty = example(tensors={}, files={}, progress={}, scalars={}, config={})
     assert manifests.decode(manifests.encode(empty), tmp_path) == empty
@@ -99,6 +108,7 @@ PIECE = {"file": "shard-0.safetensors", "offset": [0, 0], "shape": [4, 3], "xxh3
         ({"iteration": -1}, "-1 in iteration"),
         ({"iteration": True}, "no int called 'iteration'"),
         ({"progress": ...}, "no dict called 'progress'"),
+        ({"data": []}, "no dict called 'data'"),
         ({"layout": {"tp": 0, "pp": 1, "dp": 1, "world": 0}}, "layout"),
         ({"layout": {"tp": 2, "pp": 1, "dp": 1, "world": 3}}, "layout"),
         ({"generators": ["shard-0.safetensors"]}, "1 generator files"),

@@ -1,10 +1,11 @@
 """Which tokens are read and by which vocabulary: what is refused."""
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-from megatron.config.data import DataConfig, DataLoaderKind
+from megatron.config.data import DataConfig, DataLoaderKind, OnTooLong
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_tokenizer, some_data
 
@@ -19,11 +20,72 @@ def test_the_order_is_single_unless_said_otherwise() -> None:
         ({"seq_length": 0}, "a size is not positive\n  found: --seq-length 0"),
         ({"num_workers": -1}, "it cannot be negative\n  found: --num-workers -1"),
         ({"last_epoch_cutoff": 1.5}, r"a share is outside \[0, 1\]\n  found: --last-epoch-cutoff"),
+        (
+            {"fim_data": True, "fim_rate": -1},
+            r"a share is outside \[0, 1\]\n  found: --fim-rate -1",
+        ),
+        ({"mask_prob": 2}, r"a share is outside \[0, 1\]\n  found: --mask-prob 2"),
+        ({"decoder_seq_length": 0}, "a size is not positive\n  found: --decoder-seq-length 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         some_data(**changes)
+
+
+KINDS = {
+    "fim_data": ("--fim-data", True),
+    "sft": ("--sft", True),
+    "mtf": ("--mtf", True),
+    "noise_density": ("--noise-density", 0.15),
+}
+
+
+@pytest.mark.parametrize("pair", list(combinations(KINDS, 2)), ids="+".join)
+def test_a_run_reads_one_kind_of_data(pair: tuple[str, str]) -> None:
+    some_data(**{pair[0]: KINDS[pair[0]][1]})
+    with pytest.raises(ConfigError, match="two kinds of training data") as caught:
+        some_data(**{name: KINDS[name][1] for name in pair})
+    assert caught.value.found == " together with ".join(KINDS[name][0] for name in pair)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({"fim_rate": 0.9}, "--fim-rate 0.9 without --fim-data"),
+        ({"fim_spm_rate": 0.0}, "--fim-spm-rate 0.0 without --fim-data"),
+        ({"sft": True, "fim_prefix_token": "<p>"}, "--fim-prefix-token <p> without --fim-data"),
+        ({"fim_middle_token": "<m>"}, "--fim-middle-token <m> without --fim-data"),
+        ({"fim_suffix_token": "<s>"}, "--fim-suffix-token <s> without --fim-data"),
+        (
+            {"on_too_long_document": OnTooLong.SKIP},
+            "--on-too-long-document skip without --sft or --mtf",
+        ),
+        (
+            {"mean_noise_span_length": 2.0},
+            "--mean-noise-span-length 2.0 without --noise-density",
+        ),
+    ],
+)
+def test_a_flag_of_a_kind_that_was_not_asked_for_is_refused(
+    flags: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ConfigError, match="only has a meaning beside another") as caught:
+        some_data(**flags)
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize("name", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_lost_spans_know_no_ends_of_documents(name: str) -> None:
+    with pytest.raises(ConfigError, match="is one document, whatever ends in it") as caught:
+        some_data(noise_density=0.15, **{name: True})
+    assert caught.value.found == f"--noise-density 0.15 with --{name.replace('_', '-')}"
+
+
+def test_a_pair_is_never_cut() -> None:
+    some_data(sft=True, on_too_long_document=OnTooLong.CUT)
+    with pytest.raises(ConfigError, match="a pair that is cut loses its target"):
+        some_data(mtf=True, on_too_long_document=OnTooLong.CUT)
 
 
 @pytest.mark.parametrize("name", ["train_data_path", "valid_data_path", "test_data_path"])

@@ -44,3 +44,21 @@ def real_gpt2_corpora() -> list[str]:
     folder = Path(os.environ.get("MEGATRON_SHARED_DATA", beside)) / "megatron_mmap"
     prefix = str(folder / "meg-gpt2-openwebtext_text_document")
     return [prefix] if MMapIndexedDataset.exists(prefix) else []
+
+
+DOCUMENTS = [[1, 2, 3], [], [65499], [4, 5]]
+
+
+def write_documents(prefix: Path) -> str:
+    """The corpus DOCUMENTS under `prefix`, which is returned."""
+    with MMapIndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for document in DOCUMENTS:
+            builder.add_document(document)
+    return str(prefix)
+
+
+def flip(path: str | Path, at: int, bits: int = 1) -> None:
+    """Change `bits` of the byte at `at` of a file."""
+    content = bytearray(Path(path).read_bytes())
+    content[at] ^= bits
+    Path(path).write_bytes(content)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.data.bert_dataset import BERTDataset, BERTRecipe
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.loaders import build_data_loader
-from megatron.data.sentence_samples import DocumentSlice
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in
 from tests.unit.data.sentence_corpora import (

@@ -122,3 +122,34 @@ def test_a_share_of_less_than_one_sample_is_a_problem():
     assert "a component of a blend is too rare to be drawn once: b" in str(problem)
     assert "weight 1 of 100 is 0.5 of 50 samples" in str(problem)
     assert list(draw_problems(["a", "b"], [99, 2.1], 50)) == [], "the fix works"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12), st.integers(1, 400))
+def test_at_every_prefix_no_component_is_a_whole_sample_ahead_of_its_share(weights, size):
+    """And behind it by no more than Megatron's order can be: less than one sample for two.
+
+    The order takes the component that lags most, before the share of the sample itself is added.
+    So for n of them the lag of the j that lag most adds up to less than that of j + 1 of them and
+    a j-th more, which makes 1 + 1/2 + ... + 1/(n - 1) at most.
+    """
+    chosen, _ = build_blending_indices(weights, size)
+    shares = np.array(weights) / np.sum(weights)
+    drawn = np.cumsum(chosen[:, None] == np.arange(len(weights)), axis=0)
+    ahead = drawn - np.arange(1, size + 1)[:, None] * shares
+    rounding = 1e-9 * size
+    assert ahead.max() <= 1 + rounding
+    most_behind = sum(1 / i for i in range(1, len(weights)))
+    assert -ahead.min() <= most_behind + rounding
+    if len(weights) == 2:
+        assert np.abs(ahead).max() <= 1 + rounding
+
+
+def test_three_components_may_lag_by_more_than_one_sample():
+    """The order is Megatron's; it does not keep every component within one sample of its share."""
+    weights = [40.57, 0.59, 0.01]
+    chosen, _ = build_blending_indices(weights, 200)
+    shares = np.array(weights) / np.sum(weights)
+    drawn = np.cumsum(chosen[:, None] == np.arange(3), axis=0)
+    behind = np.arange(1, 201)[:, None] * shares - drawn
+    assert 1 < behind.max() <= 1.5

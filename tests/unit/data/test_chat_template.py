@@ -133,3 +133,17 @@ def test_a_mistyped_role_is_corrected_in_the_message():
     with pytest.raises(DataError, match="a role") as raised:
         messages_of([{"role": "Asistant", "content": "a"}])
     assert raised.value.fix == "use assistant"
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_what_is_given_is_tokenized_as_the_prompt_that_it_will_be(template):
+    asked = []
+    messages = (*DIALOGUE, Message("user", "3+3?"), Message("assistant", "6"))
+    encode_dialogue(
+        template.render(messages), lambda texts: asked.extend(texts) or encode(texts), eod=EOD
+    )
+    prompt = "".join(piece.text for piece in template.render(DIALOGUE[:2]))
+    assert asked[0] == prompt + template.header("assistant")
+    assert asked[1] == "4"
+    again = template.between + template.header("user") + "3+3?" + template.end + template.between
+    assert again + template.header("assistant") in asked

@@ -31,7 +31,7 @@ def test_a_corpus_may_have_no_sidecar_and_no_end_of_document(tmp_path):
 
 def test_a_sidecar_from_before_checksums_is_read(tmp_path):
     fields = dataclasses.asdict(METADATA)
-    del fields["pair_id"], fields["tokenizer_files"]
+    del fields["pair_id"], fields["tokenizer_files"], fields["sentence_splitter"]
     (tmp_path / "c.meta.json").write_text(json.dumps(fields))
     assert read_metadata(str(tmp_path / "c")) == METADATA
 

@@ -1,7 +1,6 @@
 """Flags become datasets, and each way of writing them wrong has its own message."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,32 +11,44 @@ from megatron import log
 from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.blendable_dataset import BlendableDataset
 from megatron.data.data_utils import (
+    SPLITS,
+    IndexPlace,
     WeightedPrefix,
     build_train_valid_test_datasets,
     build_weighted_datasets,
     check_data_path,
     corpus_opener,
-    corpus_problems,
+    named_prefixes,
     parse_data_path,
     parse_split,
     split_ranges,
 )
+from megatron.data.dataset_makers import Windows
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.weighted_paths import WeightedSplits, parse_weighted_groups
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import random_sizes, write_corpus
 
+CUTOFF = "last_epoch_cutoff"
+PLACE = ("cache_path", "is_builder", "wait")
 
-def build(folder, **changes):
-    options = {
-        "data_path": None,
-        "split": "969,30,1",
-        "num_samples": (20, 0, 0),
-        "seq_length": 8,
-        "seed": 1234,
-        "cache_path": str(folder / "cache"),
-    }
-    return build_train_valid_test_datasets(**(options | changes))
+
+def build(folder, *, open_corpus=MMapIndexedDataset, **changes):
+    options = {"data_path": None, "split": "969,30,1", "num_samples": (20, 0, 0)} | changes
+    maker, options = maker_and_place(folder, open_corpus, options)
+    separate = tuple(options.pop(f"{name}_data_path", None) for name in SPLITS)
+    return build_train_valid_test_datasets(maker, separate=separate, **options)
+
+
+def maker_and_place(folder, open_corpus, options):
+    """The maker that some of `options` are of, and the other options."""
+    order = {"seq_length": 8, "seed": 1234}
+    order |= {name: options.pop(name) for name in (*order, CUTOFF) if name in options}
+    place = {"cache_path": str(folder / "cache")}
+    place |= {name: options.pop(name) for name in PLACE if name in options}
+    maker = Windows(open_corpus=open_corpus, **order)
+    return maker, options | {"place": IndexPlace(**place)}
 
 
 # ---- --data-path
@@ -259,14 +270,10 @@ def groups(*words):
 
 
 def build_groups(folder, train=(), valid=(), test=(), **changes):
-    options = {
-        "num_samples": (20, 4, 4),
-        "seq_length": 8,
-        "seed": 1234,
-        "cache_path": str(folder / "cache"),
-    }
     splits = WeightedSplits(groups(*train), groups(*valid), groups(*test))
-    return build_weighted_datasets(splits, **(options | changes))
+    options = {"num_samples": (20, 4, 4)} | changes
+    maker, options = maker_and_place(folder, MMapIndexedDataset, options)
+    return build_weighted_datasets(maker, splits, **options)
 
 
 def test_every_group_reads_its_own_ranges(tmp_path):
@@ -357,45 +364,33 @@ def test_corpora_are_opened_as_the_flags_say(tmp_path, asked, mapped):
     assert waiting.integrity is (DataIntegrity.TOUCHED if full else asked)
 
 
-def test_a_check_compares_the_index_unless_it_is_told_not_to(tmp_path):
-    prefix = write_corpus(tmp_path / "c", [3])
-    Path(prefix + ".sums").write_bytes(b"damaged")
-    (error,) = check_data_path((prefix,))
-    assert "the checksums of a corpus cannot be used" in str(error)
-    data = DataConfig(seq_length=8, data_path=(prefix,), data_integrity=DataIntegrity.OFF)
-    assert check_data_path((prefix,), open_corpus=corpus_opener(data, is_builder=False)) == []
-
-
 # ---- preflight
 
 
-def test_a_check_finds_nothing_wrong_with_good_data(tmp_path):
-    prefix = write_corpus(tmp_path / "c", [3])
-    assert check_data_path((prefix,), split="969,30,1") == []
-    assert check_data_path(None, train_data_path=(prefix,), test_data_path=("2", prefix)) == []
-
-
-def test_each_corpus_that_cannot_be_opened_is_said_once(tmp_path):
-    good, missing = write_corpus(tmp_path / "c", [3]), str(tmp_path / "none")
-    assert len(corpus_problems((good, missing, missing))) == 1
-
-
-def test_a_check_reports_every_error_at_once(tmp_path):
-    good = write_corpus(tmp_path / "good", [3])
-    short = write_corpus(tmp_path / "short", [3])
-    os.truncate(short + ".bin", 5)
-    missing = str(tmp_path / "elsewhere")
-    errors = check_data_path(
-        ("1", good, "1", short, "2", missing, "1", short), valid_data_path=("x", "y"), split="-1"
+def test_a_check_finds_nothing_wrong_with_good_flags():
+    whole = DataConfig(seq_length=8, data_path=("1", "a", "2", "b", "3", "a"))
+    apart = DataConfig(seq_length=8, train_data_path=("a",), test_data_path=("2", "c"))
+    ranges = DataConfig(
+        seq_length=8,
+        train_weighted_split_paths=("T: 1 0:1 x, 2 0:1 y",),
+        valid_weighted_split_paths=("V: 1 0:1 x",),
     )
-    text = "\n".join(map(str, errors))
-    assert len(errors) == 4
-    for message in (
-        "named in two ways",
-        "another length than its index says",
-        "cannot be opened",
-        "the weight of a corpus is not a number",
-    ):
-        assert message in text
-    assert "--split cannot be read" in str(check_data_path((good,), split="-1")[0])
-    assert "there is no data" in str(check_data_path(None)[0])
+    assert check_data_path(whole) == check_data_path(apart) == []
+    assert [named_prefixes(data) for data in (whole, apart, ranges)] == [
+        ("a", "b"),
+        ("a", "c"),
+        ("x", "y"),
+    ]
+
+
+def test_a_check_reports_every_error_at_once():
+    data = DataConfig(
+        seq_length=8, train_data_path=("1", "a", "b"), valid_data_path=("x", "y"), split="-1"
+    )
+    errors = [str(error) for error in check_data_path(data)]
+    assert len(errors) == 3
+    assert "--split cannot be read" in errors[0]
+    assert "an odd number of words" in errors[1]
+    assert "the weight of a corpus is not a number" in errors[2]
+    with pytest.raises(ConfigError, match="an odd number of words"):
+        named_prefixes(data)

@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.fim import FIMDataset, FIMTokens, document_ranges, fill_in_the_middle
+from megatron.data.fim import (
+    FIMDataset,
+    FIMTokenNames,
+    FIMTokens,
+    document_ranges,
+    fill_in_the_middle,
+    fim_tokens,
+    token_named,
+)
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.sample_random import random_of_sample
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.unit.data.corpora import cache_in, open_corpus
 
 EOD = 0
@@ -180,9 +189,9 @@ def test_samples_of_another_kind_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rate": 1.5}, "the FIM rate is no share"),
-        ({"rate": float("nan")}, "the FIM rate is no share"),
-        ({"spm_rate": -0.1}, "the share of SPM is no share"),
+        ({"rate": 1.5}, "--fim-rate is no share"),
+        ({"rate": float("nan")}, "--fim-rate is no share"),
+        ({"spm_rate": -0.1}, "--fim-spm-rate is no share"),
         ({"eod": None}, "without an end-of-document token"),
         ({"eod": MARKS.middle}, "not four different tokens"),
         ({"tokens": FIMTokens(1, 1, 2)}, "not four different tokens"),
@@ -200,3 +209,67 @@ def test_an_error_below_arrives_as_itself():
 
     with pytest.raises(DataError, match="the corpus changed"):
         FIMDataset(Broken([[1]]), tokens=MARKS, eod=EOD, rate=1.0, seed=7)[0]
+
+
+# ---- the marks by their names
+
+
+class Named:
+    """A vocabulary of these pieces."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    @property
+    def vocab_size(self):
+        return len(self.pieces)
+
+    def piece(self, token_id):
+        return self.pieces[token_id]
+
+
+STARCODER = ("a", "<fim_suffix>", "<fim_prefix>", "<fim_middle>")
+
+
+def test_marks_are_found_by_their_names():
+    assert fim_tokens(Named(*STARCODER), FIMTokenNames()) == FIMTokens(2, 1, 3)
+    names = FIMTokenNames(prefix="<0x00>", suffix="<0x01>", middle="<0x02>")
+    bytes_ = build_tokenizer(tokenizer_type="ByteTokenizer")
+    assert fim_tokens(bytes_, names) == FIMTokens(0, 1, 2)
+    assert token_named(Named(*STARCODER), "<fim_suffix>") == 1
+    assert token_named(Named(*STARCODER), "<fim_pad>") is None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "found", "fix"),
+    [
+        (
+            ("a", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+            "--fim-prefix-token <fim_prefix>, --fim-suffix-token <fim_suffix>, "
+            "--fim-middle-token <fim_middle>",
+            "use --fim-prefix-token '<|fim_prefix|>' --fim-suffix-token '<|fim_suffix|>' "
+            "--fim-middle-token '<|fim_middle|>'",
+        ),
+        (
+            ("<fim_prefix>", "<fim_suffix>", "<fim-middle>"),
+            "--fim-middle-token <fim_middle>",
+            "use --fim-middle-token '<fim-middle>'",
+        ),
+        (
+            ("a", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"),
+            "--fim-prefix-token <fim_prefix>",
+            "use --fim-prefix-token '<extra_id_0>' --fim-suffix-token '<extra_id_1>' "
+            "--fim-middle-token '<extra_id_2>'",
+        ),
+        (
+            ("a", "b", "<s>"),
+            "--fim-prefix-token <fim_prefix>",
+            "add --vocab-extra-ids 3 and use --fim-prefix-token '<extra_id_0>' ",
+        ),
+    ],
+)
+def test_a_vocabulary_without_them_is_refused_with_what_would_work(pieces, found, fix):
+    with pytest.raises(ConfigError, match="does not have the tokens that mark") as raised:
+        fim_tokens(Named(*pieces), FIMTokenNames())
+    assert raised.value.found.startswith(found)
+    assert raised.value.fix.startswith(fix)

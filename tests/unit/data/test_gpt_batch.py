@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.gpt_batch import gpt_batch
+from megatron.config.data import DataConfig
+from megatron.data.gpt_batch import decoder_batch, gpt_batch
+from megatron.data.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
 
 EOD = 0
@@ -96,3 +98,55 @@ def test_a_flag_that_needs_an_end_of_document_is_refused_without_one(option, fla
     with pytest.raises(ConfigError, match="without an end-of-document token") as raised:
         gpt_batch(torch.tensor([[0, 1]]), eod=None, **{option: True})
     assert flag in str(raised.value)
+
+
+# ---- by the kind of dataset
+
+
+def flags(**changes):
+    return DataConfig(seq_length=6, data_path=("p",), **changes)
+
+
+def test_windows_are_cut_as_the_flags_say():
+    text = torch.tensor([[1, EOD, 2, 3, EOD, 4, 5]])
+    switches = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    for kind in ({}, {"fim_data": True}):
+        for on in ({}, switches):
+            cut = decoder_batch({"text": text}, flags(**kind, **on), eod=EOD)
+            expected = gpt_batch(text, eod=EOD, **on)
+            assert all(
+                (one is None and other is None) or torch.equal(one, other)
+                for one, other in zip(cut, expected, strict=True)
+            )
+
+
+@pytest.mark.parametrize("kind", [{"sft": True}, {"mtf": True}])
+def test_only_what_is_learned_of_a_row_counts(kind):
+    raw = {
+        "text": torch.tensor([[11, 12, 13, 21, 22, 23, 9]]),
+        "segment_ids": torch.tensor([[1, 1, 1, 2, 2, 2, 0]]),
+        "is_input": torch.tensor([[1, 1, 0, 1, 0, 0, 0]]),
+    }
+    cut = decoder_batch(raw, flags(**kind), eod=None)
+    assert cut.tokens.tolist() == [[11, 12, 13, 21, 22, 23]]
+    assert cut.labels.tolist() == [[12, 13, 21, 22, 23, 9]]
+    # 13 after 12; not 21, which is another document's; 22 and 23; not the padding.
+    assert cut.loss_mask.tolist() == [[0, 1, 0, 1, 1, 0]]
+    assert cut.position_ids.tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert cut.document_ids.tolist() == [[1, 1, 1, 2, 2, 2]]
+    assert all(
+        torch.equal(one, other) for one, other in zip(cut, packed_batch(**raw)[:5], strict=True)
+    )
+
+
+def test_of_corrupted_spans_only_the_targets_count():
+    raw = {
+        "input_tokens": torch.tensor([[1, 90, 2]]),
+        "target_tokens": torch.tensor([[90, 5, 2, 7]]),
+    }
+    cut = decoder_batch(raw, flags(noise_density=0.15), eod=None)
+    assert cut.tokens.tolist() == [[1, 90, 2, 90, 5, 2]]
+    assert cut.loss_mask.tolist() == [[0, 0, 1, 1, 1, 1]]
+    assert cut.document_ids is None
+    whole = span_corruption_batch(raw["input_tokens"], raw["target_tokens"], prefix_lm=False)
+    assert torch.equal(cut.labels, whole.labels)

@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.ict_dataset import ICTDataset, ICTRecipe
-from megatron.data.sentence_samples import DocumentSlice
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in
 from tests.unit.data.sentence_corpora import (

@@ -70,7 +70,7 @@ def test_another_description_is_another_entry(tmp_path):
 
 def test_arrays_are_read_only_and_pickle_as_paths(tmp_path):
     index = cache_in(tmp_path).load_or_build("train", DESCRIPTION, build=Builds())
-    assert isinstance(index["doc_idx"], np.memmap)
+    assert isinstance(index["doc_idx"].base, np.memmap), "mapped, not copied"
     with pytest.raises(ValueError, match="read-only"):
         index["doc_idx"][0] = 1
     sent = pickle.dumps(index)
@@ -287,6 +287,16 @@ def test_ranks_that_do_not_meet_name_the_index(tmp_path, is_builder):
         cache.load_or_build("train", DESCRIPTION, build=Builds())
     assert "Timed out waiting" in str(raised.value)
     assert "--distributed-timeout-minutes" in raised.value.fix
+
+
+def test_ranks_that_were_silent_are_named_with_the_index(tmp_path):
+    def give_up():
+        raise MachineError("the ranks did not meet in time", found="rank 3", fix="look at it")
+
+    with pytest.raises(MachineError, match="did not meet in time") as raised:
+        cache_in(tmp_path, wait=give_up).load_or_build("train", DESCRIPTION, build=Builds())
+    stem = f"train-{fingerprint(DESCRIPTION)}"
+    assert raised.value.__notes__ == [f"while waiting for the ranks that build the index {stem}"]
 
 
 def test_an_unusable_first_folder_is_left_for_the_second_and_that_is_said(tmp_path, capsys):

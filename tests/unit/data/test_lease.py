@@ -211,6 +211,11 @@ def test_long_work_is_said_every_so_often(capsys):
     with said_while("counting", 0.05):
         time.sleep(0.3)
     assert "still counting, for 0 s now" in capsys.readouterr().out
+    heard = []
+    with said_while("counting", 0.05, heard.append):
+        time.sleep(0.3)
+    assert heard[0] == "counting, for 0 s now"
+    assert capsys.readouterr().out.count("still counting") == len(heard)
     with said_while("counting", 60.0):
         pass
     assert capsys.readouterr().out == ""

@@ -86,7 +86,7 @@ def test_lengths_are_exact_or_the_nearest_that_work_are_named(seq_length, densit
 def test_a_density_for_which_nothing_works_is_said():
     with pytest.raises(ConfigError, match="fills the sequence length exactly") as raised:
         span_lengths(512, noise_density=0.99, mean_noise_span_length=1.0)
-    assert "use a noise density below 0.5" in raised.value.fix
+    assert "use a --noise-density below 0.5" in raised.value.fix
 
 
 def test_known_lengths_of_the_defaults():

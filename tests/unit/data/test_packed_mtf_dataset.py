@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.data_utils import split_ranges
-from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+from megatron.config.data import OnTooLong
+from megatron.data.data_utils import IndexPlace, build_train_valid_test_datasets, split_ranges
+from megatron.data.dataset_kind import DatasetKind
+from megatron.data.dataset_makers import PackedRows
+from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.loaders import build_data_loader
 from megatron.data.mtf_dataset import MTFDataset
 from megatron.data.packed_batch import packed_batch
 from megatron.data.packed_mtf_dataset import PackedMTFDataset
-from megatron.data.packing import OnTooLong, build_packed_splits
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import cache_in
 
@@ -45,6 +47,13 @@ def make(prefix, folder, **changes):
     return PackedMTFDataset(pairs, **(options | changes))
 
 
+def rows(seed):
+    """Rows of 15 tokens, as the builder makes them of any prefix."""
+    return PackedRows(
+        kind=DatasetKind.MTF, open_corpus=MMapIndexedDataset, seq_length=15, seed=seed, pad=PAD
+    )
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=8, max_size=30),
@@ -52,15 +61,12 @@ def make(prefix, folder, **changes):
 )
 def test_splits_share_no_pair_and_have_them_whole(tmp_path_factory, sizes, seed):
     folder = tmp_path_factory.mktemp("pairs")
-    datasets = build_packed_splits(
-        PackedMTFDataset,
-        MTFDataset(write_pairs(folder, sizes)),
+    datasets = build_train_valid_test_datasets(
+        rows(seed),
+        data_path=(write_pairs(folder, sizes),),
         split="60,20,20",
         num_samples=(6, 3, 3),
-        seq_length=15,
-        seed=seed,
-        pad=PAD,
-        cache=cache_in(folder),
+        place=IndexPlace(),
     )
     borders = split_ranges("60,20,20", len(sizes))
     for dataset, start, stop in zip(datasets, borders, borders[1:], strict=False):
@@ -76,16 +82,13 @@ def test_splits_share_no_pair_and_have_them_whole(tmp_path_factory, sizes, seed)
 
 
 def test_a_split_without_samples_is_not_built(tmp_path):
-    pairs = MTFDataset(write_pairs(tmp_path, [(2, 3)] * 10))
-    options = {"split": "80,20,0", "seq_length": 15, "seed": 1, "pad": PAD}
-    options["cache"] = cache_in(tmp_path)
-    train, valid, test = build_packed_splits(
-        PackedMTFDataset, pairs, num_samples=(4, 0, 0), **options
-    )
+    options = {"data_path": (write_pairs(tmp_path, [(2, 3)] * 10),), "split": "80,20,0"}
+    options["place"] = IndexPlace()
+    train, valid, test = build_train_valid_test_datasets(rows(1), num_samples=(4, 0, 0), **options)
     assert isinstance(train, PackedMTFDataset)
     assert (valid, test) == (None, None)
     with pytest.raises(DataError, match=r"the test split of .* is empty"):
-        build_packed_splits(PackedMTFDataset, pairs, num_samples=(4, 0, 1), **options)
+        build_train_valid_test_datasets(rows(1), num_samples=(4, 0, 1), **options)
 
 
 def test_another_sequence_length_is_never_served_from_the_cache(tmp_path):

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import log
-from megatron.data.packing import (
-    OnTooLong,
-    PackedDataset,
-    PackedDocument,
-    build_packed_indices,
-)
+from megatron.config.data import OnTooLong
+from megatron.data.packing import PackedDataset, PackedDocument, build_packed_indices
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in
 
@@ -280,3 +276,8 @@ def test_a_document_shorter_than_its_index_says_is_refused(tmp_path):
     dataset.source.missing = 1
     with pytest.raises(DataError, match="is not what its index says"):
         dataset[0]
+
+
+def test_passes_over_the_documents_are_counted_in_documents(tmp_path):
+    dataset = make([10, 10, 10, 10], tmp_path, num_samples=5)  # two in a row of 20
+    assert [dataset.epochs(rows) for rows in (0, 1, 2, 5)] == [0, 0.5, 1, 2.5]

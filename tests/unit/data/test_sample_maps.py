@@ -119,6 +119,27 @@ def test_blends_of_compiled_twin_and_naive_rule_are_equal(weights, size):
         assert drawn.tolist() == list(range(len(drawn)))
 
 
+# Weights that tie at every step, at some, and nearly; of one size and of many.
+WEIGHTS = (
+    st.floats(1e-6, 1e6),
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.sampled_from([1.0, 1.0 + 2**-40, 1.0 + 2**-20, 1.0 - 2**-30]),
+    st.sampled_from([1e-9, 1e-3, 1.0]),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(WEIGHTS).flatmap(lambda kind: st.lists(kind, min_size=1, max_size=70)),
+    st.sampled_from([257, 4096, 4500, 6145]),
+)
+def test_fixed_point_and_classes_of_equal_weights_change_nothing(weights, size):
+    chosen, within = build_blending_indices(weights, size)
+    chosen_twin, within_twin = build_blending_indices_with_python(weights, size)
+    assert chosen.tobytes() == chosen_twin.tobytes()
+    assert within.tobytes() == within_twin.tobytes()
+
+
 @pytest.mark.parametrize("build", [build_blending_indices, build_blending_indices_with_python])
 @pytest.mark.parametrize(
     ("weights", "chosen"),
@@ -176,9 +197,9 @@ def test_unaligned_sizes_of_a_mapped_index_are_accepted():
 @pytest.mark.parametrize(
     ("doc_idx", "seq_length", "tokens", "message"),
     [
-        ([0, 2], 2, 5, r"documents 0\.\.1"),
-        ([0, -1], 2, 5, r"documents 0\.\.1"),
-        ([], 2, 5, r"documents 0\.\.1"),
+        ([0, 2], 2, 5, "names no document"),
+        ([0, -1], 2, 5, "names no document"),
+        ([], 2, 5, "names no document"),
         ([0, 1], 2, 6, "names 5 tokens, not 6"),
         ([0, 1], 0, 5, "seq_length 0"),
         ([0, 1], 2, 0, "0 tokens"),
@@ -209,16 +230,14 @@ def test_the_compiled_module_refuses_wrong_arrays_by_itself():
     sizes, doc_idx = np.array([2, 3], np.int32), np.array([0, 1], np.int32)
     with pytest.raises(TypeError):
         module.fill_sample_idx(sizes, doc_idx.astype(np.float32), 2, np.zeros((2, 2), np.int32))
-    with pytest.raises(IndexError, match="doc_idx ends before"):
+    with pytest.raises(ValueError, match="too few tokens"):
         module.fill_sample_idx(sizes, doc_idx, 2, np.zeros((9, 2), np.int32))
-    with pytest.raises(IndexError, match="names no document"):
+    with pytest.raises(ValueError, match="names no document"):
         module.fill_sample_idx(sizes, doc_idx + 5, 2, np.zeros((2, 2), np.int32))
     with pytest.raises(ValueError, match=r"\[rows, 2\]"):
         module.fill_sample_idx(sizes, doc_idx, 2, np.zeros((2, 3), np.int32))
     with pytest.raises(ValueError, match="differ in length"):
-        module.fill_blending_indices(
-            np.ones(2), np.zeros(3, np.uint8), np.zeros(4, np.int64), np.zeros(2, np.int64)
-        )
+        module.fill_blending_indices(np.ones(2), np.zeros(3, np.uint8), np.zeros(4, np.int64))
 
 
 @pytest.mark.parametrize("built", ["none", "old"])
@@ -236,7 +255,7 @@ def test_without_a_compiled_module_the_twin_serves_and_says_so(monkeypatch, caps
         build_blending_indices([1.0], 3)
     assert rows.tolist() == [[0, 0], [1, 0], [1, 2]]
     said = capsys.readouterr().err
-    assert said.count("the NumPy twin serves") == 1
+    assert said.count("its Python twin serves") == 1
     assert ("is not built" if built == "none" else "built from other source") in said
 
 

@@ -1,4 +1,4 @@
-"""Splits of documents, their cached maps, and blends of them."""
+"""Splits of documents and their cached maps."""
 
 import dataclasses
 import os
@@ -10,17 +10,12 @@ import pytest
 
 from megatron import log
 from megatron.data import sentence_samples
-from megatron.data.bert_dataset import BERTDataset, BERTRecipe
-from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.sentence_maps import SentenceRule
-from megatron.data.sentence_samples import (
-    DocumentSlice,
-    SentenceSamples,
-    build_train_valid_test_datasets,
-)
-from megatron.errors import ConfigError, DataError
+from megatron.data.sentence_samples import SentenceSamples
+from megatron.errors import DataError
 from tests.unit.data.corpora import METADATA, cache_in
-from tests.unit.data.sentence_corpora import VOCABULARY, random_documents, write_sentences
+from tests.unit.data.sentence_corpora import random_documents, write_sentences
 
 RULE = SentenceRule(num_samples=30, max_tokens=40, min_sentences=2, seed=5, short_seq_prob=0.1)
 DOCUMENTS = DocumentSlice(name="train", start=0, stop=40)
@@ -126,61 +121,3 @@ def test_a_copy_in_another_process_reads_the_same(corpus, tmp_path):
     copy = pickle.loads(pickle.dumps(samples))
     assert copy.fingerprint() == samples.fingerprint()
     assert [copy.row(i) for i in range(len(copy))] == [samples.row(i) for i in range(len(copy))]
-
-
-RECIPE = BERTRecipe(vocabulary=VOCABULARY, seq_length=40, seed=3)
-
-
-def build(prefixes, num_samples=(20, 5, 0), **options):
-    options = {"data_path": prefixes, "split": "70,20,10", "num_samples": num_samples} | options
-    return build_train_valid_test_datasets(partial(BERTDataset, recipe=RECIPE), **options)
-
-
-def test_a_corpus_is_split_by_documents(corpus):
-    splits = build([corpus.prefix])
-    assert splits.test is None
-    borders = [0, int(corpus.doc_idx[42]), int(corpus.doc_idx[54])]
-    for number, dataset in enumerate((splits.train, splits.valid)):
-        assert isinstance(dataset, BERTDataset)
-        assert len(dataset) >= (20, 5)[number]
-        for i in range(len(dataset)):
-            start, stop, _ = dataset.samples.row(i)
-            assert borders[number] <= start < stop <= borders[number + 1]
-
-
-def test_corpora_are_blended_by_their_weights(corpus, tmp_path):
-    other = write_sentences(tmp_path / "other", random_documents(60, seed=1), seed=1)
-    splits = build(["1", corpus.prefix, "3", other.prefix])
-    assert len(splits.train) == 20
-    assert np.bincount(splits.train.dataset_index).tolist() == [5, 15]
-    assert splits.train[0]["text"].shape == (40,)
-    assert splits.train.fingerprint() != splits.valid.fingerprint()
-
-
-def test_every_index_is_waited_for_once(corpus, tmp_path):
-    other = write_sentences(tmp_path / "other", random_documents(60, seed=1))
-    waits = []
-    build(["1", corpus.prefix, "3", other.prefix], wait=lambda: waits.append(1))
-    assert len(waits) == 4
-
-
-def test_a_split_that_gets_no_document_is_refused(corpus):
-    with pytest.raises(DataError, match=r"the valid split of .* has no documents"):
-        build([corpus.prefix], split="100,0,0")
-
-
-def test_a_component_too_rare_for_training_is_refused_and_elsewhere_announced(
-    corpus, tmp_path, capsys
-):
-    other = write_sentences(tmp_path / "other", random_documents(60, seed=1))
-    words = ["1", corpus.prefix, "30", other.prefix]
-    with pytest.raises(ConfigError, match="too rare to be drawn once"):
-        build(words)
-    build(words, num_samples=(40, 5, 0))
-    assert "valid: a component of a blend is too rare" in capsys.readouterr().err
-
-
-def test_indices_are_kept_where_they_are_wanted(corpus, tmp_path):
-    build([corpus.prefix], cache_path=str(tmp_path / "elsewhere"))
-    assert len(list((tmp_path / "elsewhere").glob("*.npy"))) == 2
-    assert MMapIndexedDataset.exists(corpus.prefix)

@@ -9,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import OnTooLong
 from megatron.data.chat_template import EncodedDialogue
 from megatron.data.corpus_metadata import CorpusMetadata
-from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+from megatron.data.data_utils import IndexPlace, build_train_valid_test_datasets
+from megatron.data.dataset_kind import DatasetKind
+from megatron.data.dataset_makers import PackedRows
+from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.packed_batch import packed_batch
-from megatron.data.packing import OnTooLong, build_packed_splits
 from megatron.data.sft_dataset import (
     PARTS,
     SFTCorpus,
@@ -176,16 +179,12 @@ def test_a_long_dialogue_is_refused_unless_asked_otherwise(tmp_path):
 
 
 def test_splits_share_no_dialogue(tmp_path):
-    corpus = SFTCorpus(write(tmp_path / "p", [([n + 1] * 5, [0, 1, 1, 1, 1]) for n in range(20)]))
-    datasets = build_packed_splits(
-        SFTDataset,
-        corpus,
-        split="70,20,10",
-        num_samples=(9, 3, 2),
-        seq_length=11,
-        seed=5,
-        pad=PAD,
-        cache=cache_in(tmp_path),
+    prefix = write(tmp_path / "p", [([n + 1] * 5, [0, 1, 1, 1, 1]) for n in range(20)])
+    maker = PackedRows(
+        kind=DatasetKind.SFT, open_corpus=MMapIndexedDataset, seq_length=11, seed=5, pad=PAD
+    )
+    datasets = build_train_valid_test_datasets(
+        maker, data_path=(prefix,), split="70,20,10", num_samples=(9, 3, 2), place=IndexPlace()
     )
     seen = [
         {int(t) for i in range(len(split)) for t in split[i]["text"]} - {PAD} for split in datasets

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.data.sentence_samples import DocumentSlice
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.t5_dataset import T5Dataset, T5Recipe
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in

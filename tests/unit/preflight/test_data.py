@@ -5,17 +5,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron import log
 from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
+from megatron.data.data_utils import Corpus
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
+from megatron.data.packing import build_packed_indices
 from megatron.preflight import data as rules
 from megatron.preflight.run import Check
-from tests.support.tiny import write_tiny_corpus
+from tests.support.tiny import TOKENS_PER_SAMPLE, write_tiny_corpus
+from tests.unit.data.dialogues import (
+    NULL,
+    as_pairs,
+    random_dialogues,
+    write_dialogues,
+    write_pairs,
+)
 from tests.unit.preflight.plans import found, only, plan
 from tests.unit.tokenizer.vocabularies import write_gpt2
 
 ALL = [
+    rules.tokenizer_has_what_the_data_need,
     rules.corpora_open_and_are_whole,
     rules.corpora_fit_the_tokenizer,
     rules.splits_hold_enough_samples,
@@ -192,3 +204,131 @@ def test_a_corpus_too_rare_for_the_run_is_found(corpus: str) -> None:
         ),
         "too rare to be drawn once",
     )
+
+
+# ---- other kinds than windows of text
+
+
+def prefix_of(kind: str, folder: Path, count: int = 60) -> str:
+    dialogues = random_dialogues(count)
+    if kind == "sft":
+        return write_dialogues(folder / "chats", dialogues)
+    return write_pairs(folder / "pairs", as_pairs(dialogues))
+
+
+@pytest.mark.parametrize("check", ALL)
+@pytest.mark.parametrize("kind", ["sft", "mtf"])
+def test_dialogues_and_pairs_pass_every_check(tmp_path: Path, kind: str, check: Check) -> None:
+    good = plan(prefix_of(kind, tmp_path), eval_iters=1, split="60,20,20", **{kind: True})
+    assert found(check, good) == []
+
+
+@pytest.mark.parametrize("kind", ["sft", "mtf"])
+def test_what_is_no_pair_of_corpora_is_found_once(corpus: str, kind: str) -> None:
+    bad = plan(corpus, eval_iters=1, **{kind: True})
+    only(found(rules.corpora_open_and_are_whole, bad), f"--{kind} reads two corpora of one prefix")
+    for check in ALL:
+        assert check is rules.corpora_open_and_are_whole or found(check, bad) == []
+
+
+def test_masks_of_other_dialogues_are_found(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    prefix, _ = prefix_of("sft", tmp_path), prefix_of("sft", tmp_path / "other", 50)
+    for path in (tmp_path / "other").glob("chats_mask_document.*"):
+        path.replace(tmp_path / path.name)
+    only(
+        found(rules.corpora_open_and_are_whole, plan(prefix, sft=True)), "not of the same dialogues"
+    )
+
+
+@pytest.mark.parametrize(("kind", "files"), [("sft", 1), ("mtf", 2)])
+def test_the_tokens_of_each_part_are_those_of_the_vocabulary(
+    tmp_path: Path, kind: str, files: int
+) -> None:
+    wide = plan(prefix_of(kind, tmp_path), vocab_size=60, **{kind: True})
+    errors = found(rules.corpora_fit_the_tokenizer, wide)
+    assert len(errors) == files
+    assert all("another vocabulary than this run's" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["sft", "mtf"])
+def test_rows_too_few_for_a_batch_are_found(tmp_path: Path, kind: str) -> None:
+    prefix = prefix_of(kind, tmp_path, 5)
+    few = plan(prefix, split="1", **{kind: True})
+    only(found(rules.splits_hold_enough_samples, few), "the train split has fewer samples")
+    ranges = {"data_path": None, "train_weighted_split_paths": (f"T: 1 0:1 {prefix}",)}
+    few = plan(prefix, **ranges, **{kind: True})
+    only(found(rules.splits_hold_enough_samples, few), "the train group T has fewer samples")
+
+
+def test_dialogues_that_are_cut_fill_rows_and_those_left_out_do_not(tmp_path: Path) -> None:
+    prefix = write_dialogues(tmp_path / "p", [(list(range(30)), [1] * 30)] * 9)
+    cut = plan(prefix, split="1", sft=True, on_too_long_document="cut")
+    assert found(rules.splits_hold_enough_samples, cut) == []
+    left_out = plan(prefix, split="1", sft=True, on_too_long_document="skip")
+    only(found(rules.splits_hold_enough_samples, left_out), "fewer samples than one global batch")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 99))
+def test_one_pass_over_documents_never_gives_more_rows_than_are_counted_on(
+    lengths: list[int], seed: int
+) -> None:
+    row = TOKENS_PER_SAMPLE + 1
+    if not any(0 < length <= row for length in lengths):
+        return
+    asked = plan("nowhere", sft=True, on_too_long_document="skip")
+    corpus = Corpus("p", None, len(lengths), (), np.array(lengths))
+    tokens, most = rules._supply(asked, [(corpus, 0, len(lengths))])
+    assert tokens == sum(length for length in lengths if length <= row)
+    packed = build_packed_indices(
+        np.array(lengths), np.arange(len(lengths)), num_samples=50, row_length=row, seed=seed
+    )
+    # Rows of the first pass: those whose last document is one of it.
+    assert int((packed["sample_idx"][:, 1] <= len(lengths)).sum()) <= most
+
+
+def test_a_corpus_of_sentences_is_found(tmp_path: Path) -> None:
+    metadata = dataclasses.replace(NULL, level="sentence")
+    with MMapIndexedDatasetBuilder(tmp_path / "s", np.uint16, metadata=metadata) as builder:
+        builder.add_document(np.arange(10), [4, 6])
+    only(
+        found(rules.corpora_open_and_are_whole, plan(str(tmp_path / "s"))),
+        "is split into sentences",
+        "without --split-sentences",
+    )
+
+
+def test_marks_that_the_tokenizer_lacks_are_found(corpus: str) -> None:
+    names = {"fim_prefix_token": "47", "fim_suffix_token": "48", "fim_middle_token": "49"}
+    check = rules.tokenizer_has_what_the_data_need
+    assert found(check, plan(corpus, fim_data=True, **names)) == []
+    only(found(check, plan(corpus, fim_data=True)), "--fim-prefix-token <fim_prefix>")
+    unknown = dataclasses.replace(plan(corpus, fim_data=True), tokenizer=None)
+    assert found(check, unknown) == []
+
+
+def test_lengths_that_no_span_corruption_has_are_found_once(corpus: str) -> None:
+    bad = plan(corpus, noise_density=0.15, seq_length=3)
+    only(found(rules.tokenizer_has_what_the_data_need, bad), "fills the sequence length")
+    assert found(rules.splits_hold_enough_samples, bad) == []
+
+
+def test_a_flag_of_another_program_is_found_once(corpus: str) -> None:
+    bad = plan(corpus, mask_prob=0.3)
+    errors = [error for check in ALL for error in found(check, bad)]
+    only(errors, "--mask-prob 0.3", "that the data of a GPT do not know")
+
+
+def test_sentinels_added_behind_a_vocabulary_are_no_other_vocabulary(tmp_path: Path) -> None:
+    flags = {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": None}
+    flags |= write_gpt2(tmp_path / "tokenizer")
+    size = plan("x", **flags).tokenizer.vocab_size  # type: ignore[union-attr]
+    for then, now, same in ((0, 0, True), (0, 3, True), (2, 3, True), (3, 0, False)):
+        metadata = CorpusMetadata(
+            tokenizer_type="GPT2BPETokenizer", vocab_size=size + then, eod=None
+        )
+        with MMapIndexedDatasetBuilder(tmp_path / "c", np.uint16, metadata=metadata) as builder:
+            builder.add_document(np.arange(10))
+        asked = plan(str(tmp_path / "c"), vocab_extra_ids=now, **flags)
+        assert (found(rules.corpora_fit_the_tokenizer, asked) == []) == same

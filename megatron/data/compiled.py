@@ -1,0 +1,34 @@
+"""Which compiled modules of this package are there, and fit the Python that calls them.
+
+Every compiled module has a Python twin with the same results, so a missing one costs speed only.
+What a reader would get wrong: a module left over from older source would import too; the number
+`INTERFACE` in both sources keeps it from being used.
+"""
+
+import importlib
+from types import ModuleType
+
+from megatron import log
+
+
+def built_module(name: str) -> ModuleType | None:
+    """The module `megatron.data._<name>`, or None where it was not built."""
+    try:
+        return importlib.import_module(f"megatron.data._{name}")
+    except ImportError:
+        return None
+
+
+def is_current(module: ModuleType | None, interface: int) -> bool:
+    """Whether `module` is there and was built from the source that goes with its caller."""
+    return module is not None and getattr(module, "INTERFACE", None) == interface
+
+
+def say_that_the_twin_serves(name: str, module: ModuleType | None) -> None:
+    """Warn, once for each name, that Python does what a compiled module would do faster."""
+    what = "is not built" if module is None else "was built from other source"
+    log.warning_once(
+        f"compiled {name}",
+        f"megatron.data._{name} {what}; its Python twin serves (same results, slower): "
+        "python setup.py build_ext --inplace builds it",
+    )

@@ -1,0 +1,161 @@
+"""Adds communication to orders of computation, so that no batch of it can wait forever.
+
+Every message gets one tick of a clock that all stages share, and both its ends stand at that tick.
+A stage's actions are sorted by ticks; hence, by induction over ticks, every batch is matched by
+batches that are reached too, and between two stages messages are received in the order in which
+they were sent. How long anything takes does not matter to either.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from megatron.pipeline.action import (
+    Action,
+    Kind,
+    Round,
+    Schedule,
+    UnsoundScheduleError,
+    virtual_stage,
+)
+
+
+class Place(NamedTuple):
+    """A computation, and the stage that does it."""
+
+    stage: int
+    action: Action
+
+
+def with_exchanges(orders: Sequence[Sequence[Round]], *, num_chunks: int) -> tuple[Schedule, ...]:
+    """One schedule per stage: the rounds of its order, and the communication that they need.
+
+    An output is sent at the end of its round. It is received as late as that allows: before the
+    round that needs it, or, when the sender could go on before that, before the round that starts
+    at the same tick as the sender's next one.
+
+    Raises:
+        UnsoundScheduleError: stages wait for each other's results in a circle.
+    """
+    clock = _start_ticks(orders, num_chunks)
+    found: list[list[_Entry]] = [[] for _ in orders]
+    for stage, order in enumerate(orders):
+        for actions in order:
+            tick = clock[Place(stage, actions[0])]
+            found[stage] += [_Entry(tick, 1, i, 0, action) for i, action in enumerate(actions)]
+    for message in _messages(orders, clock, num_chunks):
+        # At both ends forward stands before backward: the order in which one hands to the other.
+        backward = int(message.sent.action.kind is Kind.SEND_BACKWARD)
+        for receives, (stage, action) in enumerate((message.sent, message.received)):
+            found[stage].append(_Entry(message.tick, 0, receives, backward, action))
+    return tuple(tuple(entry.action for entry in sorted(each)) for each in found)
+
+
+class _Entry(NamedTuple):
+    """An action, after all that decides where in its stage's schedule it stands."""
+
+    tick: int
+    computes: int
+    place: int  # of a computation in its round; of communication: 0 sends, 1 receives
+    backward: int
+    action: Action
+
+
+class _Message(NamedTuple):
+    tick: int
+    sent: Place
+    received: Place
+
+
+def _messages(
+    orders: Sequence[Sequence[Round]], clock: dict[Place, int], num_chunks: int
+) -> Iterator[_Message]:
+    """Every message of a step, and when it is exchanged."""
+    for stage, order in enumerate(orders):
+        next_starts = [clock[Place(stage, actions[0])] for actions in order[1:]]
+        for actions, next_start in zip_longest(order, next_starts):
+            for action in actions:
+                user = _user_of(action, stage, len(orders), num_chunks)
+                if user is None:
+                    continue
+                assert user.stage != stage, "one stage"  # noqa: S101  # invariant: build_schedule
+                tick = clock[user] if next_start is None else min(clock[user], next_start)
+                backward = action.kind is not Kind.FORWARD
+                sent = Kind.SEND_BACKWARD if backward else Kind.SEND_FORWARD
+                received = Kind.RECV_BACKWARD if backward else Kind.RECV_FORWARD
+                yield _Message(
+                    tick,
+                    Place(stage, action._replace(kind=sent)),
+                    Place(user.stage, user.action._replace(kind=received)),
+                )
+
+
+def _start_ticks(orders: Sequence[Sequence[Round]], num_chunks: int) -> dict[Place, int]:
+    """When each computation starts if every round took one tick and messages took none."""
+    clock: dict[Place, int] = {}
+    reached, free_at = [0] * len(orders), [0] * len(orders)
+    waiting = set(range(len(orders)))
+    while waiting:
+        moved = False
+        for stage in sorted(waiting):
+            while reached[stage] < len(orders[stage]):
+                actions = orders[stage][reached[stage]]
+                ready = _ready_at(actions, stage, clock, len(orders), num_chunks)
+                if ready is None:
+                    break
+                tick = max(ready, free_at[stage])
+                clock.update({Place(stage, action): tick for action in actions})
+                reached[stage], free_at[stage], moved = reached[stage] + 1, tick + 1, True
+            else:
+                waiting.discard(stage)
+                moved = True
+        if not moved:
+            stuck = ", ".join(f"stage {s} at {orders[s][reached[s]][0]}" for s in sorted(waiting))
+            raise UnsoundScheduleError(f"stages wait for each other's results: {stuck}")
+    return clock
+
+
+def _ready_at(
+    actions: Round, stage: int, clock: dict[Place, int], num_stages: int, num_chunks: int
+) -> int | None:
+    """The tick at which all that a round needs is there; None while something has no tick yet."""
+    ready = 0
+    for i, action in enumerate(actions):
+        for need in _needs(action, stage, num_stages, num_chunks):
+            if need.stage == stage and need.action in actions[:i]:
+                continue
+            if need not in clock:
+                return None
+            ready = max(ready, clock[need] + 1)
+    return ready
+
+
+def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[Place]:
+    """The computations whose results a computation takes."""
+    kind, microbatch, chunk = action
+    if kind is Kind.FORWARD:
+        before = _neighbour(action, stage, num_stages, num_chunks, step=-1)
+        return [] if before is None else [before]
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [Place(stage, Action(Kind.BACKWARD_INPUT, microbatch, chunk))]
+    own = Place(stage, Action(Kind.FORWARD, microbatch, chunk))
+    after = _neighbour(action, stage, num_stages, num_chunks, step=1)
+    return [own] if after is None else [own, after]
+
+
+def _user_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Place | None:
+    """The computation that takes the result of this one over a message, if any does."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    step = 1 if action.kind is Kind.FORWARD else -1
+    return _neighbour(action, stage, num_stages, num_chunks, step=step)
+
+
+def _neighbour(
+    action: Action, stage: int, num_stages: int, num_chunks: int, *, step: int
+) -> Place | None:
+    """The same computation one virtual stage further; None beyond the ends of the model."""
+    at = virtual_stage(stage, action.chunk, num_stages) + step
+    if not 0 <= at < num_stages * num_chunks:
+        return None
+    return Place(at % num_stages, action._replace(chunk=at // num_stages))

@@ -1,0 +1,186 @@
+"""The order of work of one pipeline stage, as data: `build_schedule` and its evaluation twin.
+
+Pure and deterministic: every rank computes its own stage's list and they fit together, because each
+computes all of them. An executor does the actions and needs no rule of its own.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from megatron.errors import ConfigError
+from megatron.pipeline import orders
+from megatron.pipeline.action import Action, Kind, Schedule
+from megatron.pipeline.exchange import with_exchanges
+
+__all__ = [
+    "GPIPE",
+    "INTERLEAVED",
+    "NONE",
+    "ONE_F_ONE_B",
+    "SCHEDULES",
+    "ZERO_BUBBLE",
+    "Action",
+    "Kind",
+    "Schedule",
+    "build_evaluation_schedule",
+    "build_schedule",
+    "pipeline_problems",
+    "schedule_problems",
+]
+
+NONE, GPIPE, ONE_F_ONE_B = "none", "gpipe", "1f1b"
+INTERLEAVED, ZERO_BUBBLE = "interleaved", "zero-bubble"
+SCHEDULES = (NONE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE)
+
+_CACHED = 64  # a batch ramp changes the number of micro-batches; evaluation has its own
+
+
+def build_schedule(
+    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> Schedule:
+    """Everything that `stage` does in one training step, in order.
+
+    Args:
+        name: one of `SCHEDULES`.
+        stage: from 0; the one that takes the batch is 0.
+        num_stages: pipeline-parallel ranks.
+        num_microbatches: per step; any number from 1. Fewer than `num_stages` is correct, but slow.
+        num_chunks: parts of the model that each stage holds; more than 1 only interleaved.
+
+    Raises:
+        ConfigError: the schedule cannot run on that many stages or chunks.
+    """
+    for problem in schedule_problems(name, num_stages=num_stages, num_chunks=num_chunks):
+        raise problem
+    assert 0 <= stage < num_stages, stage  # noqa: S101  # invariant: a coordinate of the grid
+    assert num_microbatches > 0, num_microbatches  # noqa: S101  # invariant: a step has a batch
+    return _all_stages(name, num_stages, num_microbatches, num_chunks)[stage]
+
+
+def build_evaluation_schedule(
+    *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> Schedule:
+    """What `stage` does to evaluate: forwards only, for a model cut up as for training.
+
+    Raises:
+        ConfigError: a lone stage has several chunks.
+    """
+    cut = INTERLEAVED if num_chunks > 1 else GPIPE
+    for problem in schedule_problems(cut, num_stages=num_stages, num_chunks=num_chunks):
+        raise problem
+    assert 0 <= stage < num_stages, stage  # noqa: S101  # invariant: a coordinate of the grid
+    assert num_microbatches > 0, num_microbatches  # noqa: S101  # invariant: a step has a batch
+    return _all_forward(num_stages, num_microbatches, num_chunks)[stage]
+
+
+def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Iterator[ConfigError]:
+    """Why a schedule cannot run on so many stages and chunks, whatever the model."""
+    if name not in SCHEDULES:
+        yield ConfigError(
+            "there is no such pipeline schedule",
+            found=f"--pipeline-schedule {name}",
+            fix=f"use one of {', '.join(SCHEDULES)}",
+        )
+        return
+    if num_stages < 1 or num_chunks < 1:
+        yield ConfigError(
+            "a pipeline has at least one stage, and a stage at least one chunk",
+            found=f"--pipeline-model-parallel-size {num_stages}, "
+            f"--num-virtual-stages-per-pipeline-rank {num_chunks}",
+            fix="use 1 to switch either off",
+        )
+        return
+    if name == NONE and num_stages > 1:
+        yield ConfigError(
+            "several stages need a schedule",
+            found=f"--pipeline-schedule {name}, --pipeline-model-parallel-size {num_stages}",
+            fix=f"use --pipeline-schedule {ONE_F_ONE_B}",
+        )
+    if name != INTERLEAVED and num_chunks > 1:
+        yield ConfigError(
+            "only the interleaved schedule gives a stage several parts of the model",
+            found=f"--pipeline-schedule {name}, "
+            f"--num-virtual-stages-per-pipeline-rank {num_chunks}",
+            fix=f"use --pipeline-schedule {INTERLEAVED}, or drop the virtual stages",
+        )
+    if name == INTERLEAVED and num_stages == 1:
+        yield ConfigError(
+            "interleaving needs more than one pipeline stage",
+            found=f"--pipeline-schedule {name}, --pipeline-model-parallel-size 1",
+            fix="use --pipeline-model-parallel-size 2 or more, or drop interleaving and its "
+            "virtual stages",
+        )
+    if name == INTERLEAVED and num_chunks == 1:
+        yield ConfigError(
+            "interleaving needs more than one virtual stage on each rank",
+            found=f"--pipeline-schedule {name}, --num-virtual-stages-per-pipeline-rank 1",
+            fix="use --num-virtual-stages-per-pipeline-rank 2 or more, or "
+            f"--pipeline-schedule {ONE_F_ONE_B}",
+        )
+
+
+def pipeline_problems(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    num_layers: int | None = None,
+) -> Iterator[ConfigError]:
+    """All that is wrong with a schedule for a model and a batch, before anything is built.
+
+    Args:
+        name: one of `SCHEDULES`.
+        num_stages: pipeline-parallel ranks.
+        num_microbatches: per step and replica; the fewest there will be, if that changes.
+        num_chunks: virtual stages on each rank.
+        num_layers: transformer layers; None: not looked at.
+    """
+    found = list(schedule_problems(name, num_stages=num_stages, num_chunks=num_chunks))
+    yield from found
+    virtual = num_stages * num_chunks
+    if num_layers is not None and 0 < num_layers < virtual:
+        yield ConfigError(
+            "there are fewer layers than pipeline stages to hold them",
+            found=f"--num-layers {num_layers}, --pipeline-model-parallel-size {num_stages}"
+            + (f" x {num_chunks} virtual stages" if num_chunks > 1 else ""),
+            fix=f"use --num-layers {virtual} or more, or fewer stages",
+        )
+    if num_microbatches < 1:
+        yield ConfigError(
+            "a step has no micro-batch",
+            found=f"{num_microbatches} micro-batches",
+            fix="use at least one micro-batch per step",
+        )
+    elif name == INTERLEAVED and not found and num_microbatches < num_stages:
+        yield ConfigError(
+            "the interleaved schedule needs a micro-batch for every stage",
+            found=f"{num_microbatches} micro-batches per step, "
+            f"--pipeline-model-parallel-size {num_stages}",
+            fix=f"have at least {num_stages} micro-batches per step (a larger --global-batch-size "
+            f"or a smaller --micro-batch-size), or use --pipeline-schedule {ONE_F_ONE_B}",
+        )
+
+
+@lru_cache(maxsize=_CACHED)
+def _all_stages(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[Schedule, ...]:
+    def order(stage: int) -> orders.Order:
+        if name == NONE:
+            return orders.one_at_a_time(num_microbatches)
+        if name == GPIPE:
+            return orders.gpipe(num_microbatches)
+        if name == ONE_F_ONE_B:
+            return orders.one_forward_one_backward(stage, num_stages, num_microbatches)
+        if name == ZERO_BUBBLE:
+            return orders.zero_bubble(stage, num_stages, num_microbatches)
+        return orders.interleaved(stage, num_stages, num_microbatches, num_chunks)
+
+    return with_exchanges([order(s) for s in range(num_stages)], num_chunks=num_chunks)
+
+
+@lru_cache(maxsize=_CACHED)
+def _all_forward(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[Schedule, ...]:
+    order = orders.forward_only(num_stages, num_microbatches, num_chunks)
+    return with_exchanges([order] * num_stages, num_chunks=num_chunks)

@@ -1,0 +1,268 @@
+"""Runs the schedules of all stages on a clock instead of on ranks, and finds what is wrong in them.
+
+Communication is as strict as it can be: a stage waits until its whole batch is done, a message is
+done once both ends have posted it, and messages between two stages have no names: they meet in the
+order in which they were posted. What completes here completes on any transport.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.pipeline.action import (
+    COMMUNICATION,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+    UnsoundScheduleError,
+    batches,
+    peer_of,
+    virtual_stage,
+)
+
+_FORWARD_MESSAGES = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD})
+
+
+class Durations(NamedTuple):
+    """How long each action takes, in any one unit; per chunk, where stages have several."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    communication: float = 0.0  # of one message, once both ends are there
+
+    def of(self, kind: Kind) -> float:
+        """The time that a computation takes."""
+        if kind is Kind.BACKWARD:
+            return self.backward_input + self.backward_weight
+        return float(getattr(self, kind.value))
+
+
+class Work(NamedTuple):
+    """A computation, and when it was done."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+class StageTrace(NamedTuple):
+    """What one stage did, and the most activations (micro-batches in a chunk) it ever held."""
+
+    work: tuple[Work, ...]
+    peak_activations: int  # alive from the forward until the last backward action
+    peak_before_input_gradient: int  # alive until the input gradient: with all that it needs
+
+
+class Simulation(NamedTuple):
+    """One step of all stages."""
+
+    stages: tuple[StageTrace, ...]
+    makespan: float
+
+    @property
+    def bubble_share(self) -> float:
+        """The part of the step, from 0 to 1, in which stages do not compute."""
+        busy = sum(work.stop - work.start for stage in self.stages for work in stage.work)
+        return 1.0 - busy / (self.makespan * len(self.stages))
+
+
+def simulate(
+    schedules: Sequence[Schedule],
+    *,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    durations: Durations = Durations(),  # noqa: B008  # immutable
+    batched: bool = True,
+) -> Simulation:
+    """Run one schedule per stage to the end, and say how long it took.
+
+    Args:
+        schedules: of all stages, in order.
+        num_microbatches: of the step.
+        num_chunks: of each stage.
+        durations: of the actions.
+        batched: neighbouring communication is posted together, as an executor must; False: each
+            action on its own, to show what that leads to.
+
+    Raises:
+        UnsoundScheduleError: work is missing, doubled or in a wrong order on a stage; two stages
+            post messages in different orders; stages wait for each other forever.
+    """
+    forward_only = not any(
+        action.kind not in COMMUNICATION and action.kind is not Kind.FORWARD
+        for schedule in schedules
+        for action in schedule
+    )
+    peaks = []
+    for stage, schedule in enumerate(schedules):
+        _check_complete(
+            schedule,
+            at=_Position(stage, len(schedules), num_chunks),
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+        )
+        peaks.append(_peaks(schedule))
+    clock = _Clock(schedules, durations, batched=batched)
+    clock.run()
+    stages = [StageTrace(tuple(work), *peak) for work, peak in zip(clock.work, peaks)]
+    return Simulation(tuple(stages), max(clock.now))
+
+
+class _Position(NamedTuple):
+    stage: int
+    num_stages: int
+    num_chunks: int
+
+    def is_first(self, chunk: int) -> bool:
+        return virtual_stage(self.stage, chunk, self.num_stages) == 0
+
+    def is_last(self, chunk: int) -> bool:
+        at = virtual_stage(self.stage, chunk, self.num_stages)
+        return at == self.num_stages * self.num_chunks - 1
+
+
+def _check_complete(
+    schedule: Schedule, *, at: _Position, num_microbatches: int, forward_only: bool
+) -> None:
+    """Every micro-batch passes every chunk once: received, computed and sent in this order."""
+    done: dict[tuple[int, int], list[Kind]] = {
+        (microbatch, chunk): []
+        for microbatch in range(num_microbatches)
+        for chunk in range(at.num_chunks)
+    }
+    for action in schedule:
+        if (action.microbatch, action.chunk) not in done:
+            raise UnsoundScheduleError(f"stage {at.stage} has no {action}")
+        done[action.microbatch, action.chunk].append(action.kind)
+    for (microbatch, chunk), kinds in done.items():
+        split = Kind.BACKWARD not in kinds
+        chains = _chains(at, chunk, forward_only=forward_only, split=split)
+        expected = {kind for chain in chains for kind in chain}
+        in_order = all([kind for kind in kinds if kind in chain] == chain for chain in chains)
+        if len(kinds) != len(expected) or not in_order:
+            raise UnsoundScheduleError(
+                f"stage {at.stage}, micro-batch {microbatch}, chunk {chunk}: "
+                f"{', '.join(kinds) or 'nothing'} is not each of {', '.join(sorted(expected))} "
+                "once, in an order that works"
+            )
+
+
+def _chains(
+    at: _Position, chunk: int, *, forward_only: bool, split: bool
+) -> tuple[list[Kind], ...]:
+    """Sequences of kinds, each of which has to be in order for one micro-batch in one chunk."""
+    first, last = at.is_first(chunk), at.is_last(chunk)
+    forward = [] if first else [Kind.RECV_FORWARD]
+    forward.append(Kind.FORWARD)
+    sent = [] if last else [Kind.SEND_FORWARD]
+    if forward_only:
+        return ([*forward, *sent],)
+    backward = [] if last else [Kind.RECV_BACKWARD]
+    backward.append(Kind.BACKWARD_INPUT if split else Kind.BACKWARD)
+    returned = [] if first else [Kind.SEND_BACKWARD]
+    weights = [Kind.BACKWARD_WEIGHT] if split else []
+    return ([*forward, *sent, *backward, *returned], [*forward, *backward, *weights])
+
+
+def _peaks(schedule: Schedule) -> tuple[int, int]:
+    """The most activations alive until the end of backward, and until the input gradient."""
+    whole = until_input = most_whole = most_until_input = 0
+    for action in schedule:
+        whole += action.kind is Kind.FORWARD
+        until_input += action.kind is Kind.FORWARD
+        most_whole, most_until_input = max(most_whole, whole), max(most_until_input, until_input)
+        whole -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        until_input -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    return most_whole, most_until_input
+
+
+class _Posted(NamedTuple):
+    """One end of a message: what it carries, and since when the stage stands there."""
+
+    action: Action
+    message: tuple[bool, int, int]  # forward?, micro-batch, virtual stage that receives
+    since: float
+
+
+class _Clock:
+    """All stages at once. Times are maxima and sums, so the order of looking does not matter."""
+
+    def __init__(
+        self, schedules: Sequence[Schedule], durations: Durations, *, batched: bool
+    ) -> None:
+        self.count, self.durations = len(schedules), durations
+        self.steps = [
+            tuple(batches(schedule)) if batched else tuple((action,) for action in schedule)
+            for schedule in schedules
+        ]
+        self.now = [0.0] * self.count
+        self.work: list[list[Work]] = [[] for _ in schedules]
+        self._at = [0] * self.count  # the next step of each stage
+        self._open = [0] * self.count  # messages of the current batch that have not met
+        self._sent: dict[tuple[int, int], deque[_Posted]] = {}
+        self._received: dict[tuple[int, int], deque[_Posted]] = {}
+        self._ready = list(range(self.count))
+
+    def run(self) -> None:
+        """Let every stage go on until none can."""
+        while self._ready:
+            self._advance(self._ready.pop())
+        stuck = [stage for stage in range(self.count) if self._at[stage] < len(self.steps[stage])]
+        if stuck:
+            waits = "; ".join(
+                f"stage {stage} in {', '.join(map(str, self.steps[stage][self._at[stage]]))}"
+                for stage in stuck
+            )
+            raise UnsoundScheduleError(f"stages wait for each other forever: {waits}")
+
+    def _advance(self, stage: int) -> None:
+        while self._at[stage] < len(self.steps[stage]):
+            step = self.steps[stage][self._at[stage]]
+            if step[0].kind in COMMUNICATION:
+                self._post(stage, step)
+                return  # the last message to meet puts the stage back among the ready ones
+            start = self.now[stage]
+            self.now[stage] = start + self.durations.of(step[0].kind)
+            self.work[stage].append(Work(step[0], start, self.now[stage]))
+            self._at[stage] += 1
+
+    def _post(self, stage: int, batch: tuple[Action, ...]) -> None:
+        self._open[stage] = len(batch)
+        since, pairs = self.now[stage], []
+        for action in batch:
+            peer = peer_of(action, stage, self.count)
+            sends = action.kind in SENDS
+            pair = (stage, peer) if sends else (peer, stage)
+            queues = self._sent if sends else self._received
+            posted = _Posted(action, self._message(action, stage, peer), since)
+            queues.setdefault(pair, deque()).append(posted)
+            pairs.append(pair)
+        for pair in pairs:
+            self._meet(pair)
+
+    def _message(self, action: Action, stage: int, peer: int) -> tuple[bool, int, int]:
+        forward = action.kind in _FORWARD_MESSAGES
+        to = virtual_stage(stage, action.chunk, self.count)
+        if action.kind not in RECEIVES:
+            to += 1 if forward else -1
+        return forward, action.microbatch, to
+
+    def _meet(self, pair: tuple[int, int]) -> None:
+        sent, received = self._sent.get(pair), self._received.get(pair)
+        while sent and received:
+            give, take = sent.popleft(), received.popleft()
+            if give.message != take.message:
+                raise UnsoundScheduleError(
+                    f"stage {pair[0]} sends {give.action} where stage {pair[1]} expects "
+                    f"{take.action}"
+                )
+            done = max(give.since, take.since) + self.durations.communication
+            for stage in pair:
+                self.now[stage] = max(self.now[stage], done)
+                self._open[stage] -= 1
+                if not self._open[stage]:
+                    self._at[stage] += 1
+                    self._ready.append(stage)

@@ -1,0 +1,47 @@
+"""The corpora of a run as its checks see them: each opened once, however many checks ask.
+
+A corpus that cannot be opened is remembered with its error. What a reader would get wrong: nothing
+here reads tokens, so the checksums of blocks are left to the datasets, which open anew.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+from megatron.config.data import DataConfig, DataIntegrity
+from megatron.data.data_utils import Corpus, named_prefixes
+from megatron.data.dataset_kind import dataset_kind, open_of_kind
+from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.errors import ConfigError, MegatronError
+
+
+class CorporaOnce:
+    """What prefixes turned out to be, as the kind of dataset that a run asks for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Corpus | MegatronError] = {}
+
+    def find(self, data: DataConfig, prefix: str) -> Corpus | MegatronError:
+        """The corpus `prefix`, or why it cannot be opened. Flags decide how, so give the run's."""
+        if prefix not in self._found:
+            header = data.data_integrity is not DataIntegrity.OFF
+            open_corpus = partial(
+                MMapIndexedDataset,
+                integrity=DataIntegrity.HEADER if header else DataIntegrity.OFF,
+                mapped=data.mmap_bin_files,
+            )
+            try:
+                self._found[prefix] = open_of_kind(dataset_kind(data), prefix, open_corpus)
+            except MegatronError as error:
+                self._found[prefix] = error
+        return self._found[prefix]
+
+    def opened(self, data: DataConfig) -> Iterator[Corpus]:
+        """Every corpus of the run that can be opened; the others are one check's business."""
+        try:
+            prefixes = named_prefixes(data)
+        except ConfigError:
+            return
+        for prefix in prefixes:
+            corpus = self.find(data, prefix)
+            if not isinstance(corpus, MegatronError):
+                yield corpus

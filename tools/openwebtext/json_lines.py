@@ -1,0 +1,79 @@
+"""What the tools for web text share: files of JSON lines in, files of lines out, flags for both.
+
+A kept document is written as the bytes it was read as. What a reader would get wrong: of a
+`.parquet` file only the column of the text is read, so only that is written.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError, DataError
+from tools.documents import Row, find_inputs, is_text
+from tools.text_output import refuse_existing
+
+
+def add_file_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --input, --output, --json-key and --overwrite."""
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=".jsonl or .json files of one object a line (.gz, .zst), .parquet files, or folders "
+        "of them, in sorted order",
+    )
+    add("--output", required=True, help=".jsonl to write")
+    # Errors about rows name --json-keys, the flag of preprocess_data.py.
+    add("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text [text]")
+    add("--overwrite", action="store_true", help="replace outputs that exist")
+
+
+def json_line_files(given: Sequence[str]) -> tuple[Path, ...]:
+    """The files to read, in order; each holds rows that are JSON objects."""
+    files = find_inputs(given).files
+    for path in files:
+        if is_text(path):
+            raise ConfigError(
+                "documents are read from JSON lines", found=str(path), fix="write them as .jsonl"
+            )
+    return files
+
+
+def check_outputs(outputs: Sequence[Path], inputs: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse outputs that exist, that are an input, or that are one file under two names."""
+    seen = {path.resolve(): "an input" for path in inputs}
+    for path in outputs:
+        if path.resolve() in seen:
+            raise ConfigError(
+                "an output would be written over another file of this run",
+                found=f"{path}, which is {seen[path.resolve()]} too",
+                fix="choose another name for the output, outside of the folder that is read",
+            )
+        seen[path.resolve()] = "another output"
+    refuse_existing(outputs, overwrite=overwrite)
+
+
+def require_rows(count: int, given: Sequence[str]) -> None:
+    """Refuse an input without a single row: a wrong path, more likely than an empty corpus."""
+    if not count:
+        raise DataError("the input holds no document", found=" ".join(given), fix="check --input")
+
+
+def line_of(row: Row) -> bytes:
+    """The row as it was read, with one line end."""
+    return row.data.rstrip(b"\r\n") + b"\n"
+
+
+def json_line(record: Mapping[str, object]) -> bytes:
+    """The object as a line; ASCII, so that every string of JSON can be written."""
+    return json.dumps(record).encode() + b"\n"
+
+
+def print_counts(counts: Mapping[str, int]) -> None:
+    """One line for each count, numbers under each other."""
+    width = max((len(str(count)) for count in counts.values()), default=0)
+    for name, count in counts.items():
+        print(f"  {count:>{width}} {name}")
