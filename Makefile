@@ -9,6 +9,10 @@ DATA ?=
 ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
+# Anything: `make test-matrix` puts its table into docs/parallelism.md.
+WRITE ?=
+# The words of one composition, for `make test-matrix`; all of them when empty.
+CASE ?=
 # Test processes that run side by side.
 JOBS ?= 2
 
@@ -17,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test quick gates bench docs clean
+.PHONY: help venv pretrain test test-matrix quick gates bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +43,9 @@ pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt fo
 
 test: gates  ## everything that has to pass: gates, then all tests
 	@$(BIN)/python -m pytest -n $(JOBS) tests
+
+test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
+	@$(BIN)/python -m tests.laws.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
 
 quick: gates  ## the gates and the tests that start no processes
 	@$(BIN)/python -m pytest -q tests/architecture tests/unit

@@ -50,15 +50,21 @@ class Worker:
 
     It sees none of the PYTHON* variables of this process, so that the peers' packages and ours
     cannot be mixed up.
+
+    Args:
+        environment: variables on top of those of this process.
     """
 
-    def __init__(self, python: str | Path, script: str | Path) -> None:
+    def __init__(
+        self, python: str | Path, script: str | Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.started = time.time()
         self._process = subprocess.Popen(
             [str(python), "-E", "-W", "ignore", str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | (environment or {}),
         )
 
     def __enter__(self) -> "Worker":

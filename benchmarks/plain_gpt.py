@@ -74,7 +74,7 @@ class PlainTrainer:
 
     def __init__(
         self,
-        model: PlainGPT,
+        model: nn.Module,
         recipe: Recipe,
         *,
         bf16: Bf16Style | None = None,

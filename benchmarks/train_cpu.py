@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
     """Both contestants in one dtype, in turns."""
-    with workload(_our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
+    with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
         plain = PlainGPT(shape)
         copy_weights(ours.engine.stage.named_parameters(), plain, shape)
         bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
@@ -220,7 +220,7 @@ def _our_step(ours: Workload) -> Callable[[Tensor], tuple[float, float]]:
     return step
 
 
-def _our_flags(dtype: str, shape: Shape) -> list[str]:
+def our_flags(dtype: str, shape: Shape) -> list[str]:
     sizes = {
         "num-layers": shape.layers,
         "hidden-size": shape.hidden,

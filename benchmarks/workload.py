@@ -7,7 +7,7 @@ that neither disks nor loader processes take part.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.model.accounting import flops_per_token
 from megatron.model.specs import ModelBuild
 from megatron.preflight.checks import MODEL_CHECKS
+from megatron.timers import Timers
+from megatron.tokenizer.tokenizer import Tokenizer
 from pretrain_gpt import gpt_task
 
 
@@ -30,9 +32,11 @@ from pretrain_gpt import gpt_task
 class Workload:
     """An engine ready to train, and what it was built from."""
 
+    flags: tuple[str, ...]
     config: RunConfig
     build: ModelBuild
     engine: NativeEngine
+    tokenizer: Tokenizer
 
     @property
     def flops_per_token(self) -> int:
@@ -50,7 +54,7 @@ class Workload:
         """One optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
         plan = StepPlan(
             num_microbatches=1,
-            global_batch_size=text.shape[0],
+            global_batch_size=text.shape[0] * self.build.ctx.dp.size,
             learning_rate=self.config.schedule.lr,
             weight_decay=self.config.optimizer.weight_decay,
         )
@@ -62,26 +66,34 @@ class Workload:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, self.build.vocab.true, size, generator=generator)
 
+    def beside(self, *flags: str) -> "Workload":
+        """A second engine in the same processes, with flags on top that change no group."""
+        config = parse_args([*self.flags, *flags])
+        return replace(self, config=config, engine=_engine(config, self.build, self.tokenizer))
+
 
 @contextmanager
 def workload(flags: Sequence[str], *, vocab_size: int) -> Iterator[Workload]:
     """Initialise this process for a run of `flags` on `vocab_size` tokens; undone at the end."""
-    config = parse_args(
-        [
-            *flags,
-            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)),
-            *("--data-path", "made-in-memory"),
-            *("--train-iters", "1000000"),  # the loop is the benchmark's own
-        ]
+    given = (
+        *flags,
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)),
+        *("--data-path", "made-in-memory"),
+        *("--train-iters", "1000000"),  # the loop is the benchmark's own
     )
+    config = parse_args(given)
     runtime = initialize_megatron(config, checks=MODEL_CHECKS)
     try:
-        build = model_build(runtime)
-        engine = build_engine(config, gpt_task(), build, runtime.tokenizer, runtime.timers)
-        assert isinstance(engine, NativeEngine)  # noqa: S101  # invariant: only one kind
-        yield Workload(config, build, engine)
+        build, tokenizer = model_build(runtime), runtime.tokenizer
+        yield Workload(given, config, build, _engine(config, build, tokenizer), tokenizer)
     finally:
         shutdown_megatron()
+
+
+def _engine(config: RunConfig, build: ModelBuild, tokenizer: Tokenizer) -> NativeEngine:
+    engine = build_engine(config, gpt_task(), build, tokenizer, Timers())
+    assert isinstance(engine, NativeEngine)  # noqa: S101  # invariant: only one kind
+    return engine
 
 
 def matmul_peak_tflops(dtype: torch.dtype, sizes: Sequence[int], *, repeats: int = 5) -> float:

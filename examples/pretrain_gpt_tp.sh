@@ -12,11 +12,12 @@ DATA_PREFIX=${DATA_PREFIX:-$WORK/corpus_text_document}
 TOKENIZER=${TOKENIZER:-$WORK/tokenizer}
 ITERS=${ITERS:-100}
 TP=${TP:-2}
-RANKS=${RANKS:-$TP} # a multiple of TP; RANKS / TP replicas share the batch
+PP=${PP:-1} # pipeline stages, which share the layers
+RANKS=${RANKS:-$((TP * PP))} # a multiple of TP * PP; replicas share the batch
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" pretrain_gpt.py \
-  --tensor-model-parallel-size "$TP" \
+  --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" \
   --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
   --micro-batch-size 8 --global-batch-size 16 --train-iters "$ITERS" \
   --lr 2e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05 \

@@ -33,7 +33,7 @@ _FUSED = "the arithmetic is the same with and without fused kernels"
 # Spellings that stand for one of ours, with its value.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "--checkpoint-activations": ("--recompute-granularity", "full"),
-    "--recompute-activations": ("--recompute-granularity", "full"),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
     "--no-position-embedding": ("--position-embedding-type", "none"),
     "--rotary-position-embeddings-theta": ("--rotary-base",),
@@ -64,16 +64,15 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--attention-softmax-in-fp32": NoEffect(0, "the softmax of attention is computed in fp32"),
     "--no-query-key-layer-scaling": NoEffect(0, "scores are never scaled by the layer number"),
     "--no-async-tensor-model-parallel-allreduce": NoEffect(0, "overlap does not change results"),
-    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "there is no pipeline transfer yet"),
+    "--no-scatter-gather-tensors-in-pipeline": NoEffect(0, "stages hand over whole tensors"),
     "--sync-tp-duplicated-parameters": NoEffect(
         0, "replicated parameters stay equal by construction, and are compared"
     ),
-    "--recompute-method": NoEffect(1, "every layer is recomputed by itself"),
-    "--recompute-num-layers": NoEffect(1, "every layer is recomputed by itself"),
-    "--checkpoint-num-layers": NoEffect(1, "every layer is recomputed by itself"),
     "--transformer-impl": NoEffect(1, "there is one transformer"),
     "--use-mcore-models": NoEffect(0, "there is one GPT"),
-    "--overlap-grad-reduce": NoEffect(0, "overlap does not change results"),
+    "--use-precision-aware-optimizer": NoEffect(
+        0, "--exp-avg-dtype and --exp-avg-sq-dtype choose the dtype of each state"
+    ),
     "--log-path": NoEffect(1, "the run's configuration is stored in every checkpoint"),
     "--no-check-for-nan-in-loss-and-grad": NoEffect(0, "the loss and gradient are always checked"),
     "--cpu_torch_adam": NoEffect(0, "torch's own AdamW is the one that is used"),
@@ -115,14 +114,14 @@ NOT_YET: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "--deepspeed-activation-checkpointing",
-            "--partition-activations",
             "--contigious-checkpointing",
-            "--checkpoint-in-cpu",
             "--synchronize-each-layer",
             "--profile-backward",
         ),
         "--recompute-granularity full",
     ),
+    "--partition-activations": "--distribute-saved-activations",
+    "--checkpoint-in-cpu": "--cpu-offloading-num-layers",
     "--use-checkpoint-lr-scheduler": "the schedule flags of the run that saved the checkpoint",
     "--adlr-autoresume": "--exit-signal-handler, which saves on SIGTERM",
     "--adlr-autoresume-interval": "--exit-signal-handler, which saves on SIGTERM",
@@ -130,9 +129,9 @@ NOT_YET: Mapping[str, str] = {
     "--cpu-optimizer": "--device cpu, or leave it out",
     "--valid-num-workers": "--num-workers, which serves both",
     "--eval-only": "--eval-at-start with --exit-interval 1",
-    "--use-distributed-optimizer": "data parallelism with replicated optimizer state; leave it out",
-    "--sequence-parallel": "tensor parallelism without it; leave it out",
-    "--num-layers-per-virtual-pipeline-stage": "tensor and data parallelism; leave it out",
+    "--main-params-dtype": "fp32 masters, as every half-precision run does; leave it out",
+    "--main-grads-dtype": "gradients in the dtype that they are reduced in; leave it out",
+    "--ddp-num-buckets": "--ddp-bucket-size",
     "--context-parallel-size": "tensor and data parallelism; leave it out",
     "--lr-decay-tokens": "--lr-decay-samples",
     "--train-tokens": "--train-samples",
@@ -142,7 +141,6 @@ NOT_YET: Mapping[str, str] = {
     "--fim-no-prefix": "--fim-data without it, which treats all documents alike",
     "--sft-tokenizer-prompt-format": "--sft on what tools/preprocess_sft.py wrote",
     "--loss-on-targets-only": "--mtf on pairs of inputs and targets, or --sft on dialogues",
-    "--distribute-checkpointed-activations": "--recompute-granularity full without it",
     "--use-bnb-optimizer": "--optimizer adam",
     "--sync-replicas": "--check-agreement-interval",
 }

@@ -193,13 +193,20 @@ def model_build(runtime: Runtime) -> ModelBuild:
         tp=runtime.context.tp.size,
         pad_to=config.tokenizer.pad_vocab_size_to,
     )
+    splits_sequences = config.parallel.sequence_parallel and runtime.context.tp.size > 1
+    if config.parallel.sequence_parallel and not splits_sequences:
+        log.info(
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: there is no "
+            "other rank to share a sequence with"
+        )
     return ModelBuild(
         ctx=runtime.context,
         vocab=VocabSize(true, padded),
         seq_length=config.data.seq_length,
         streams=runtime.streams,
         precision=config.precision,
-        recompute=config.training.recompute_granularity is not None,
+        sequence_parallel=splits_sequences,
+        activations=config.training.activations,
     )
 
 

@@ -17,6 +17,7 @@ from megatron.errors import MachineError
 @dataclass(slots=True)
 class _Current:
     device: torch.device = torch.device("cpu")
+    copying: torch.cuda.Stream | None = None  # made at the first copy to host memory
 
 
 _CURRENT = _Current()
@@ -113,6 +114,40 @@ def name() -> str:
     if _CURRENT.device.type == "cuda":
         return torch.cuda.get_device_name(_CURRENT.device)
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+class HostCopy:
+    """The values of a contiguous tensor in host memory, copied beside the kernels of a GPU.
+
+    The tensor may be dropped at once: its memory is not used again before the copy is done. On a
+    CPU this is a plain copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device
+        if tensor.device.type != "cuda":
+            self._values = tensor.clone()
+            return
+        stream = _copying_stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the values are being computed there
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        with torch.cuda.stream(stream):
+            self._values.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        self._done = stream.record_event()
+
+    def back(self) -> torch.Tensor:
+        """The values on the device again, for kernels launched from here on; not to be changed."""
+        if self._device.type != "cuda":
+            return self._values
+        torch.cuda.current_stream().wait_event(self._done)
+        return self._values.to(self._device, non_blocking=True)
+
+
+def _copying_stream() -> torch.cuda.Stream:
+    if _CURRENT.copying is None:
+        _CURRENT.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return _CURRENT.copying
 
 
 class Event:

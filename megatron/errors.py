@@ -64,6 +64,12 @@ class NotInitialisedError(MegatronError):
     exit_code = 70
 
 
+class CollectiveError(MegatronError):
+    """Ranks that communicate do not do the same: a bug, or a rank that is stuck elsewhere."""
+
+    exit_code = 71
+
+
 class MachineError(MegatronError):
     """The machine or the cluster failed: a full disk, a missing device, a lost network."""
 

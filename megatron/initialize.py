@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -100,7 +101,8 @@ def initialize_megatron(
     with ExitStack() as undo:
         device.select(_device_kind(config.launch.device), launch.local_rank)
         context = _join(config, launch, undo)
-        agree_on_launch(_facts(config), context.world)
+        # Unchecked: ranks that disagree about --check-collectives have to hear of that.
+        agree_on_launch(_facts(config), replace(context.world, checks=None))
         streams = _seeded(config.training.seed, context)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
         timers = Timers(synchronize=logging.log_timers_to_tensorboard)
@@ -224,6 +226,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
         timeout=timeout,
+        check_seconds=config.parallel.check_seconds,
     )
 
 

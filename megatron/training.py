@@ -31,6 +31,7 @@ from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.specs import ModelBuild
+from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
 from megatron.mpu.data import broadcast_batch
 from megatron.mpu.meeting import Meeting
@@ -338,6 +339,16 @@ def _step_log(
     return report
 
 
+def _num_parameters(engine: Engine, stages: Group) -> int:
+    """Parameters of the whole model; what several pipeline stages hold counts once."""
+    tensors = engine.state(optimizer=False).tensors
+    mine = {tensor.name: math.prod(tensor.global_shape) for tensor in tensors}
+    whole: dict[str, int] = {}
+    for sizes in all_gather_object(mine, stages):
+        whole |= sizes
+    return sum(whole.values())
+
+
 def _announce(
     task: PretrainTask,
     runtime: Runtime,
@@ -348,8 +359,7 @@ def _announce(
 ) -> None:
     """Say what is about to be trained, on what, for how long, and how FLOPs are counted."""
     config, grid = runtime.config, runtime.context.topology
-    tensors = engine.state(optimizer=False).tensors
-    parameters = sum(math.prod(tensor.global_shape) for tensor in tensors)
+    parameters = _num_parameters(engine, runtime.context.pp)
     batches = duration.batch_schedule
     left = duration.total_samples - progress.consumed_samples
     flops = task.flops_per_token(config.model, build)

@@ -8,12 +8,21 @@ from enum import StrEnum
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
 
+BF16_ROUNDING = 2.0**-8  # largest relative error of rounding to bfloat16's 8 significant bits
+
 
 class OptimizerKind(StrEnum):
     """Rule that turns a gradient into an update."""
 
     ADAM = "adam"
     SGD = "sgd"
+
+
+class StateDtype(StrEnum):
+    """Dtype in which the optimizer's state lies between updates."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
 
 
 class DecayStyle(StrEnum):
@@ -54,6 +63,12 @@ class OptimizerConfig:
     adam_beta1: float = flag(0.9, help="decay of AdamW's running mean of gradients")
     adam_beta2: float = flag(0.999, help="decay of AdamW's running mean of squared gradients")
     adam_eps: float = flag(1e-8, help="added to the root of AdamW's second moment")
+    exp_avg_dtype: StateDtype = flag(
+        StateDtype.FP32, help="dtype that AdamW's mean of gradients is kept in"
+    )
+    exp_avg_sq_dtype: StateDtype = flag(
+        StateDtype.FP32, help="dtype that AdamW's mean of squared gradients is kept in"
+    )
     sgd_momentum: float = flag(0.9, help="momentum of SGD")
     clip_grad: float = flag(1.0, help="largest global L2 norm of the gradient; 0 does not clip")
 
@@ -74,6 +89,29 @@ class OptimizerConfig:
             value = getattr(self, name)
             yield from check_field(
                 value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
+            )
+        for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+            if getattr(self, f"{name}_dtype") is StateDtype.BF16:
+                yield from self._narrow_problems(name, beta)
+
+    def _narrow_problems(self, name: str, beta: str) -> Iterator[ConfigError]:
+        """What is wrong with keeping a running mean in bfloat16.
+
+        Its values lie up to 2^-7 apart, relative to their size. A mean that decays by no more than
+        half of that is rounded back to where it was, and stays for ever.
+        """
+        flag_, value = f"--{name.replace('_', '-')}-dtype", getattr(self, beta)
+        if self.optimizer is not OptimizerKind.ADAM:
+            yield ConfigError(
+                "a dtype was given for state that this optimizer does not have",
+                found=f"{flag_} bf16 with --optimizer {self.optimizer}",
+                fix=f"drop {flag_}, or use --optimizer adam",
+            )
+        elif 1 - value <= BF16_ROUNDING:
+            yield ConfigError(
+                "a running mean that decays this slowly is rounded back up in bf16, for ever",
+                found=f"{flag_} bf16 with --{beta.replace('_', '-')} {value}",
+                fix=f"use --{beta.replace('_', '-')} 0.995 or less, or {flag_} fp32",
             )
 
 

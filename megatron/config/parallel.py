@@ -2,9 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
+
+
+class PipelineSchedule(StrEnum):
+    """In which order pipeline stages work."""
+
+    ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
+
+
+class PipelineBalance(StrEnum):
+    """What is made as equal as it can be over pipeline stages."""
+
+    LAYERS = "layers"
+    PARAMETERS = "parameters"  # embedding, final norm and head included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,14 +31,90 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag(
         1, help="ranks that share each layer's matrices", aliases=("--tensor-parallel",)
     )
+    sequence_parallel: bool = flag(
+        False,
+        help="give each tensor-parallel rank its own part of the sequence between its layers' "
+        "matrices, instead of all of it on every rank: less memory, equal results",
+    )
     pipeline_model_parallel_size: int = flag(
         1, help="ranks that share the layers", aliases=("--pipeline-parallel",)
+    )
+    pipeline_schedule: PipelineSchedule | None = flag(
+        None,
+        help="in which order pipeline stages work; when not set 1f1b, and interleaved where ranks "
+        "have several virtual stages",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, help="parts of the model that each pipeline rank holds, one when not set"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, help="the same by the number of layers in each of those parts"
+    )
+    pipeline_layer_counts: tuple[int, ...] | None = flag(
+        None,
+        help="layers of each pipeline rank, or of each virtual stage in the order of the model; "
+        "when not set as equal as they can be",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, help="layers of the first pipeline rank; the others share the rest"
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, help="layers of the last pipeline rank; the others share the rest"
+    )
+    pipeline_balance: PipelineBalance = flag(
+        PipelineBalance.LAYERS,
+        help="what pipeline stages have equally much of: transformer layers, or parameters with "
+        "those of the embedding and the head",
+    )
+    pipeline_layer_costs: tuple[float, ...] | None = flag(
+        None,
+        help="what each layer of the model's list costs, embedding, final norm and head included, "
+        "in any unit, as measured: the costliest stage is made as cheap as it can be",
+    )
+    use_distributed_optimizer: bool = flag(
+        False,
+        help="share the optimizer's state and work out over replicas, each of which updates a part "
+        "of the parameters",
+    )
+    overlap_param_gather: bool = flag(
+        False,
+        help="with the distributed optimizer, gather updated parameters while the next forward "
+        "pass goes on",
+    )
+    overlap_grad_reduce: bool = flag(
+        False, help="reduce gradients over replicas while the backward pass goes on"
+    )
+    ddp_bucket_size: int | None = flag(
+        None,
+        help="gradients reduced in one collective, at least; when not set 40 million, or one "
+        "million per replica where that is more",
+    )
+
+    check_collectives: bool = flag(
+        False,
+        help="for debugging: before each communication compare operation, shape and dtype over "
+        "ranks, and name the rank that differs or is missing",
+    )
+    check_collectives_seconds: float = flag(
+        60.0, help="how long a rank may be behind the others under --check-collectives"
     )
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
 
+    @property
+    def check_seconds(self) -> float | None:
+        """How long ranks wait to compare their next communication; None: they do not."""
+        return self.check_collectives_seconds if self.check_collectives else None
+
     def _problems(self) -> Iterator[ConfigError]:
+        yield from check_field(
+            self.check_collectives_seconds > 0,
+            "check_collectives_seconds",
+            self.check_collectives_seconds,
+            problem="ranks cannot wait for each other for no time at all",
+            fix="use --check-collectives-seconds 60",
+        )
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             value = getattr(self, name)
             yield from check_field(
@@ -30,4 +123,72 @@ class ParallelConfig:
                 value,
                 problem="a parallel size is not positive",
                 fix="use 1 for no parallelism of that kind",
+            )
+        for name in (
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers_per_virtual_pipeline_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                yield from check_field(
+                    value > 0, name, value, problem="it is not positive", fix="use 1 or more"
+                )
+        yield from self._contradictions()
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            yield ConfigError(
+                "parameters are gathered by the distributed optimizer alone",
+                found="--overlap-param-gather without --use-distributed-optimizer",
+                fix="add --use-distributed-optimizer, or drop it",
+            )
+        if self.ddp_bucket_size is not None:
+            yield from check_field(
+                self.ddp_bucket_size > 0,
+                "ddp_bucket_size",
+                self.ddp_bucket_size,
+                problem="buckets of gradients are empty",
+                fix="use a number such as 40000000, or leave it out",
+            )
+
+    def _contradictions(self) -> Iterator[ConfigError]:
+        """Flags that say the same thing in two ways, or two things about the same."""
+        chunks = self.num_virtual_stages_per_pipeline_rank
+        size = self.num_layers_per_virtual_pipeline_stage
+        if chunks is not None and size is not None:
+            yield ConfigError(
+                "the virtual pipeline stages are given twice",
+                found=f"--num-virtual-stages-per-pipeline-rank {chunks}, "
+                f"--num-layers-per-virtual-pipeline-stage {size}",
+                fix="give one of the two",
+            )
+        counts = self.pipeline_layer_counts
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        if counts is not None and (first is not None or last is not None):
+            yield ConfigError(
+                "the layers of a pipeline stage are given twice",
+                found="--pipeline-layer-counts " + " ".join(map(str, counts)),
+                fix="drop --decoder-first-pipeline-num-layers and "
+                "--decoder-last-pipeline-num-layers",
+            )
+        weighed = self.pipeline_layer_costs is not None
+        balanced = self.pipeline_balance is not PipelineBalance.LAYERS
+        if weighed and balanced:
+            yield ConfigError(
+                "what stages are balanced by is given twice",
+                found=f"--pipeline-balance {self.pipeline_balance.value}, --pipeline-layer-costs",
+                fix="give one of the two",
+            )
+        if (weighed or balanced) and (counts, first, last, size) != (None, None, None, None):
+            yield ConfigError(
+                "the layers of the stages are given, and what they are to be balanced by too",
+                found="--pipeline-layer-costs or --pipeline-balance with flags that count layers",
+                fix="drop the one or the others",
+            )
+        if size is not None and (counts, first, last) != (None, None, None):
+            yield ConfigError(
+                "stages of unequal length cannot be cut into virtual stages of one length",
+                found=f"--num-layers-per-virtual-pipeline-stage {size} with flags that make "
+                "stages unequal",
+                fix="use --num-virtual-stages-per-pipeline-rank instead",
             )

@@ -43,7 +43,9 @@ class PrecisionConfig:
         False, help="keep the residual stream in fp32 in a half-precision model"
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        True, help="accumulate and all-reduce half-precision gradients in fp32"
+        True,
+        help="accumulate and reduce half-precision gradients in fp32",
+        off=("--grad-reduce-in-bf16",),
     )
 
     def __post_init__(self) -> None:

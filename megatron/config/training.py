@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron.config.activations import (
+    ActivationPolicy,
+    RecomputeGranularity,
+    RecomputeMethod,
+    RecomputeModule,
+    activation_problems,
+)
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
-
-
-class RecomputeGranularity(StrEnum):
-    """How much of a layer is computed again in the backward pass."""
-
-    FULL = "full"
 
 
 class NonfinitePolicy(StrEnum):
@@ -45,7 +46,28 @@ class TrainingConfig:
     )
     seed: int = flag(1234, help="seed of initial values, data order and dropout")
     recompute_granularity: RecomputeGranularity | None = flag(
-        None, help="compute layers again in the backward pass instead of keeping activations"
+        None, help="compute layers, or parts of them, again in backward instead of keeping them"
+    )
+    recompute_method: RecomputeMethod | None = flag(
+        None,
+        help="under full: all layers in groups, or a stage's first ones; uniform if not set",
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        help="uniform: layers recomputed as one; block: layers of each virtual stage that are "
+        "recomputed; 1 if not set",
+        aliases=("--checkpoint-num-layers",),
+    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
+        None, help="under selective: any of core_attn mlp layernorm; core_attn if not set"
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        help="split the saved inputs of recomputed layers over the tensor-parallel ranks",
+        aliases=("--distribute-checkpointed-activations",),
+    )
+    cpu_offloading_num_layers: int = flag(
+        0, help="first layers of each virtual stage whose activations wait in host memory"
     )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
@@ -61,8 +83,24 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         raise_all(self._problems())
 
+    @property
+    def activations(self) -> ActivationPolicy:
+        """What is kept of a forward pass for its backward pass; what was left open is filled in."""
+        full = self.recompute_granularity is RecomputeGranularity.FULL
+        selective = self.recompute_granularity is RecomputeGranularity.SELECTIVE
+        modules = self.recompute_modules or (RecomputeModule.CORE_ATTN,)
+        return ActivationPolicy(
+            method=(self.recompute_method or RecomputeMethod.UNIFORM) if full else None,
+            num_layers=self.recompute_num_layers or 1,
+            modules=frozenset(modules) if selective else frozenset(),
+            distribute=self.distribute_saved_activations,
+            offload_layers=self.cpu_offloading_num_layers,
+        )
+
     def _problems(self) -> Iterator[ConfigError]:
+        yield from activation_problems(self)
         for name in (
+            "recompute_num_layers",
             "micro_batch_size",
             "global_batch_size",
             "train_iters",
@@ -77,7 +115,13 @@ class TrainingConfig:
                 yield from check_field(
                     value > 0, name, value, problem="it is not positive", fix="use 1 or more"
                 )
-        for name in ("eval_interval", "eval_iters", "check_agreement_interval", "seed"):
+        for name in (
+            "eval_interval",
+            "eval_iters",
+            "check_agreement_interval",
+            "seed",
+            "cpu_offloading_num_layers",
+        ):
             value = getattr(self, name)
             yield from check_field(
                 value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"

@@ -6,6 +6,7 @@ traceback as a note. Drawing a loader's seed leaves the global generators alone,
 sees the same random numbers.
 """
 
+import gc
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -84,6 +85,7 @@ def build_data_loader(
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_as_it_is,
+        worker_init_fn=_leave_alone_what_was_inherited,
         pin_memory=device.current().type == "cuda",
         timeout=_WORKER_TIMEOUT_S if num_workers else 0,
         # Without its own generator every iteration would draw from the one that dropout uses.
@@ -92,6 +94,15 @@ def build_data_loader(
 
 
 make_data_loader = build_data_loader
+
+
+def _leave_alone_what_was_inherited(worker: int) -> None:
+    """Garbage of the process that forked this one is not collected here.
+
+    It may hold process groups, whose threads do not exist in a fork: ending them crashes or hangs.
+    """
+    del worker
+    gc.freeze()
 
 
 class _Failure(NamedTuple):

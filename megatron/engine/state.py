@@ -1,10 +1,9 @@
 """What of an engine a checkpoint holds, under global names and as parts of whole tensors.
 
 Keys are `model/<parameter>` and `optimizer/<kind>/<parameter>`. An optimizer's state has the shape
-of its parameter and is placed like it, so any layout that can load the one can load the other.
+of its parameter and is placed like it, or is a range of it where the distributed optimizer shares
+it out over replicas. So any layout that can load the one can load the other.
 """
-
-from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -25,12 +24,24 @@ def model_tensors(stage: nn.Module, context: ParallelContext) -> list[ShardedTen
 def optimizer_tensors(
     stage: nn.Module, optimizer: MegatronOptimizer, context: ParallelContext
 ) -> list[ShardedTensor]:
-    """The optimizer's tensors, each placed like the parameter it belongs to."""
-    parameters = dict(stage.named_parameters())
-    return [
-        ShardedTensor.of(key, tensor, placement_of(parameters[name], context))
-        for name, key, tensor in _state(optimizer)
-    ]
+    """The optimizer's tensors, each placed like the parameter, or part of it, it belongs to."""
+    parameters, owned = dict(stage.named_parameters()), optimizer.owned_ranges()
+    found = []
+    for name, tensors in optimizer.named_state().items():
+        parameter = parameters[name]
+        placement = placement_of(parameter, context)
+        for kind, tensor in tensors.items():
+            key = f"optimizer/{kind}/{name}"
+            if name not in owned:
+                found.append(ShardedTensor.of(key, tensor, placement))
+                continue
+            start, shape = owned[name].start, parameter.shape
+            found.append(
+                ShardedTensor.of_range(
+                    key, tensor, start=start, local_shape=shape, placement=placement
+                )
+            )
+    return found
 
 
 def placement_of(parameter: Tensor, context: ParallelContext) -> Placement:
@@ -42,9 +53,3 @@ def placement_of(parameter: Tensor, context: ParallelContext) -> Placement:
         size=context.tp.size,
         true_rows=None if init is None else init.true_rows,
     )
-
-
-def _state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, str, Tensor]]:
-    for name, tensors in optimizer.named_state().items():
-        for kind, tensor in tensors.items():
-            yield name, f"optimizer/{kind}/{name}", tensor

@@ -54,6 +54,7 @@ class RankShare:
     """How much of the work falls to one rank at a time."""
 
     tp: int = 1
+    sequence_parallel: bool = False
     pp: int = 1
     optimizer_shards: int = 1  # dp with a distributed optimizer, else 1
     micro_batch_size: int
@@ -116,8 +117,9 @@ def _stage_bytes(
     state = 2 * (4 if half else size) + (4 if half else 0)
     tokens = share.seq_length * share.micro_batch_size
     in_flight = share.pp if first else 1
-    kept = tokens * _block_activations(config, size, share.tp)
+    kept = tokens * _block_activations(config, size, share)
     stream = tokens * config.hidden_size * (4 if precision.fp32_residual_connection else size)
+    stream //= share.tp if share.sequence_parallel else 1
     activations = in_flight * layers * (stream if share.recompute else kept)
     if share.recompute:
         activations += kept  # the block being computed again
@@ -132,13 +134,14 @@ def _stage_bytes(
     )
 
 
-def _block_activations(config: ModelConfig, size: int, tp: int) -> int:
+def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     """Bytes per token that one block keeps for backward, with fused attention (no score matrix).
 
     Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same for the plain block with
     the scores: whole on every rank are the two residuals and the two norms' outputs, 4h, and the
     dropout masks; divided by tp are q, k, v, the attention's output and its sequence-first copy,
-    and the middle of the MLP before and after the activation.
+    and the middle of the MLP before and after the activation. Under sequence parallelism the former
+    are divided by tp too.
     """
     queries = config.num_attention_heads * config.head_width
     keys = config.query_groups * config.head_width
@@ -148,7 +151,8 @@ def _block_activations(config: ModelConfig, size: int, tp: int) -> int:
     gated = config.glu is not None
     split += (4 if gated else 2) * config.ffn_width  # gate, up, act(gate), product
     masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
-    return 4 * config.hidden_size * size + masks + split * size // tp
+    whole = 4 * config.hidden_size * size + masks
+    return whole // (share.tp if share.sequence_parallel else 1) + split * size // share.tp
 
 
 def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
@@ -17,6 +18,7 @@ from megatron.model.init import residual_init, weight_init
 from megatron.model.positions import rotate
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.recompute import recompute
 
 
 class SelfAttention(nn.Module):
@@ -40,12 +42,14 @@ class SelfAttention(nn.Module):
         self._layer, self._width = layer, width
         self._groups, self._queries = groups // tp, heads // groups  # queries per group
         self._dropout, self._streams = config.attention_dropout, build.streams
+        self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (heads + 2 * groups) * width,
             ctx=build.ctx,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init=weight_init(config),
+            sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
         self.output = RowParallelLinear(
@@ -54,14 +58,17 @@ class SelfAttention(nn.Module):
             ctx=build.ctx,
             bias=config.add_bias_linear,
             init=residual_init(config),
+            sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
 
     def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
-        """Let every token of [s, b, h] look at those that `geometry` allows: [s, b, h]."""
-        s, b, _ = hidden.shape
+        """Let every token of [s, b, h] look at those that `geometry` allows: [s, b, h].
+
+        Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between.
+        """
         # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
-        grouped = self.qkv(hidden).view(s, b, self._groups, self._queries + 2, self._width)
+        grouped = self.qkv(hidden).unflatten(-1, (self._groups, self._queries + 2, self._width))
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
         if geometry.rotation is not None:
             queries = rotate(queries, geometry.rotation)
@@ -73,7 +80,10 @@ class SelfAttention(nn.Module):
             geometry.cache.keep_prompt(self._layer, k, v)
         elif geometry.cache is not None and geometry.cached_positions is not None:
             k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
-        context = self._attend(q, k, v, geometry.mask)  # [b, a/tp, s, d]
+        if self._recomputed and self.training:
+            context = recompute(self._attend, self._streams, q, k, v, geometry.mask)
+        else:
+            context = self._attend(q, k, v, geometry.mask)  # [b, a/tp, s, d]
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
         return output
 

@@ -40,6 +40,7 @@ class AttentionGeometry:
         kind = config.position_embedding_type
         self.cache: KVCache | None = None  # set by GPTModel for the length of one cached pass
         self._dtype = build.dtype
+        self._parts = build.ctx.tp.size if build.sequence_parallel else 1
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
@@ -53,8 +54,12 @@ class AttentionGeometry:
     def of(
         self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
     ) -> Geometry:
-        """The geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64."""
-        length, device = hidden.shape[0], hidden.device
+        """The geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64.
+
+        Under sequence parallelism hidden states are [s/tp, b, h], and the ids are whole.
+        """
+        # Attention always sees the whole sequence.
+        length, device = hidden.shape[0] * self._parts, hidden.device
         if self.cache is not None:
             return self._cached(self.cache, length, position_ids, device)
         if position_ids is None and document_ids is None:

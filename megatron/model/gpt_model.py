@@ -19,9 +19,10 @@ from megatron.model.heads import build_output
 from megatron.model.kv_cache import KVCache
 from megatron.model.losses import LossSum, language_model_loss
 from megatron.model.norms import build_norm
-from megatron.model.specs import Carry, LayerSpec, ModelBuild, Span
+from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import Stage, assemble, run_layers
 from megatron.model.transformer import Block
+from megatron.mpu.stage_plan import LayerRange
 
 WORD_EMBEDDING = "embedding.word"
 
@@ -31,7 +32,8 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
 
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
     (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without
-    position ids tokens stand at 0..s-1; document ids say who may look at whom.
+    position ids tokens stand at 0..s-1; document ids say who may look at whom. Under sequence
+    parallelism hidden is [s/tp, b, h] and everything else as without.
 
     The geometry is shared by the blocks built from one list: build one list per process.
     """
@@ -46,10 +48,15 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
     return (
         LayerSpec("embedding", partial(Embedding, config, build), tied=tied),
         *(
-            LayerSpec(f"layers.{i}", partial(Block, config, build, geometry, layer=i))
+            LayerSpec(
+                f"layers.{i}",
+                partial(Block, config, build, geometry, layer=i),
+                block=True,
+                memory=build.memory,
+            )
             for i in range(config.num_layers)
         ),
-        LayerSpec("final_norm", partial(build_norm, config, build.dtype), call="final"),
+        LayerSpec("final_norm", partial(build_norm, config, build), call="final"),
         head,
     )
 
@@ -116,7 +123,17 @@ class GPTModel(nn.Module):
                 the newest token of every row.
             last: [b] index in `tokens` of each row's last true token.
             positions: None for prompts; for newest tokens their positions [b, 1].
+
+        Raises:
+            ConfigError: the model was built for sequence parallelism, and one token cannot be
+                shared out.
         """
+        if self.build.sequence_parallel:
+            raise ConfigError(
+                "a model whose sequences are split over ranks cannot generate token by token",
+                found="a model built with sequence_parallel=True",
+                fix="build it without, from the same checkpoint: weights are split the same way",
+            )
         cache.length = tokens.shape[1] if positions is None else cache.length + 1
         with self._caching(cache):
             carry = gpt_carry(tokens, positions, None)
@@ -145,9 +162,9 @@ class GPTModelPipe:
         self.build = build
         self.specs: Sequence[LayerSpec] = gpt_layers(config, build)
 
-    def stage(self, span: Span) -> Stage:
-        """Build the layers of `span`."""
-        return Stage(self.specs, span)
+    def stage(self, *ranges: LayerRange) -> Stage:
+        """Build the layers of `ranges`, one per chunk of the stage."""
+        return Stage(self.specs, ranges)
 
     def loss(self, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None) -> LossSum:
         """The loss of what the last stage hands over; labels and mask are [b, s]."""

@@ -10,7 +10,10 @@ from megatron.mpu.partition import Init, Partition, describe
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Scores for every token of the vocabulary, [s, b, h] to [s, b, v/tp], without a bias."""
+    """Scores for every token of the vocabulary, [s, b, h] to [s, b, v/tp], without a bias.
+
+    Under sequence parallelism it takes [s/tp, b, h] and still scores the whole sequence.
+    """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         init = weight_init(config)
@@ -20,6 +23,7 @@ class OutputLayer(ColumnParallelLinear):
             ctx=build.ctx,
             bias=False,
             init=init,
+            sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
         # Padding rows depend on the layout, so they must not take part in initialisation.

@@ -33,6 +33,7 @@ class MLP(nn.Module):
             ctx=build.ctx,
             bias=config.add_bias_linear,
             init=weight_init(config),
+            sequence_parallel=build.sequence_parallel,
             blocks=halves,
             dtype=build.dtype,
         )
@@ -42,11 +43,12 @@ class MLP(nn.Module):
             ctx=build.ctx,
             bias=config.add_bias_linear,
             init=residual_init(config),
+            sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h]."""
+        """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         middle = self.fc1(hidden)  # [s, b, f/tp], or [s, b, 2f/tp] as [gate; up]
         if self._gated:
             gate, up = middle.chunk(2, dim=-1)

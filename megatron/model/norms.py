@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm whose statistics are never computed in half precision.
 
 The output has the dtype of the input; with an fp32 residual stream the caller casts it to the
-model's. The gains are replicated over tp and get equal gradients there by construction.
+model's. The gains are replicated over tp. Their gradients are equal there by construction, or under
+sequence parallelism, where a norm sees its rank's tokens only, the summands of the true ones.
 """
 
 import torch
@@ -9,14 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, Normalization
-from megatron.model.specs import Carry
+from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.partition import Init, describe
 
 
-def build_norm(config: ModelConfig, dtype: torch.dtype) -> "LayerNorm | RMSNorm":
+def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
     """The normalisation that `config` asks for, over the hidden dimension."""
     kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
-    return kind(config.hidden_size, epsilon=config.layernorm_epsilon, dtype=dtype)
+    return kind(
+        config.hidden_size,
+        epsilon=config.layernorm_epsilon,
+        sequence_parallel=build.sequence_parallel,
+        dtype=build.dtype,
+    )
 
 
 class _Norm(nn.Module):
@@ -25,7 +31,7 @@ class _Norm(nn.Module):
     weight: nn.Parameter
 
     def final(self, carry: Carry) -> Carry:
-        """Normalise [s, b, h] to the model's dtype; the head needs nothing else of the carry."""
+        """Normalise [s, b, h] (or [s/tp, b, h]) to the model's dtype, which is all a head needs."""
         return (self(carry[0]).to(self.weight.dtype),)
 
 
@@ -35,11 +41,13 @@ class LayerNorm(_Norm):
     torch's kernels accumulate half-precision inputs in fp32.
     """
 
-    def __init__(self, width: int, *, epsilon: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, *, epsilon: float, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.width, self.epsilon = width, epsilon
-        self.weight = _gain(width, Init("ones"), dtype)
-        self.bias = _gain(width, Init("zeros"), dtype)
+        self.weight = _gain(width, Init("ones"), sequence_parallel, dtype)
+        self.bias = _gain(width, Init("zeros"), sequence_parallel, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""
@@ -53,17 +61,19 @@ class RMSNorm(_Norm):
     torch's `rms_norm` computes half-precision inputs in fp32 and rounds once, at the end.
     """
 
-    def __init__(self, width: int, *, epsilon: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, *, epsilon: float, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.width, self.epsilon = width, epsilon
-        self.weight = _gain(width, Init("ones"), dtype)
+        self.weight = _gain(width, Init("ones"), sequence_parallel, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""
         return F.rms_norm(hidden, (self.width,), self.weight.to(hidden.dtype), self.epsilon)
 
 
-def _gain(width: int, init: Init, dtype: torch.dtype) -> nn.Parameter:
+def _gain(width: int, init: Init, sequence_parallel: bool, dtype: torch.dtype) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(width, dtype=dtype))
-    describe(parameter, init=init)
+    describe(parameter, init=init, sequence_parallel=sequence_parallel)
     return parameter

@@ -19,15 +19,26 @@ from megatron.mpu.partition import Init, describe
 
 
 class LearnedPositions(nn.Module):
-    """A table with one trained vector per position, replicated over tp."""
+    """A table with one trained vector per position, replicated over tp.
 
-    def __init__(self, rows: int, width: int, *, init: Init, dtype: torch.dtype) -> None:
+    Args:
+        sequence_parallel: it is asked for this rank's tokens only, so its gradient is a summand.
+    """
+
+    def __init__(
+        self, rows: int, width: int, *, init: Init, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
-        describe(self.weight, init=init)
+        describe(self.weight, init=init, sequence_parallel=sequence_parallel)
 
-    def forward(self, length: int, position_ids: Tensor | None) -> Tensor:
+    def forward(
+        self, length: int, position_ids: Tensor | None, part: slice | None = None
+    ) -> Tensor:
         """The vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
+
+        Args:
+            part: the tokens that are asked for; None: all of them.
 
         Raises:
             ConfigError: the sequence is longer than the table.
@@ -40,9 +51,10 @@ class LearnedPositions(nn.Module):
                 fix=f"use sequences of at most {rows} tokens, "
                 f"or train with --max-position-embeddings {length}",
             )
+        tokens = part or slice(0, length)
         if position_ids is None:
-            return self.weight[:length].unsqueeze(1)
-        return F.embedding(position_ids.t(), self.weight)
+            return self.weight[tokens].unsqueeze(1)
+        return F.embedding(position_ids.t()[tokens], self.weight)
 
 
 class Rotation(NamedTuple):

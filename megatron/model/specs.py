@@ -3,14 +3,16 @@
 A layer takes a carry and returns a carry, so that a pipeline may cut the list anywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron.config.activations import ActivationPolicy
 from megatron.config.precision import PrecisionConfig
+from megatron.model.activations import ActivationMemory
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 
@@ -25,18 +27,6 @@ class VocabSize(NamedTuple):
     padded: int
 
 
-class Span(NamedTuple):
-    """The layers [start, stop) of a list of specs."""
-
-    start: int
-    stop: int
-
-    @classmethod
-    def whole(cls, specs: Sequence["LayerSpec"]) -> "Span":
-        """The span of all layers."""
-        return cls(0, len(specs))
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A layer not built yet: its name in every checkpoint, and how to build it.
@@ -47,12 +37,18 @@ class LayerSpec:
     `tied` is the global name of the module whose weights this layer shares with every other layer
     of the same `tied`: the parameters whose names start with it are one set of weights, wherever
     the layers are built.
+
+    `memory` does with what blocks save for backward as the run asks: recompute it, offload it.
+
+    `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
     """
 
     name: str
     build: Callable[[], nn.Module]
     tied: str | None = None
     call: str = "forward"
+    block: bool = False
+    memory: ActivationMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,13 @@ class ModelBuild:
     seq_length: int  # the longest training sequence, and the rows of an unsized position table
     streams: RandomStreams
     precision: PrecisionConfig
-    recompute: bool = False  # keep only each block's input, and compute it again in backward
+    sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
+    activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
+
+    @property
+    def memory(self) -> ActivationMemory:
+        """What keeps the activations of transformer layers, for their specs."""
+        return ActivationMemory(self.activations, self.streams, self.ctx.tp)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,31 +1,66 @@
-"""Builds a slice of a list of specs under its global names, and runs it.
+"""Builds slices of a list of specs under their global names, and runs them.
 
-Names never depend on where the pipeline cuts: layer 17 is `layers.17` on whichever stage it is.
+Names never depend on where the pipeline cuts: layer 17 is `layers.17` on whichever stage it is, and
+in whichever chunk of it.
 """
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
-from megatron.model.specs import Carry, LayerSpec, Span
+from megatron.model.specs import Carry, LayerSpec
+from megatron.mpu.stage_plan import LayerRange
 
 
 class Stage(nn.Module):
-    """The contiguous part of a model that one pipeline rank holds, one set of names for all."""
+    """The parts of a model that one pipeline rank holds, one set of names for all.
 
-    def __init__(self, specs: Sequence[LayerSpec], span: Span | None = None) -> None:
+    A stage has one contiguous part, a chunk, or several where the pipeline is interleaved; chunk 0
+    stands first in the model. None: the whole list as one chunk.
+    """
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], ranges: Sequence[LayerRange] | None = None
+    ) -> None:
         super().__init__()
-        self.span = span or Span.whole(specs)
-        self._specs = tuple(specs[self.span.start : self.span.stop])
-        assemble(self, self._specs)
+        self.ranges = (LayerRange(0, len(specs)),) if ranges is None else tuple(ranges)
+        self._chunks = tuple(tuple(specs[start:stop]) for start, stop in self.ranges)
+        for chunk in self._chunks:
+            assemble(self, chunk)
 
     def forward(self, carry: Carry) -> Carry:
-        """Run every layer of the span on what the stage before it handed over."""
-        return run_layers(self, self._specs, carry)
+        """Run a stage of one chunk on what the stage before it handed over."""
+        assert len(self._chunks) == 1, self.ranges  # noqa: S101  # invariant: else ask for a chunk
+        return self.run(0, carry)
+
+    def run(self, chunk: int, carry: Carry) -> Carry:
+        """Run every layer of one chunk on what the chunk before it in the model handed over."""
+        return run_layers(self, self._chunks[chunk], carry)
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters, by global name, that other stages may hold too."""
-        return dict(_tied(self, self._specs))
+        return dict(_tied(self, [spec for chunk in self._chunks for spec in chunk]))
+
+    def repeated_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that more than one layer of this stage uses."""
+        names = [spec.tied or spec.name for chunk in self._chunks for spec in chunk]
+        twice = {name for name in names if names.count(name) > 1}
+        for name, parameter in self.named_parameters():
+            if any(name.startswith(f"{module}.") for module in twice):
+                yield parameter
+
+
+def parameters_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Parameters of each layer on one tensor-parallel rank, shared ones each time; none is made."""
+    with torch.device("meta"):
+        return tuple(sum(p.numel() for p in spec.build().parameters()) for spec in specs)
+
+
+def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
+    """Where the layers stand that flags count, from the first to the last; else all of them."""
+    marked = [at for at, spec in enumerate(specs) if spec.block]
+    return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 
 
 def assemble(root: nn.Module, specs: Sequence[LayerSpec]) -> None:
@@ -36,7 +71,22 @@ def assemble(root: nn.Module, specs: Sequence[LayerSpec]) -> None:
 
 
 def run_layers(root: nn.Module, specs: Sequence[LayerSpec], carry: Carry) -> Carry:
-    """Hand `carry` through the layers that `assemble` put below `root`, in the list's order."""
+    """Hand `carry` through the layers that `assemble` put below `root`, in the list's order.
+
+    These specs are one virtual stage: layers that are recomputed or offloaded count from its first.
+    """
+    memory = next((spec.memory for spec in specs if spec.memory is not None), None)
+    if memory is None or not root.training:
+        return _run_each(root, specs, carry)
+    return memory.run(
+        lambda start, stop, carry: _run_each(root, specs[start:stop], carry),
+        carry,
+        is_block=[spec.block for spec in specs],
+        weights=root.parameters(),
+    )
+
+
+def _run_each(root: nn.Module, specs: Sequence[LayerSpec], carry: Carry) -> Carry:
     for spec in specs:
         module = root.get_submodule(spec.name)
         # Through __call__ where possible, so that hooks on a layer run.

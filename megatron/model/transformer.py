@@ -1,19 +1,23 @@
-"""One pre-norm transformer block, and the boundary at which activations are recomputed.
+"""One pre-norm transformer block, and the parts of it that selective recomputation knows.
 
 The residual stream is the model's dtype, or fp32 on request; attention and the MLP always get
 and give the model's dtype.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 
+from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.model.attention import SelfAttention
-from megatron.model.dropout import ReplicatedDropout
-from megatron.model.geometry import AttentionGeometry, Geometry
+from megatron.model.dropout import HiddenDropout
+from megatron.model.geometry import AttentionGeometry
 from megatron.model.mlp import MLP
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
-from megatron.mpu.recompute import recompute
+from megatron.mpu.recompute import forgetting, recompute
 
 
 class Block(nn.Module):
@@ -24,34 +28,51 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.geometry = geometry
-        self._build = build
+        self._build, self._recomputed = build, build.activations.modules
         self._residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.input_norm = build_norm(config, build.dtype)
+        self.input_norm = build_norm(config, build)
         self.attention = SelfAttention(config, build, layer=layer)
-        self.post_attention_norm = build_norm(config, build.dtype)
+        self.post_attention_norm = build_norm(config, build)
         self.mlp = MLP(config, build)
-        self.dropout = ReplicatedDropout(config.hidden_dropout, build.streams)
+        self.dropout = HiddenDropout(
+            config.hidden_dropout, build.streams, sequence_parallel=build.sequence_parallel
+        )
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden [s, b, h], position ids?, document ids?) to the same, hidden one layer on."""
+        """(hidden [s, b, h], position ids?, document ids?) to the same, hidden one layer on.
+
+        Under sequence parallelism hidden is [s/tp, b, h]; the ids are whole.
+        """
         hidden, *ids = carry
-        # Made out here: it is not computed again in backward, and all blocks hold the same one.
         geometry = self.geometry.of(hidden, *_padded(ids))
-        if self._build.recompute and self.training:
-            hidden = recompute(self._run, self._build.streams, hidden, geometry)
-        else:
-            hidden = self._run(hidden, geometry)
+        hidden = self._add(hidden, self.input_norm, lambda x: self.attention(x, geometry))
+        hidden = self._add(hidden, self.post_attention_norm, self._feed_forward)
         return (hidden, *ids)
 
-    def _run(self, hidden: Tensor, geometry: Geometry) -> Tensor:
-        dtype = self._build.dtype
-        normed = self.input_norm(hidden)
+    def _add(self, hidden: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = norm(hidden)
+        given = normed.to(self._build.dtype)
+        with self._keeping(norm, hidden, given):
+            result = branch(given)
         residual = normed if self._residual_after_norm else hidden
-        hidden = residual + self.dropout(self.attention(normed.to(dtype), geometry))
-        normed = self.post_attention_norm(hidden)
-        residual = normed if self._residual_after_norm else hidden
-        after: Tensor = residual + self.dropout(self.mlp(normed.to(dtype)))
+        after: Tensor = residual + self.dropout(result)
         return after
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        if self.training and RecomputeModule.MLP in self._recomputed:
+            output: Tensor = recompute(self.mlp, self._build.streams, hidden)
+        else:
+            output = self.mlp(hidden)
+        return output
+
+    def _keeping(
+        self, norm: nn.Module, hidden: Tensor, given: Tensor
+    ) -> AbstractContextManager[None]:
+        """Where the branch saves its input: the norm's output, which can be had again instead."""
+        if not (self.training and RecomputeModule.LAYERNORM in self._recomputed):
+            return nullcontext()
+        before, dtype = hidden.detach(), given.dtype  # the norm keeps `before` in any case
+        return forgetting(given, lambda: norm(before).to(dtype))
 
 
 def _padded(ids: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:

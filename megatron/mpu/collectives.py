@@ -4,7 +4,7 @@ None of these is differentiable; `mappings` holds the autograd versions. A group
 own tensor back, not a copy, and works with torch.distributed uninitialised.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import device
+from megatron.mpu.collective_checks import Message
 from megatron.mpu.context import Group
 
 Op = Literal["sum", "mean", "max", "min"]
@@ -51,6 +52,7 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum") -> Tensor:
     if group.size == 1:
         return tensor
     dense = tensor.contiguous()  # NCCL refuses strided tensors
+    checked(f"all_reduce({op})", dense, group)
     dist.all_reduce(dense, op=_OPS[op], group=group.handle)
     if op == "mean":
         dense.div_(group.size)
@@ -62,7 +64,43 @@ def start_all_reduce(tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(tensor, None)
     assert tensor.is_contiguous()  # noqa: S101  # invariant: a matrix product
+    checked("all_reduce(sum)", tensor, group)
     return Pending(tensor, dist.all_reduce(tensor, group=group.handle, async_op=True))
+
+
+def start_all_gather(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
+    """Begin to concatenate every rank's contiguous [n, ..] into [n * size, ..], in group order.
+
+    Args:
+        out: where the result goes; `tensor` may be this rank's own part of it.
+    """
+    if group.size == 1:
+        return Pending(_put(tensor, out), None)
+    assert tensor.is_contiguous()  # noqa: S101  # invariant: callers send what they computed
+    whole = out
+    if whole is None:
+        whole = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
+    checked("all_gather", tensor, group)
+    return Pending(whole, _ALL_GATHER(whole, tensor, group=group.handle, async_op=True))
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
+    """Begin to sum a contiguous [n, ..] over `group`; the result is this rank's [n / size, ..].
+
+    `tensor` must not change before `wait` has returned.
+
+    Args:
+        out: where the result goes; it may be that part of `tensor`.
+    """
+    if group.size == 1:
+        return Pending(_put(tensor, out), None)
+    assert tensor.is_contiguous()  # noqa: S101  # invariant: a matrix product
+    assert tensor.shape[0] % group.size == 0, tensor.shape  # noqa: S101  # invariant: checked
+    mine = out
+    if mine is None:
+        mine = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    checked("reduce_scatter", tensor, group)
+    return Pending(mine, _REDUCE_SCATTER(mine, tensor, group=group.handle, async_op=True))
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -71,6 +109,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
         return tensor
     dense = tensor.contiguous()
     flat = dense.new_empty((group.size * dense.numel(),))
+    checked(f"all_gather(dim={dim})", dense, group)
     _ALL_GATHER(flat, dense.view(-1), group=group.handle)
     parts = flat.view(group.size, *dense.shape)
     if dim % max(dense.dim(), 1) == 0:
@@ -83,8 +122,11 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     if group.size == 1:
         return tensor
     assert tensor.shape[dim] % group.size == 0, tensor.shape  # noqa: S101  # invariant: callers pad
+    if dim % tensor.dim() == 0:  # the parts lie one after the other as they are
+        return start_reduce_scatter(tensor.contiguous(), group).wait()
     parts = torch.stack(tensor.chunk(group.size, dim=dim))
     mine = torch.empty_like(parts[0])
+    checked(f"reduce_scatter(dim={dim})", tensor, group)
     _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group.handle)
     return mine
 
@@ -94,6 +136,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     if group.size == 1:
         return tensor
     dense = tensor.contiguous()
+    checked(f"broadcast(source={source})", dense, group)
     dist.broadcast(dense, src=group.ranks[source], group=group.handle)
     return tensor if dense is tensor else tensor.copy_(dense)
 
@@ -103,6 +146,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [obj]
     objects: list[Any] = [None] * group.size
+    checked("all_gather_object", None, group)
     dist.all_gather_object(objects, obj, group=group.handle)
     return objects
 
@@ -112,6 +156,7 @@ def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
     if group.size == 1:
         return obj
     box = [obj]
+    checked(f"broadcast_object(source={source})", None, group)
     dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
     return box[0]
 
@@ -120,8 +165,40 @@ def barrier(group: Group) -> None:
     """Return once every rank of `group` has called this."""
     if group.size == 1:
         return
+    checked("barrier", None, group)
     if dist.get_backend(group.handle) == dist.Backend.NCCL:
         # Without a device NCCL guesses one from the rank, and warns.
         dist.barrier(group=group.handle, device_ids=[device.current().index])
     else:
         dist.barrier(group=group.handle)
+
+
+def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
+    """Under --check-collectives return once all ranks of `group` are about to do the same.
+
+    Every function that calls torch.distributed itself calls this, or `checked_messages`, before.
+
+    Args:
+        operation: with everything that has to be equal: "all_reduce(sum)".
+        tensor: whose shape and dtype have to be equal, if there is one.
+    """
+    if group.checks is not None:
+        group.checks.collective(operation, tensor, group.ranks)
+
+
+def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group) -> None:
+    """The same before a batch of messages: (sent rather than received, index of the peer, tensor).
+
+    Messages of two ranks meet in the order of the batches, and of the messages in a batch.
+    """
+    if group.checks is not None:
+        group.checks.messages(
+            [Message(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
+        )
+
+
+def _put(tensor: Tensor, out: Tensor | None) -> Tensor:
+    """`tensor`, or `out` with its values, where they are perhaps already."""
+    if out is None:
+        return tensor
+    return out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor)

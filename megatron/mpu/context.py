@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.errors import ConfigError, NotInitialisedError
+from megatron.mpu.collective_checks import CollectiveChecks
 from megatron.mpu.topology import Coord, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
@@ -22,12 +23,13 @@ class Group:
 
     `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
-    return at once.
+    return at once. `checks` compares calls before they are made; None unless the run asks for it.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
+    checks: CollectiveChecks | None = field(default=None, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -64,11 +66,18 @@ class ParallelContext:
         return cls(Topology(), alone, alone, alone, alone, alone, alone)
 
     @classmethod
-    def build(cls, topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> "ParallelContext":
+    def build(
+        cls,
+        topology: Topology,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        *,
+        check_seconds: float | None = None,
+    ) -> "ParallelContext":
         """Create every process group of `topology`; all ranks must call this together.
 
         `timeout` bounds every collective in the groups made here; the world group keeps the one
-        that `init_process_group` was given.
+        that `init_process_group` was given. With `check_seconds` ranks compare every call before
+        they make it, and wait so long for one that is behind.
 
         Raises:
             NotInitialisedError: there is no process group yet.
@@ -86,11 +95,15 @@ class ParallelContext:
                 f"{dist.get_world_size()} were started",
                 fix=f"start {topology.world_size} ranks",
             )
-        maker = _GroupMaker(timeout)
+        checks = None
+        if check_seconds is not None:
+            store = dist.distributed_c10d._get_default_store()
+            checks = CollectiveChecks(store, dist.get_rank(), seconds=check_seconds)
+        maker = _GroupMaker(timeout, checks)
         everyone = tuple(range(topology.world_size))
         ctx = cls(
             topology,
-            world=Group(everyone, dist.get_rank(), dist.group.WORLD),
+            world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks),
             tp=maker.make(topology.groups("tp")),
             pp=maker.make(topology.groups("pp")),
             dp=maker.make(topology.groups("dp")),
@@ -143,8 +156,8 @@ class _GroupMaker:
     world handle is not shared this way, so that groups can be destroyed without it.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta, checks: CollectiveChecks | None) -> None:
+        self._timeout, self._checks = timeout, checks
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def make(self, groups: Sequence[tuple[int, ...]]) -> Group:
@@ -154,4 +167,4 @@ class _GroupMaker:
             if ranks not in self._handles:
                 self._handles[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
         mine = next(ranks for ranks in groups if me in ranks)
-        return Group(mine, mine.index(me), self._handles[mine])
+        return Group(mine, mine.index(me), self._handles[mine], self._checks)

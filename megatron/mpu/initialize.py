@@ -29,8 +29,11 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     *,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    check_seconds: float | None = None,
 ) -> ParallelContext:
     """Build this process's groups and remember them; all ranks must call this together.
+
+    The arguments after the sizes are those of `ParallelContext.build`.
 
     Raises:
         NotInitialisedError: it was called before, or torch.distributed has no process group yet.
@@ -52,7 +55,7 @@ def initialize_model_parallel(
         dist.get_world_size(), tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size
     )
     caller = traceback.extract_stack(limit=2)[0]
-    context = ParallelContext.build(topology, timeout)
+    context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)
     _current = _Current(context, f"{caller.filename}:{caller.lineno}")
     return context
 

@@ -1,9 +1,10 @@
 """Linear layers and an embedding whose weights are split over the tensor-parallel ranks.
 
 Parameters are created empty, on torch's default device, with `partition` and `init` attributes;
-filling them is model initialisation's work. Parameters without a partition (a row layer's bias)
-get equal gradients on all tp ranks by construction, because everything after the reduction is
-computed from equal values: nobody may reduce them over tp again.
+filling them is model initialisation's work. Without sequence parallelism parameters that are not
+split (a row layer's bias) get equal gradients on all tp ranks by construction: nobody may reduce
+them over tp again. With it, hidden states between layers are [s/tp, b, h] and those gradients are
+summands: such parameters say so (`is_sequence_parallel`), and are summed once per step.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.errors import ConfigError, DataError
-from megatron.mpu.collectives import start_all_reduce
+from megatron.mpu.collectives import (
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.mappings import gather_from_tp, reduce_from_tp, scatter_to_tp
+from megatron.mpu.mappings import (
+    gather_from_tp,
+    reduce_from_tp,
+    reduce_scatter_to_sequence,
+    scatter_to_tp,
+)
 from megatron.mpu.partition import Init, Partition, describe, local_shape
+from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
 
 
 class ColumnParallelLinear(nn.Module):
@@ -32,6 +45,7 @@ class ColumnParallelLinear(nn.Module):
         blocks: the output is this many stacked projections, each split evenly (2 for [gate; up]).
         skip_bias_add: leave the bias out, for a caller that fuses `layer.bias` into its next
             operation.
+        sequence_parallel: the input is this rank's part of the sequence, and so is its gradient.
 
     Raises:
         ConfigError: the output features do not divide into `blocks * tp` equal parts.
@@ -48,12 +62,13 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         blocks: int = 1,
         skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.blocks, self.skip_bias_add = gather_output, blocks, skip_bias_add
-        self._tp = ctx.tp
+        self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
         split = Partition("tp", dim=0, blocks=blocks)
         # Rows of the output features: [out/tp, in].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
@@ -62,9 +77,14 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _parameter((out_features,), split, self._tp, Init("zeros"), dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Project [.., in] to [.., out/tp], or to [.., out] when the output is gathered."""
+        """Project [s, .., in] to [s, .., out/tp], or to [s, .., out] when the output is gathered.
+
+        The input is [s/tp, .., in] under sequence parallelism.
+        """
         bias = None if self.skip_bias_add else self.bias
-        output = linear_with_input_reduction(hidden, self.weight, bias, self._tp)
+        output = linear_with_input_reduction(
+            hidden, self.weight, bias, self._tp, sequence_parallel=self._sequence_parallel
+        )
         if self.gather_output and self._tp.size > 1:
             output = _unsplit_blocks(gather_from_tp(output, self._tp), self._tp.size, self.blocks)
         return output
@@ -84,6 +104,8 @@ class RowParallelLinear(nn.Module):
             whole and is split here.
         skip_bias_add: leave the bias out, for a caller that fuses `layer.bias` into its next
             operation (with dropout and the residual, as a rule).
+        sequence_parallel: the output is this rank's part of the sequence; the bias is added to
+            that part alone, so its gradient is a summand.
 
     Raises:
         ConfigError: the input features do not divide over tp.
@@ -99,27 +121,33 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self._tp = ctx.tp
+        self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
         split = Partition("tp", dim=1)
         # Columns of the input features: [out, in/tp].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = _parameter((out_features,), None, self._tp, Init("zeros"), dtype)
+            describe(self.bias, init=Init("zeros"), sequence_parallel=sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Project [.., in/tp] (or whole [.., in]) to [.., out], equal on every tp rank."""
+        """Project [s, .., in/tp] (or whole [s, .., in]) to [s, .., out], equal on every tp rank.
+
+        The output is [s/tp, .., out] under sequence parallelism.
+        """
         bias = None if self.skip_bias_add else self.bias
         if self._tp.size == 1:
-            return F.linear(hidden, self.weight, bias)
+            return _linear(hidden, self.weight, bias)
         if not self.input_is_parallel:
             hidden = scatter_to_tp(hidden, self._tp)
-        output = reduce_from_tp(F.linear(hidden, self.weight), self._tp)
+        reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
+        output = reduce(_linear(hidden, self.weight, None), self._tp)
         return output if bias is None else output + bias
 
     def extra_repr(self) -> str:
@@ -133,9 +161,11 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         padded_size: rows of the whole table, a multiple of tp.
         true_size: rows that tokens may ask for; those beyond are padding and stay zero.
+        sequence_parallel: the output is this rank's part of the sequence, the ids' first dimension.
 
     Raises:
-        ConfigError: the padded vocabulary does not divide over tp, or is the smaller one.
+        ConfigError: the padded vocabulary does not divide over tp, or is the smaller one; (in
+            `forward`) a sequence does not divide over tp.
         DataError: (in `forward`) an id outside the vocabulary. On CUDA a check would have to wait
             for the device, so a device-side assert ends the process there instead.
     """
@@ -148,6 +178,7 @@ class VocabParallelEmbedding(nn.Module):
         ctx: ParallelContext,
         true_size: int,
         init: Init,
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -158,7 +189,7 @@ class VocabParallelEmbedding(nn.Module):
                 fix=f"pad to at least {true_size}",
             )
         self.padded_size, self.true_size, self.hidden_size = padded_size, true_size, hidden_size
-        self._tp = ctx.tp
+        self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
         init = Init(init.kind, init.std, true_rows=true_size)
         # Rows of the vocabulary: [v/tp, h].
         self.weight = _parameter(
@@ -166,7 +197,10 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up [..] int64 ids as [.., h], equal on every tp rank."""
+        """Look up [s, ..] int64 ids as [s, .., h], equal on every tp rank.
+
+        The output is [s/tp, .., h] under sequence parallelism.
+        """
         check_ids(ids, self.true_size)
         if self._tp.size == 1:
             return F.embedding(ids, self.weight)
@@ -174,7 +208,8 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self._tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_tp(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp)
+        reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
+        return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp)
 
     def extra_repr(self) -> str:
         """The whole sizes, for `print(model)`."""
@@ -182,43 +217,77 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def linear_with_input_reduction(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tp: Group
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp: Group,
+    *,
+    sequence_parallel: bool = False,
 ) -> Tensor:
     """`F.linear` for a weight split by output features: the input's gradient is summed over tp.
 
-    Also right for the logits of a tied embedding: `weight` is then [v/tp, h].
+    Under sequence parallelism the input is [s/tp, .., in] and is gathered first; its gradient is
+    summed and split again. Also right for the logits of a tied embedding: `weight` is then
+    [v/tp, h].
     """
     if tp.size == 1:
+        return _linear(hidden, weight, bias)
+    function: Callable[..., Tensor] = _LinearWithInputReduction.apply
+    return function(hidden, weight, bias, tp, sequence_parallel)
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` without communication, whose weight's gradient may be asked to come later."""
+    if not is_deferrable(weight):
         return F.linear(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, tp)
+    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False)
 
 
 class _LinearWithInputReduction(torch.autograd.Function):
     """Reduces the input's gradient while the weight's is computed, which hides most of it.
 
-    As in Megatron-LM (Shoeybi et al. 2019, the conjugate operator f of section 3).
+    As in Megatron-LM (Shoeybi et al. 2019, the conjugate operator f of section 3). Of a split
+    sequence only this rank's part is kept for backward, and gathered again there while the input's
+    gradient is computed (Korthikanti et al. 2022, section 4.2.2).
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: Group,
+        sequence_parallel: bool,
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.tp = tp
-        return F.linear(hidden, weight, bias)
+        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        ctx.parameter = weight  # the saved one may come back as another tensor object
+        return F.linear(all_gather(hidden, tp) if sequence_parallel else hidden, weight, bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        pending = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            pending = start_all_reduce(grad.matmul(weight), ctx.tp)
-        rows = grad.reshape(-1, grad.shape[-1])
+        gathering, reducing = Pending(hidden, None), None
+        if ctx.sequence_parallel and ctx.needs_input_grad[1]:
+            gathering = start_all_gather(hidden.contiguous(), ctx.tp)
+        grad_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        hidden = gathering.wait()
+        if grad_input is not None:
+            start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+            reducing = start(grad_input, ctx.tp)
+        grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1]))
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(dim=0)
-        return None if pending is None else pending.wait(), grad_weight, grad_bias, None
+            grad_weight = defer_or_compute(ctx.parameter, hidden, grad)
+        grad_bias = _rows(grad).sum(dim=0) if ctx.needs_input_grad[2] else None
+        grad_input = None if reducing is None else reducing.wait()
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def check_ids(ids: Tensor, true_size: int) -> None:

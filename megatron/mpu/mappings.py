@@ -1,7 +1,8 @@
 """Collectives with gradients: the two conjugate pairs of tensor parallelism, and sequence's.
 
 Each function is the identity on a group of one. The names are Megatron's: "tp" functions act on
-the last dimension, "sequence" functions on the first. Sums are of equal dtypes; nothing is cast.
+the last dimension, "sequence" functions on the first (Korthikanti et al. 2022, arXiv 2205.05198,
+section 4.2.2). Sums are of equal dtypes; nothing is cast.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.errors import ConfigError
 from megatron.mpu.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.mpu.context import Group
 
@@ -37,15 +39,38 @@ def gather_from_tp(tensor: Tensor, group: Group) -> Tensor:
 def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
     """Concatenate [s/tp, ..] into [s, ..]; the gradient is summed and split again.
 
-    For an input of split computation, where each rank's gradient is partial (Korthikanti et al.
-    2022, operator g-bar's conjugate).
+    For an input of split computation, where each rank's gradient is partial (operator g).
     """
     return tensor if group.size == 1 else _GATHER_SEQUENCE(tensor, group)
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
-    """Sum partial [s, ..] over `group` and keep [s/tp, ..]; the gradient is gathered."""
-    return tensor if group.size == 1 else _REDUCE_SCATTER_SEQUENCE(tensor, group)
+    """Sum partial [s, ..] over `group` and keep [s/tp, ..]; the gradient is gathered (g-bar).
+
+    Raises:
+        ConfigError: the sequence does not divide over the group.
+    """
+    if group.size == 1:
+        return tensor
+    sequence_part(tensor.shape[0], group)
+    return _REDUCE_SCATTER_SEQUENCE(tensor, group)
+
+
+def sequence_part(length: int, group: Group) -> slice:
+    """Which of the `length` tokens of a sequence this rank holds where sequences are split.
+
+    Raises:
+        ConfigError: the sequence does not divide over the group.
+    """
+    part, rest = divmod(length, group.size)
+    if rest:
+        raise ConfigError(
+            "a sequence cannot be shared out evenly over the tensor-parallel ranks",
+            found=f"{length} tokens over {group.size} ranks under --sequence-parallel",
+            fix=f"use sequences of a multiple of {group.size} tokens, such as "
+            f"{length - rest + group.size}, or leave out --sequence-parallel",
+        )
+    return slice(group.rank * part, (group.rank + 1) * part)
 
 
 def _own_part(tensor: Tensor, group: Group) -> Tensor:

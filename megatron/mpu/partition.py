@@ -1,8 +1,9 @@
 """How a parameter is split over a grid axis, and where its values come from: arithmetic only.
 
 A parameter says both in two attributes, `partition` (absent: every rank holds the whole) and
-`init`. Initialisation, clipping, the optimizer and checkpoints read them here and need to know
-nothing else about parallel layers. `copy.deepcopy` of a parameter loses both: build models anew.
+`init`; a third, `sequence_parallel`, says that its gradient is a part of a sum. Initialisation,
+clipping, the optimizer and checkpoints read them here and need to know nothing else about parallel
+layers. `copy.deepcopy` of a parameter loses all of them: build models anew.
 """
 
 from collections.abc import Sequence
@@ -48,9 +49,23 @@ class Piece(NamedTuple):
     global_: tuple[slice, ...]
 
 
-def describe(parameter: Tensor, *, init: Init, partition: Partition | None = None) -> None:
-    """Write on `parameter` how it is split (None: replicated) and initialised."""
-    vars(parameter).update(init=init, partition=partition)
+def describe(
+    parameter: Tensor,
+    *,
+    init: Init,
+    partition: Partition | None = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Write on `parameter` how it is split (None: replicated) and initialised.
+
+    Args:
+        sequence_parallel: every tp rank holds the whole of it but applies it to its own part of
+            the sequence, so the gradients have to be summed over tp before anything else is done
+            with them (`reduce_first`).
+    """
+    vars(parameter).update(init=init, partition=partition, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        vars(parameter)["reduce_first"] = True
 
 
 def partition_of(parameter: Tensor) -> Partition | None:
@@ -63,6 +78,11 @@ def init_of(parameter: Tensor) -> Init | None:
     """The values `parameter` starts from; None when nobody said."""
     init: Init | None = getattr(parameter, "init", None)
     return init
+
+
+def is_sequence_parallel(parameter: Tensor) -> bool:
+    """Whether the tp ranks' gradients of `parameter` are the summands of the true one."""
+    return bool(getattr(parameter, "sequence_parallel", False))
 
 
 def global_shape(

@@ -4,13 +4,19 @@ torch's checkpoint replays the default generators; the named streams are replaye
 with collectives recomputes them too, so every rank of a tp group must recompute alike.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from megatron.mpu.collectives import all_gather
+from megatron.mpu.context import Group
+from megatron.mpu.offload import Offload
 from megatron.mpu.random import RandomStreams
 
 Result = TypeVar("Result")
@@ -34,6 +40,78 @@ def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: 
         context_fn=lambda: (nullcontext(), replay),
     )
     return result
+
+
+@contextmanager
+def split_over(tp: Group, *, offload: Offload | None = None) -> Iterator[None]:
+    """Keep of every floating tensor that is saved inside only this rank's part of the elements.
+
+    For the inputs of `recompute`, which must be equal on all ranks of `tp`; backward gathers them,
+    so every rank has to run it alike. With `offload` the part goes to host memory.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        if not tensor.is_floating_point():
+            return tensor if offload is None else offload.pack(tensor)
+        part = _own_part(tensor.detach(), tp)
+        return _Part(part if offload is None else offload.pack(part), tensor.shape)
+
+    def unpack(kept: Any) -> Tensor:
+        found = kept.part if isinstance(kept, _Part) else kept
+        tensor = found if offload is None else offload.unpack(found)
+        if not isinstance(kept, _Part):
+            return tensor
+        return all_gather(tensor, tp)[: kept.shape.numel()].view(kept.shape)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+    """Whatever saves `output` inside keeps nothing; backward calls `again` to have it once more.
+
+    For an output that is cheap to compute from something that is kept anyway (a norm's). `again`
+    must give the same bits and strides, and draw no random numbers.
+    """
+    storage = output.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != storage:
+            return tensor
+        return _Forgotten(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Forgotten):
+            return kept  # type: ignore[no-any-return]  # what pack gave back as it was
+        with torch.no_grad():
+            return again().as_strided(kept.size, kept.stride, kept.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _Part(NamedTuple):
+    """This rank's part of a saved tensor, or where it waits, and the whole tensor's shape."""
+
+    part: Any
+    shape: torch.Size
+
+
+class _Forgotten(NamedTuple):
+    """Which view of a recomputed output a saved tensor was."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _own_part(tensor: Tensor, tp: Group) -> Tensor:
+    """[ceil(n / tp)] of the n elements, in memory of its own; the last part is padded."""
+    flat = tensor.reshape(-1)
+    each = -(-flat.numel() // tp.size)
+    mine = flat[tp.rank * each : (tp.rank + 1) * each]
+    return pad(mine, (0, each - mine.numel())) if mine.numel() < each else mine.clone()
 
 
 class _Replay:

@@ -131,7 +131,7 @@ def listed_counts(
     Raises:
         ConfigError: the wrong number of counts, a count below 1, or another sum than `num_blocks`.
     """
-    found = f"--pipeline-layer-counts {','.join(map(str, counts))}"
+    found = f"--pipeline-layer-counts {' '.join(map(str, counts))}"
     virtual = num_stages * num_chunks
     if len(counts) not in (num_stages, virtual):
         also = f" or {virtual} (virtual stages)" if num_chunks > 1 else ""

@@ -36,7 +36,9 @@ def counted_here(
     )
 
 
-def global_norm(counted: Sequence[Tensor], ctx: ParallelContext) -> float:
+def global_norm(
+    counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
+) -> float:
     """L2 norm of all tensors of a model replica; sums over the model group.
 
     Norms of single tensors are taken in float32 (float64 for float64). Non-finite values, or a
@@ -44,6 +46,7 @@ def global_norm(counted: Sequence[Tensor], ctx: ParallelContext) -> float:
 
     Args:
         counted: the tensors that this rank counts, see `counted_here`.
+        over_replicas: they are shares of a replica's, and those of all replicas add up to it.
     """
     halves = [tensor for tensor in counted if tensor.dtype in HALF_DTYPES]
     wide = [tensor for tensor in counted if tensor.dtype not in HALF_DTYPES]
@@ -54,15 +57,17 @@ def global_norm(counted: Sequence[Tensor], ctx: ParallelContext) -> float:
     ):
         if norms:
             total += torch.stack(list(norms)).double().square().sum()
-    return math.sqrt(float(all_reduce(total, ctx.model)))
+    return math.sqrt(float(_sum(total, ctx, over_replicas)))
 
 
-def count_zeros(counted: Sequence[Tensor], ctx: ParallelContext) -> int:
-    """Number of elements that are exactly zero in a model replica; sums over the model group."""
+def count_zeros(
+    counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
+) -> int:
+    """Number of elements that are exactly zero in a model replica; arguments as `global_norm`."""
     total = torch.zeros((), dtype=torch.int64, device=_device_of(counted))
     for tensor in counted:
         total += tensor.numel() - torch.count_nonzero(tensor)
-    return int(all_reduce(total, ctx.model))
+    return int(_sum(total, ctx, over_replicas))
 
 
 def parameters_norm(
@@ -81,6 +86,12 @@ def clip_factor(norm: float, max_norm: float) -> float:
     min(1, max_norm / (norm + 1e-6)), as in Megatron and torch.
     """
     return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0
+
+
+def _sum(total: Tensor, ctx: ParallelContext, over_replicas: bool) -> Tensor:
+    if over_replicas:
+        total = all_reduce(total, ctx.dp)
+    return all_reduce(total, ctx.model)
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

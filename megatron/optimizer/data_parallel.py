@@ -5,19 +5,16 @@ seed and name only) nor divides by the number of ranks (losses are sums, divided
 tokens). `check_replicas_agree` proves the first of the two instead of assuming it.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.errors import NumericsError
-from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
+from megatron.optimizer.agreement import check_equal
 from megatron.optimizer.grad_buffer import GradBuffer
-
-_NAMES_SHOWN = 5
+from megatron.optimizer.param_buffer import ParameterBuffer
 
 
 class DistributedDataParallel(nn.Module):
@@ -26,7 +23,13 @@ class DistributedDataParallel(nn.Module):
     Args:
         gradient_dtype: in which the gradients of half-precision parameters are accumulated and
             reduced; the others' are kept in the parameter's own dtype.
-        optional: names of parameters that may go without a gradient in an iteration.
+        optional: names of parameters that may go without a gradient in a step.
+        bucket_elements: how many gradients are reduced in one collective, at least.
+        overlap_grad_reduce: reduce buckets while the backward pass goes on; the sums are the same.
+        distributed_optimizer: every rank gets the sums of its share of each bucket only, updates
+            that share of the parameters, and gathers the rest: ZeRO stage 1.
+        overlap_param_gather: gather parameters while the next forward pass goes on; they may be
+            read elsewhere only after `wait_for_parameters`.
     """
 
     def __init__(
@@ -36,65 +39,75 @@ class DistributedDataParallel(nn.Module):
         *,
         gradient_dtype: torch.dtype = torch.float32,
         optional: Collection[str] = (),
+        bucket_elements: int | None = None,
+        overlap_grad_reduce: bool = False,
+        distributed_optimizer: bool = False,
+        overlap_param_gather: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.dp_group = dp_group
         self.gradients = GradBuffer(
-            module.named_parameters(), gradient_dtype=gradient_dtype, optional=optional
+            module.named_parameters(),
+            dp_group,
+            gradient_dtype=gradient_dtype,
+            optional=optional,
+            bucket_elements=bucket_elements,
+            overlap=overlap_grad_reduce,
+            sharded=distributed_optimizer,
         )
+        self.shards: ParameterBuffer | None = None
+        if distributed_optimizer:
+            self.shards = ParameterBuffer(
+                module, self.gradients.flats, dp_group, overlap=overlap_param_gather
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; nothing is communicated."""
         return self.module(*args, **kwargs)
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradient buffers, before the first backward pass of an iteration.
+    def start_step(self, num_passes: int | None = None) -> None:
+        """Zero the gradients, before the first backward pass of a step.
 
-        The gradients stay views of the buffers; `set_to_none` is part of torch's signature only.
+        Args:
+            num_passes: backward passes that every parameter will see, one per micro-batch; None
+                when that is not known, and then nothing is reduced before `finish`.
+        """
+        self.gradients.start_step(num_passes)
+
+    def finish(self, before: Callable[[], None] | None = None) -> None:
+        """Return once the gradients are summed over replicas; after the last backward pass.
+
+        Args:
+            before: sums what has to be summed over other ranks first: the gradients of parameters
+                with the attribute `reduce_first` or `sequence_parallel`. Called on every rank, once
+                all gradients are there.
+        """
+        self.gradients.finish(before)
+        self.wait_for_parameters()  # of modules that were not called: they are to be updated now
+
+    def wait_for_parameters(self) -> None:
+        """Return once the parameters of the last update are here, for whoever reads them all."""
+        if self.shards is not None:
+            self.shards.wait()
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """`start_step`, for callers that know torch; `set_to_none` is part of its signature only.
+
+        The gradients stay views of the buffers.
         """
         del set_to_none
-        self.gradients.zero()
-
-    def all_reduce(self) -> None:
-        """Sum the gradients over data-parallel ranks, after the last backward pass."""
-        self.gradients.all_reduce(self.dp_group)
+        self.start_step()
 
     def check_replicas_agree(self) -> None:
         """Compare all parameters bit by bit over data-parallel ranks, by digest.
 
-        Costs a copy of the parameters to the CPU; gathers 8 bytes per parameter.
-
         Raises:
             NumericsError: on every rank, naming parameters that differ.
         """
-        if self.dp_group.size == 1:
-            return
-        mine = [(name, _digest(parameter)) for name, parameter in self.module.named_parameters()]
-        everyone = all_gather_object(mine, self.dp_group)
-        differing = [
-            name
-            for index, (name, _) in enumerate(mine)
-            if any(
-                len(other) != len(mine) or other[index] != everyone[0][index] for other in everyone
-            )
-        ]
-        if differing:
-            odd = [
-                rank for rank, theirs in zip(self.dp_group.ranks, everyone) if theirs != everyone[0]
-            ]
-            raise NumericsError(
-                "the data-parallel replicas hold different weights",
-                found=f"{len(differing)} of {len(mine)} parameters, "
-                f"{', '.join(differing[:_NAMES_SHOWN])}, on ranks {odd} against "
-                f"rank {self.dp_group.ranks[0]}",
-                fix="resume from the last checkpoint; if it comes back on the same rank, take that "
-                "machine out",
-            )
-
-
-def _digest(tensor: Tensor) -> int:
-    flat = tensor.detach().contiguous().view(-1)
-    if not flat.numel():
-        return 0
-    return xxhash.xxh3_64_intdigest(flat.cpu().view(torch.uint8).numpy().data)
+        self.wait_for_parameters()
+        check_equal(
+            self.module.named_parameters(),
+            self.dp_group,
+            problem="the data-parallel replicas hold different weights",
+        )

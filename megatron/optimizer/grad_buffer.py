@@ -1,113 +1,237 @@
 """Contiguous gradient buffers over a module's parameters, and their sum over data-parallel ranks.
 
-Every trainable parameter gets `main_grad`, a view into one flat tensor per gradient dtype. Where
-the dtypes agree `grad` *is* that view, and autograd adds into it; a half-precision parameter with
-wider gradients has each new `grad` added into `main_grad` by a hook and thrown away. Never set
-`grad` to None on these parameters: call `zero` instead.
+Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. Where the dtypes
+agree `grad` *is* that view, and autograd adds into it; a half-precision parameter with wider
+gradients has each new `grad` added into `main_grad` by a hook and thrown away. Never set `grad` to
+None on these parameters: call `start_step` instead. All ranks reduce the same buckets in the same
+order, whether that happens during the backward pass or after it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.errors import ConfigError
+from megatron.mpu.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group
+from megatron.mpu.weight_gradients import comes_later
+from megatron.optimizer.buckets import (
+    Bucket,
+    FlatPlan,
+    Range,
+    Turn,
+    default_bucket_elements,
+    plan_flat,
+)
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
-BUCKET_ELEMENTS = 40_000_000  # Megatron's default: large enough to use the network, small enough
-# to start on one while others are still being computed
-_ALIGN_ELEMENTS = 64  # 128 bytes or more, for vectorised kernels at the start of every parameter
 _NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Parameters of one kind in a flat buffer, and where each of them lies."""
+
+    parameters: tuple[Parameter, ...]
+    plan: FlatPlan
+    data: Tensor  # [elements], the gradients
+
+    def place(self, index: int, within: Tensor) -> Tensor:
+        """Parameter `index` in `within`, a buffer of this layout, in the parameter's shape."""
+        start, stop = self.plan.places[index]
+        return within[start:stop].view(self.parameters[index].shape)
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """How far the reduction of one bucket is in this step."""
+
+    flat: Flat
+    bucket: Bucket
+    waits_for: int = 0  # parameters that have not had all of their gradients
+    pending: Pending | None = None
 
 
 class GradBuffer:
     """The gradients of some parameters: where they are kept, zeroed, summed and scaled.
 
+    A parameter with the attribute `reduce_first` (tied to one on another pipeline stage) or
+    `sequence_parallel` (its gradient is a part of a sum over tensor-parallel ranks) is held back
+    until `finish`, and lies in other buckets than those that are not.
+
     Args:
+        group: the ranks over which gradients are summed.
         gradient_dtype: in which the gradients of half-precision parameters are kept; the others'
             are kept in the parameter's own dtype.
-        optional: names of parameters that may go without a gradient in an iteration.
+        optional: names of parameters that may go without a gradient in a step.
+        bucket_elements: how many gradients are reduced in one collective, at least.
+        overlap: start on a bucket as soon as its gradients are there.
+        sharded: reduce-scatter: of a bucket each rank gets the sum of its own share only, and
+            elsewhere keeps what only it has computed.
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
+        group: Group,
         *,
         gradient_dtype: torch.dtype,
         optional: Collection[str] = (),
-        bucket_elements: int = BUCKET_ELEMENTS,
+        bucket_elements: int | None = None,
+        overlap: bool = False,
+        sharded: bool = False,
     ) -> None:
         self._names = {
             parameter: name for name, parameter in named_parameters if parameter.requires_grad
         }
+        self._group, self._sharded, self._overlap = group, sharded, overlap
         self._optional = frozenset(optional)
-        self._arrived: set[Parameter] = set()
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-        for parameter in self._names:
-            dtype = gradient_dtype if parameter.dtype in HALF_DTYPES else parameter.dtype
-            by_kind.setdefault((dtype, parameter.device), []).append(parameter)
-        self._flats = [
-            _flatten(parameters, dtype=dtype, bucket_elements=bucket_elements)
-            for (dtype, _), parameters in by_kind.items()
+        self._num_passes: int | None = None
+        self._arrived: dict[Parameter, int] = {}
+        self.flats = self._lay_out(
+            gradient_dtype, bucket_elements or default_bucket_elements(group.size)
+        )
+        reductions = [
+            _Reduction(flat, bucket) for flat in self.flats for bucket in flat.plan.buckets
         ]
+        # Promptly reduced ones first, of all flat buffers: this is the order on all ranks.
+        self._reductions = sorted(reductions, key=lambda reduction: reduction.bucket.held)
+        self._prompt = sum(not reduction.bucket.held for reduction in reductions)
+        self._started = 0
+        self._reduction_of = {
+            reduction.flat.parameters[member]: reduction
+            for reduction in reductions
+            for member in reduction.bucket.members
+        }
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-        self.zero()
+        self.start_step()
 
     @property
     def size_bytes(self) -> int:
         """Memory that the gradients take, padding included."""
-        return sum(flat.data.numel() * flat.data.element_size() for flat in self._flats)
+        return sum(flat.data.numel() * flat.data.element_size() for flat in self.flats)
 
-    def zero(self) -> None:
-        """Set every gradient to zero, before the first backward pass of an iteration."""
-        for flat in self._flats:
+    def start_step(self, num_passes: int | None = None) -> None:
+        """Set every gradient to zero, before the first backward pass of a step.
+
+        Args:
+            num_passes: how many gradients every parameter will get, one per micro-batch; None when
+                that is not known, and then nothing is reduced before `finish`.
+        """
+        for flat in self.flats:
             flat.data.zero_()
         for parameter in self._names:
-            view = parameter.main_grad  # type: ignore[attr-defined]  # set by _flatten
+            view = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
             parameter.grad = view if view.dtype == parameter.dtype else None
-        self._arrived.clear()
+        self._arrived = dict.fromkeys(self._names, 0)
+        self._num_passes, self._started = num_passes, 0
+        for reduction in self._reductions:
+            reduction.waits_for, reduction.pending = len(reduction.bucket.members), None
 
-    def all_reduce(self, group: Group) -> None:
-        """Sum the gradients over `group`, once all backward passes of the iteration are done.
+    def finish(self, before: Callable[[], None] | None = None) -> None:
+        """Return once all gradients are summed over the group; after the last backward pass.
+
+        Args:
+            before: sums the gradients of held parameters over ranks outside of the group, first.
 
         Raises:
-            ConfigError: a parameter has had no gradient since `zero`, and is not optional.
+            ConfigError: a parameter has had no gradient in this step, and is not optional.
         """
         self._check_all_arrived()
-        if group.size == 1:
-            return
-        pending = [
-            dist.all_reduce(flat.data[bucket.start : bucket.end], group=group.handle, async_op=True)
-            for flat in self._flats
-            for bucket in flat.buckets
-        ]
-        for work in pending:
-            assert work is not None  # noqa: S101  # invariant: this rank is in its own group
-            work.wait()
+        self._start_until(self._prompt)
+        if before is not None:
+            before()
+        self._start_until(len(self._reductions))
+        for reduction in self._reductions:
+            if reduction.pending is not None:
+                reduction.pending.wait()
 
     def scale_(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
-        for flat in self._flats:
+        for flat in self.flats:
             flat.data.mul_(factor)
 
+    def _lay_out(self, gradient_dtype: torch.dtype, bucket_elements: int) -> tuple[Flat, ...]:
+        """One flat tensor per dtype of parameters; they get their `main_grad`."""
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+        for parameter in self._names:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        flats = []
+        for (dtype, device), parameters in by_kind.items():
+            plan = plan_flat(
+                [parameter.numel() for parameter in parameters],
+                [self._turn_of(parameter) for parameter in parameters],
+                shards=self._group.size,
+                bucket_elements=bucket_elements,
+            )
+            kept = gradient_dtype if dtype in HALF_DTYPES else dtype
+            data = torch.zeros(plan.elements, dtype=kept, device=device)
+            flat = Flat(tuple(parameters), plan, data)
+            for index, parameter in enumerate(parameters):
+                parameter.main_grad = flat.place(index, data)  # type: ignore[attr-defined]
+            flats.append(flat)
+        return tuple(flats)
+
+    def _turn_of(self, parameter: Parameter) -> Turn:
+        if getattr(parameter, "sequence_parallel", False):
+            return Turn.HELD
+        if getattr(parameter, "reduce_first", False):
+            return Turn.ALONE
+        return Turn.HELD if self._names[parameter] in self._optional else Turn.PROMPT
+
     def _take(self, parameter: Parameter) -> None:
-        self._arrived.add(parameter)
-        view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _flatten
+        """One more gradient of `parameter` is there; called by autograd."""
+        if comes_later(parameter):
+            return
+        view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
         if parameter.grad is not None and view.dtype != parameter.dtype:
             view.add_(parameter.grad)
             parameter.grad = None
+        self._arrived[parameter] += 1
+        reduction = self._reduction_of[parameter]
+        if reduction.pending is not None:
+            raise ConfigError(
+                "a gradient came after its sum over data-parallel ranks had begun",
+                found=f"{self._names[parameter]} had {self._arrived[parameter]} gradients, for "
+                f"{self._num_passes} micro-batches",
+                fix="start_step() before the first backward pass of a step, with the number of "
+                "its passes; or leave out --overlap-grad-reduce",
+            )
+        if self._arrived[parameter] == self._num_passes:
+            reduction.waits_for -= 1
+            if self._overlap:
+                self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start buckets from the front, never past one that still waits."""
+        ready = self._started
+        while ready < self._prompt and not self._reductions[ready].waits_for:
+            ready += 1
+        self._start_until(ready)
+
+    def _start_until(self, stop: int) -> None:
+        for reduction in self._reductions[self._started : stop]:
+            reduction.pending = self._start(reduction)
+        self._started = max(self._started, stop)
+
+    def _start(self, reduction: _Reduction) -> Pending:
+        # On CUDA a collective waits for what the current stream was given so far; autograd runs
+        # hooks on the stream of the gradients.
+        whole = _cut(reduction.flat.data, reduction.bucket.range)
+        if not self._sharded:
+            return start_all_reduce(whole, self._group)
+        share = reduction.bucket.share(self._group.rank, self._group.size)
+        return start_reduce_scatter(whole, self._group, out=_cut(reduction.flat.data, share))
 
     def _check_all_arrived(self) -> None:
         missing = [
             name
             for parameter, name in self._names.items()
-            if parameter not in self._arrived and name not in self._optional
+            if not self._arrived[parameter] and name not in self._optional
         ]
         if missing:
             more = len(missing) - _NAMES_SHOWN
@@ -118,38 +242,5 @@ class GradBuffer:
             )
 
 
-class Bucket(NamedTuple):
-    """A stretch of whole parameters of a flat buffer that is reduced in one collective."""
-
-    start: int
-    end: int
-    parameters: tuple[Parameter, ...]  # it may be reduced once these all have their gradients
-
-
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    data: Tensor  # [elements], in which parameters lie in reverse order of registration
-    buckets: tuple[Bucket, ...]
-
-
-def _flatten(parameters: Sequence[Parameter], *, dtype: torch.dtype, bucket_elements: int) -> _Flat:
-    """One flat tensor for `parameters`, which get their `main_grad`.
-
-    The order is the reverse of registration, which is roughly that of the backward pass: buckets
-    fill up one after the other, so that reducing one could overlap with computing the next.
-    """
-    ordered = list(reversed(parameters))
-    starts = [0]
-    for parameter in ordered:
-        starts.append(starts[-1] + -(-parameter.numel() // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS)
-    data = torch.zeros(starts[-1], dtype=dtype, device=ordered[0].device)
-    buckets, first = [], 0
-    for index, parameter in enumerate(ordered):
-        view = data[starts[index] : starts[index] + parameter.numel()].view(parameter.shape)
-        parameter.main_grad = view  # type: ignore[attr-defined]  # part of our own vocabulary
-        is_last = index == len(ordered) - 1
-        if is_last or starts[index + 1] - starts[first] >= bucket_elements:
-            members = tuple(ordered[first : index + 1])
-            buckets.append(Bucket(starts[first], starts[index + 1], members))
-            first = index + 1
-    return _Flat(data, tuple(buckets))
+def _cut(flat: Tensor, range_: Range) -> Tensor:
+    return flat[range_.start : range_.stop]

@@ -3,10 +3,9 @@
 A step reads the gradients once for their norm and writes them once: mean over tokens, loss scale
 and clipping are a single factor. Whether a step is taken is agreed on by all ranks. The state that
 leaves here (`named_state`, `scalars`) has the shapes of the local parameters and nothing of torch's
-layout.
+layout. With sharded parameters a rank has state, and makes updates, for its own elements alone.
 """
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +17,18 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron import device
-from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 from megatron.config.precision import Precision, PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
+from megatron.optimizer.buckets import Range
 from megatron.optimizer.clip_grads import clip_factor, count_zeros, counted_here, global_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.optimizer.narrow_state import step_in_fp32
+from megatron.optimizer.param_buffer import ParameterBuffer
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 
 _NAMES_SHOWN = 5
@@ -51,11 +53,21 @@ class OptimizerReport:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter, and the tensor that the update rule works on: itself or its fp32 master."""
+    """What this rank updates of a parameter, and the tensor that the update rule works on.
+
+    `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
+    `values` or its fp32 master.
+    """
 
     name: str
     parameter: Parameter
+    owned: Range | None
+    values: Tensor
     weight: Tensor
+
+    @property
+    def has_master(self) -> bool:
+        return self.weight is not self.values
 
 
 class MegatronOptimizer(ABC):
@@ -71,22 +83,22 @@ class MegatronOptimizer(ABC):
         config: OptimizerConfig,
         scaler: GradScaler,
         ctx: ParallelContext,
+        shards: ParameterBuffer | None = None,
     ) -> None:
         self._groups = tuple(groups)
+        self._shards = shards
         self._config = config
         self._scaler = scaler
         self._ctx = ctx
         self._steps = 0
+        pairs = [pair for group in self._groups for pair in group.parameters]
+        counted = {name for (name, _), mine in zip(pairs, counted_here(pairs, ctx)) if mine}
         by_group = [
-            [
-                _Slot(name, parameter, self._weight_of(parameter))
-                for name, parameter in group.parameters
-            ]
+            [slot for pair in group.parameters if (slot := self._slot_of(*pair)) is not None]
             for group in self._groups
         ]
-        self._slots = list(itertools.chain.from_iterable(by_group))
-        pairs = [(slot.name, slot.parameter) for slot in self._slots]
-        self._counted = counted_here(pairs, ctx)
+        self._slots = [slot for slots in by_group for slot in slots]
+        self._counted = [slot.name in counted for slot in self._slots]
         self._rule = _update_rule([[slot.weight for slot in slots] for slots in by_group], config)
         self._set_steps()
 
@@ -118,13 +130,16 @@ class MegatronOptimizer(ABC):
         gradients = [self._gradient(slot) for slot in self._slots]
         counted = [gradient for gradient, mine in zip(gradients, self._counted) if mine]
         factor = grad_multiplier / loss_scale
-        norm = global_norm(counted, self._ctx) * factor
-        zeros = count_zeros(counted, self._ctx) if with_zeros else None
+        sharded = self._shards is not None
+        norm = global_norm(counted, self._ctx, over_replicas=sharded) * factor
+        zeros = None
+        if with_zeros:
+            zeros = count_zeros(counted, self._ctx, over_replicas=sharded)
         finite = self._agree_on_finite(norm)
         self._scaler.update(overflow=not finite)
         if finite:
             factor *= clip_factor(norm, self._config.clip_grad)
-            if factor != 1.0:
+            if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
             self._update(gradients, learning_rate, weight_decay)
         return OptimizerReport(
@@ -153,9 +168,17 @@ class MegatronOptimizer(ABC):
 
         Kinds are `exp_avg` and `exp_avg_sq` (adam), `momentum_buffer` (sgd) and `master` (the fp32
         weights of half-precision parameters). Each has the local shape and the partition of its
-        parameter. They are the live tensors, not copies.
+        parameter, or is one-dimensional where `owned_ranges` says that it is a part. They are the
+        live tensors, not copies.
         """
         return {slot.name: self._state_of(slot) for slot in self._slots}
+
+    def owned_ranges(self) -> dict[str, Range]:
+        """Of sharded parameters, the elements of each, flattened, that this rank has state for.
+
+        By global name; a parameter of which this rank has nothing is not there, nor its state.
+        """
+        return {slot.name: slot.owned for slot in self._slots if slot.owned is not None}
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values: the number of updates, and the loss scale."""
@@ -188,8 +211,8 @@ class MegatronOptimizer(ABC):
         self._set_steps()
 
     @abstractmethod
-    def _weight_of(self, parameter: Parameter) -> Tensor:
-        """The tensor that the update rule works on for `parameter`."""
+    def _weight_of(self, values: Tensor) -> Tensor:
+        """The tensor that the update rule works on for `values` of a parameter."""
 
     @abstractmethod
     def refresh_masters(self) -> None:
@@ -198,6 +221,16 @@ class MegatronOptimizer(ABC):
     @abstractmethod
     def _publish(self) -> None:
         """Bring the model's parameters up to date with the updated weights."""
+
+    def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
+        """What there is to update of a parameter on this rank; None: other ranks do it all."""
+        if self._shards is None:
+            return _Slot(name, parameter, None, parameter, self._weight_of(parameter))
+        owned = self._shards.owned(parameter)
+        if not owned.size:
+            return None
+        values = parameter.detach().view(-1)[owned.start : owned.stop]
+        return _Slot(name, parameter, owned, values, self._weight_of(values))
 
     def _gradient(self, slot: _Slot) -> Tensor:
         gradient = getattr(slot.parameter, "main_grad", None)
@@ -209,6 +242,8 @@ class MegatronOptimizer(ABC):
                 found=slot.name,
                 fix="run backward first, and use every parameter in the loss",
             )
+        if slot.owned is not None:
+            gradient = gradient.view(-1)[slot.owned.start : slot.owned.stop]
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
 
     def _agree_on_finite(self, norm: float) -> bool:
@@ -219,11 +254,17 @@ class MegatronOptimizer(ABC):
         for group, target in zip(self._groups, self._rule.param_groups):
             target["lr"] = learning_rate * group.lr_multiplier
             target["weight_decay"] = weight_decay * group.weight_decay_multiplier
-        for slot, gradient in zip(self._slots, gradients):
-            slot.weight.grad = gradient
-        self._rule.step()
+        pairs = list(zip([slot.weight for slot in self._slots], gradients))
+        if self._keeps_narrow_state:
+            step_in_fp32(self._rule, pairs)
+        else:
+            for weight, gradient in pairs:
+                weight.grad = gradient
+            self._rule.step()
         self._steps += 1
         self._publish()
+        if self._shards is not None:
+            self._shards.gather()
 
     def _state_of(self, slot: _Slot) -> dict[str, Tensor]:
         state = {
@@ -231,7 +272,12 @@ class MegatronOptimizer(ABC):
             for kind, tensor in self._rule.state[slot.weight].items()
             if kind != "step" and isinstance(tensor, Tensor)
         }
-        return state if slot.weight is slot.parameter else {**state, _MASTER: slot.weight}
+        return {**state, _MASTER: slot.weight} if slot.has_master else state
+
+    @property
+    def _keeps_narrow_state(self) -> bool:
+        dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
+        return StateDtype.BF16 in dtypes
 
     def _set_steps(self) -> None:
         for state in self._rule.state.values():
@@ -242,8 +288,8 @@ class MegatronOptimizer(ABC):
 class FP32Optimizer(MegatronOptimizer):
     """Updates the parameters themselves, in their own dtype: float32 or float64."""
 
-    def _weight_of(self, parameter: Parameter) -> Tensor:
-        return parameter
+    def _weight_of(self, values: Tensor) -> Tensor:
+        return values
 
     def refresh_masters(self) -> None:
         """Do nothing: the model's parameters are the only weights."""
@@ -259,28 +305,26 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
     in fp32 already have no master.
     """
 
-    def _weight_of(self, parameter: Parameter) -> Tensor:
-        if parameter.dtype not in HALF_DTYPES:
-            return parameter
-        return parameter.detach().clone().float()
+    def _weight_of(self, values: Tensor) -> Tensor:
+        return values.detach().float() if values.dtype in HALF_DTYPES else values
 
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model without optimizer state."""
         with torch.no_grad():
             for slot in self._with_master():
-                slot.weight.copy_(slot.parameter)
+                slot.weight.copy_(slot.values)
 
     def _publish(self) -> None:
         slots = self._with_master()
+        if not slots:
+            return
         with torch.no_grad():
-            torch._foreach_copy_(
-                [slot.parameter for slot in slots], [slot.weight for slot in slots]
-            )
+            torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot in slots])
         for slot in slots:
             slot.weight.grad = None  # a half-precision gradient was widened for this step only
 
     def _with_master(self) -> list[_Slot]:
-        return [slot for slot in self._slots if slot.weight is not slot.parameter]
+        return [slot for slot in self._slots if slot.has_master]
 
 
 def build_optimizer(
@@ -289,16 +333,18 @@ def build_optimizer(
     optimizer: OptimizerConfig,
     precision: PrecisionConfig,
     ctx: ParallelContext,
+    replica: DistributedDataParallel | None = None,
 ) -> MegatronOptimizer:
     """The optimizer for a module, or for parameters with their global names.
 
-    Gathers names over the pipeline group, so all ranks must call it together.
+    It is a distributed one where the module, or the `replica` that the parameters are of, shards
+    them. Gathers names over the pipeline group, so all ranks must call it together.
 
     Raises:
         ConfigError: nothing is trainable here, or a parameter is of another precision.
     """
     if isinstance(parameters, DistributedDataParallel):
-        parameters = parameters.module  # names without the wrapper's prefix
+        replica, parameters = parameters, parameters.module  # names without the wrapper's prefix
     named = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters
     groups = param_groups(named)
     pairs = [pair for group in groups for pair in group.parameters]
@@ -320,7 +366,13 @@ def build_optimizer(
             fix=f"convert the model with .to(torch.{precision.precision.value}) before this",
         )
     kind = MixedPrecisionOptimizer if precision.precision.is_half else FP32Optimizer
-    return kind(groups, config=optimizer, scaler=_build_scaler(precision), ctx=ctx)
+    return kind(
+        groups,
+        config=optimizer,
+        scaler=_build_scaler(precision),
+        ctx=ctx,
+        shards=None if replica is None else replica.shards,
+    )
 
 
 def _build_scaler(precision: PrecisionConfig) -> GradScaler:
@@ -348,16 +400,21 @@ def _update_rule(
     fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)
     fast: dict[str, bool] = {"fused": True} if fused else {"foreach": True}
     rule: torch.optim.Optimizer
-    kinds: tuple[str, ...]
+    kinds: dict[str, StateDtype]
     if config.optimizer is OptimizerKind.SGD:
         rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **fast)
-        kinds = ("momentum_buffer",) if config.sgd_momentum else ()
+        kinds = {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
     else:
         betas = (config.adam_beta1, config.adam_beta2)
         rule = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **fast)
-        kinds = ("exp_avg", "exp_avg_sq")
+        kinds = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     for weight in weights:
-        state: dict[str, Tensor] = {kind: torch.zeros_like(weight) for kind in kinds}
+        state: dict[str, Tensor] = {
+            kind: torch.zeros_like(
+                weight, dtype=torch.bfloat16 if kept is StateDtype.BF16 else weight.dtype
+            )
+            for kind, kept in kinds.items()
+        }
         if config.optimizer is OptimizerKind.ADAM:
             # float32 counts exactly to 2^24 updates; fused rules want it beside the weight
             where = weight.device if fused else torch.device("cpu")

@@ -7,10 +7,11 @@ they were sent. How long anything takes does not matter to either.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from megatron.pipeline.action import (
+    COMMUNICATION,
     Action,
     Kind,
     Round,
@@ -27,8 +28,27 @@ class Place(NamedTuple):
     action: Action
 
 
+class Timed(NamedTuple):
+    """An action, and its tick; the two ends of a message have the same one."""
+
+    tick: int
+    action: Action
+
+
 def with_exchanges(orders: Sequence[Sequence[Round]], *, num_chunks: int) -> tuple[Schedule, ...]:
     """One schedule per stage: the rounds of its order, and the communication that they need.
+
+    Raises:
+        UnsoundScheduleError: stages wait for each other's results in a circle.
+    """
+    timed = with_ticks(orders, num_chunks=num_chunks)
+    return tuple(tuple(entry.action for entry in each) for each in timed)
+
+
+def with_ticks(
+    orders: Sequence[Sequence[Round]], *, num_chunks: int
+) -> tuple[tuple[Timed, ...], ...]:
+    """`with_exchanges`, with the tick of every action.
 
     An output is sent at the end of its round. It is received as late as that allows: before the
     round that needs it, or, when the sender could go on before that, before the round that starts
@@ -48,7 +68,25 @@ def with_exchanges(orders: Sequence[Sequence[Round]], *, num_chunks: int) -> tup
         backward = int(message.sent.action.kind is Kind.SEND_BACKWARD)
         for receives, (stage, action) in enumerate((message.sent, message.received)):
             found[stage].append(_Entry(message.tick, 0, receives, backward, action))
-    return tuple(tuple(entry.action for entry in sorted(each)) for each in found)
+    return tuple(tuple(Timed(entry.tick, entry.action) for entry in sorted(each)) for each in found)
+
+
+def matched_batches(timed: Sequence[Timed]) -> Iterator[tuple[Action, ...]]:
+    """One stage's schedule cut up as it is run: a computation alone, or messages of one tick.
+
+    Of the messages of one tick every end stands in a batch of that tick, so that both ends of all
+    of them are in reach once all stages have got there. That allows two exchanges for one batch:
+    first what a message looks like, then the message.
+    """
+    for (_, communicates), run in groupby(timed, key=_batch_key):
+        if communicates:
+            yield tuple(entry.action for entry in run)
+        else:
+            yield from ((entry.action,) for entry in run)
+
+
+def _batch_key(entry: Timed) -> tuple[int, bool]:
+    return entry.tick, entry.action.kind in COMMUNICATION
 
 
 class _Entry(NamedTuple):

@@ -10,7 +10,7 @@ from functools import lru_cache
 from megatron.errors import ConfigError
 from megatron.pipeline import orders
 from megatron.pipeline.action import Action, Kind, Schedule
-from megatron.pipeline.exchange import with_exchanges
+from megatron.pipeline.exchange import Timed, matched_batches, with_ticks
 
 __all__ = [
     "GPIPE",
@@ -22,6 +22,8 @@ __all__ = [
     "Action",
     "Kind",
     "Schedule",
+    "build_batches",
+    "build_evaluation_batches",
     "build_evaluation_schedule",
     "build_schedule",
     "pipeline_problems",
@@ -50,11 +52,14 @@ def build_schedule(
     Raises:
         ConfigError: the schedule cannot run on that many stages or chunks.
     """
-    for problem in schedule_problems(name, num_stages=num_stages, num_chunks=num_chunks):
-        raise problem
-    assert 0 <= stage < num_stages, stage  # noqa: S101  # invariant: a coordinate of the grid
-    assert num_microbatches > 0, num_microbatches  # noqa: S101  # invariant: a step has a batch
-    return _all_stages(name, num_stages, num_microbatches, num_chunks)[stage]
+    return _actions(_timed(name, stage, num_stages, num_microbatches, num_chunks))
+
+
+def build_batches(
+    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """`build_schedule`, cut up for an executor: see `exchange.matched_batches`."""
+    return tuple(matched_batches(_timed(name, stage, num_stages, num_microbatches, num_chunks)))
 
 
 def build_evaluation_schedule(
@@ -65,12 +70,14 @@ def build_evaluation_schedule(
     Raises:
         ConfigError: a lone stage has several chunks.
     """
-    cut = INTERLEAVED if num_chunks > 1 else GPIPE
-    for problem in schedule_problems(cut, num_stages=num_stages, num_chunks=num_chunks):
-        raise problem
-    assert 0 <= stage < num_stages, stage  # noqa: S101  # invariant: a coordinate of the grid
-    assert num_microbatches > 0, num_microbatches  # noqa: S101  # invariant: a step has a batch
-    return _all_forward(num_stages, num_microbatches, num_chunks)[stage]
+    return _actions(_timed_forward(stage, num_stages, num_microbatches, num_chunks))
+
+
+def build_evaluation_batches(
+    *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """`build_evaluation_schedule`, cut up for an executor: see `exchange.matched_batches`."""
+    return tuple(matched_batches(_timed_forward(stage, num_stages, num_microbatches, num_chunks)))
 
 
 def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Iterator[ConfigError]:
@@ -162,10 +169,36 @@ def pipeline_problems(
         )
 
 
+def _timed(
+    name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[Timed, ...]:
+    _check(name, stage, num_stages, num_microbatches, num_chunks)
+    return _all_stages(name, num_stages, num_microbatches, num_chunks)[stage]
+
+
+def _timed_forward(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[Timed, ...]:
+    cut = INTERLEAVED if num_chunks > 1 else GPIPE
+    _check(cut, stage, num_stages, num_microbatches, num_chunks)
+    return _all_forward(num_stages, num_microbatches, num_chunks)[stage]
+
+
+def _check(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    for problem in schedule_problems(name, num_stages=num_stages, num_chunks=num_chunks):
+        raise problem
+    assert 0 <= stage < num_stages, stage  # noqa: S101  # invariant: a coordinate of the grid
+    assert num_microbatches > 0, num_microbatches  # noqa: S101  # invariant: a step has a batch
+
+
+def _actions(timed: tuple[Timed, ...]) -> Schedule:
+    return tuple(entry.action for entry in timed)
+
+
 @lru_cache(maxsize=_CACHED)
 def _all_stages(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int
-) -> tuple[Schedule, ...]:
+) -> tuple[tuple[Timed, ...], ...]:
     def order(stage: int) -> orders.Order:
         if name == NONE:
             return orders.one_at_a_time(num_microbatches)
@@ -177,10 +210,12 @@ def _all_stages(
             return orders.zero_bubble(stage, num_stages, num_microbatches)
         return orders.interleaved(stage, num_stages, num_microbatches, num_chunks)
 
-    return with_exchanges([order(s) for s in range(num_stages)], num_chunks=num_chunks)
+    return with_ticks([order(s) for s in range(num_stages)], num_chunks=num_chunks)
 
 
 @lru_cache(maxsize=_CACHED)
-def _all_forward(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[Schedule, ...]:
+def _all_forward(
+    num_stages: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[Timed, ...], ...]:
     order = orders.forward_only(num_stages, num_microbatches, num_chunks)
-    return with_exchanges([order] * num_stages, num_chunks=num_chunks)
+    return with_ticks([order] * num_stages, num_chunks=num_chunks)

@@ -6,7 +6,6 @@ from megatron.preflight.run import Check
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
 MODEL_CHECKS: tuple[Check, ...] = (
     config.ranks_divide_into_model_replicas,
-    config.pipeline_stages_are_supported,
     config.heads_split_over_tensor_parallel_ranks,
     config.mlp_splits_over_tensor_parallel_ranks,
     config.vocabulary_pads_to_an_even_size,
@@ -17,9 +16,13 @@ MODEL_CHECKS: tuple[Check, ...] = (
 
 CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
+    config.pipeline_fits_the_model_and_the_batch,
+    config.sequence_splits_over_tensor_parallel_ranks,
+    config.activations_can_be_recomputed_as_asked,
     config.batch_splits_into_microbatches,
     config.sequence_fits_the_position_table,
     config.schedule_fits_the_training,
+    config.optimizer_state_is_as_exact_as_the_weights,
     config.intervals_make_sense,
     config.tokenizer_knows_ends_of_documents,
     machine.save_folder_can_be_written,

@@ -4,10 +4,14 @@ Each function is one check; its name is its title in the report.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from megatron.config.model import PositionEmbedding
+from megatron.config.optimizer import StateDtype
+from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
 from megatron.optimizer.schedule import schedule_problems
+from megatron.pipeline.plan import plan_problems
 from megatron.preflight.lengths import batch_schedule, duration
 from megatron.preflight.run import RunPlan
 from megatron.tokenizer.tokenizer import padded_vocab_size
@@ -28,15 +32,19 @@ def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
-def pipeline_stages_are_supported(plan: RunPlan) -> Iterator[MegatronError]:
-    """The native engine runs one stage for now."""
-    size = plan.config.parallel.pipeline_model_parallel_size
-    if size > 1:
-        yield ConfigError(
-            "this version has no pipeline parallelism",
-            found=f"--pipeline-model-parallel-size {size}",
-            fix="use --pipeline-model-parallel-size 1, with a larger --tensor-model-parallel-size",
-        )
+def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronError]:
+    """Every pipeline stage has layers, and its schedule enough micro-batches at every step."""
+    fewest = None
+    if plan.data_parallel_size is not None:
+        # Ramps climb, so the first step has the fewest. What does not divide is said elsewhere.
+        with suppress(ConfigError):
+            batches = batch_schedule(plan.config.training, plan.data_parallel_size)
+            fewest = batches.num_microbatches_at(0)
+    yield from plan_problems(
+        plan.config.parallel,
+        num_layers=plan.config.model.num_layers,
+        fewest_microbatches=fewest,
+    )
 
 
 def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
@@ -63,6 +71,48 @@ def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronErr
             "the MLP cannot be shared out evenly over the tensor-parallel ranks",
             found=f"--ffn-hidden-size {width}, --tensor-model-parallel-size {tp}",
             fix=f"use --ffn-hidden-size {width // tp * tp or tp}",
+        )
+
+
+def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
+    """Under sequence parallelism every tensor-parallel rank holds equally many tokens."""
+    length, parallel = plan.config.data.seq_length, plan.config.parallel
+    tp = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and length % tp:
+        yield ConfigError(
+            "the sequence cannot be shared out evenly over the tensor-parallel ranks",
+            found=f"--seq-length {length}, --tensor-model-parallel-size {tp}, --sequence-parallel",
+            fix=f"use --seq-length {length // tp * tp or tp}, or leave out --sequence-parallel",
+        )
+
+
+def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronError]:
+    """There are as many layers as are to be recomputed or offloaded, and ranks to split over."""
+    training, parallel = plan.config.training, plan.config.parallel
+    layers, tp = plan.config.model.num_layers, parallel.tensor_model_parallel_size
+    for flag, count in (
+        ("--recompute-num-layers", training.recompute_num_layers or 0),
+        ("--cpu-offloading-num-layers", training.cpu_offloading_num_layers),
+    ):
+        if count > layers:
+            yield ConfigError(
+                "more layers were named than the model has",
+                found=f"{flag} {count}, --num-layers {layers}",
+                fix=f"use {flag} {layers} for all of them",
+            )
+    if not training.distribute_saved_activations:
+        return
+    if tp == 1:
+        yield ConfigError(
+            "there are no tensor-parallel ranks to split saved activations over",
+            found="--distribute-saved-activations, --tensor-model-parallel-size 1",
+            fix="leave --distribute-saved-activations out",
+        )
+    elif parallel.sequence_parallel:
+        yield ConfigError(
+            "under sequence parallelism saved activations are split already",
+            found="--distribute-saved-activations, --sequence-parallel",
+            fix="leave --distribute-saved-activations out",
         )
 
 
@@ -124,6 +174,25 @@ def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
             "a number of checkpoints to keep was given, but no place for them",
             found=f"--keep-last {checkpoint.keep_last} without --save",
             fix="add --save FOLDER, or drop --keep-last",
+        )
+
+
+def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[MegatronError]:
+    """A float64 run proves that layouts agree, which it cannot with rounded state."""
+    optimizer = plan.config.optimizer
+    narrow = [
+        f"{flag} bf16"
+        for flag, dtype in (
+            ("--exp-avg-dtype", optimizer.exp_avg_dtype),
+            ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
+        )
+        if dtype is StateDtype.BF16
+    ]
+    if narrow and plan.config.precision.precision is Precision.FP64:
+        yield ConfigError(
+            "the optimizer's state would be far less exact than the float64 weights",
+            found=f"{' '.join(narrow)} with --fp64",
+            fix=f"drop {' and '.join(flag.split()[0] for flag in narrow)}, or use --bf16",
         )
 
 

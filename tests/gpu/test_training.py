@@ -70,11 +70,22 @@ def test_a_dynamic_loss_scale_falls_until_fp16_gradients_fit_and_then_it_learns(
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
-def test_recomputed_activations_change_no_bit_with_dropout_on(precision: tuple[str, ...]) -> None:
+def test_recomputed_or_offloaded_activations_change_no_bit_with_dropout_on(
+    precision: tuple[str, ...],
+) -> None:
     kept = train("cuda", precision, steps=4)
-    again = train("cuda", [*precision, "--recompute-granularity", "full"], steps=4)
-    assert again.losses == kept.losses
-    assert all(torch.equal(again.weights[name], value) for name, value in kept.weights.items())
+    full = ("--recompute-granularity", "full")
+    for flags in (
+        full,
+        (*full, "--recompute-num-layers", "2"),
+        ("--recompute-activations", "--recompute-modules", "core_attn", "mlp", "layernorm"),
+        ("--cpu-offloading-num-layers", "2"),
+        (*full, "--cpu-offloading-num-layers", "2"),
+    ):
+        again = train("cuda", [*precision, *flags], steps=4)
+        assert again.losses == kept.losses, flags
+        for name, value in kept.weights.items():
+            assert torch.equal(again.weights[name], value), (flags, name)
 
 
 @pytest.mark.usefixtures("deterministic")

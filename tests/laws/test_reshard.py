@@ -22,15 +22,30 @@ from tests.support.tiny import (
 )
 
 SAVED_AT, ALL = 2, 4
-LAYOUTS = {1: (1,), 2: (2, 1), 4: (4, 2, 1)}  # world size: tensor-parallel sizes
+# World size: tensor- and pipeline-parallel sizes.
+WITHOUT_STAGES = {1: [(1, 1)], 2: [(2, 1), (1, 1)], 4: [(4, 1), (2, 1), (1, 1)]}
+WITH_STAGES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 2), (1, 4)]}
+# tp, pp, dp of the run that saves, and where its checkpoint is loaded.
+SAVED = [
+    ((1, 1, 1), WITHOUT_STAGES),
+    ((2, 1, 1), WITH_STAGES),
+    ((2, 1, 2), WITHOUT_STAGES),
+    ((1, 2, 1), WITH_STAGES),
+    ((1, 4, 1), {1: [(1, 1)], 4: [(2, 2), (1, 4)]}),
+]
 RUNS: dict[str, dict[str, Any]] = {
-    "llama, adamw": dict(MODELS["llama"]),
-    "gpt2, sgd": {"optimizer": "sgd"},
+    "llama, adamw": {**MODELS["llama"], "num_layers": 4},
+    "gpt2, sgd": {"optimizer": "sgd", "num_layers": 4},
 }
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
-def test_a_checkpoint_goes_on_at_any_layout(tmp_path: Path, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(("grid", "layouts"), SAVED)
+def test_a_checkpoint_goes_on_at_any_layout(
+    tmp_path: Path,
+    grid: tuple[int, int, int],
+    layouts: dict[int, list[tuple[int, int]]],
+) -> None:
+    tp, pp, dp = grid
     corpus = write_tiny_corpus(tmp_path / "corpus")
     plain = [tiny_run(corpus, **flags, train_iters=ALL) for flags in RUNS.values()]
     straight = run_on_ranks(1, train_all, plain)[0]
@@ -42,26 +57,28 @@ def test_a_checkpoint_goes_on_at_any_layout(tmp_path: Path, tp: int, dp: int) ->
             exit_interval=SAVED_AT,
             micro_batch_size=2,
             tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
             save=str(tmp_path / str(at)),
         )
         for at, flags in enumerate(RUNS.values())
     ]
-    run_on_ranks(tp * dp, train_all, saving)
-    for world_size, sizes in LAYOUTS.items():
-        cases = [(at, size) for at in range(len(RUNS)) for size in sizes]
+    run_on_ranks(tp * pp * dp, train_all, saving)
+    for world_size, sizes in layouts.items():
+        cases = [(at, *size) for at in range(len(RUNS)) for size in sizes]
         loading = [
             tiny_run(
                 corpus,
                 **list(RUNS.values())[at],
                 train_iters=ALL,
                 micro_batch_size=2,
-                tensor_model_parallel_size=size,
+                tensor_model_parallel_size=loading_tp,
+                pipeline_model_parallel_size=loading_pp,
                 load=str(tmp_path / str(at)),
             )
-            for at, size in cases
+            for at, loading_tp, loading_pp in cases
         ]
         by_rank = run_on_ranks(world_size, train_all, loading)
-        for which, (at, _) in enumerate(cases):
+        for which, (at, *_) in enumerate(cases):
             check_continued([records[which] for records in by_rank], straight[at])
 
 

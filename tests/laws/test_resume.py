@@ -57,14 +57,15 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, tp: int, pp: int, dp: int) -> None:
     corpus = write_tiny_corpus(tmp_path / "corpus")
     plain = [
         tiny_run(
             corpus,
             **flags,
             tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
             eval_iters=1,
             eval_interval=3,
         )
@@ -75,9 +76,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path: Path, tp: int, dp: int
         for at, config in enumerate(plain)
     ]
     loading = [_with_checkpoints(config, tmp_path / str(at)) for at, config in enumerate(plain)]
-    before = run_on_ranks(tp * dp, train_all, [*plain, *saving], timeout_s=120)
-    after = run_on_ranks(tp * dp, train_all, loading, timeout_s=120)
-    for rank in range(tp * dp):
+    before = run_on_ranks(tp * pp * dp, train_all, [*plain, *saving], timeout_s=120)
+    after = run_on_ranks(tp * pp * dp, train_all, loading, timeout_s=120)
+    for rank in range(tp * pp * dp):
         straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
         for name, *records in zip(RUNS, straight, first, after[rank]):
             check_joined(*records, where=f"{name}, rank {rank}")

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import data, data_preprocess, data_sections, data_turns, data_worker, gpu_suite
+from benchmarks import (
+    data,
+    data_preprocess,
+    data_sections,
+    data_turns,
+    data_worker,
+    gpu_suite,
+    parallel_cpu,
+    pipeline_bubble,
+)
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
@@ -64,6 +73,47 @@ def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> 
         low, high = result["ratio_range"]
         assert low <= result["ratio"] <= high
     assert "ours / plain in tokens/s" in done.stdout
+
+
+def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path: Path) -> None:
+    done = script("parallel_cpu.py", "--quick", "--json", str(tmp_path / "out" / "result.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "result.json").read_text())
+    rows = {row["who"]: row for row in report["rows"]}
+    assert set(parallel_cpu.OURS) < rows.keys()
+    first = rows[parallel_cpu.PLAIN_ALONE]["turns"][0]["losses"]
+    for row in rows.values():
+        assert len(row["turns"]) == report["rounds"] == 2
+        assert row["turns"][0]["losses"] == pytest.approx(first, rel=10 * TOLERANCE["fp32"])
+        assert row["cpu"] > 0
+    assert report["efficiency"].keys() == {*parallel_cpu.OURS, parallel_cpu.DDP}
+    assert min(report["beside_ddp"].values()) > 0
+    for who in parallel_cpu.OURS:
+        sent = report["bytes"][who]
+        # What is more than the formula: the loss, the norm, and the padding of buckets.
+        assert 1.0 <= sent["counted"] / sent["formula"] < 1.05
+    for target in ("efficiency of ours over DDP's own", "efficiency of ours, overlap over DDP's"):
+        assert f"target >= 0.95: {target}" in done.stdout
+
+
+def test_a_ring_sends_two_halves_of_an_all_reduce() -> None:
+    both = [parallel_cpu.ring_bytes(kind, 120.0, 4) for kind in ("reduce-scatter", "all-gather")]
+    assert sum(both) == parallel_cpu.ring_bytes("all-reduce", 120.0, 4) == 180.0
+
+
+def test_an_overlap_that_changes_a_bit_is_refused() -> None:
+    def rows(changed: float) -> list[data_turns.Row]:
+        losses = {who: 6.0 for who in ("ours", parallel_cpu.PLAIN_ALONE)}
+        losses["ours, overlap"] = 6.0 + changed
+        turns = {who: {"losses": [loss], "norms": [1.0]} for who, loss in losses.items()}
+        return [data_turns.Row(who, 1, "tokens", [turn]) for who, turn in turns.items()]
+
+    warm = {row.who: row.turns[0] for row in rows(0.0)}
+    parallel_cpu.check_all_equal(rows(0.0), warm)
+    with pytest.raises(NumericsError, match="overlapping the sum of gradients changes results"):
+        parallel_cpu.check_all_equal(rows(1e-7), warm)
+    with pytest.raises(NumericsError, match="do not compute the same last loss"):
+        parallel_cpu.check_all_equal(rows(1e-2), warm)
 
 
 @pytest.mark.parametrize(
@@ -304,3 +354,20 @@ def test_paragraphs_of_plain_text_become_documents_of_some_length(tmp_path: Path
     assert sum(text.count("paragraph") for text in found) == 12
     assert 1 < len(found) < 12
     assert all(text for text in found)
+
+
+def test_the_pipeline_benchmark_reads_its_clock_against_theory() -> None:
+    case = pipeline_bubble.Case("1f1b", 2, 8, 1)
+    # Eight micro-batches of 3 units and one of waiting, of 10 ms each.
+    stages = [pipeline_bubble.Measured(0.27, 0.24, peak) for peak in (2, 1)]
+    line = pipeline_bubble.row(case, stages, unit_s=0.01)
+    assert line == "| 1f1b | 2 | 8 | 1 | 11.1% | 11.1% | 1.000 | 2 1 | 2 1 |"
+
+
+@pytest.mark.parametrize("case", [("zero-bubble", 2, 3, 1), ("interleaved", 2, 3, 2)])
+def test_the_pipeline_benchmark_runs_its_stages(case: tuple[str, int, int, int]) -> None:
+    wanted = pipeline_bubble.Case(*case)
+    stages = pipeline_bubble.measure(wanted, unit_s=0.001, steps=1)
+    assert [one.peak for one in stages] == ([2, 1] if wanted.chunks == 1 else [6, 4])
+    # Sleeps never end early: 3 units of work for each micro-batch.
+    assert all(one.step_s >= one.work_s >= 0.009 for one in stages)

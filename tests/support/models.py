@@ -6,16 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.config.activations import ActivationPolicy, RecomputeMethod
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import ModelBuild, VocabSize
-from megatron.mpu.context import ParallelContext
+from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import Init, init_of
 from megatron.mpu.random import RandomStreams
+from megatron.mpu.topology import Topology
 
 TINY_VOCAB = VocabSize(true=50, padded=56)
+
+
+def second_of_two() -> ParallelContext:
+    """The context of tp rank 1 of 2, for tests that build but do not communicate."""
+    one, two = Group((1,), 0), Group((0, 1), 1)
+    return ParallelContext(Topology(tp=2), two, two, one, one, two, one)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -32,7 +40,9 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_build(ctx: ParallelContext | None = None, **changes: Any) -> ModelBuild:
-    """float64, 12 positions, one rank unless `ctx` says otherwise."""
+    """float64, 12 positions, one rank unless `ctx` says otherwise; `recompute`: every layer."""
+    if changes.pop("recompute", False):
+        changes["activations"] = ActivationPolicy(method=RecomputeMethod.UNIFORM)
     ctx = ctx or ParallelContext.single()
     coord = ctx.coord
     build = ModelBuild(

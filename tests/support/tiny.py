@@ -220,8 +220,8 @@ def whole(records: Sequence[Record], *, prefix: str = "") -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for record in records:
         for name, part in record.state.items():
-            if not name.startswith(prefix):
-                continue
+            if not name.startswith(prefix) or not part.pieces:
+                continue  # of a sharded state a rank may hold nothing but padding
             dtype = part.pieces[0][1].dtype
             tensor = result.setdefault(name, torch.full(part.shape, float("nan"), dtype=dtype))
             for box, values in part.pieces:

@@ -17,9 +17,9 @@ from megatron.arguments import (
     flag_names,
     parse_args,
 )
+from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import DecayStyle
-from megatron.config.training import RecomputeGranularity
 from megatron.errors import ConfigError, PreflightError
 from tests.unit.config.groups import COMMAND, a_run
 
@@ -145,14 +145,34 @@ def test_a_flag_without_its_value_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "read"),
+    ("words", "policy"),
     [
-        (["--checkpoint-activations"], lambda c: c.training.recompute_granularity),
-        (["--recompute-activations"], lambda c: c.training.recompute_granularity),
+        (["--checkpoint-activations"], {"method": RecomputeMethod.UNIFORM}),
+        (
+            ["--checkpoint-activations", "--checkpoint-num-layers", "3"],
+            {"method": RecomputeMethod.UNIFORM, "num_layers": 3},
+        ),
+        (
+            ["--checkpoint-activations", "--distribute-checkpointed-activations"],
+            {"method": RecomputeMethod.UNIFORM, "distribute": True},
+        ),
+        (["--recompute-activations"], {"modules": frozenset({RecomputeModule.CORE_ATTN})}),
+        (
+            ["--recompute-activations", "--recompute-modules", "mlp", "layernorm"],
+            {"modules": frozenset({RecomputeModule.MLP, RecomputeModule.LAYERNORM})},
+        ),
     ],
 )
-def test_older_names_of_recomputation_mean_full(words: list[str], read: Any) -> None:
-    assert read(parse_args([*COMMAND, *words])) is RecomputeGranularity.FULL
+def test_other_names_of_recomputation_mean_what_they_meant(
+    words: list[str], policy: dict[str, Any]
+) -> None:
+    assert parse_args([*COMMAND, *words]).training.activations == ActivationPolicy(**policy)
+
+
+def test_a_module_that_cannot_be_recomputed_is_refused() -> None:
+    (error,) = problems_of("--recompute-activations", "--recompute-modules", "mlp", "moe")
+    assert error.found == "--recompute-modules moe"
+    assert error.fix == "give one of core_attn, mlp, layernorm"
 
 
 def test_older_names_of_positions_are_understood() -> None:

@@ -23,6 +23,7 @@ from megatron.global_vars import Runtime
 from megatron.mpu.topology import Topology
 from megatron.progress import Progress
 from pretrain_gpt import gpt_task
+from tests.support.models import second_of_two
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
 from tests.unit.engine.engines import runtime_of, tiny_batches
@@ -270,3 +271,15 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
     trained = record.state["model/embedding.word.weight"].pieces[0][1]
     assert torch.equal(embedding[:51], trained)
     assert not embedding[51:].any(), "padding rows are zero"
+
+
+def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> None:
+    said = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+    assert not model_build(runtime_of(tiny_run("nowhere"))).sequence_parallel
+    assert said not in capsys.readouterr().out
+    runtime = runtime_of(tiny_run("nowhere", sequence_parallel=True))
+    assert not model_build(runtime).sequence_parallel
+    assert said in capsys.readouterr().out
+    two = dataclasses.replace(runtime, context=second_of_two())
+    assert model_build(two).sequence_parallel
+    assert said not in capsys.readouterr().out

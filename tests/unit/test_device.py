@@ -125,3 +125,10 @@ def test_time_between_two_events_is_in_seconds(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     start, end = device.Event(), device.Event()
     assert start.elapsed_s(end) == 1.5
+
+
+def test_a_copy_in_host_memory_outlives_what_was_copied() -> None:
+    tensor = torch.arange(6.0)
+    copy = device.HostCopy(tensor)
+    tensor.zero_()
+    assert torch.equal(copy.back(), torch.arange(6.0))

@@ -65,6 +65,25 @@ def test_replicas_act_as_one() -> None:
     assert zero[2] == one[2]
 
 
+def parted_over_tp() -> str:
+    engine = engine_of(2)
+    engine.check_replicas()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            engine.stage.get_parameter("final_norm.weight")[0] += 1
+    try:
+        engine.check_replicas()
+    except NumericsError as error:
+        return f"{error.problem}: {error.found}"
+    return ""
+
+
+def test_what_is_not_split_stays_equal_over_tensor_parallel_ranks() -> None:
+    for said in run_on_ranks(2, parted_over_tp):
+        assert "tensor-parallel ranks hold different values of weights that are not split" in said
+        assert "final_norm.weight, on ranks [1] against rank 0" in said
+
+
 def norm_of_parameters(tp: int) -> float:
     return engine_of(tp).params_norm()
 

@@ -42,6 +42,17 @@ def gathering_and_scattering_work_along_any_dimension() -> None:
             assert torch.equal(collectives.all_gather(part, tp, dim=dim), whole)
             scattered = collectives.reduce_scatter(whole, tp, dim=dim)
             assert torch.equal(scattered, 2 * part)
+        pending = collectives.start_all_gather(whole.chunk(2)[tp.rank], tp)
+        assert torch.equal(pending.wait(), whole)
+        pending = collectives.start_reduce_scatter(whole, tp)
+        assert torch.equal(pending.wait(), 2 * whole.chunk(2)[tp.rank])
+        mine = whole.chunk(2)[tp.rank]
+        here = torch.full_like(whole, -1.0)
+        here.chunk(2)[tp.rank].copy_(mine)
+        collectives.start_all_gather(here.chunk(2)[tp.rank], tp, out=here).wait()
+        assert torch.equal(here, whole)
+        collectives.start_reduce_scatter(here, tp, out=here.chunk(2)[tp.rank]).wait()
+        assert torch.equal(here.chunk(2)[tp.rank], 2 * mine)
     scalars = collectives.all_gather(torch.tensor(float(tp.rank)), tp)
     assert scalars.tolist() == [0.0, 1.0]
 

@@ -1,38 +1,74 @@
-"""Tests of the parallel layers: outputs and gradients equal those of the whole layer in fp64."""
+"""Tests of the parallel layers: outputs and gradients equal those of the whole layer in fp64.
+
+`split` is sequence parallelism: what stands between the layers is this rank's part of the sequence.
+"""
+
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     linear_with_input_reduction,
 )
-from megatron.mpu.mappings import gather_from_tp
+from megatron.mpu.mappings import gather_from_tp, sequence_part
 from megatron.mpu.partition import Init
 from tests.distributed.mpu.reference import EXACT, build, fill, own_part, sample
 from tests.support.ranks import run_on_ranks
 
 NORMAL = Init("normal")
 FP64 = torch.float64
+LENGTH = 8  # tokens of a sequence
 
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, **EXACT)
 
 
-def column_linear_is_linear(tp: int, blocks: int, gather_output: bool) -> None:
+def tokens_of(ctx: ParallelContext, split: bool) -> slice:
+    """The tokens that this rank holds between layers, of LENGTH."""
+    return sequence_part(LENGTH, ctx.tp) if split else slice(0, LENGTH)
+
+
+def summed(gradient: Tensor, ctx: ParallelContext, split: bool) -> Tensor:
+    """The gradient of an unsplit parameter; under sequence parallelism of all ranks' summands."""
+    return all_reduce(gradient.clone(), ctx.tp) if split else gradient
+
+
+def noting(shapes: list[torch.Size]) -> AbstractContextManager[None]:
+    """Write down the shapes of what is saved for backward."""
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+
+
+def column_linear_is_linear(tp: int, blocks: int, gather_output: bool, split: bool) -> None:
     ctx = build(tp)
     layer = ColumnParallelLinear(
-        6, 16, ctx=ctx, init=NORMAL, blocks=blocks, gather_output=gather_output, dtype=FP64
+        6,
+        16,
+        ctx=ctx,
+        init=NORMAL,
+        blocks=blocks,
+        gather_output=gather_output,
+        sequence_parallel=split,
+        dtype=FP64,
     )
     weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
-    hidden, whole_hidden = (sample(5, 2, 6, seed=3).requires_grad_() for _ in range(2))
-    expected, upstream = F.linear(whole_hidden, weight, bias), sample(5, 2, 16, seed=4)
+    whole_hidden, tokens = sample(LENGTH, 2, 6, seed=3).requires_grad_(), tokens_of(ctx, split)
+    hidden = whole_hidden.detach()[tokens].clone().requires_grad_()
+    expected, upstream = F.linear(whole_hidden, weight, bias), sample(LENGTH, 2, 16, seed=4)
     expected.backward(upstream)
 
     def mine(whole: Tensor) -> Tensor:
@@ -40,22 +76,33 @@ def column_linear_is_linear(tp: int, blocks: int, gather_output: bool) -> None:
             return whole
         return own_part(whole.permute(2, 0, 1), layer.bias, ctx).permute(1, 2, 0)
 
-    output = layer(hidden)
+    saved: list[torch.Size] = []
+    with noting(saved):
+        output = layer(hidden)
+    # What was gathered is not kept: in backward it is gathered again.
+    assert tp == 1 or hidden.shape in saved
+    assert tokens == slice(0, LENGTH) or whole_hidden.shape not in saved
     close(output, mine(expected))
     output.backward(mine(upstream))
-    close(hidden.grad, whole_hidden.grad)
+    close(hidden.grad, whole_hidden.grad[tokens])
     close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
     close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
 
 
-def row_linear_is_linear(tp: int, input_is_parallel: bool) -> None:
+def row_linear_is_linear(tp: int, input_is_parallel: bool, split: bool) -> None:
     ctx = build(tp)
     layer = RowParallelLinear(
-        8, 6, ctx=ctx, init=NORMAL, input_is_parallel=input_is_parallel, dtype=FP64
+        8,
+        6,
+        ctx=ctx,
+        init=NORMAL,
+        input_is_parallel=input_is_parallel,
+        sequence_parallel=split,
+        dtype=FP64,
     )
     weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
-    whole = sample(5, 2, 8, seed=3).requires_grad_()
-    expected, upstream = F.linear(whole, weight, bias), sample(5, 2, 6, seed=4)
+    whole, tokens = sample(LENGTH, 2, 8, seed=3).requires_grad_(), tokens_of(ctx, split)
+    expected, upstream = F.linear(whole, weight, bias), sample(LENGTH, 2, 6, seed=4)
     expected.backward(upstream)
 
     def mine(tensor: Tensor) -> Tensor:
@@ -63,26 +110,58 @@ def row_linear_is_linear(tp: int, input_is_parallel: bool) -> None:
 
     hidden = mine(whole.detach()).clone().requires_grad_()
     output = layer(hidden)
-    close(output, expected)
-    output.backward(upstream)
+    close(output, expected[tokens])
+    output.backward(upstream[tokens])
     close(hidden.grad, mine(whole.grad))
     close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
-    close(layer.bias.grad, bias.grad)  # the same on every rank
+    close(summed(layer.bias.grad, ctx, split), bias.grad)  # the same on every rank
 
 
-def embedding_is_a_lookup(tp: int) -> None:
+def embedding_is_a_lookup(tp: int, split: bool) -> None:
     ctx = build(tp)
-    table = VocabParallelEmbedding(12, 6, ctx=ctx, true_size=10, init=NORMAL, dtype=FP64)
-    weight = fill(table.weight, ctx, seed=1)
-    ids = torch.tensor([[0, 9, 3], [3, 5, 8]])
-    expected, upstream = F.embedding(ids, weight), sample(2, 3, 6, seed=2)
+    table = VocabParallelEmbedding(
+        12, 6, ctx=ctx, true_size=10, init=NORMAL, sequence_parallel=split, dtype=FP64
+    )
+    weight, tokens = fill(table.weight, ctx, seed=1), tokens_of(ctx, split)
+    ids = torch.tensor([[0, 9, 3], [3, 5, 8]] * (LENGTH // 2))
+    expected, upstream = F.embedding(ids, weight), sample(LENGTH, 3, 6, seed=2)
     expected.backward(upstream)
     output = table(ids)
-    assert torch.equal(output, expected)  # one rank's value plus zeros
-    output.backward(upstream)
+    assert torch.equal(output, expected[tokens])  # one rank's value plus zeros
+    output.backward(upstream[tokens])
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
     with pytest.raises(DataError, match="greater than the highest possible input id"):
         table(torch.tensor([10]))
+    if split and tp > 1:
+        with pytest.raises(ConfigError, match="cannot be shared out evenly"):
+            table(ids[1:])
+
+
+def logits_of_a_split_sequence_and_frozen_parts(tp: int) -> None:
+    """What is tied collects both gradients; of what is frozen only the other one is computed."""
+    ctx = build(tp)
+    table = VocabParallelEmbedding(
+        12, 6, ctx=ctx, true_size=12, init=NORMAL, sequence_parallel=True, dtype=FP64
+    )
+    weight, tokens = fill(table.weight, ctx, seed=1), tokens_of(ctx, True)
+    ids, upstream = torch.arange(LENGTH).unsqueeze(1), sample(LENGTH, 1, 12, seed=2)
+
+    def scores(hidden: Tensor, of: Tensor) -> Tensor:
+        logits = linear_with_input_reduction(hidden, of, None, ctx.tp, sequence_parallel=True)
+        return gather_from_tp(logits, ctx.tp)
+
+    F.linear(F.embedding(ids, weight), weight).backward(upstream)
+    scores(table(ids), table.weight).backward(upstream)
+    close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
+    whole = sample(LENGTH, 1, 6, seed=3).requires_grad_()
+    F.linear(whole, weight.detach()).backward(upstream)
+    mine = whole.detach()[tokens].clone().requires_grad_()
+    scores(mine, table.weight.detach()).backward(upstream)
+    close(mine.grad, whole.grad[tokens])
+    weight.grad = table.weight.grad = None
+    F.linear(whole.detach(), weight).backward(upstream)
+    scores(mine.detach(), table.weight).backward(upstream)
+    close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
 
 
 def tied_logits_and_frozen_inputs(tp: int) -> None:
@@ -114,19 +193,23 @@ def two_layers_agree_on_a_grid_with_data_parallelism() -> None:
         close(parameter.grad, own_part(reference.grad, parameter, ctx))
 
 
-def every_layer(tp: int) -> None:
+def every_layer(tp: int, split: bool) -> None:
     for blocks in (1, 2):
         for gather_output in (False, True):
-            column_linear_is_linear(tp, blocks, gather_output)
+            column_linear_is_linear(tp, blocks, gather_output, split)
     for input_is_parallel in (True, False):
-        row_linear_is_linear(tp, input_is_parallel)
-    embedding_is_a_lookup(tp)
-    tied_logits_and_frozen_inputs(tp)
+        row_linear_is_linear(tp, input_is_parallel, split)
+    embedding_is_a_lookup(tp, split)
+    if split:
+        logits_of_a_split_sequence_and_frozen_parts(tp)
+    else:
+        tied_logits_and_frozen_inputs(tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_layers_equal_the_whole_layers(tp: int) -> None:
-    run_on_ranks(tp, every_layer, tp)
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_equal_the_whole_layers(tp: int, split: bool) -> None:
+    run_on_ranks(tp, every_layer, tp, split)
 
 
 def test_two_layers_agree_on_a_grid_with_data_parallelism() -> None:

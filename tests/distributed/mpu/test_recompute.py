@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.offload import Offload
 from megatron.mpu.partition import Init
 from megatron.mpu.random import RandomStreams
-from megatron.mpu.recompute import recompute
+from megatron.mpu.recompute import recompute, split_over
 from tests.distributed.mpu.reference import build, fill, sample
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_on_ranks
 
 
@@ -46,3 +48,48 @@ def test_recomputed_layers_are_bit_equal_and_streams_fall_as_they_should() -> No
     (output, kept), (other_output, other_kept) = run_on_ranks(2, a_recomputed_layer_is_bit_equal)
     assert output == other_output  # replicated: the same numbers on both ranks
     assert kept != other_kept  # tensor: not the same
+
+
+ELEMENTS = 7 * 2 * 33  # no multiple of the ranks: the last part is padded
+
+
+def inputs_are_split_over_the_ranks() -> tuple[int, int]:
+    ctx = build(tp=4)
+    streams = RandomStreams(1, tp_rank=ctx.tp.rank)
+    weight = sample(33, 33, seed=4).requires_grad_()
+
+    def layer(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        with streams.fork("replicated"):
+            return F.dropout((hidden * ids) @ weight, 0.3)
+
+    def train(splitting: bool, offload: Offload | None = None) -> tuple[list[torch.Tensor], int]:
+        start = sample(7, 2, 33, seed=9).requires_grad_()
+        ids = torch.arange(33)
+        before = streams.snapshot()
+        with LiveBytes([weight, ids, start]) as live:
+            hidden = start + 1  # which itself keeps nothing
+            for _ in range(3):
+                if splitting:
+                    with split_over(ctx.tp, offload=offload):
+                        hidden = recompute(layer, streams, hidden, ids)
+                else:
+                    hidden = recompute(layer, streams, hidden, ids)
+            kept = live.count
+        hidden.square().sum().backward()
+        streams.restore(before)
+        gradients = [weight.grad, start.grad]
+        weight.grad = None
+        return [hidden, *(g for g in gradients if g is not None)], kept
+
+    (plain, all_kept), (split, part_kept) = train(False), train(True)
+    offloaded, _ = train(True, Offload())
+    assert all(torch.equal(one, other) for one, other in zip(plain, split, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
+    return all_kept, part_kept
+
+
+def test_inputs_that_are_split_come_back_bit_for_bit_and_take_their_share() -> None:
+    part = -(-ELEMENTS // 4)
+    for whole, split in run_on_ranks(4, inputs_are_split_over_the_ranks):
+        # Of three inputs; what autograd keeps beside them is the same.
+        assert whole - split == 3 * 8 * (ELEMENTS - part)

@@ -1,6 +1,8 @@
 """Tests of optimizer steps, norms and skips over grids of ranks."""
 
+import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -71,19 +73,30 @@ class Part(nn.Module):
             (parameter * gradient.to(parameter.dtype) * share).sum().backward()
 
 
-def steps(
-    ctx: ParallelContext,
-) -> tuple[list[OptimizerReport], dict[str, Tensor], dict[str, Tensor], float]:
+class Steps(NamedTuple):
+    """What three steps did; `means` are what this rank has of AdamW's, from an element on."""
+
+    reports: list[OptimizerReport]
+    weights: dict[str, Tensor]
+    means: dict[str, tuple[int, Tensor]]
+    norm: float
+
+
+def steps(ctx: ParallelContext, *, distributed: bool = False) -> Steps:
     part = Part(ctx)
     norm = parameters_norm(part.named(), ctx)
-    ddp = DistributedDataParallel(part, ctx.dp)
+    ddp = DistributedDataParallel(
+        part, ctx.dp, distributed_optimizer=distributed, bucket_elements=100
+    )
     precision = PrecisionConfig(fp64=True)
-    optimizer = build_optimizer(part.named(), optimizer=CONFIG, precision=precision, ctx=ctx)
+    optimizer = build_optimizer(
+        part.named(), optimizer=CONFIG, precision=precision, ctx=ctx, replica=ddp
+    )
     reports = []
     for _ in range(3):
         ddp.zero_grad()
         part.backward(ctx)
-        ddp.all_reduce()
+        ddp.finish()
         reports.append(
             optimizer.step(
                 learning_rate=RATE,
@@ -94,30 +107,42 @@ def steps(
         )
     ddp.check_replicas_agree()
     weights = {name: parameter.detach() for name, parameter in part.named()}
-    return reports, weights, {n: s["exp_avg"] for n, s in optimizer.named_state().items()}, norm
+    owned = optimizer.owned_ranges()
+    assert (set(owned) == set(optimizer.named_state())) if distributed else not owned
+    means = {
+        name: (owned[name].start if distributed else 0, state["exp_avg"].flatten())
+        for name, state in optimizer.named_state().items()
+    }
+    return Steps(reports, weights, means, norm)
 
 
 def grids_equal_one_process() -> None:
     reference = steps(ParallelContext.single())
-    for tp, pp, dp in GRIDS:
+    for (tp, pp, dp), distributed in itertools.product(GRIDS, (False, True)):
         ctx = ParallelContext.build(Topology(tp=tp, pp=pp, dp=dp))
-        reports, weights, means, norm = steps(ctx)
-        assert norm == pytest.approx(reference[3], rel=FP64_ROUNDING)
-        for ours, theirs in zip(reports, reference[0], strict=True):
+        reports, weights, means, norm = steps(ctx, distributed=distributed)
+        assert norm == pytest.approx(reference.norm, rel=FP64_ROUNDING)
+        for ours, theirs in zip(reports, reference.reports, strict=True):
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=FP64_ROUNDING)
             assert ours.num_zeros == theirs.num_zeros
         everyone: list[list[OptimizerReport]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, reports)
         assert all(other == reports for other in everyone)
-        for ours_, theirs_ in ((weights, reference[1]), (means, reference[2])):
-            for name, value in ours_.items():
-                expected = local_slice(theirs_[name], PARAMETERS[name][1], ctx.tp.rank, ctx.tp.size)
-                torch.testing.assert_close(value, expected, rtol=FP64_ROUNDING, atol=FP64_ROUNDING)
+        for name, value in weights.items():
+            shape, partition, _ = PARAMETERS[name]
+            expected = local_slice(reference.weights[name], partition, ctx.tp.rank, ctx.tp.size)
+            torch.testing.assert_close(value, expected, rtol=FP64_ROUNDING, atol=FP64_ROUNDING)
+            if name in means:
+                start, mean = means[name]
+                whole_mean = reference.means[name][1].view(shape)
+                expected = local_slice(whole_mean, partition, ctx.tp.rank, ctx.tp.size)
+                expected = expected.flatten()[start : start + mean.numel()]
+                torch.testing.assert_close(mean, expected, rtol=FP64_ROUNDING, atol=FP64_ROUNDING)
 
 
 def test_every_grid_takes_the_step_of_one_process_and_counts_everything_once() -> None:
     gradient = torch.cat([whole(name, "gradient").flatten() for name in PARAMETERS])
-    (first, *_), *_ = steps(ParallelContext.single())
+    first = steps(ParallelContext.single()).reports[0]
     assert first.grad_norm == pytest.approx(float(gradient.norm()) * MULTIPLIER, rel=FP64_ROUNDING)
     assert first.num_zeros == int((gradient == 0).sum())
     run_on_ranks(4, grids_equal_one_process)
@@ -135,7 +160,7 @@ def one_bad_rank(tp: int, pp: int, dp: int, bad_rank: int) -> list[float]:
         before = [parameter.clone() for parameter in part.parameters()]
         ddp.zero_grad()
         part.backward(ctx)
-        ddp.all_reduce()
+        ddp.finish()
         if bad and ctx.rank == bad_rank:
             # split over tp where tp > 1, so that this rank is one that counts it
             dict(part.named())["embedding.weight"].main_grad[0, 0] = math.inf
@@ -155,3 +180,62 @@ def test_all_ranks_skip_together_when_one_overflows(
     grid: tuple[int, int, int], bad_rank: int
 ) -> None:
     assert run_on_ranks(4, one_bad_rank, *grid, bad_rank) == [[8.0, 4.0, 4.0]] * 4
+
+
+def one_bad_replica(tp: int, dp: int, bad_rank: int) -> list[float]:
+    """One rank's summand of a gradient is infinite; the sum is seen by one rank, its owner."""
+    ctx = ParallelContext.build(Topology(tp=tp, dp=dp))
+    part = Part(ctx, torch.float16)
+    ddp = DistributedDataParallel(part, ctx.dp, distributed_optimizer=True, bucket_elements=1)
+    precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
+    optimizer = build_optimizer(
+        part.named(), optimizer=CONFIG, precision=precision, ctx=ctx, replica=ddp
+    )
+    scales = []
+    for bad in (False, True, False):
+        before = [parameter.clone() for parameter in part.parameters()]
+        ddp.start_step(1)
+        part.backward(ctx)
+        if bad and ctx.rank == bad_rank:
+            dict(part.named())["layers.0.bias"].main_grad[0] = math.inf
+        ddp.finish()
+        report = optimizer.step(learning_rate=RATE, weight_decay=DECAY)
+        assert (report.applied, report.overflow) == (not bad, bad)
+        assert all(map(torch.equal, before, part.parameters())) == bad
+        ddp.check_replicas_agree()
+        scales.append(optimizer.loss_scale)
+    return scales
+
+
+@pytest.mark.parametrize(("tp", "dp", "bad_rank"), [(1, 4, 3), (2, 2, 2)])
+def test_all_ranks_skip_together_when_a_shared_out_gradient_overflows(
+    tp: int, dp: int, bad_rank: int
+) -> None:
+    assert run_on_ranks(4, one_bad_replica, tp, dp, bad_rank) == [[8.0, 4.0, 4.0]] * 4
+
+
+def a_rank_without_work() -> list[int]:
+    ctx = ParallelContext.build(Topology(dp=dist.get_world_size()))
+    found = []
+    for precision in (PrecisionConfig(), PrecisionConfig(bf16=True)):
+        module = nn.Linear(2, 2).to(getattr(torch, precision.precision.value))
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+        ddp = DistributedDataParallel(module, ctx.dp, distributed_optimizer=True)
+        optimizer = build_optimizer(ddp, optimizer=CONFIG, precision=precision, ctx=ctx)
+        for _ in range(2):
+            ddp.start_step(1)
+            ddp(torch.ones(1, 2, dtype=module.weight.dtype)).square().sum().backward()
+            ddp.finish()
+            optimizer.step(learning_rate=RATE, weight_decay=DECAY, with_zeros=True)
+        ddp.check_replicas_agree()
+        assert (module.weight < 1.0).all()
+        state = optimizer.named_state()
+        optimizer.load_state(state, optimizer.scalars())
+        optimizer.refresh_masters()
+        found.append(len(state))
+    return found
+
+
+def test_a_rank_that_owns_nothing_takes_part_all_the_same() -> None:
+    assert run_on_ranks(3, a_rank_without_work) == [[1, 1], [1, 1], [0, 0]]

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from megatron.config.fields import FieldsError
-from megatron.config.optimizer import DecayStyle, OptimizerConfig, WeightDecayStyle
+from megatron.config.optimizer import (
+    DecayStyle,
+    OptimizerConfig,
+    OptimizerKind,
+    StateDtype,
+    WeightDecayStyle,
+)
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_schedule
 
@@ -17,6 +23,21 @@ def test_decay_rates_are_below_one(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=r"outside \[0, 1\)") as caught:
         OptimizerConfig(**{name: value})
     assert caught.value.found == f"--{name.replace('_', '-')} {value}"
+
+
+@pytest.mark.parametrize(
+    ("state", "beta"), [("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")]
+)
+def test_bf16_state_needs_a_mean_that_can_decay(state: str, beta: str) -> None:
+    flag, rate = f"--{state.replace('_', '-')}-dtype", f"--{beta.replace('_', '-')}"
+    narrow = {f"{state}_dtype": StateDtype.BF16}
+    with pytest.raises(ConfigError, match="rounded back up in bf16") as caught:
+        OptimizerConfig(**narrow, **{beta: 0.999})
+    assert caught.value.found == f"{flag} bf16 with {rate} 0.999"
+    OptimizerConfig(**narrow, **{beta: 0.995})
+    with pytest.raises(ConfigError, match="state that this optimizer does not have") as caught:
+        OptimizerConfig(**narrow, optimizer=OptimizerKind.SGD)
+    assert caught.value.found == f"{flag} bf16 with --optimizer sgd"
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "adam_eps", "clip_grad"])

@@ -1,8 +1,10 @@
 """How many ways a model is split: what is refused."""
 
+from typing import Any
+
 import pytest
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelConfig, PipelineBalance
 from megatron.errors import ConfigError
 
 
@@ -18,3 +20,78 @@ def test_a_parallel_size_is_positive(name: str, size: int) -> None:
     with pytest.raises(ConfigError, match="a parallel size is not positive") as caught:
         ParallelConfig(**{name: size})
     assert caught.value.found == f"{flag} {size}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+    ],
+)
+def test_a_number_of_layers_or_stages_is_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match="it is not positive"):
+        ParallelConfig(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            {
+                "num_virtual_stages_per_pipeline_rank": 2,
+                "num_layers_per_virtual_pipeline_stage": 2,
+            },
+            "the virtual pipeline stages are given twice",
+        ),
+        (
+            {"pipeline_layer_counts": (2, 3), "decoder_last_pipeline_num_layers": 3},
+            "the layers of a pipeline stage are given twice",
+        ),
+        (
+            {
+                "num_layers_per_virtual_pipeline_stage": 2,
+                "decoder_first_pipeline_num_layers": 3,
+            },
+            "stages of unequal length cannot be cut into virtual stages of one length",
+        ),
+        (
+            {"pipeline_balance": PipelineBalance.PARAMETERS, "pipeline_layer_costs": (1.0, 2.0)},
+            "what stages are balanced by is given twice",
+        ),
+        (
+            {"pipeline_balance": PipelineBalance.PARAMETERS, "pipeline_layer_counts": (2, 3)},
+            "and what they are to be balanced by too",
+        ),
+        (
+            {"pipeline_layer_costs": (1.0,), "num_layers_per_virtual_pipeline_stage": 2},
+            "and what they are to be balanced by too",
+        ),
+    ],
+)
+def test_nothing_about_a_pipeline_is_said_twice(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ParallelConfig(**flags)
+
+
+def test_parameters_are_gathered_by_the_distributed_optimizer_alone() -> None:
+    with pytest.raises(ConfigError, match="gathered by the distributed optimizer alone") as caught:
+        ParallelConfig(overlap_param_gather=True)
+    assert caught.value.found == "--overlap-param-gather without --use-distributed-optimizer"
+    ParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True)
+
+
+def test_buckets_hold_something() -> None:
+    with pytest.raises(ConfigError, match="buckets of gradients are empty") as caught:
+        ParallelConfig(ddp_bucket_size=0)
+    assert caught.value.found == "--ddp-bucket-size 0"
+
+
+def test_ranks_compare_their_calls_when_asked_to_and_wait_a_moment() -> None:
+    assert ParallelConfig().check_seconds is None
+    assert ParallelConfig(check_collectives=True).check_seconds == 60.0
+    with pytest.raises(ConfigError, match="for no time at all") as caught:
+        ParallelConfig(check_collectives_seconds=0.0)
+    assert caught.value.found == "--check-collectives-seconds 0.0"

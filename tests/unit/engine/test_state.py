@@ -33,3 +33,20 @@ def test_the_tensors_are_the_live_ones() -> None:
     live = {tensor.name: tensor for tensor in engine.state(optimizer=True).tensors}
     gain = dict(engine.stage.named_parameters())["final_norm.weight"]
     assert live["model/final_norm.weight"].parts[0].view.data_ptr() == gain.data_ptr()
+
+
+def test_state_that_replicas_share_is_described_by_ranges() -> None:
+    """A lone replica owns everything, and describes it as whole rows and whole tensors."""
+    engines = [tiny_engine(bf16=True, use_distributed_optimizer=on) for on in (False, True)]
+    plain, sharded = (
+        {tensor.name: tensor for tensor in engine.state(optimizer=True).tensors}
+        for engine in engines
+    )
+    assert plain.keys() == sharded.keys()
+    for name, tensor in sharded.items():
+        assert (tensor.global_shape, tensor.dtype) == (plain[name].global_shape, plain[name].dtype)
+        assert tensor.boxes == plain[name].boxes
+    live = engines[1].optimizer.named_state()["embedding.word.weight"]["master"]
+    (part,) = sharded["optimizer/master/embedding.word.weight"].parts
+    assert live.dim() == 1
+    assert part.view.data_ptr() == live.data_ptr()

@@ -109,6 +109,18 @@ def test_every_knob_saves_memory(knob: dict[str, int]) -> None:
     assert after.total < before.total
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_with_split_sequences_tensor_parallelism_divides_all_activations(recompute: bool) -> None:
+    config, vocab, bf16 = preset("gpt3-6.7b"), VocabSize(50257, 50304), PrecisionConfig(bf16=True)
+
+    def activations(**changes: int) -> int:
+        on = share(seq_length=2048, recompute=recompute, **changes)
+        return memory_bytes(config, vocab, bf16, on).activations
+
+    assert 8 * activations(tp=8, sequence_parallel=True) == activations()
+    assert 8 * activations(tp=8) > 2 * activations()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_activations_are_near_what_autograd_keeps(name: str) -> None:
     """Distinct storages kept for backward, weights aside, against the estimate."""

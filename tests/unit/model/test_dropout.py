@@ -1,26 +1,35 @@
-"""Dropout of replicated tensors."""
+"""Dropout between layers: its streams, and when nothing is drawn."""
 
+import pytest
 import torch
 
-from megatron.model.dropout import ReplicatedDropout
+from megatron.model.dropout import HiddenDropout
 from megatron.mpu.random import RandomStreams
 
 
-def test_it_draws_from_the_replicated_stream_and_keeps_the_mean() -> None:
+@pytest.mark.parametrize(
+    ("sequence_parallel", "drawn", "other"),
+    [(False, "replicated", "tensor"), (True, "tensor", "replicated")],
+)
+def test_it_draws_from_the_stream_of_who_holds_what_and_keeps_the_mean(
+    sequence_parallel: bool, drawn: str, other: str
+) -> None:
     streams = RandomStreams(1)
     before = streams.snapshot()
     outside = torch.get_rng_state()
-    dropped = ReplicatedDropout(0.25, streams)(torch.ones(100_000))
+    dropout = HiddenDropout(0.25, streams, sequence_parallel=sequence_parallel)
+    dropped = dropout(torch.ones(100_000))
     after = streams.snapshot()
-    assert not torch.equal(before["replicated"], after["replicated"])
-    assert torch.equal(before["tensor"], after["tensor"])
+    assert not torch.equal(before[drawn], after[drawn])
+    assert torch.equal(before[other], after[other])
     assert torch.equal(torch.get_rng_state(), outside)
     # 100,000 draws: the share is known to 0.0014.
     assert abs((dropped == 0).float().mean().item() - 0.25) < 0.01
     assert abs(dropped.mean().item() - 1) < 0.01
+    assert repr(dropout) == f"HiddenDropout(0.25, stream={drawn})"
 
 
 def test_with_probability_zero_or_in_evaluation_it_hands_back_its_input() -> None:
     hidden, streams = torch.ones(4), RandomStreams(1)
-    assert ReplicatedDropout(0.0, streams)(hidden) is hidden
-    assert ReplicatedDropout(0.5, streams).eval()(hidden) is hidden
+    assert HiddenDropout(0.0, streams, sequence_parallel=True)(hidden) is hidden
+    assert HiddenDropout(0.5, streams, sequence_parallel=True).eval()(hidden) is hidden

@@ -1,11 +1,12 @@
 """Masks and biases are made once, and again when what they depend on has changed."""
 
+import pytest
 import torch
 
 from megatron.config.model import PositionEmbedding
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.positions import alibi_slopes
-from tests.support.models import tiny_build, tiny_config
+from tests.support.models import second_of_two, tiny_build, tiny_config
 
 HIDDEN = torch.zeros(5, 2, 16, dtype=torch.float64)
 POSITIONS = torch.arange(5).expand(2, 5).contiguous()
@@ -78,3 +79,20 @@ def test_alibi_is_minus_the_slope_times_the_distance() -> None:
             for j in range(5):
                 expected = -slope * (i - j) if j <= i else -float("inf")
                 assert mask[0, head, i, j].item() == expected
+
+
+@pytest.mark.parametrize(
+    "kind", [PositionEmbedding.LEARNED, PositionEmbedding.ALIBI, PositionEmbedding.ROPE]
+)
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 1, 1, 1, 1], [2] * 6])])
+def test_of_a_part_of_the_sequence_it_is_that_of_the_whole(
+    kind: PositionEmbedding, documents: torch.Tensor | None
+) -> None:
+    config, positions = tiny_config(position_embedding_type=kind), torch.arange(6).expand(2, 6)
+    ids = (None, None) if documents is None else (positions, documents)
+    split = AttentionGeometry(config, tiny_build(second_of_two(), sequence_parallel=True))
+    whole = AttentionGeometry(config, tiny_build(second_of_two()))
+    mine, expected = split.of(torch.zeros(3, 2, 16), *ids), whole.of(torch.zeros(6, 2, 16), *ids)
+    torch.testing.assert_close(
+        (mine.mask, mine.rotation), (expected.mask, expected.rotation), rtol=0, atol=0
+    )

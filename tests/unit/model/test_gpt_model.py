@@ -13,16 +13,19 @@ from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
-from megatron.model.specs import Span
+from megatron.mpu.partition import is_sequence_parallel, partition_of
+from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import (
     TINY_VOCAB,
     roughen,
+    second_of_two,
     tiny_build,
     tiny_config,
     tiny_model,
     tiny_tokens,
 )
 from tests.support.naive_gpt import naive_logits
+from tests.support.tiny import MODELS, tiny_run
 
 # float64 on both sides: only the order of additions differs.
 SAME = {"rtol": 1e-10, "atol": 1e-10}
@@ -179,7 +182,7 @@ def test_the_whole_is_the_same_in_any_number_of_stages() -> None:
         names: set[str] = set()
         carry = gpt_carry(tokens, position_ids, document_ids)
         for start, stop in itertools.pairwise(cuts):
-            stage = pipe.stage(Span(start, stop))
+            stage = pipe.stage(LayerRange(start, stop))
             part = {n: t for n, t in model.state_dict().items() if n in stage.state_dict()}
             stage.load_state_dict(part)
             names |= part.keys()
@@ -190,17 +193,17 @@ def test_the_whole_is_the_same_in_any_number_of_stages() -> None:
 
 def test_a_last_stage_holds_the_tied_table_and_nothing_else_of_the_embedding() -> None:
     pipe = GPTModelPipe(tiny_config(embed_layernorm=True), tiny_build())
-    last = pipe.stage(Span(3, 5))
+    last = pipe.stage(LayerRange(3, 5))
     assert [n for n, _ in last.named_parameters()] == [
         "final_norm.weight",
         "final_norm.bias",
         "embedding.word.weight",
     ]
-    first = pipe.stage(Span(0, 1))
+    first = pipe.stage(LayerRange(0, 1))
     assert (
         list(first.tied_parameters()) == list(last.tied_parameters()) == ["embedding.word.weight"]
     )
-    assert pipe.stage(Span(1, 3)).tied_parameters() == {}
+    assert pipe.stage(LayerRange(1, 3)).tied_parameters() == {}
 
 
 def test_untied_models_have_an_output_of_their_own_and_nothing_to_share() -> None:
@@ -279,9 +282,37 @@ def test_one_state_dict_fits_both_classes() -> None:
     config = tiny_config()
     model = tiny_model(config)
     pipe = GPTModelPipe(config, tiny_build())
-    stage = pipe.stage(Span.whole(pipe.specs))
+    stage = pipe.stage(LayerRange(0, len(pipe.specs)))
     roughen(stage, pipe.build.ctx)
     assert stage.state_dict().keys() == model.state_dict().keys()
     tokens = tiny_tokens()
     loss = pipe.loss(stage((tokens,)), tokens, torch.ones(2, 9))
     torch.testing.assert_close(loss.total, model(tokens, labels=tokens).total, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize("split", [False, True])
+def test_under_sequence_parallelism_every_unsplit_weight_has_its_gradients_summed(
+    shape: str, split: bool
+) -> None:
+    """All of a GPT but its split matrices works on the rank's own part of the sequence."""
+    config = tiny_run("nowhere", **MODELS[shape]).model
+    for changes in ({}, {"embed_layernorm": True, "add_qkv_bias": True}):
+        build = tiny_build(second_of_two(), sequence_parallel=split)
+        model = GPTModel(dataclasses.replace(config, **changes), build)
+        for name, parameter in model.named_parameters():
+            unsplit = partition_of(parameter) is None
+            assert is_sequence_parallel(parameter) == (split and unsplit), name
+
+
+def test_a_split_sequence_on_one_rank_is_the_whole_one() -> None:
+    config, tokens = tiny_config(embed_layernorm=True), tiny_tokens()
+    whole, split = tiny_model(config), tiny_model(config, tiny_build(sequence_parallel=True))
+    assert torch.equal(split(tokens), whole(tokens))
+
+
+def test_token_by_token_a_split_sequence_is_refused() -> None:
+    model = tiny_model(tiny_config(), tiny_build(sequence_parallel=True))
+    cache = model.new_cache(batch=2, capacity=12)
+    with pytest.raises(ConfigError, match="cannot generate token by token"):
+        model.next_token_logits(tiny_tokens(), torch.tensor([8, 8]), cache=cache)

@@ -11,9 +11,10 @@ from megatron.config.precision import PrecisionConfig
 from megatron.errors import MegatronError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe
 from megatron.model.init import draw, initialize_parameters, residual_init, weight_init
-from megatron.model.specs import Span, VocabSize
+from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Init
+from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
 
 CTX = ParallelContext.single()
@@ -51,7 +52,7 @@ def test_a_stage_starts_with_the_values_of_the_whole() -> None:
     whole = values()
     pipe = GPTModelPipe(tiny_config(), tiny_build())
     for start, stop in ((0, 2), (2, 5)):
-        stage = pipe.stage(Span(start, stop))
+        stage = pipe.stage(LayerRange(start, stop))
         initialize_parameters(stage, seed=1, ctx=CTX)
         for name, parameter in stage.named_parameters():
             assert torch.equal(parameter, whole[name]), name

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from megatron.config.model import Normalization
+from megatron.config.precision import PrecisionConfig
 from megatron.model.norms import LayerNorm, RMSNorm, build_norm
-from tests.support.models import tiny_config
+from megatron.mpu.partition import is_sequence_parallel
+from tests.support.models import tiny_build, tiny_config
+
+BF16 = PrecisionConfig(bf16=True)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_statistics_of_bfloat16_are_computed_in_float32(kind: type[LayerNorm | RMSNorm]) -> None:
     width = 4096
-    norm = kind(width, epsilon=1e-5, dtype=torch.bfloat16)
+    norm = kind(width, epsilon=1e-5, sequence_parallel=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(norm.weight)
     if isinstance(norm, LayerNorm):
         torch.nn.init.zeros_(norm.bias)
@@ -29,7 +33,7 @@ def test_statistics_of_bfloat16_are_computed_in_float32(kind: type[LayerNorm | R
 def test_an_fp32_stream_stays_fp32_and_the_final_norm_returns_the_model_dtype(
     kind: Normalization,
 ) -> None:
-    norm = build_norm(tiny_config(normalization=kind), torch.bfloat16)
+    norm = build_norm(tiny_config(normalization=kind), tiny_build(precision=BF16))
     torch.nn.init.ones_(norm.weight)
     hidden = torch.randn(2, 3, 16)
     assert norm(hidden).dtype == torch.float32
@@ -38,8 +42,17 @@ def test_an_fp32_stream_stays_fp32_and_the_final_norm_returns_the_model_dtype(
 
 
 def test_rms_norm_has_no_bias_and_keeps_the_mean() -> None:
-    norm = build_norm(tiny_config(normalization=Normalization.RMS_NORM), torch.float64)
+    norm = build_norm(tiny_config(normalization=Normalization.RMS_NORM), tiny_build())
     assert [name for name, _ in norm.named_parameters()] == ["weight"]
     torch.nn.init.ones_(norm.weight)
     constant = torch.full((1, 1, 16), 5.0, dtype=torch.float64)
     torch.testing.assert_close(norm(constant), torch.ones_like(constant), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", Normalization)
+@pytest.mark.parametrize("split", [False, True])
+def test_gains_say_when_they_see_a_part_of_the_sequence(kind: Normalization, split: bool) -> None:
+    norm = build_norm(tiny_config(normalization=kind), tiny_build(sequence_parallel=split))
+    assert [is_sequence_parallel(gain) for gain in norm.parameters()] == [split] * len(
+        list(norm.parameters())
+    )

@@ -6,7 +6,7 @@ import torch
 from megatron.config.model import PositionEmbedding
 from megatron.errors import ConfigError
 from megatron.model.positions import LearnedPositions, RotaryAngles, alibi_slopes, rotate
-from megatron.mpu.partition import Init
+from megatron.mpu.partition import Init, is_sequence_parallel
 from tests.support.models import tiny_config
 
 # float64; angles of up to a few thousand radians lose four of sixteen digits.
@@ -99,8 +99,26 @@ def test_there_is_a_falling_positive_slope_for_every_head(heads_: int) -> None:
     assert all(0 < slope < 1 for slope in slopes)
 
 
+def learned(*, sequence_parallel: bool = False) -> LearnedPositions:
+    table = LearnedPositions(
+        8, 4, init=Init("zeros"), sequence_parallel=sequence_parallel, dtype=torch.float64
+    )
+    torch.nn.init.normal_(table.weight)
+    return table
+
+
+def test_a_part_of_the_sequence_gets_the_vectors_of_its_own_positions() -> None:
+    table, ids = learned(sequence_parallel=True), torch.tensor([[0, 1, 2, 0], [5, 6, 0, 1]])
+    assert is_sequence_parallel(table.weight)
+    assert not is_sequence_parallel(learned().weight)
+    for asked in (None, ids):
+        whole = table(4, asked)
+        assert torch.equal(table(4, asked, slice(0, 2)), whole[:2])
+        assert torch.equal(table(4, asked, slice(2, 4)), whole[2:])
+
+
 def test_a_sequence_longer_than_the_table_is_refused_with_both_numbers() -> None:
-    table = LearnedPositions(8, 4, init=Init("zeros"), dtype=torch.float64)
+    table = learned()
     assert table(8, None).shape == (8, 1, 4)
     assert table(3, torch.zeros(2, 3, dtype=torch.int64)).shape == (3, 2, 4)
     with pytest.raises(ConfigError, match="longer than the table of learned positions") as raised:

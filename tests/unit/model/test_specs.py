@@ -4,7 +4,7 @@ import torch
 
 from megatron.config.precision import PrecisionConfig
 from megatron.model.gpt_model import gpt_layers
-from megatron.model.specs import Span
+from megatron.model.stage import blocks_of
 from tests.support.models import tiny_build, tiny_config
 
 
@@ -18,7 +18,8 @@ def test_a_gpt_is_its_layers_and_three_more_under_global_names() -> None:
         "final_norm",
         "embedding.word",
     ]
-    assert Span.whole(specs) == (0, 6)
+    assert blocks_of(specs) == (1, 4)
+    assert blocks_of(specs[4:]) == (0, 2), "a list that marks none has nothing but such layers"
 
 
 def test_the_dtype_is_the_one_that_the_precision_names() -> None:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.model.specs import LayerSpec, Span
-from megatron.model.stage import Stage
+from megatron.model.specs import LayerSpec
+from megatron.model.stage import Stage, parameters_of_layers
+from megatron.mpu.stage_plan import LayerRange
 
 
 class Scale(nn.Module):
@@ -55,15 +56,15 @@ def test_a_layer_that_an_earlier_one_contains_is_not_built_again() -> None:
     (out,) = Stage(specs)((torch.ones(()),))
     assert built == ["whole"]
     assert out.item() == 0.5
-    assert list(Stage(specs, Span(1, 2)).state_dict()) == ["whole.part.weight"]
+    assert list(Stage(specs, [LayerRange(1, 2)]).state_dict()) == ["whole.part.weight"]
     assert built == ["whole", "part"]
 
 
 def test_names_do_not_depend_on_where_a_stage_begins() -> None:
-    stage = Stage(SPECS, Span(2, 4))
+    stage = Stage(SPECS, [LayerRange(2, 4)])
     assert list(stage.state_dict()) == ["layers.1.deep.weight", "outer.weight"]
     assert list(stage.tied_parameters()) == ["outer.weight"]
-    assert Stage(SPECS, Span(1, 3)).tied_parameters() == {}
+    assert Stage(SPECS, [LayerRange(1, 3)]).tied_parameters() == {}
 
 
 def test_hooks_on_a_layer_run() -> None:
@@ -71,3 +72,16 @@ def test_hooks_on_a_layer_run() -> None:
     stage.get_submodule("layers.1.deep").register_forward_hook(lambda *_: seen.append(1))
     stage((torch.ones(()),))
     assert seen == [1]
+
+
+def test_parameters_of_layers_are_counted_without_being_made() -> None:
+    devices = []
+
+    def layer() -> nn.Module:
+        made = nn.Linear(3, 2)
+        devices.append(made.weight.device.type)
+        return made
+
+    specs = [LayerSpec("a", layer), LayerSpec("b", nn.Identity), LayerSpec("a", layer)]
+    assert parameters_of_layers(specs) == (8, 0, 8)  # a layer that shares them has their work
+    assert devices == ["meta", "meta"]

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from megatron.config.activations import ActivationPolicy, RecomputeModule
 from megatron.config.precision import PrecisionConfig
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.transformer import Block
 from megatron.mpu.context import ParallelContext
+from tests.support.live_bytes import LiveBytes
 from tests.support.models import roughen, tiny_build, tiny_config
 
 
@@ -34,10 +36,17 @@ def test_ids_travel_on_unchanged() -> None:
     assert ids[1] is documents
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_an_fp32_stream_stays_fp32_in_a_bfloat16_block(recompute: bool) -> None:
+MODULES = [
+    frozenset[RecomputeModule](),
+    *(frozenset({module}) for module in RecomputeModule),
+    frozenset(RecomputeModule),
+]
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_an_fp32_stream_stays_fp32_in_a_bfloat16_block(modules: frozenset[RecomputeModule]) -> None:
     wide = PrecisionConfig(bf16=True, fp32_residual_connection=True)
-    made = block(precision=wide, recompute=recompute)
+    made = block(precision=wide, activations=ActivationPolicy(modules=modules))
     hidden = torch.randn(4, 2, 16, requires_grad=True)
     (out,) = made((hidden,))
     assert out.dtype == torch.float32
@@ -46,17 +55,46 @@ def test_an_fp32_stream_stays_fp32_in_a_bfloat16_block(recompute: bool) -> None:
     assert {p.grad.dtype for p in made.parameters() if p.grad is not None} == {torch.bfloat16}
 
 
-def test_recomputation_keeps_less_for_backward() -> None:
-    kept = []
-    for recompute in (False, True):
-        made, sizes = block(recompute=recompute), []
+def kept(modules: frozenset[RecomputeModule]) -> int:
+    """Bytes that the forward pass of a block leaves for its backward pass."""
+    made = block(activations=ActivationPolicy(modules=modules))
+    hidden = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
+    with LiveBytes([*made.parameters(), hidden]) as live:
+        output = made((hidden,))
+        assert output[0].requires_grad
+        return live.count
+
+
+def test_every_recomputed_part_keeps_less_for_backward() -> None:
+    everything = kept(frozenset())
+    for module in RecomputeModule:
+        assert kept(frozenset({module})) < everything, module
+    wide = 4 * 2 * 16 * 8  # bytes of one [s, b, h] in float64
+    # The inputs of both branches are not there, nor the middle of the MLP before and after gelu.
+    assert kept(frozenset({RecomputeModule.LAYERNORM})) == everything - 2 * wide
+    assert kept(frozenset({RecomputeModule.MLP})) <= everything - 8 * wide
+    assert kept(frozenset(RecomputeModule)) < everything - 10 * wide
+
+
+@pytest.mark.parametrize("after_norm", [False, True])
+@pytest.mark.parametrize("modules", MODULES)
+def test_recomputed_parts_change_no_bit(
+    modules: frozenset[RecomputeModule], after_norm: bool
+) -> None:
+    results = []
+    for chosen in (frozenset[RecomputeModule](), modules):
+        build = tiny_build(activations=ActivationPolicy(modules=chosen))
+        config = tiny_config(
+            hidden_dropout=0.3,
+            attention_dropout=0.2,
+            apply_residual_connection_post_layernorm=after_norm,
+        )
+        made = Block(config, build, AttentionGeometry(config, build), layer=0)
+        roughen(made, ParallelContext.single())
+        torch.manual_seed(0)
         hidden = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
-
-        def note(t: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
-            sizes.append(t.numel())
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            made((hidden,))
-        kept.append(sum(sizes))
-    assert kept[1] < kept[0] / 10
+        (output,) = made((hidden,))
+        output.square().sum().backward()
+        gradients = [hidden.grad, *(p.grad for p in made.parameters())]
+        results.append([output, *gradients, *build.streams.snapshot().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -15,6 +15,12 @@ def test_a_group_of_one_gets_its_own_tensor_back() -> None:
     for op in ("sum", "mean", "max", "min"):
         assert collectives.all_reduce(tensor, ALONE, op=op) is tensor
     assert collectives.start_all_reduce(tensor, ALONE).wait() is tensor
+    assert collectives.start_all_gather(tensor, ALONE).wait() is tensor
+    assert collectives.start_reduce_scatter(tensor, ALONE).wait() is tensor
+    for start in (collectives.start_all_gather, collectives.start_reduce_scatter):
+        out = torch.full_like(tensor, -1)
+        assert start(tensor, ALONE, out=out).wait() is out
+        assert torch.equal(out, tensor)
     assert collectives.all_gather(tensor, ALONE) is tensor
     assert collectives.reduce_scatter(tensor, ALONE) is tensor
     assert collectives.broadcast(tensor, ALONE) is tensor

@@ -5,19 +5,19 @@ import torch
 import torch.nn.functional as F
 
 from megatron.errors import ConfigError, DataError
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.mpu.partition import Init, Partition, init_of, partition_of
-from megatron.mpu.topology import Topology
+from megatron.mpu.partition import (
+    Init,
+    Partition,
+    init_of,
+    is_sequence_parallel,
+    partition_of,
+)
+from tests.support.models import second_of_two
 
 ALONE = ParallelContext.single()
 NORMAL = Init("normal", std=0.02)
-
-
-def second_of_two() -> ParallelContext:
-    """The context of tp rank 1 of 2 for tests that do not communicate."""
-    one, two = Group((1,), 0), Group((0, 1), 1)
-    return ParallelContext(Topology(tp=2), two, two, one, one, two, one)
 
 
 def test_alone_the_linear_layers_are_linear() -> None:
@@ -47,6 +47,34 @@ def test_parameters_say_how_they_are_split() -> None:
     assert init_of(column.weight) == init_of(row.weight) == NORMAL
     assert init_of(column.bias) == init_of(row.bias) == Init("zeros")
     assert init_of(table.weight) == Init("normal", std=0.02, true_rows=7)
+
+
+def test_only_what_a_part_of_the_sequence_is_given_says_that_its_gradient_is_a_summand() -> None:
+    ctx = second_of_two()
+    for split in (False, True):
+        column = ColumnParallelLinear(4, 8, ctx=ctx, init=NORMAL, sequence_parallel=split)
+        row = RowParallelLinear(4, 8, ctx=ctx, init=NORMAL, sequence_parallel=split)
+        table = VocabParallelEmbedding(
+            8, 4, ctx=ctx, true_size=7, init=NORMAL, sequence_parallel=split
+        )
+        assert is_sequence_parallel(row.bias) == split
+        for whole in (column.weight, column.bias, row.weight, table.weight):
+            assert not is_sequence_parallel(whole)
+
+
+def test_alone_a_split_sequence_is_the_whole_one() -> None:
+    hidden = torch.randn(3, 2, 4, requires_grad=True)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(4, 6, ctx=ALONE, init=NORMAL, sequence_parallel=True)
+        torch.nn.init.normal_(layer.weight)
+        torch.nn.init.normal_(layer.bias)
+        assert torch.equal(layer(hidden), F.linear(hidden, layer.weight, layer.bias))
+    table = VocabParallelEmbedding(
+        8, 4, ctx=ALONE, true_size=7, init=NORMAL, sequence_parallel=True
+    )
+    torch.nn.init.normal_(table.weight)
+    ids = torch.tensor([[0, 6]])
+    assert torch.equal(table(ids), table.weight[ids])
 
 
 def test_bias_can_be_left_out() -> None:

@@ -12,6 +12,7 @@ from megatron.mpu.partition import (
     describe,
     global_shape,
     init_of,
+    is_sequence_parallel,
     join_slices,
     local_shape,
     local_slice,
@@ -81,3 +82,14 @@ def test_a_parameter_says_how_it_is_split_and_initialised() -> None:
     assert init_of(parameter) == Init("normal", 0.02)
     assert parameter.partition == Partition(dim=1)
     assert parameter.init == Init("normal", 0.02)
+
+
+def test_a_parameter_says_when_its_gradients_are_to_be_summed_over_tp_first() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    assert not is_sequence_parallel(parameter)
+    describe(parameter, init=Init("zeros"))
+    assert not is_sequence_parallel(parameter)
+    assert not hasattr(parameter, "reduce_first")
+    describe(parameter, init=Init("zeros"), sequence_parallel=True)
+    assert is_sequence_parallel(parameter)
+    assert parameter.reduce_first

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.offload import Offload
 from megatron.mpu.random import RandomStreams
-from megatron.mpu.recompute import recompute
+from megatron.mpu.recompute import forgetting, recompute, split_over
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -84,3 +86,40 @@ def test_intermediate_tensors_are_not_kept() -> None:
 def test_without_gradients_the_function_is_simply_called() -> None:
     with torch.no_grad():
         assert recompute(lambda value, _: value, RandomStreams(0), "text", None) == "text"
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_inputs_that_are_split_come_back_whole(offloading: bool) -> None:
+    tp = ParallelContext.single().tp
+    x = torch.randn(3, 5, requires_grad=True)
+    count = torch.arange(5)
+    with split_over(tp, offload=Offload() if offloading else None):
+        y = recompute(lambda x, n: (x * n).exp().sum(), RandomStreams(0), x, count)
+    y.backward()
+    expected = x.detach().requires_grad_()
+    (expected * count).exp().sum().backward()
+    assert x.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_a_forgotten_output_is_made_again_with_the_view_that_was_saved() -> None:
+    asked = []
+    x, weight = torch.randn(6, 4), torch.randn(4, 4, requires_grad=True)
+    other = torch.randn(6, 4, requires_grad=True)
+
+    def again() -> torch.Tensor:
+        asked.append(torch.is_grad_enabled())
+        return x.exp()
+
+    output = x.exp()
+    with forgetting(output, again):
+        y = (output[1:5].t() @ other[1:5] @ weight).sum()
+    reference = output.clone()
+    output.fill_(float("nan"))  # nobody reads it any more
+    y.backward()
+    assert asked == [False]
+    assert other.grad is not None
+    expected = other.detach().requires_grad_()
+    (reference[1:5].t() @ expected[1:5] @ weight).sum().backward()
+    assert torch.equal(other.grad, expected.grad)  # type: ignore[arg-type]

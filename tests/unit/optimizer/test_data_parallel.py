@@ -16,7 +16,7 @@ def test_the_wrapper_runs_its_module_and_collects_its_gradients() -> None:
     inputs = torch.randn(4, 3)
     assert torch.equal(ddp(inputs), ddp.module(inputs))
     ddp(inputs).sum().backward()
-    ddp.all_reduce()
+    ddp.finish()
     ddp.check_replicas_agree()
     assert ddp.module.weight.main_grad.any()
     ddp.zero_grad()
@@ -33,5 +33,5 @@ def test_gradients_of_half_precision_are_kept_in_the_dtype_asked_for() -> None:
 def test_optional_parameters_may_be_left_out_of_the_loss() -> None:
     strict = DistributedDataParallel(nn.Linear(3, 2), DP)
     with pytest.raises(ConfigError, match="no part in the backward"):
-        strict.all_reduce()
-    DistributedDataParallel(nn.Linear(3, 2), DP, optional=("weight", "bias")).all_reduce()
+        strict.finish()
+    DistributedDataParallel(nn.Linear(3, 2), DP, optional=("weight", "bias")).finish()

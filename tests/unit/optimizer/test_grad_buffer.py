@@ -1,11 +1,14 @@
 """Tests of megatron.optimizer.grad_buffer."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.weight_gradients import WeightGradients, defer_or_compute
 from megatron.optimizer.grad_buffer import GradBuffer
 
 HALF_AND_WIDER = [
@@ -37,7 +40,7 @@ def test_gradients_of_micro_batches_add_up_in_the_wider_dtype(
     dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> None:
     module, plain = model(dtype), model(dtype)
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=gradient_dtype)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=gradient_dtype)
     sums = [torch.zeros_like(p, dtype=gradient_dtype) for p in plain.parameters()]
     for seed in range(3):
         module(batch(seed, dtype)).square().sum().backward()
@@ -46,7 +49,7 @@ def test_gradients_of_micro_batches_add_up_in_the_wider_dtype(
             assert parameter.grad is not None
             total.add_(parameter.grad)
             parameter.grad = None
-    buffer.all_reduce(SINGLE.dp)
+    buffer.finish()
     for total, parameter in zip(sums, module.parameters()):
         assert main_grad(parameter).dtype == gradient_dtype
         assert torch.equal(main_grad(parameter), total)
@@ -54,7 +57,7 @@ def test_gradients_of_micro_batches_add_up_in_the_wider_dtype(
 
 def test_wide_parameters_have_their_gradient_in_the_buffer_itself() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
     for parameter in module.parameters():
         assert parameter.grad is not None
@@ -65,17 +68,17 @@ def test_wide_parameters_have_their_gradient_in_the_buffer_itself() -> None:
 
 def test_half_precision_parameters_keep_no_gradient_of_their_own() -> None:
     module = model(torch.bfloat16)
-    GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module(batch(0, torch.bfloat16)).sum().backward()
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_zero_zeroes_and_brings_back_views_that_were_lost() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
     module.zero_grad(set_to_none=True)
-    buffer.zero()
+    buffer.start_step()
     for parameter in module.parameters():
         assert parameter.grad is not None
         assert parameter.grad.data_ptr() == main_grad(parameter).data_ptr()
@@ -84,7 +87,7 @@ def test_zero_zeroes_and_brings_back_views_that_were_lost() -> None:
 
 def test_scale_multiplies_every_gradient() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
     before = [main_grad(parameter).clone() for parameter in module.parameters()]
     buffer.scale_(0.25)
@@ -95,22 +98,21 @@ def test_scale_multiplies_every_gradient() -> None:
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 64, 100, 10**9])
-def test_buckets_hold_every_parameter_once_in_reverse_order(bucket_elements: int) -> None:
+def test_gradients_lie_where_the_plan_says_in_reverse_order(bucket_elements: int) -> None:
     module = model()
     buffer = GradBuffer(
-        module.named_parameters(), gradient_dtype=torch.float32, bucket_elements=bucket_elements
+        module.named_parameters(),
+        SINGLE.dp,
+        gradient_dtype=torch.float32,
+        bucket_elements=bucket_elements,
     )
-    (flat,) = buffer._flats
-    members = [parameter for bucket in flat.buckets for parameter in bucket.parameters]
+    (flat,) = buffer.flats
+    members = [flat.parameters[i] for bucket in flat.plan.buckets for i in bucket.members]
     assert members == list(reversed(list(module.parameters())))
-    assert [bucket.start for bucket in flat.buckets[1:]] == [b.end for b in flat.buckets[:-1]]
-    assert (flat.buckets[0].start, flat.buckets[-1].end) == (0, flat.data.numel())
-    for bucket in flat.buckets:
-        for parameter in bucket.parameters:
-            offset = main_grad(parameter).storage_offset()
-            assert bucket.start <= offset
-            assert offset + parameter.numel() <= bucket.end
-            assert offset % 64 == 0
+    assert flat.plan.elements == flat.data.numel()
+    for parameter, place in zip(flat.parameters, flat.plan.places, strict=True):
+        assert main_grad(parameter).storage_offset() == place.start
+        assert main_grad(parameter).numel() == place.size
     assert buffer.size_bytes == 4 * flat.data.numel()
 
 
@@ -118,42 +120,136 @@ def test_dtypes_have_a_buffer_each_and_frozen_parameters_none() -> None:
     module = model(torch.bfloat16)
     module[2].double()
     module[0].bias.requires_grad_(False)
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
-    assert {flat.data.dtype for flat in buffer._flats} == {torch.float32, torch.float64}
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    assert {flat.data.dtype for flat in buffer.flats} == {torch.float32, torch.float64}
     assert not hasattr(module[0].bias, "main_grad")
 
 
 def test_a_parameter_without_gradient_is_an_error_that_names_it() -> None:
     module = nn.ModuleDict({"used": nn.Linear(5, 2), "unused": nn.Linear(5, 2)})
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module["used"](batch(0, torch.float32)).sum().backward()
     with pytest.raises(
         ConfigError, match=r"no part in the backward(.|\n)*unused.weight, unused.bias"
     ):
-        buffer.all_reduce(SINGLE.dp)
+        buffer.finish()
 
 
 def test_many_parameters_without_gradient_are_counted() -> None:
     module = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"2\.weight and 3 more"):
-        buffer.all_reduce(SINGLE.dp)
+        buffer.finish()
 
 
 def test_an_optional_parameter_may_go_without_gradient() -> None:
     module = nn.ModuleDict({"used": nn.Linear(5, 2), "unused": nn.Linear(5, 2, bias=False)})
     buffer = GradBuffer(
-        module.named_parameters(), gradient_dtype=torch.float32, optional=["unused.weight"]
+        module.named_parameters(),
+        SINGLE.dp,
+        gradient_dtype=torch.float32,
+        optional=["unused.weight"],
     )
     module["used"](batch(0, torch.float32)).sum().backward()
-    buffer.all_reduce(SINGLE.dp)
+    buffer.finish()
     assert not main_grad(module["unused"].weight).any()
 
 
 def test_gradients_of_the_last_iteration_do_not_count_for_this_one() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
-    buffer.zero()
+    buffer.start_step()
     with pytest.raises(ConfigError, match="no part in the backward"):
-        buffer.all_reduce(SINGLE.dp)
+        buffer.finish()
+
+
+def test_a_gradient_after_its_bucket_was_reduced_is_an_error() -> None:
+    module = model()
+    buffer = GradBuffer(
+        module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, overlap=True
+    )
+    buffer.start_step(1)
+    module(batch(0, torch.float32)).sum().backward()
+    with pytest.raises(
+        ConfigError, match=r"came after its sum(.|\n)*2.(weight|bias) had 2 gradients, for 1 micro"
+    ):
+        module(batch(1, torch.float32)).sum().backward()
+
+
+def test_nothing_is_reduced_before_the_end_without_overlap_or_a_number_of_passes() -> None:
+    for overlap, passes in ((False, 1), (True, None)):
+        module = model()
+        buffer = GradBuffer(
+            module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, overlap=overlap
+        )
+        buffer.start_step(passes)
+        for seed in range(2):
+            module(batch(seed, torch.float32)).sum().backward()
+        buffer.finish()
+
+
+def test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    for index in (1, 2):
+        vars(module[index].weight)["reduce_first"] = True  # as tied weights
+    vars(module[3].weight).update(reduce_first=True, sequence_parallel=True)
+    buffer = GradBuffer(
+        module.named_parameters(),
+        SINGLE.dp,
+        gradient_dtype=torch.float32,
+        optional=["0.weight"],
+        overlap=True,
+    )
+    (flat,) = buffer.flats
+    assert [(bucket.members, bucket.held) for bucket in flat.plan.buckets] == [
+        ((4,), False),
+        ((3, 0), True),
+        ((2,), True),
+        ((1,), True),
+    ]
+    seen = []
+
+    def before() -> None:
+        seen.append([reduction.pending is not None for reduction in buffer._reductions])
+
+    buffer.start_step(1)
+    module(torch.ones(1, 8)).sum().backward()
+    assert buffer._started == 1
+    buffer.finish(before)
+    assert seen == [[True, False, False, False]]
+
+
+class Deferring(torch.autograd.Function):
+    """A product whose weight's gradient may come later."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight = weight
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (inputs,) = ctx.saved_tensors
+        return gradient @ ctx.weight.detach(), defer_or_compute(ctx.weight, inputs, gradient)
+
+
+def test_a_gradient_that_comes_later_counts_when_it_comes() -> None:
+    weight = nn.Parameter(torch.ones(3, 5))
+    queue = WeightGradients()
+    queue.adopt([weight])
+    buffer = GradBuffer([("weight", weight)], SINGLE.dp, gradient_dtype=torch.float32, overlap=True)
+    buffer.start_step(2)
+    for key in range(2):
+        with queue.collecting(key):
+            inputs = batch(key, torch.float32).requires_grad_()
+            Deferring.apply(inputs, weight).sum().backward()
+    assert buffer._started == 0
+    queue.compute(0)
+    assert buffer._started == 0
+    queue.compute(1)
+    assert buffer._started == 1
+    buffer.finish()
+    expected = sum(batch(key, torch.float32).sum(0) for key in range(2))
+    torch.testing.assert_close(main_grad(weight)[0], expected)

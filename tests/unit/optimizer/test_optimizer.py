@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.mpu.context import ParallelContext
@@ -25,6 +25,12 @@ from megatron.optimizer.optimizer import (
 SINGLE = ParallelContext.single()
 ADAM = OptimizerConfig(clip_grad=0.0)
 SGD = OptimizerConfig(optimizer=OptimizerKind.SGD, clip_grad=0.0)
+NARROW = OptimizerConfig(
+    clip_grad=0.0,
+    adam_beta2=0.95,
+    exp_avg_dtype=StateDtype.BF16,
+    exp_avg_sq_dtype=StateDtype.BF16,
+)
 PLAIN_SGD = dataclasses.replace(SGD, sgd_momentum=0.0)
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=1024.0)
 PRECISIONS = {
@@ -44,7 +50,13 @@ FP64_ROUNDING = 1e-12
 class Run:
     """A small model, its data-parallel wrapper and its optimizer."""
 
-    def __init__(self, precision: PrecisionConfig, config: OptimizerConfig = ADAM) -> None:
+    def __init__(
+        self,
+        precision: PrecisionConfig,
+        config: OptimizerConfig = ADAM,
+        *,
+        distributed: bool = False,
+    ) -> None:
         torch.manual_seed(0)
         self.precision = precision
         self.dtype = getattr(torch, precision.precision.value)
@@ -54,6 +66,7 @@ class Run:
             self.module,
             SINGLE.dp,
             gradient_dtype=getattr(torch, precision.gradient_precision.value),
+            distributed_optimizer=distributed,
         )
         self.optimizer = build_optimizer(
             self.ddp, optimizer=config, precision=precision, ctx=SINGLE
@@ -63,7 +76,7 @@ class Run:
         self.ddp.zero_grad()
         for micro_batch in range(2):
             (loss(self.module, 2 * seed + micro_batch) * self.optimizer.loss_scale).backward()
-        self.ddp.all_reduce()
+        self.ddp.finish()
 
     def step(self, seed: int, **options: Any) -> Any:
         self.backward(seed)
@@ -458,3 +471,40 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
             precision=PrecisionConfig(),
             ctx=SINGLE,
         )
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("config", [ADAM, SGD, NARROW], ids=["adam", "sgd", "narrow"])
+def test_a_lone_replica_that_shares_out_its_work_does_all_of_it(
+    name: str, config: OptimizerConfig
+) -> None:
+    config = dataclasses.replace(config, clip_grad=0.7)
+    plain, sharded = (Run(PRECISIONS[name], config, distributed=on) for on in (False, True))
+    for seed in range(3):
+        assert repr(plain.step(seed, with_zeros=True)) == repr(sharded.step(seed, with_zeros=True))
+    for one, other in zip(plain.module.parameters(), sharded.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    expected, found = plain.optimizer.named_state(), sharded.optimizer.named_state()
+    for key, owned in sharded.optimizer.owned_ranges().items():
+        assert found[key].keys() == expected[key].keys()
+        for kind, tensor in found[key].items():
+            assert (tensor.dim(), tensor.numel()) == (1, owned.size)
+            assert torch.equal(tensor, expected[key][kind].flatten())
+    assert plain.optimizer.owned_ranges() == {}
+
+
+def test_state_may_be_kept_in_bf16_and_the_masters_never_are() -> None:
+    run = Run(PRECISIONS["bf16"], NARROW)
+    run.step(0)
+    kinds = {k: t.dtype for k, t in run.optimizer.named_state()["0.weight"].items()}
+    assert kinds == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+        "master": torch.float32,
+    }
+    other = Run(PRECISIONS["bf16"], NARROW)
+    other.module.load_state_dict(run.module.state_dict())
+    other.optimizer.load_state(run.copied_state(), run.optimizer.scalars())
+    assert repr(run.step(1)) == repr(other.step(1))
+    for one, two in zip(run.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(one, two)

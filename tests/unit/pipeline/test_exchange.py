@@ -1,12 +1,23 @@
 """Communication added to any order: where it stands, and which orders cannot have any."""
 
+from collections import defaultdict
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline import orders
-from megatron.pipeline.action import Action, Kind, Round, UnsoundScheduleError
-from megatron.pipeline.exchange import with_exchanges
+from megatron.pipeline.action import (
+    COMMUNICATION,
+    SENDS,
+    Action,
+    Kind,
+    Round,
+    UnsoundScheduleError,
+    peer_of,
+)
+from megatron.pipeline.exchange import matched_batches, with_exchanges, with_ticks
 from megatron.pipeline.orders import gpipe, one_forward_one_backward
 from megatron.pipeline.simulate import Durations, simulate
 
@@ -160,3 +171,34 @@ def test_any_order_that_can_be_computed_can_be_communicated(
         kinds = (Kind.FORWARD, Kind.BACKWARD)
         assert [action for action in schedule if action.kind in kinds] == wanted
     simulate(schedules, num_microbatches=batch, num_chunks=chunks)
+
+
+@settings(max_examples=150)
+@given(sound_orders())
+def test_the_messages_of_a_tick_meet_among_themselves(
+    case: tuple[int, int, int, list[list[Round]]],
+) -> None:
+    """So one batch may be exchanged twice: how its messages look, then the messages."""
+    stages, _, chunks, rounds = case
+    timed = with_ticks(rounds, num_chunks=chunks)
+    schedules = with_exchanges(rounds, num_chunks=chunks)
+    by_tick: dict[int, dict[tuple[int, int], list[list[int]]]] = defaultdict(
+        lambda: defaultdict(lambda: [[], []])
+    )
+    for stage, each in enumerate(timed):
+        batches = list(matched_batches(each))
+        assert tuple(chain.from_iterable(batches)) == schedules[stage]
+        ticks = {entry.action: entry.tick for entry in each}
+        for batch in batches:
+            if batch[0].kind not in COMMUNICATION:
+                assert len(batch) == 1
+                continue
+            (tick,) = {ticks[action] for action in batch}
+            for action in batch:
+                peer = peer_of(action, stage, stages)
+                sends = action.kind in SENDS
+                pair = (stage, peer) if sends else (peer, stage)
+                by_tick[tick][pair][not sends].append(action.microbatch)
+    for pairs in by_tick.values():
+        for sent, received in pairs.values():
+            assert sent == received

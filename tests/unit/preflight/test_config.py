@@ -1,6 +1,7 @@
 """Every rule that crosses config groups: silent on a good plan, and its message on a bad one."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,10 +12,12 @@ from tests.unit.preflight.plans import found, only, plan
 
 ALL = [
     rules.ranks_divide_into_model_replicas,
-    rules.pipeline_stages_are_supported,
+    rules.pipeline_fits_the_model_and_the_batch,
     rules.heads_split_over_tensor_parallel_ranks,
     rules.mlp_splits_over_tensor_parallel_ranks,
+    rules.sequence_splits_over_tensor_parallel_ranks,
     rules.vocabulary_pads_to_an_even_size,
+    rules.activations_can_be_recomputed_as_asked,
     rules.batch_splits_into_microbatches,
     rules.sequence_fits_the_position_table,
     rules.schedule_fits_the_training,
@@ -43,9 +46,35 @@ def test_ranks_that_do_not_divide_are_refused_rather_than_clamped() -> None:
     assert found(rules.schedule_fits_the_training, bad) == []
 
 
-def test_a_pipeline_is_refused() -> None:
-    bad = plan(world_size=2, pipeline_model_parallel_size=2)
-    only(found(rules.pipeline_stages_are_supported, bad), "--pipeline-model-parallel-size 2")
+def test_a_pipeline_of_more_stages_than_layers_is_refused() -> None:
+    bad = plan(world_size=4, pipeline_model_parallel_size=4)
+    only(
+        found(rules.pipeline_fits_the_model_and_the_batch, bad),
+        "there are fewer layers than pipeline stages to hold them",
+        "--num-layers 2, --pipeline-model-parallel-size 4",
+    )
+
+
+def test_interleaving_is_refused_for_the_smallest_batch_of_a_ramp() -> None:
+    flags = {
+        "num_layers": 8,
+        "pipeline_model_parallel_size": 4,
+        "num_virtual_stages_per_pipeline_rank": 2,
+    }
+    check = rules.pipeline_fits_the_model_and_the_batch
+    assert found(check, plan(world_size=8, **flags)) == []
+    ramp = {"rampup_batch_size": (4, 4, 8), "train_samples": 64}
+    only(
+        found(check, plan(world_size=8, **flags, **ramp)),
+        "the interleaved schedule needs a micro-batch for every stage",
+        "2 micro-batches per step, --pipeline-model-parallel-size 4",
+    )
+
+
+def test_layers_are_looked_at_where_the_ranks_do_not_divide() -> None:
+    bad = plan(world_size=3, pipeline_model_parallel_size=4)
+    only(found(rules.ranks_divide_into_model_replicas, bad), "--pipeline-model-parallel-size 4")
+    only(found(rules.pipeline_fits_the_model_and_the_batch, bad), "fewer layers")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +94,49 @@ def test_the_mlp_is_shared_out_evenly() -> None:
         "--ffn-hidden-size 31",
         "use --ffn-hidden-size 30",
     )
+
+
+def test_a_split_sequence_is_shared_out_evenly() -> None:
+    check = rules.sequence_splits_over_tensor_parallel_ranks
+    uneven = {"world_size": 4, "tensor_model_parallel_size": 4, "seq_length": 18}
+    only(
+        found(check, plan(**uneven, sequence_parallel=True)),
+        "--seq-length 18, --tensor-model-parallel-size 4, --sequence-parallel",
+        "use --seq-length 16, or leave out --sequence-parallel",
+    )
+    assert found(check, plan(**uneven)) == []
+    assert found(check, plan(**(uneven | {"seq_length": 20}), sequence_parallel=True)) == []
+
+
+@pytest.mark.parametrize("flag", ["recompute_num_layers", "cpu_offloading_num_layers"])
+def test_no_more_layers_are_recomputed_or_offloaded_than_there_are(flag: str) -> None:
+    shown = "--" + flag.replace("_", "-")
+    full = {"recompute_granularity": "full"}
+    bad = plan(num_layers=4, **full, **{flag: 5})
+    check = rules.activations_can_be_recomputed_as_asked
+    only(found(check, bad), f"{shown} 5, --num-layers 4", f"use {shown} 4")
+    assert found(check, plan(num_layers=4, **full, **{flag: 4})) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ({}, "--tensor-model-parallel-size 1"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "--sequence-parallel"),
+        ({"tensor_model_parallel_size": 2}, None),
+    ],
+)
+def test_saved_activations_are_split_where_that_saves_something(
+    flags: dict[str, Any], shown: str | None
+) -> None:
+    asked = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    errors = found(
+        rules.activations_can_be_recomputed_as_asked, plan(world_size=2, **asked, **flags)
+    )
+    if shown is None:
+        assert errors == []
+    else:
+        only(errors, shown, "leave --distribute-saved-activations out")
 
 
 def test_a_vocabulary_padded_to_less_than_its_tokens_is_refused() -> None:
@@ -96,6 +168,18 @@ def test_a_schedule_is_in_the_unit_of_the_training() -> None:
         "--lr-warmup-samples 8",
         "--lr-warmup-iters",
     )
+
+
+def test_a_float64_run_keeps_exact_state() -> None:
+    narrow = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
+    check = rules.optimizer_state_is_as_exact_as_the_weights
+    only(
+        found(check, plan(fp64=True, **narrow)),
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 with --fp64",
+        "drop --exp-avg-dtype and --exp-avg-sq-dtype",
+    )
+    assert found(check, plan(fp64=True)) == []
+    assert found(check, plan(fp64=False, bf16=True, **narrow)) == []
 
 
 def test_checkpoints_to_keep_need_a_place() -> None:

@@ -1,0 +1,327 @@
+"""Data parallelism on a CPU: two ranks of a thread each, against one process of two threads.
+
+`python benchmarks/parallel_cpu.py`: ours in four ways, and torch's DistributedDataParallel around a
+plain GPT of the same shape, from the same weights on the same batches, in turns. What is compared
+is each one's own ratio, so that what two cores share (memory, clock) falls on both. How to read
+what it prints is in benchmarks/README.md.
+"""
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.data_turns import Row, Section, Target, ratio, row_of, table, take_turns
+from benchmarks.data_worker import Answer, Worker
+from benchmarks.machine import machine
+from benchmarks.plain_gpt import Shape
+from benchmarks.train_cpu import Contestant, check_equal_work, our_flags
+from megatron.errors import NumericsError
+from megatron.program import run
+
+RANKS = 2
+WORKER = Path(__file__).with_name("parallel_worker.py")
+BYTES = 4  # of a gradient and of a parameter in fp32
+# As torch's DDP has it, in which buckets are of 25 MB.
+BUCKET_ELEMENTS = 25 * 2**20 // BYTES
+ALONE, PLAIN_ALONE, DDP = "ours, 1 process", "plain, 1 process", "plain, DDP"
+OURS: Mapping[str, tuple[str, ...]] = {
+    "ours": (),
+    "ours, overlap": ("--overlap-grad-reduce",),
+    "ours, distributed": ("--use-distributed-optimizer",),
+    "ours, distributed, overlap": (
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ),
+}
+TARGETED = ("ours", "ours, overlap")  # those that do what DDP does
+QUICK = Shape(layers=2, hidden=32, heads=2, seq_length=16, vocab=96, micro_batch=4)
+
+
+@dataclass(frozen=True)
+class Team:
+    """Processes that take steps together, each with its part of every batch."""
+
+    workers: tuple[Worker, ...]
+    samples: int  # of a batch
+    parameters: int
+
+    def take(self, who: str, first: int, steps: int) -> Answer:
+        """Some steps of one contestant: the slowest rank's seconds, all ranks' CPU seconds."""
+        answers = self._ask("take", who=who, first=first, steps=steps)
+        # The plain model's loss is that of its own samples, of which all ranks have equally many.
+        losses = [sum(found) / len(answers) for found in zip(*(a["losses"] for a in answers))]
+        return {
+            "wall": max(answer["wall"] for answer in answers) / steps,
+            "cpu": sum(answer["cpu"] for answer in answers) / steps,
+            "losses": losses,
+            "norms": answers[0]["norms"],
+            "loopback_bytes": answers[0]["loopback_bytes"] / steps,
+        }
+
+    def sent_bytes(self, who: str, first: int) -> float:
+        """What a rank has to send in one step, by what it hands to collectives, in rings."""
+        calls = self._ask("count", who=who, first=first)[0]["calls"]
+        return sum(ring_bytes(call["kind"], call["bytes"], call["ranks"]) for call in calls)
+
+    def _ask(self, job: str, **arguments: Any) -> list[Answer]:
+        part = self.samples // len(self.workers)
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            asked = [
+                pool.submit(
+                    worker.ask,
+                    job,
+                    samples=self.samples,
+                    start=rank * part,
+                    stop=(rank + 1) * part,
+                    **arguments,
+                )
+                for rank, worker in enumerate(self.workers)
+            ]
+            return [one.result() for one in asked]
+
+
+def ring_bytes(kind: str, whole: float, ranks: int) -> float:
+    """What each rank sends to do a collective over `whole` bytes in a ring.
+
+    Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69): reduce-scatter and all-gather move
+    (n-1)/n of the whole each, and an all-reduce is one after the other.
+    """
+    return (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks * whole
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write JSON if asked."""
+    flags = _parser().parse_args(argv)
+    shape = QUICK if flags.quick else _shape(flags)
+    rounds, steps = (2, 1) if flags.quick else (flags.rounds, flags.steps)
+    with team(1, shape, flags.threads) as alone, team(RANKS, shape, 1) as ranks:
+        section = measure(alone, ranks, shape, rounds=rounds, steps=steps)
+        section["bytes"] = count_bytes(ranks, section["rows"])
+    report = {
+        "benchmark": "parallel_cpu",
+        "machine": machine(),
+        "shape": asdict(shape),
+        "ranks": RANKS,
+        "threads_alone": flags.threads,
+        "bucket_elements": BUCKET_ELEMENTS,
+        "rounds": rounds,
+        "steps_per_turn": steps,
+        **{name: value for name, value in section.items() if name != "rows"},
+        "rows": [asdict(row) for row in section["rows"]],
+    }
+    print(shown(report, section["rows"]))
+    if flags.json is not None:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+@contextmanager
+def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
+    """Start processes and build their contestants; ended with the block."""
+    part = replace(shape, micro_batch=shape.micro_batch // size)
+    given = [*our_flags("fp32", part), "--global-batch-size", str(shape.micro_batch)]
+    given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--num-threads", str(threads)]
+    ours = {ALONE: ()} if size == 1 else OURS
+    with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+        port = str(_free_port())
+        workers = [
+            stack.enter_context(Worker(sys.executable, WORKER, _environment(rank, size, port)))
+            for rank in range(size)
+        ]
+        joined = [
+            pool.submit(
+                worker.ask,
+                "join",
+                threads=threads,
+                shape=asdict(part),
+                flags=given,
+                ours=ours,
+                plain=PLAIN_ALONE if size == 1 else DDP,
+            )
+            for worker in workers
+        ]
+        parameters = joined[0].result()["parameters"]
+        for one in joined:
+            one.result()
+        yield Team(tuple(workers), shape.micro_batch, parameters)
+        for done in [pool.submit(worker.ask, "leave") for worker in workers]:
+            done.result()
+
+
+def _environment(rank: int, size: int, port: str) -> dict[str, str]:
+    """Who a rank is, as a launcher says it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) -> dict[str, Any]:
+    """All contestants in turns, after one turn each that is not counted."""
+    teams = {ALONE: alone, PLAIN_ALONE: alone, DDP: ranks, **dict.fromkeys(OURS, ranks)}
+    taken = dict.fromkeys(teams, 0)
+
+    def turn(who: str) -> Answer:
+        first = taken[who] * steps
+        taken[who] += 1
+        return teams[who].take(who, first, steps)
+
+    order = [ALONE, *OURS, PLAIN_ALONE, DDP]
+    warm = {who: turn(who) for who in order}
+    rows = take_turns(
+        {who: lambda who=who: turn(who) for who in order},  # type: ignore[misc]
+        repeats=rounds,
+        amount=shape.tokens,
+        unit="tokens",
+    )
+    check_all_equal(rows, warm)
+    base, ddp = row_of(rows, ALONE), row_of(rows, DDP)
+    plain = row_of(rows, PLAIN_ALONE)
+    efficiency = {who: ratio(base, row_of(rows, who), "wall") for who in OURS}
+    return {
+        "rows": rows,
+        "efficiency": efficiency | {DDP: ratio(plain, ddp, "wall")},
+        "cpu_efficiency": {who: ratio(base, row_of(rows, who)) for who in OURS}
+        | {DDP: ratio(plain, ddp)},
+        "beside_ddp": {who: _beside(rows, who) for who in OURS},
+        "ddp_over_ours": {who: ratio(ddp, row_of(rows, who), "wall") for who in OURS},
+        "gain_of_overlap": ratio(row_of(rows, "ours"), row_of(rows, "ours, overlap"), "wall"),
+    }
+
+
+def _beside(rows: list[Row], who: str) -> float:
+    """Our efficiency over DDP's: median over rounds, in each of which all four took a turn."""
+    by_name = {row.who: [turn["wall"] for turn in row.turns] for row in rows}
+    turns = zip(*(by_name[name] for name in (ALONE, who, PLAIN_ALONE, DDP)))
+    return median((ours / spread) / (plain / ddp) for ours, spread, plain, ddp in turns)
+
+
+def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
+    """All train the same; overlapping changes no bit."""
+    seen = {}
+    for row in rows:
+        answers = [warm[row.who], *row.turns]
+        seen[row.who] = Contestant(
+            row.who,
+            step=lambda text: (0.0, 0.0),
+            losses=[loss for answer in answers for loss in answer["losses"]],
+            norms=[norm for answer in answers for norm in answer["norms"]],
+        )
+    for found in seen.values():
+        check_equal_work("fp32", found, seen[PLAIN_ALONE])
+    one, other = seen["ours"], seen["ours, overlap"]
+    if (one.losses, one.norms) != (other.losses, other.norms):
+        raise NumericsError(
+            "overlapping the sum of gradients changes results",
+            found=f"losses {one.losses} without, {other.losses} with --overlap-grad-reduce",
+            fix="this is a defect: please report it",
+        )
+
+
+def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Bytes that a rank sends in a step: as counted, by the formula, and seen on the loopback."""
+    whole = ranks.parameters * BYTES
+    found = {}
+    for row in rows:
+        if row.who in (ALONE, PLAIN_ALONE):
+            continue
+        formula = ring_bytes("all-reduce", whole, RANKS)  # or the two halves of one
+        measured = median(turn["loopback_bytes"] for turn in row.turns) / RANKS
+        found[row.who] = {"formula": formula, "loopback": measured}
+        if row.who != DDP:  # which communicates in C++, where nothing can be counted
+            found[row.who]["counted"] = ranks.sent_bytes(row.who, 0)
+    return found
+
+
+def shown(report: Mapping[str, Any], rows: list[Row]) -> str:
+    """The report for people."""
+    host = report["machine"]
+    section = Section(
+        "data parallelism",
+        f"{report['ranks']} ranks of 1 thread against 1 process of {report['threads_alone']}",
+        rows,
+        [
+            Target(f"efficiency of {who} over DDP's own", report["beside_ddp"][who], at_least=0.95)
+            for who in TARGETED
+        ],
+    )
+    for who, found in report["efficiency"].items():
+        cpu = report["cpu_efficiency"][who]
+        note = f"{who}: {found:.3f} times as fast as 1 process, {cpu:.3f} in CPU time"
+        if who != DDP:
+            note += (
+                f"; that is {report['beside_ddp'][who]:.3f} of DDP's own; "
+                f"{report['ddp_over_ours'][who]:.3f} times as fast as DDP itself"
+            )
+        section.notes.append(note)
+    section.notes.append(f"overlap makes a step {report['gain_of_overlap']:.3f} times as fast")
+    for who, sent in report["bytes"].items():
+        over = sent["formula"]
+        counted = f"{sent['counted'] / over:.4f}" if "counted" in sent else "not counted"
+        section.notes.append(
+            f"{who}: {over / 1e6:.3f} MB per rank and step by the formula; of that at the "
+            f"collectives {counted}, on the loopback device {sent['loopback'] / over:.4f}"
+        )
+    lines = [
+        f"{host['cpu']}, {host['cores']} cores, torch {host['torch']}, "
+        f"load {host['load_1min']:.1f} at the end",
+        ", ".join(f"{name} {value}" for name, value in report["shape"].items())
+        + f" (all ranks); {report['rounds']} rounds of {report['steps_per_turn']} steps",
+        "",
+        table(section),
+    ]
+    return "\n".join(lines)
+
+
+def _shape(flags: argparse.Namespace) -> Shape:
+    return Shape(
+        layers=flags.layers,
+        hidden=flags.hidden,
+        heads=flags.heads,
+        seq_length=flags.seq_length,
+        vocab=flags.vocab,
+        micro_batch=flags.batch,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="parallel_cpu", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--quick", action="store_true", help="a tiny model and two rounds: only to see that it runs"
+    )
+    add("--rounds", type=int, default=9, help="turns of each contestant [9]")
+    add("--steps", type=int, default=2, help="steps of a turn [2]")
+    add("--threads", type=int, default=RANKS, help="of the one process [2]")
+    add("--layers", type=int, default=4, help="[4]")
+    add("--hidden", type=int, default=512, help="[512]")
+    add("--heads", type=int, default=8, help="[8]")
+    add("--seq-length", type=int, default=256, help="[256]")
+    add("--vocab", type=int, default=16384, help="[16384]")
+    add("--batch", type=int, default=8, help="samples of a step, of all ranks together [8]")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,108 @@
+"""What of a forward pass is kept for its backward pass: the choices, and which exclude each other.
+
+The flags themselves are fields of `TrainingConfig`; what needs the number of ranks is checked in
+preflight. Nothing here recomputes anything.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from megatron.errors import ConfigError
+
+
+class RecomputeGranularity(StrEnum):
+    """How much of a layer is computed again in the backward pass."""
+
+    FULL = "full"
+    SELECTIVE = "selective"
+
+
+class RecomputeMethod(StrEnum):
+    """Which layers of a stage are recomputed, under full recomputation."""
+
+    UNIFORM = "uniform"  # all, in groups that are recomputed as one
+    BLOCK = "block"  # the first ones, each by itself
+
+
+class RecomputeModule(StrEnum):
+    """The parts of a layer that selective recomputation knows."""
+
+    CORE_ATTN = "core_attn"  # softmax(q k^T) v, without the matrices around it
+    MLP = "mlp"
+    LAYERNORM = "layernorm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPolicy:
+    """What is done about the activations of every virtual stage; nothing by default.
+
+    Args:
+        method: None: no whole layers are recomputed.
+        num_layers: layers per group (uniform), or layers that are recomputed at all (block).
+        modules: parts of every layer that are recomputed; excludes `method`.
+        distribute: the inputs of recomputed groups are split over tp until they are needed.
+        offload_layers: this many first layers keep what they save in host memory.
+    """
+
+    method: RecomputeMethod | None = None
+    num_layers: int = 1
+    modules: frozenset[RecomputeModule] = frozenset()
+    distribute: bool = False
+    offload_layers: int = 0
+
+
+class _Flags(Protocol):
+    """The fields of `TrainingConfig` that are about activations."""
+
+    @property
+    def recompute_granularity(self) -> RecomputeGranularity | None: ...
+    @property
+    def recompute_method(self) -> RecomputeMethod | None: ...
+    @property
+    def recompute_num_layers(self) -> int | None: ...
+    @property
+    def recompute_modules(self) -> tuple[RecomputeModule, ...] | None: ...
+    @property
+    def distribute_saved_activations(self) -> bool: ...
+    @property
+    def cpu_offloading_num_layers(self) -> int: ...
+
+
+def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
+    """Everything that contradicts itself in the flags about activations."""
+    granularity = flags.recompute_granularity
+    of_full = {
+        "--recompute-method": flags.recompute_method,
+        "--recompute-num-layers": flags.recompute_num_layers,
+        "--distribute-saved-activations": flags.distribute_saved_activations or None,
+    }
+    given = [name for name, value in of_full.items() if value is not None]
+    if given and granularity is not RecomputeGranularity.FULL:
+        yield ConfigError(
+            "a flag about layers that are recomputed as a whole was given, and none are",
+            found=f"{' '.join(given)} {_shown(granularity)}",
+            fix="add --recompute-granularity full, or leave it out",
+        )
+    if flags.recompute_modules is not None and granularity is not RecomputeGranularity.SELECTIVE:
+        yield ConfigError(
+            "modules to recompute were named, but recomputation is not selective",
+            found=f"{_modules(flags.recompute_modules)} {_shown(granularity)}",
+            fix="add --recompute-granularity selective, or leave --recompute-modules out",
+        )
+    offloaded, modules = flags.cpu_offloading_num_layers, flags.recompute_modules or ()
+    if offloaded > 0 and RecomputeModule.LAYERNORM in modules:
+        yield ConfigError(
+            "the output of a norm cannot be both recomputed and kept in host memory",
+            found=f"{_modules(modules)}, --cpu-offloading-num-layers {offloaded}",
+            fix="leave layernorm out of --recompute-modules, or --cpu-offloading-num-layers",
+        )
+
+
+def _shown(granularity: RecomputeGranularity | None) -> str:
+    return f"with --recompute-granularity {granularity}" if granularity else "without recomputation"
+
+
+def _modules(modules: tuple[RecomputeModule, ...]) -> str:
+    return " ".join(["--recompute-modules", *modules])

@@ -1,0 +1,287 @@
+"""--check-collectives: before ranks communicate, they compare what each of them is about to do.
+
+Ranks write down their call in the rendezvous store and read the others'. A store rather than a
+process group: it is there whatever the backend is, needs no ranks to take part at once, and so can
+tell who has not come. Nothing of this is made, or asked for, when the flag is off.
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
+
+from megatron.errors import CollectiveError, PeerError
+
+_PREFIX = "megatron/collective_checks"
+_GO = "go"
+_EAGER_LOOKS = 50  # before it sleeps between looks: most ranks are less than this behind
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0005, 0.02
+_PACKAGE = Path(__file__).parents[1]
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = tuple(str(_PACKAGE / "mpu" / name) for name in ("collectives.py", "collective_checks.py"))
+
+
+class Call(NamedTuple):
+    """What one rank is about to do; `where` is for people and is not compared."""
+
+    operation: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    where: str
+
+    @classmethod
+    def of(cls, operation: str, tensor: Tensor | None) -> "Call":
+        """A call with `tensor`, made by the code outside of our collectives that asked for it."""
+        where = caller()
+        if tensor is None:
+            return cls(operation, None, None, where)
+        return cls(operation, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), where)
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """All that must be equal on all ranks."""
+        return self[:3]
+
+    def __str__(self) -> str:
+        about = "" if self.shape is None else f" of {list(self.shape)} {self.dtype}"
+        return f"{self.operation}{about} at {self.where}"
+
+
+class Message(NamedTuple):
+    """A tensor to or from another rank, by its global rank."""
+
+    sends: bool
+    peer: int
+    tensor: Tensor
+
+
+class CollectiveChecks:
+    """Compares the calls of this rank with those of the ranks that it is about to talk to.
+
+    Ranks of a group count its calls, and each pair of ranks counts its messages in each direction.
+    Make one per context, on all ranks together.
+
+    Args:
+        rank: the global rank of this process.
+        seconds: how long a rank may be behind the others.
+    """
+
+    def __init__(self, store: Store, rank: int, *, seconds: float) -> None:
+        # A connection of its own: other threads of this process wait in the store too.
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._store.set_timeout(timedelta(seconds=seconds))  # it waits for keys that are not there
+        self._rank, self._seconds = rank, seconds
+        # Contexts may be made one after the other in one job, and count from zero again.
+        made = self._store.add(f"{_PREFIX}/made/{rank}", 1)
+        self._prefix = f"{_PREFIX}/{made}"
+        # By channel: calls that this rank has come to, has read all of, and has forgotten.
+        self._calls: Counter[str] = Counter()
+        self._done: Counter[str] = Counter()
+        self._forgotten: Counter[str] = Counter()
+
+    def collective(self, operation: str, tensor: Tensor | None, ranks: Sequence[int]) -> None:
+        """Return once all `ranks` are about to make the very same call.
+
+        Raises:
+            CollectiveError: on each of them: they are not, or one has not come in time.
+            PeerError: the store is gone.
+        """
+        called = " ".join(map(str, ranks))
+        self._meet(
+            [self._arrive(f"the group of ranks {called}", ranks, Call.of(operation, tensor))]
+        )
+
+    def messages(self, messages: Sequence[Message]) -> None:
+        """Return once the other end of every message is about to send or receive the same.
+
+        Raises:
+            CollectiveError: on both ends: they are not, or one has not come in time.
+            PeerError: the store is gone.
+        """
+        arrived = []
+        for sends, peer, tensor in messages:
+            source, target = (self._rank, peer) if sends else (peer, self._rank)
+            call = Call.of("message", tensor)
+            arrived.append(
+                self._arrive(f"the messages from rank {source} to {target}", (source, target), call)
+            )
+        self._meet(arrived)
+
+    def _arrive(self, channel: str, ranks: Sequence[int], mine: Call) -> "_Meeting":
+        number = self._calls[channel]
+        self._calls[channel] += 1
+        key = f"{self._prefix}/{channel}"
+        meeting = _Meeting(channel, number, tuple(ranks), mine, key)
+        try:
+            self._store.set(meeting.key_of(self._rank), json.dumps([*mine, self._done[channel]]))
+            self._store.set(f"{self._prefix}/last/{self._rank}", f"{mine}, in {channel}")
+        except RuntimeError as error:
+            raise _store_is_gone(error) from error
+        return meeting
+
+    def _meet(self, meetings: Sequence["_Meeting"]) -> None:
+        deadline = time.monotonic() + self._seconds
+        try:
+            for meeting in meetings:
+                posts = self._gather(meeting, deadline)
+                calls = {rank: post.call for rank, post in posts.items()}
+                if len({call.compared for call in calls.values()}) > 1:
+                    raise _differing(meeting, calls)
+                self._done[meeting.channel] = meeting.number + 1
+                self._forget(meeting, min(post.done for post in posts.values()))
+        except RuntimeError as error:
+            raise _store_is_gone(error) from error
+
+    def _gather(self, meeting: "_Meeting", deadline: float) -> dict[int, "_Post"]:
+        """What everybody wrote, once all are there and nobody has given up waiting."""
+        missing = self._wait(meeting, deadline)
+        if missing:
+            absent = {rank: self._last(rank) for rank in missing}
+            said = json.dumps({"waiting": self._rank, "absent": absent, "s": self._seconds})
+        # Whoever writes first decides for all: a rank that comes just now must not go on alone.
+        verdict = self._store.compare_set(meeting.verdict, "", said if missing else _GO).decode()
+        if verdict != _GO:
+            raise _missing(meeting, json.loads(verdict), late=self._rank)
+        if missing:
+            self._wait(meeting, deadline + self._seconds)  # they are all there, says the verdict
+        return {
+            rank: _Post.read(self._store.get(meeting.key_of(rank)))
+            for rank in sorted(meeting.ranks)
+        }
+
+    def _wait(self, meeting: "_Meeting", deadline: float) -> list[int]:
+        """The ranks that are not there at the deadline, or when another rank gives up."""
+        missing = [rank for rank in meeting.ranks if rank != self._rank]
+        looks, sleep = 0, _SHORTEST_SLEEP_S
+        while missing:
+            missing = [rank for rank in missing if not self._store.check([meeting.key_of(rank)])]
+            looks += 1
+            if not missing or time.monotonic() > deadline:
+                break
+            if looks > _EAGER_LOOKS:
+                if self._store.check([meeting.verdict]):
+                    break
+                time.sleep(sleep)
+                sleep = min(2 * sleep, _LONGEST_SLEEP_S)
+        return missing
+
+    def _last(self, rank: int) -> str:
+        key = f"{self._prefix}/last/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else "none yet"
+
+    def _forget(self, meeting: "_Meeting", until: int) -> None:
+        """Drop what everybody had read when they wrote their last."""
+        for number in range(self._forgotten[meeting.channel], until):
+            old = meeting._replace(number=number)
+            self._store.delete_key(old.key_of(self._rank))
+            if self._rank == min(meeting.ranks):
+                self._store.delete_key(old.verdict)
+        self._forgotten[meeting.channel] = until
+
+
+class _Meeting(NamedTuple):
+    """One call of a group, or one message between two ranks."""
+
+    channel: str
+    number: int
+    ranks: tuple[int, ...]
+    mine: Call
+    prefix: str
+
+    @property
+    def verdict(self) -> str:
+        """The key under which it says whether the ranks go on."""
+        return f"{self.prefix}/{self.number}/verdict"
+
+    def key_of(self, rank: int) -> str:
+        """The key of a rank's call."""
+        return f"{self.prefix}/{self.number}/{rank}"
+
+
+class _Post(NamedTuple):
+    """What a rank writes down: its call, and how many it has read all of before."""
+
+    call: Call
+    done: int
+
+    @classmethod
+    def read(cls, text: bytes) -> "_Post":
+        operation, shape, dtype, where, done = json.loads(text)
+        shape = None if shape is None else tuple(shape)
+        return cls(Call(operation, shape, dtype, where), done)
+
+
+def caller() -> str:
+    """file:line of the code outside of our collectives that asked for one.
+
+    For code of this package's parallel layers also the first line outside of them, if there is one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _OURS:
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    found = _place(frame)
+    inner = str(_PACKAGE / "mpu")
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith((inner, _TORCH)):
+        outer = outer.f_back
+    return found if outer is None or outer is frame else f"{found} (from {_place(outer)})"
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    inside = path.is_relative_to(_PACKAGE)
+    shown = path.relative_to(_PACKAGE.parent) if inside else path
+    return f"{shown}:{frame.f_lineno}"
+
+
+def _differing(meeting: _Meeting, calls: dict[int, Call]) -> CollectiveError:
+    (usual, count), *others = Counter(call.compared for call in calls.values()).most_common()
+    odd = [rank for rank, call in calls.items() if call.compared != usual]
+    if others and others[0][1] == count:  # no majority, so nobody is right
+        odd = list(calls)
+    said = "".join(f"\n    rank {rank}: {call}" for rank, call in calls.items())
+    who = f"{'ranks' if len(odd) > 1 else 'rank'} {', '.join(map(str, odd))}"
+    return CollectiveError(
+        "ranks that communicate do not do the same",
+        found=f"call {meeting.number + 1} of {meeting.channel}: {who} "
+        f"{'differ' if len(odd) > 1 else 'differs'}{said}",
+        fix="look at the lines named above: all ranks must come to the same calls, with the same "
+        "shapes, in the same order",
+    )
+
+
+def _missing(meeting: _Meeting, verdict: dict[str, object], *, late: int) -> CollectiveError:
+    absent = verdict["absent"]
+    assert isinstance(absent, dict)  # noqa: S101  # invariant: written by _gather
+    said = "".join(
+        f"\n    rank {rank}, whose last call was {last}" for rank, last in absent.items()
+    )
+    problem = "a rank has not come to a call that others wait in"
+    if str(late) in absent:
+        problem = "this rank came to a call after others had given up waiting for it"
+    return CollectiveError(
+        problem,
+        found=f"call {meeting.number + 1} of {meeting.channel}, {meeting.mine}; after "
+        f"{verdict['s']:g} s rank {verdict['waiting']} still waited for{said}",
+        fix="look at what the missing rank does instead; if it only is slow, raise "
+        "--check-collectives-seconds",
+    )
+
+
+def _store_is_gone(error: RuntimeError) -> PeerError:
+    return PeerError(
+        "the rank that hosts the rendezvous store is gone",
+        found=str(error).splitlines()[0],
+        fix="read the end of rank 0's log",
+    )

@@ -1,0 +1,94 @@
+"""Keeps what autograd saves for backward in host memory until it is needed.
+
+Whole storages are copied, once each however many views of them are saved, and views are made again
+with their own strides: the numbers and the kernels of backward are those without offloading. On a
+CPU the copies are real copies too, so that every test of it tests the same code.
+"""
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.device import HostCopy
+
+
+class Offload:
+    """A context in which tensors saved for backward go to host memory.
+
+    Args:
+        keep: tensors that stay where they are, with all views of them (the weights).
+    """
+
+    def __init__(self, keep: Iterable[Tensor] = ()) -> None:
+        self._kept = frozenset(tensor.untyped_storage().data_ptr() for tensor in keep)
+        # By the address of the storage's own record, which its weak reference keeps from reuse.
+        self._stored: dict[tuple[int, int], tuple[StorageWeakRef, _Stored]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def __enter__(self) -> "Offload":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self._stored.clear()  # from here on only the graph keeps the copies
+
+    @torch.no_grad()
+    def pack(self, tensor: Tensor) -> "Tensor | _View":
+        """What the graph keeps of a tensor: itself if it is to stay, else a view of a copy."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._kept or storage.nbytes() == 0:
+            return tensor
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        key = (reference.cdata, tensor._version)
+        known = self._stored.get(key)
+        if known is None:
+            known = (reference, _Stored(tensor))
+            self._stored[key] = known
+        known[1].views += 1
+        return _View(known[1], tensor)
+
+    @torch.no_grad()
+    def unpack(self, kept: "Tensor | _View") -> Tensor:
+        """The tensor that was packed, bit for bit and stride for stride."""
+        return kept.tensor() if isinstance(kept, _View) else kept
+
+
+class _Stored:
+    """One storage in host memory, and on its device again from the first view to the last."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self._copy = HostCopy(whole.set_(tensor.untyped_storage()))
+        self._back: Tensor | None = None
+        self.views = 0
+
+    def back(self) -> Tensor:
+        """All bytes of the storage, on the device."""
+        whole = self._copy.back() if self._back is None else self._back
+        self.views -= 1
+        self._back = whole if self.views > 0 else None
+        return whole
+
+
+class _View:
+    """Which part of a stored storage a saved tensor was."""
+
+    def __init__(self, stored: _Stored, tensor: Tensor) -> None:
+        self._stored, self._dtype = stored, tensor.dtype
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """The tensor again, in memory of its own."""
+        whole = self._stored.back()
+        made = torch.empty(0, dtype=self._dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), self._offset, self._size, self._stride)

@@ -1,0 +1,93 @@
+"""What a message between stages looks like, so that its receiver can make room for it.
+
+A receiver learns it from a header of fixed size, once for each kind of micro-batch: later messages
+of that kind must look the same, and their sender checks it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.errors import MegatronError
+
+HEADER_NUMBERS = 128
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+class TensorSignature(NamedTuple):
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool  # whether a gradient comes back for it
+
+    def room(self, device: torch.device) -> Tensor:
+        """An uninitialised tensor of this kind."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}{' with gradient' if self.needs_grad else ''}"
+
+
+Signature = tuple[TensorSignature, ...]
+
+
+def signature_of(carry: Sequence[Tensor]) -> Signature:
+    """What the tensors of a carry look like."""
+    return tuple(
+        TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in carry
+    )
+
+
+def spelled(signature: Signature) -> str:
+    """A signature for a message to the user."""
+    return ", ".join(map(str, signature)) or "nothing"
+
+
+def encode(signature: Signature) -> list[int]:
+    """`HEADER_NUMBERS` numbers that say what a message looks like.
+
+    Raises:
+        MegatronError: more or larger tensors than a header can describe, or a strange dtype.
+    """
+    numbers = [len(signature)]
+    for shape, dtype, needs_grad in signature:
+        if dtype not in _DTYPES:
+            raise _unfit(signature)
+        numbers += [_DTYPES.index(dtype), int(needs_grad), len(shape), *shape]
+    if len(numbers) > HEADER_NUMBERS:
+        raise _unfit(signature)
+    return numbers + [0] * (HEADER_NUMBERS - len(numbers))
+
+
+def decode(numbers: Sequence[int]) -> Signature:
+    """The signature of which `encode` made these numbers."""
+    found, at = [], 1
+    for _ in range(numbers[0]):
+        dtype, needs_grad, dims = numbers[at : at + 3]
+        shape = tuple(numbers[at + 3 : at + 3 + dims])
+        found.append(TensorSignature(shape, _DTYPES[dtype], bool(needs_grad)))
+        at += 3 + dims
+    return tuple(found)
+
+
+def _unfit(signature: Signature) -> MegatronError:
+    return MegatronError(
+        "a layer hands over more than can be said about a message between pipeline stages",
+        found=spelled(signature),
+        fix=f"hand over fewer tensors (a header has {HEADER_NUMBERS} numbers), of plain dtypes",
+    )

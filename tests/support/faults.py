@@ -1,0 +1,262 @@
+"""Errors of the kinds that parallel training is prone to, to be put in for the length of a run.
+
+Each stands at the level of torch.distributed, or of one function that is named here, so that it
+stays what it is when code moves; where its place is gone, putting it in fails. What a reader would
+get wrong: a collective that is "dropped" still happens, on a copy, so that all ranks go on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron.model.mlp
+import megatron.optimizer.optimizer
+from megatron.config.run import RunConfig
+from megatron.mpu import collectives
+from megatron.mpu.topology import Topology
+from megatron.optimizer import replicated_grads
+from megatron.pipeline.tied import TiedParameters
+from tests.support.matrix import Case
+from tests.support.tiny import Record, train
+
+_FEW = 8  # elements: sums of losses and norms are fewer, gradients and hidden states are more
+
+
+class Fault(NamedTuple):
+    """What is done wrong, the composition (in its words) that shows it, and in what first."""
+
+    case: str
+    shows_in: str
+    put_in: Callable[[Topology], AbstractContextManager[Any]]
+
+
+def train_with_faults(runs: Sequence[tuple[str | None, RunConfig]]) -> list[Record]:
+    """A body for `run_on_ranks`: runs with the fault that each names; without one for None."""
+    records = []
+    for name, config in runs:
+        if name is None:
+            records.append(train(config))
+            continue
+        grid = Case.of(FAULTS[name].case).grid
+        with FAULTS[name].put_in(Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp)):
+            records.append(train(config))
+    return records
+
+
+def _sums(
+    axis: str, wrong: Callable[..., Any], *, only: int | None = None, in_backward: bool = False
+) -> Callable[[Topology], AbstractContextManager[None]]:
+    """All-reduces of more than a few numbers over `axis` go wrong, or the one of a number only.
+
+    Those of hidden states in backward are started, and waited for later; others are not.
+    """
+
+    @contextmanager
+    def put_in(grid: Topology) -> Iterator[None]:
+        real, count, peers = dist.all_reduce, 0, set(grid.peers(dist.get_rank(), axis))
+
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            is_over_axis = set(dist.get_process_group_ranks(kwargs["group"])) == peers
+            is_large = tensor.numel() > _FEW
+            if is_over_axis and is_large and (not in_backward or kwargs.get("async_op")):
+                count += 1
+                if only in (None, count):
+                    return wrong(real, tensor, *args, **kwargs)
+            return real(tensor, *args, **kwargs)
+
+        with patch.object(dist, "all_reduce", all_reduce):
+            yield
+        assert count >= (only or 1), f"there were {count} sums over {axis}"
+
+    return put_in
+
+
+def _dropped(real: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return real(tensor.clone(), *args, **kwargs)
+
+
+def _doubled(real: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    real(tensor, *args, **{**kwargs, "async_op": False})
+    return real(tensor, *args, **kwargs)
+
+
+def _averaged(real: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    tensor.div_(dist.get_world_size(kwargs["group"]))
+    return real(tensor, *args, **kwargs)
+
+
+@contextmanager
+def _reduce_scatters_dropped(grid: Topology) -> Iterator[None]:
+    real, count = collectives._REDUCE_SCATTER, 0
+
+    def reduce_scatter(out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        mine = tensor.chunk(dist.get_world_size(kwargs["group"]))[dist.get_rank(kwargs["group"])]
+        done = real(torch.empty_like(out), tensor, *args, **kwargs)
+        out.copy_(mine)
+        return done
+
+    with patch.object(collectives, "_REDUCE_SCATTER", reduce_scatter):
+        yield
+    assert count
+
+
+@contextmanager
+def _gathers_dropped(grid: Topology) -> Iterator[None]:
+    real, count = collectives._ALL_GATHER, 0
+
+    def all_gather(whole: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(torch.empty_like(whole), tensor, *args, **kwargs)
+
+    with patch.object(collectives, "_ALL_GATHER", all_gather):
+        yield
+    assert count
+
+
+@contextmanager
+def _tied_sums(grid: Topology, *, times: int) -> Iterator[None]:
+    real = TiedParameters.sum_gradients
+
+    def sum_gradients(self: TiedParameters) -> None:
+        for _ in range(times):
+            real(self)
+
+    with patch.object(TiedParameters, "sum_gradients", sum_gradients):
+        yield
+
+
+@contextmanager
+def _replicated_sums(grid: Topology, *, times: int) -> Iterator[None]:
+    """The sum over tp of gradients of what is replicated under sequence parallelism."""
+    real = replicated_grads.all_reduce
+
+    def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+        for _ in range(times):
+            tensor = real(tensor, group)
+        return tensor
+
+    with patch.object(replicated_grads, "all_reduce", all_reduce):
+        yield
+
+
+@contextmanager
+def _everything_counted(grid: Topology) -> Iterator[None]:
+    """The norm takes what several ranks hold whole to be parts of something larger."""
+
+    def counted_here(named: Sequence[Any], ctx: Any) -> list[bool]:
+        return [True for _ in named]
+
+    with patch.object(megatron.optimizer.optimizer, "counted_here", counted_here):
+        yield
+
+
+@contextmanager
+def _glu_halves_swapped(grid: Topology) -> Iterator[None]:
+    """The last tp rank takes gate for up, and up for gate."""
+
+    class Swapped(megatron.model.mlp.ColumnParallelLinear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            output = super().forward(hidden)
+            if self.blocks == 2 and self._tp.is_last:
+                output = torch.cat(output.chunk(2, dim=-1)[::-1], dim=-1)
+            return output
+
+    with patch.object(megatron.model.mlp, "ColumnParallelLinear", Swapped):
+        yield
+
+
+@contextmanager
+def _glu_cut_as_one_matrix(grid: Topology) -> Iterator[None]:
+    """[gate; up] is shared out from top to bottom: the first rank has gates only."""
+
+    class AsOne(megatron.model.mlp.ColumnParallelLinear):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "blocks": 1})
+
+    with patch.object(megatron.model.mlp, "ColumnParallelLinear", AsOne):
+        yield
+
+
+@contextmanager
+def _second_gradient_lost(grid: Topology) -> Iterator[None]:
+    """What the last stage sends back for its second micro-batch is zeros."""
+    real, count = dist.batch_isend_irecv, 0
+
+    def batch(operations: list[dist.P2POp]) -> list[dist.Work]:
+        nonlocal count
+        for operation in operations:
+            back = operation.op is dist.isend and operation.peer < dist.get_rank()
+            if back and operation.tensor.is_floating_point():
+                count += 1
+                if count == 2:
+                    operation.tensor = torch.zeros_like(operation.tensor)
+        return real(operations)
+
+    with patch.object(dist, "batch_isend_irecv", batch):
+        yield
+    assert count or dist.get_rank() == 0
+
+
+_FIRST_LOSS, _FIRST_NORM, _SECOND_LOSS = (
+    "loss of step 0",
+    "gradient norm of step 0",
+    "loss of step 1",
+)
+FAULTS: Mapping[str, Fault] = {
+    "a sum of hidden states over tp is dropped": Fault(
+        "tp2 gqa swiglu", _FIRST_LOSS, _sums("tp", _dropped, only=4)
+    ),
+    "a sum of hidden states over tp is taken twice": Fault(
+        "tp2 gqa swiglu", _FIRST_LOSS, _sums("tp", _doubled, only=4)
+    ),
+    "a sum of gradients inside the model over tp is dropped": Fault(
+        "tp2 gqa swiglu", _FIRST_NORM, _sums("tp", _dropped, only=4, in_backward=True)
+    ),
+    "the gradients' sum over dp is dropped": Fault("dp2", _FIRST_NORM, _sums("dp", _dropped)),
+    "the gradients' sum over dp is taken twice": Fault("dp2", _FIRST_NORM, _sums("dp", _doubled)),
+    "the gradients are averaged over dp": Fault("dp2", _FIRST_NORM, _sums("dp", _averaged)),
+    "one bucket's sum over dp is dropped, under tp, pp and dp": Fault(
+        "tp2 sp pp2 1f1b dp2 overlapped", _FIRST_NORM, _sums("dp", _dropped, only=2)
+    ),
+    "a replica updates its share by its own gradients": Fault(
+        "dp2 distributed", _FIRST_NORM, _reduce_scatters_dropped
+    ),
+    "updated parameters are not gathered": Fault("dp2 distributed", _SECOND_LOSS, _gathers_dropped),
+    "the tied embedding's sum over stages is dropped": Fault(
+        "pp2 1f1b", _FIRST_NORM, partial(_tied_sums, times=0)
+    ),
+    "the tied embedding's sum over stages is taken twice": Fault(
+        "pp2 1f1b", _FIRST_NORM, partial(_tied_sums, times=2)
+    ),
+    "the tied embedding's sum over stages is dropped, where everything is composed": Fault(
+        "tp2 pp2 zero-bubble dp2 gather-overlapped overlapped",
+        _FIRST_NORM,
+        partial(_tied_sums, times=0),
+    ),
+    "the gradient norm counts on every tp rank what all of them hold": Fault(
+        "tp2 gqa swiglu", _FIRST_NORM, _everything_counted
+    ),
+    "the norms' partial gradients are not summed under sp": Fault(
+        "tp2 sp", _FIRST_NORM, partial(_replicated_sums, times=0)
+    ),
+    "the norms' partial gradients are summed twice under sp": Fault(
+        "tp2 sp", _FIRST_NORM, partial(_replicated_sums, times=2)
+    ),
+    "one rank swaps the halves of the GLU": Fault(
+        "tp2 gqa swiglu", _FIRST_LOSS, _glu_halves_swapped
+    ),
+    "the GLU is cut as one matrix": Fault("tp2 gqa swiglu", _FIRST_LOSS, _glu_cut_as_one_matrix),
+    "the gradient of a micro-batch is lost between stages": Fault(
+        "pp2 1f1b", _FIRST_NORM, _second_gradient_lost
+    ),
+}
