@@ -137,7 +137,7 @@ def test_stages_may_be_of_unequal_length(corpus: str) -> None:
         {"num_layers_per_virtual_pipeline_stage": 1},
     ]
     by_rank = run_on_ranks(2, train_all, [run_of(corpus, (1, 2, 1), each) for each in uneven])
-    for at, blocks in enumerate(([3, 1], [1, 3], [2, 2], [2, 2])):
+    for at, blocks in enumerate(([3, 1], [2, 2], [1, 3], [2, 2], [2, 2])):
         records = [records[at] for records in by_rank]
         check_equal(records, alone)
         assert [_num_blocks(record) for record in records] == blocks
