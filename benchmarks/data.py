@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ],
     }
     print(f"{report['machine']}")
-    if flags.output is not None:
-        flags.output.parent.mkdir(parents=True, exist_ok=True)
-        flags.output.write_text(json.dumps(report, indent=1) + "\n")
+    if flags.json is not None:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _check(flags: argparse.Namespace) -> None:
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer-json", type=Path, help="[the GPT-2 files as one]")
     add("--workers", type=int, default=1, help="of preprocessing, ours and the peer's [1]")
     add("--folder", type=Path, help="for corpora, kept for the next run [a temporary one]")
-    add("--output", type=Path, metavar="FILE", help="write everything there, as JSON")
+    add("--json", type=Path, metavar="FILE", help="write everything there, as JSON")
     return parser
 
 

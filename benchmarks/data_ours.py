@@ -124,10 +124,9 @@ def tool(words: list[str]) -> Answer:
     """Run tools/preprocess_data.py in this process, everything imported before."""
     from tools import preprocess_data
 
-    said = io.StringIO()
-    with redirect_stdout(said), Clock() as clock:
+    with redirect_stdout(io.StringIO()), Clock() as clock:
         preprocess_data.main(words)
-    return clock.answer(said=said.getvalue())
+    return clock.answer()
 
 
 def bare_tokenizers(path: str, documents: str, *, batch: int) -> Answer:

@@ -229,7 +229,7 @@ def test_the_data_benchmark_measures_ours_and_says_what_is_missing(tmp_path: Pat
     lines = [json.dumps({"text": f"line {n}: the quick brown fox, again " * 9}) for n in range(60)]
     text.write_text("\n".join(lines) + "\n")
     output = tmp_path / "out" / "data.json"
-    done = script("data.py", *TINY_DATA, "--text", str(text), "--output", str(output))
+    done = script("data.py", *TINY_DATA, "--text", str(text), "--json", str(output))
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text())
     sections = {section["name"]: section for section in report["sections"]}
