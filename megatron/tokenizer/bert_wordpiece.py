@@ -15,7 +15,7 @@ from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.protocol import Tokenizer, existing_file, extra_names
 
 _UNKNOWN = "[UNK]"
-_REQUIRED = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 # A longer word is unknown as a whole, as in BERT's original tokenization code.
 _MAX_CHARACTERS_PER_WORD = 200
 
@@ -62,7 +62,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
                     fix="take the vocab.txt as it was released",
                 )
             vocab[piece] = number - 1
-    missing = [piece for piece in _REQUIRED if piece not in vocab]
+    missing = [piece for piece in SPECIAL_TOKENS if piece not in vocab]
     if missing:
         raise DataError(
             "the vocabulary is not a BERT vocab.txt",

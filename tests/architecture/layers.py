@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"training"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+PROGRAMS = ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert")
 VERSION = "__version__"  # `megatron.__version__` is of no layer
 
 
@@ -51,7 +52,7 @@ def outsiders(package: Path) -> Iterator[str]:
     """Imports of the programs and tests from below: the library does not know who uses it."""
     for source in sources(package):
         for line, name in imports(source):
-            if name.partition(".")[0] in ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt"):
+            if name.partition(".")[0] in PROGRAMS:
                 yield f"{source.name}:{line}: the library may not import {name}"
 
 

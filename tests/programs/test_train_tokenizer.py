@@ -88,3 +88,32 @@ def test_a_disk_that_refuses_leaves_no_file(
         main(["--input", str(corpus(tmp_path)), "--json-key", "body",
               "--output", str(tmp_path / "out")])  # fmt: skip
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_wordpiece_is_read_by_bert_and_is_the_same_twice(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    words = ["--input", str(source), "--json-key", "body", "--type", "wordpiece"]
+    for run in ("a", "b"):
+        main([*words, "--vocab-size", "200", "--output", str(tmp_path / run)])
+    first, second = ((tmp_path / run / "vocab.txt").read_bytes() for run in ("a", "b"))
+    assert first == second
+    lines = first.decode().splitlines()
+    assert lines[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert not any(character.isupper() for line in lines[5:] for character in line)
+    built = build_tokenizer(
+        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "a" / "vocab.txt")
+    )
+    tokens = built.tokenize(TEXT)
+    assert tokens
+    assert built.unk not in tokens
+
+
+def test_a_wordpiece_needs_room_and_text(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("ab")
+    words = ["--input", str(text), "--output", str(tmp_path / "out"), "--type", "wordpiece"]
+    with pytest.raises(ConfigError, match="no room for more than the special tokens and every"):
+        main([*words, "--vocab-size", "9"])
+    text.write_text(" \n")
+    with pytest.raises(DataError, match="nothing to learn a vocabulary from"):
+        main(words)
