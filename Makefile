@@ -9,7 +9,8 @@ DATA ?=
 ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
-# Anything: `make test-matrix` puts its table into docs/parallelism.md.
+# Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` into
+# docs/checkpoints.md.
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-matrix quick gates bench docs clean
+.PHONY: help venv pretrain test test-matrix test-faults quick gates bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,7 +34,7 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
 	  { echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). fix: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "making $(VENV) (once; torch is a large download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11" ninja py-cpuinfo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
 	@touch $@
@@ -46,6 +47,9 @@ test: gates  ## everything that has to pass: gates, then all tests
 
 test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
+
+test-faults: $(READY)  ## kills at every moment of a save and flipped bits; WRITE=1 keeps the table
+	@$(BIN)/python -m tests.laws.kill_grid $(if $(WRITE),--write)
 
 quick: gates  ## the gates and the tests that start no processes
 	@$(BIN)/python -m pytest -q tests/architecture tests/unit

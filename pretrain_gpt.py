@@ -36,46 +36,17 @@ def main() -> None:
 
 def gpt_task() -> PretrainTask:
     """GPT as a value: what is read, what is built, and what is minimised."""
+    from torch import Tensor
+
     from megatron.config.model import ModelConfig
-    from megatron.data.data_utils import IndexPlace, build_datasets
-    from megatron.data.dataset_makers import gpt_maker
     from megatron.data.gpt_batch import decoder_batch
-    from megatron.engine.base import (
-        BatchOptions,
-        DatasetRequest,
-        Datasets,
-        MicroBatch,
-        PretrainTask,
-        RawBatch,
-    )
+    from megatron.data.program_data import GPT_DATA
+    from megatron.engine.base import BatchOptions, MicroBatch, PretrainTask, RawBatch
+    from megatron.engine.datasets import datasets_of
     from megatron.model.accounting import flops_per_token
     from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
-    from megatron.model.losses import LossSum
+    from megatron.model.losses import LossSum, counted_tokens
     from megatron.model.specs import Carry, ModelBuild
-
-    def datasets(request: DatasetRequest) -> Datasets:
-        """The kind of dataset that the flags ask for, over the corpora that they name."""
-        maker = gpt_maker(
-            request.data,
-            tokenizer=request.tokenizer,
-            seed=request.seed,
-            is_builder=request.is_builder,
-            beat=request.beat,
-        )
-        place = IndexPlace(
-            cache_path=request.data.data_cache_path,
-            is_builder=request.is_builder,
-            wait=request.wait,
-            beat=request.beat,
-        )
-        built = build_datasets(
-            maker,
-            request.data,
-            num_samples=request.num_samples,
-            min_samples=request.min_samples,
-            place=place,
-        )
-        return Datasets(*built)
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
         """Cut what the loader yields into what the model and the loss take."""
@@ -93,16 +64,22 @@ def gpt_task() -> PretrainTask:
         """Cross entropy of the next token, summed over the tokens that count."""
         return gpt_loss(build, carry, *labels)
 
+    def counted(labels: Carry) -> Tensor:
+        """How many tokens the loss counts."""
+        return counted_tokens(*labels)
+
     def flops(config: ModelConfig, build: ModelBuild) -> int:
         """What the model needs, so that recomputation does not raise the MFU."""
         return flops_per_token(config, build.vocab.padded, build.seq_length)
 
     return PretrainTask(
         name="gpt",
-        datasets=datasets,
+        reads=GPT_DATA,
+        datasets=datasets_of(GPT_DATA),
         layers=gpt_layers,
         batch=batch,
         loss=loss,
+        counted=counted,
         flops_per_token=flops,
     )
 

@@ -57,6 +57,7 @@ class Workload:
             global_batch_size=text.shape[0] * self.build.ctx.dp.size,
             learning_rate=self.config.schedule.lr,
             weight_decay=self.config.optimizer.weight_decay,
+            seq_length=text.shape[1] - 1,
         )
         return self.engine.train_step(iter([{"text": text}]), plan)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from megatron import log
+from megatron.config.deepspeed_agreement import flags_from_json
+from megatron.config.deepspeed_json import read_json
 from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig
@@ -26,9 +28,13 @@ class NoEffect(NamedTuple):
 
     values: int  # how many values follow the flag; -1 for one that may be left out
     because: str
+    only: str | None = None  # the one value that asks for nothing; others are refused
 
 
 _FUSED = "the arithmetic is the same with and without fused kernels"
+_FAST = "attention always uses the fastest kernel torch offers"
+_DENSE = "every model here is dense"
+_TILES = "it saves memory and changes no result; ZeRO stage 3 gathers whole matrices"
 
 # Spellings that stand for one of ours, with its value.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -40,6 +46,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--distributed-timeout": ("--distributed-timeout-minutes",),
     "--kill-switch-file": ("--kill-switch-path",),
     "--train-data": ("--train-data-path",),
+    "--deepspeed-activation-checkpointing": ("--recompute-granularity", "full"),
+    "--partition-activations": ("--distribute-saved-activations", "true"),
+    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
 }
 
 NO_EFFECT: Mapping[str, NoEffect] = {
@@ -59,8 +68,10 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--no-rope-fusion": NoEffect(0, _FUSED),
     "--no-gradient-accumulation-fusion": NoEffect(0, _FUSED),
     "--no-persist-layer-norm": NoEffect(0, _FUSED),
-    "--use-flash-attn": NoEffect(0, "attention always uses the fastest kernel torch offers"),
-    "--use-flash-attn-v2": NoEffect(0, "attention always uses the fastest kernel torch offers"),
+    "--use-flash-attn": NoEffect(0, _FAST),
+    "--use-flash-attn-v2": NoEffect(0, _FAST),
+    "--use-flash-attn-triton": NoEffect(0, _FAST),
+    "--use-flash-attn-builder": NoEffect(0, _FAST),
     "--attention-softmax-in-fp32": NoEffect(0, "the softmax of attention is computed in fp32"),
     "--no-query-key-layer-scaling": NoEffect(0, "scores are never scaled by the layer number"),
     "--no-async-tensor-model-parallel-allreduce": NoEffect(0, "overlap does not change results"),
@@ -75,8 +86,56 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     ),
     "--log-path": NoEffect(1, "the run's configuration is stored in every checkpoint"),
     "--no-check-for-nan-in-loss-and-grad": NoEffect(0, "the loss and gradient are always checked"),
-    "--cpu_torch_adam": NoEffect(0, "torch's own AdamW is the one that is used"),
+    "--deepspeed_mpi": NoEffect(0, "the launcher's ranks are read from the environment"),
     "--override-lr-scheduler": NoEffect(0, "the learning rate always follows the flags"),
+    "--override-opt_param-scheduler": NoEffect(0, "the learning rate always follows the flags"),
+    "--no-load-lr-state": NoEffect(0, "the learning rate always follows the flags"),
+    "--exit-on-missing-checkpoint": NoEffect(0, "a checkpoint that is missing is an error"),
+    "--valid-num-workers": NoEffect(
+        1, "validation is read by as many processes as training; the samples are the same"
+    ),
+    "--contigious-checkpointing": NoEffect(
+        0, "what is saved of recomputed layers is one tensor each already"
+    ),
+    "--synchronize-each-layer": NoEffect(0, "waiting for each layer changes no result"),
+    "--profile-backward": NoEffect(0, "--log-timers-to-tensorboard times forward and backward"),
+    "--scattered-embeddings": NoEffect(0, _TILES),
+    "--split-transformers": NoEffect(0, _TILES),
+    "--memory-centric-tiled-linear": NoEffect(0, _TILES),
+    "--tile-factor": NoEffect(1, _TILES),
+    "--disable-mem-efficient-ln": NoEffect(0, _FUSED),
+    "--overlap-p2p-communication": NoEffect(0, "overlap does not change results"),
+    "--enable-zbh1-exact-semantics": NoEffect(0, "a step is applied once its norm is known"),
+    "--timing-log-level": NoEffect(1, "timers are those of --log-timers-to-tensorboard"),
+    "--timing-log-option": NoEffect(1, "timers are those of --log-timers-to-tensorboard"),
+    "--log-optimizer-states-to-tensorboard": NoEffect(
+        0, "norms of the optimizer's state are not logged; --log-params-norm logs the weights'"
+    ),
+    "--ds-sequence-parallel-size": NoEffect(1, "1 is no parallelism of that kind", only="1"),
+    "--context-parallel-size": NoEffect(1, "1 is no parallelism of that kind", only="1"),
+    "--moe-expert-parallel-size": NoEffect(1, _DENSE, only="1"),
+    "--num-experts": NoEffect(1, _DENSE, only="1"),
+    "--mlp-type": NoEffect(1, _DENSE, only="standard"),
+    **dict.fromkeys(
+        (
+            "--moe-loss-coeff",
+            "--moe-train-capacity-factor",
+            "--moe-eval-capacity-factor",
+            "--moe-min-capacity",
+            "--expert-interval",
+            "--topk",
+        ),
+        NoEffect(1, _DENSE),
+    ),
+    **dict.fromkeys(
+        (
+            "--disable-moe-token-dropping",
+            "--disable-moe-top2-2nd-expert-sampling",
+            "--enable-expert-tensor-parallelism",
+            "--use-tutel",
+        ),
+        NoEffect(0, _DENSE),
+    ),
     "--universal-checkpoint": NoEffect(0, "every checkpoint loads at any layout"),
     "--codecarbon-dir": NoEffect(1, "energy is not measured"),
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),
@@ -92,49 +151,84 @@ REMOVED: Mapping[str, str] = {
 }
 
 NOT_YET: Mapping[str, str] = {
-    "--deepspeed": "the native engine; leave it out",
-    "--deepspeed_config": "the native engine; leave it out",
-    "--zero-stage": "the native engine; leave it out",
     **dict.fromkeys(
         (
-            "--zero-reduce-scatter",
-            "--zero-contigious-gradients",
-            "--zero-reduce-bucket-size",
-            "--zero-allgather-bucket-size",
-            "--remote-device",
-            "--use-pin-memory",
-            "--scattered-embeddings",
-            "--split-transformers",
-            "--memory-centric-tiled-linear",
-            "--tile-factor",
-            "--pp-partition-method",
+            "--bert-load",
+            "--biencoder-projection-dim",
+            "--biencoder-shared-query-context-model",
+            "--block-data-path",
+            "--embedding-path",
+            "--evidence-data-path",
+            "--ict-head-size",
+            "--ict-load",
+            "--indexer-batch-size",
+            "--indexer-log-interval",
+            "--retriever-report-topk-accuracies",
+            "--retriever-score-scaling",
+            "--retriever-seq-length",
+            "--sample-rate",
         ),
-        "the native engine; leave it out",
+        "pretrain_gpt.py or pretrain_bert.py; there is no model for retrieval",
+    ),
+    **dict.fromkeys(
+        ("--num-classes", "--img-dim", "--num-channels", "--patch-dim"),
+        "pretrain_gpt.py or pretrain_bert.py; there is no model of images",
     ),
     **dict.fromkeys(
         (
-            "--deepspeed-activation-checkpointing",
-            "--contigious-checkpointing",
-            "--synchronize-each-layer",
-            "--profile-backward",
+            "--kd",
+            "--kd-alpha-ce",
+            "--kd-beta-ce",
+            "--kd-temp",
+            "--mos",
+            "--num-layers-teacher",
+            "--num-experts-teacher",
+            "--hidden-size-teacher",
+            "--num-attention-heads-teacher",
+            "--load-teacher",
+            "--reset-iteration",
         ),
-        "--recompute-granularity full",
+        "a run without a teacher; there is no distillation",
     ),
-    "--partition-activations": "--distribute-saved-activations",
-    "--checkpoint-in-cpu": "--cpu-offloading-num-layers",
+    **dict.fromkeys(
+        (
+            "--train-data-exact-num-epochs",
+            "--return-data-index",
+            "--train-idx-path",
+            "--train-desc-path",
+            "--train-doc-idx-path",
+            "--train-sample-idx-path",
+            "--train-shuffle-idx-path",
+            "--repeated-dataloader",
+        ),
+        "--data-path and --data-cache-path, which keep sample orders",
+    ),
+    "--reweight-loss-based-on-position-frequency": "--mtf or --sft, where each token counts once",
+    "--inference": "tools/generate_text.py",
+    "--load-tag": "--load with the folder of that checkpoint",
+    "--skip-train": "--eval-at-start with --exit-interval 1",
+    "--trust-remote-code": "a tokenizer that needs no code of its own",
+    "--standalone-embedding-stage": "--pipeline-balance parameters",
+    "--data-parallel-random-init": "one initial model for all replicas; leave it out",
+    "--apply-layernorm-1p": "--normalization LayerNorm",
+    "--embedding-weights-in-fp32": "--fp32-residual-connection",
+    "--num-experts-switch": "a dense model; leave it out",
+    "--ds-sequence-parallel-fpdt": "--sequence-parallel",
+    "--create-moe-param-group": "a dense model; leave it out",
+    "--force-ds-sequence-parallel": "--sequence-parallel",
+    "--data-efficiency-curriculum-learning": "--curriculum-schedule",
+    "--random-ltd": "all tokens in every layer; leave it out",
+    "--compression-training": "the model as it is; leave it out",
+    "--use-checkpoint-opt_param-scheduler": "the schedule flags of the run that saved it",
+    "--use-checkpoint-args": "the flags of the run that saved the checkpoint",
     "--use-checkpoint-lr-scheduler": "the schedule flags of the run that saved the checkpoint",
     "--adlr-autoresume": "--exit-signal-handler, which saves on SIGTERM",
     "--adlr-autoresume-interval": "--exit-signal-handler, which saves on SIGTERM",
     "--fp16-lm-cross-entropy": "the loss in fp32; leave it out",
-    "--cpu-optimizer": "--device cpu, or leave it out",
-    "--valid-num-workers": "--num-workers, which serves both",
     "--eval-only": "--eval-at-start with --exit-interval 1",
     "--main-params-dtype": "fp32 masters, as every half-precision run does; leave it out",
     "--main-grads-dtype": "gradients in the dtype that they are reduced in; leave it out",
     "--ddp-num-buckets": "--ddp-bucket-size",
-    "--context-parallel-size": "tensor and data parallelism; leave it out",
-    "--lr-decay-tokens": "--lr-decay-samples",
-    "--train-tokens": "--train-samples",
     "--skip-train-iteration-range": "a run without it",
     "--fim-split-sample": "--fim-data without it, which takes each document by itself",
     "--fim-fragment-rate": "--fim-rate, the share of all documents",
@@ -189,7 +283,8 @@ def parse_args(
         extra[name] = default if extra[name] is None else extra[name]
     problems += _unknown_defaults(set(defaults) - known_to_us)
     typed = {name: value for name, value in given.items() if value is not None}
-    values = defaults | _preset(typed.pop("model_preset", None), problems) | typed
+    preset = _preset(typed.pop("model_preset", None), problems)
+    values = defaults | preset | _from_deepspeed(typed, problems) | typed
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
         if any(given.get(field, 0) is None for field in field_names(group)):
@@ -264,28 +359,34 @@ def _translate(
         elif word in ALIASES:
             words += ALIASES[word]
         elif word in NO_EFFECT:
-            values, because = NO_EFFECT[word]
+            values, because, only = NO_EFFECT[word]
             if values == -1:
                 values = int(bool(rest) and not rest[0].startswith("--"))
             given = " ".join([word, *rest[:values]])
+            asks_for_more = only is not None and rest[:1] != [only]
             del rest[:values]
-            log.info(f"{given}: accepted, has no effect here because {because}")
+            if asks_for_more:
+                problems.append(_refusal(given, f"{word} {only}, or leave it out"))
+            else:
+                log.info(f"{given}: accepted, has no effect here because {because}")
         elif word in REMOVED or word in NOT_YET:
             while rest and not rest[0].startswith("--"):
                 rest.pop(0)
-            problems.append(_refusal(word))
+            problems.append(_removed(word) if word in REMOVED else _refusal(word, NOT_YET[word]))
         else:
             words.append(word)
     return words
 
 
-def _refusal(word: str) -> ConfigError:
-    if word in REMOVED:
-        return ConfigError("this flag was removed long ago", found=word, fix=f"use {REMOVED[word]}")
+def _removed(word: str) -> ConfigError:
+    return ConfigError("this flag was removed long ago", found=word, fix=f"use {REMOVED[word]}")
+
+
+def _refusal(given: str, instead: str) -> ConfigError:
     return ConfigError(
         "this flag is of a feature that this version does not have",
-        found=word,
-        fix=f"use {NOT_YET[word]}",
+        found=given,
+        fix=f"use {instead}",
     )
 
 
@@ -333,6 +434,24 @@ def _unknown_defaults(names: Iterable[str]) -> list[ConfigError]:
         )
         for name in sorted(names)
     ]
+
+
+def _from_deepspeed(typed: Mapping[str, Any], problems: list[ConfigError]) -> dict[str, Any]:
+    """What DeepSpeed's JSON says as values of flags that were not typed; each is said once."""
+    path = typed.get("deepspeed_config")
+    if path is None or not typed.get("deepspeed"):
+        return {}
+    try:
+        said = flags_from_json(read_json(path), typed)
+    except FieldsError as several:
+        problems += several.errors
+        return {}
+    except ConfigError as error:
+        problems.append(error)
+        return {}
+    for name, value in said.items():
+        log.info(f"{flag_name(name)} {value}: from {path}, as the flag is not given")
+    return said
 
 
 def _preset(name: str | None, problems: list[ConfigError]) -> dict[str, Any]:

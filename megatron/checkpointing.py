@@ -5,39 +5,66 @@ or when --load is also --save and has never held a checkpoint. Everything else t
 damaged or of another model is an error on every rank. How bytes are kept is left to `checkpoint`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from megatron import log
-from megatron.checkpoint import manifest, rng, storage
+from megatron.checkpoint import manifest, rng, source_formats, storage
+from megatron.checkpoint.background import BackgroundSaves
+from megatron.checkpoint.deepspeed_save import save_deepspeed
 from megatron.checkpoint.folder import missing_iteration
-from megatron.checkpoint.sharded import GeneratorStates, Snapshot
+from megatron.checkpoint.foreign import (
+    OURS,
+    ForeignCheckpoint,
+    check_resumable,
+    format_in,
+    is_foreign,
+    open_foreign,
+)
+from megatron.checkpoint.megatron_save import save_megatron
+from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.saving import Saved
+from megatron.checkpoint.selection import Selection, choose
+from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
+from megatron.checkpoint.source import SourceOptions
+from megatron.checkpoint.source_config import completed_config
 from megatron.checkpoint.storage import OpenCheckpoint
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
+from megatron.config.deepspeed_json import recorded_json
+from megatron.config.engine import EngineConfig
+from megatron.config.fields import from_plain, plain_default
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.data.data_sources import changed_sources
 from megatron.device import current
 from megatron.engine.base import Engine
 from megatron.engine.state import model_tensors
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron, reseed
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
+from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.progress import Progress
-from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size
+from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
 
 NO_SOURCES: Mapping[str, str] = MappingProxyType({})
+
+# Groups whose changes are said when a run goes on.
+_SAID_IF_CHANGED = (
+    "training", "optimizer", "schedule", "precision", "data", "tokenizer", "engine",
+)  # fmt: skip
 
 # Fields of the model that may differ between a checkpoint and the run that loads it: they change
 # how it is trained or begun, not what its weights mean.
@@ -58,11 +85,15 @@ def save_checkpoint(
     progress: Progress,
     runtime: Runtime,
     sources: Mapping[str, str] = NO_SOURCES,
+    *,
+    saves: BackgroundSaves | None = None,
+    validation_loss: float | None = None,
 ) -> None:
     """Write the checkpoint of `progress.iteration`, if the run has a --save folder.
 
     `sources` is what the files of the data hold (`data.data_sources`), for whoever resumes.
-    All ranks call this together; on return it is durable, or the same error is raised on all.
+    All ranks call this together; on return it is durable, or the same error is raised on all. Under
+    --async-save it is only copied, and `saves` writes it beside the training.
     """
     flags = config.checkpoint
     if flags.save is None:
@@ -72,22 +103,47 @@ def save_checkpoint(
     snapshot = Snapshot(
         tensors=state.tensors,
         progress=progress.to_plain(),
-        config=config.to_plain(),
+        config=config.to_plain() | _recorded(config, runtime.context.dp.size),
         scalars=state.scalars,
         generators=rng.capture(runtime.streams) if flags.save_rng else None,
         data=sources,
+        validation_loss=validation_loss,
     )
-    saved = storage.save(
-        flags.save,
+    at, rule = progress.iteration, Retention(flags.keep_last, flags.keep_every, flags.keep_best)
+    if flags.checkpoint_format is CheckpointFormatName.MEGATRON:
+        log.info(str(_save_as_megatron(flags.save, snapshot, at, runtime)))
+    elif flags.checkpoint_format is CheckpointFormatName.DEEPSPEED:
+        log.info(str(_save_as_deepspeed(flags.save, snapshot, at, engine, runtime)))
+    elif flags.async_save and saves is not None:
+        saves.start(flags.save, snapshot, iteration=at, retention=rule)
+    else:
+        context = runtime.context
+        log.info(str(storage.save(flags.save, snapshot, iteration=at, ctx=context, retention=rule)))
+
+
+def _save_as_megatron(folder: str, snapshot: Snapshot, at: int, runtime: Runtime) -> Saved:
+    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
+    return save_megatron(
+        folder,
         snapshot,
-        iteration=progress.iteration,
+        iteration=at,
         ctx=runtime.context,
-        keep_last=flags.keep_last,
+        num_chunks=plan.num_chunks,
+        padded_rows=_vocabulary(runtime).padded,
     )
-    log.info(
-        f"successfully saved checkpoint at iteration {progress.iteration} to {saved.directory} "
-        f"({saved.bytes / 2**20:.1f} MiB in {saved.seconds:.1f} s)"
-    )
+
+
+def _save_as_deepspeed(
+    folder: str, snapshot: Snapshot, at: int, engine: Engine, runtime: Runtime
+) -> Saved:
+    live = getattr(engine, "live", None)
+    if live is None:
+        raise ConfigError(
+            "only the DeepSpeed engine saves in DeepSpeed's layout",
+            found="--checkpoint-format deepspeed without --deepspeed",
+            fix="add --deepspeed, or drop --checkpoint-format",
+        )
+    return save_deepspeed(folder, snapshot, live(), iteration=at, ctx=runtime.context)
 
 
 def load_checkpoint(
@@ -108,13 +164,20 @@ def load_checkpoint(
     ):
         log.info(f"*** {flags.load} has never held a checkpoint: starting from random weights ***")
         return Progress()
-    opened = storage.open_checkpoint(flags.load, ctx=runtime.context)
-    _refuse_another_model(opened, config)
+    opened = _opened(flags, runtime)
+    selection = Selection(flags.load_only, flags.load_except)
+    _refuse_another_model(opened, config, is_partial=selection.is_partial)
     with_optimizer = flags.load_optim and not flags.finetune
     prefixes = ("model/", "optimizer/") if with_optimizer else ("model/",)
     state = engine.state(optimizer=with_optimizer)
-    opened.read_into(state.tensors, prefixes=prefixes)
+    if selection.is_partial:
+        _read_part(opened, selection, state.tensors)
+    else:
+        cast = isinstance(opened, ForeignCheckpoint) and not with_optimizer
+        opened.read_into(state.tensors, prefixes=prefixes, cast=cast)
     engine.restored(opened.manifest.scalars, optimizer=with_optimizer)
+    if isinstance(opened, ForeignCheckpoint):
+        opened.close()
     iteration = opened.manifest.iteration
     log.info(f"successfully loaded checkpoint from {opened.directory} at iteration {iteration}")
     if flags.finetune:
@@ -123,6 +186,47 @@ def load_checkpoint(
         _restore_generators(opened, runtime)
     _say_what_changed(opened, config, sources)
     return Progress.from_plain(dict(opened.manifest.progress))
+
+
+def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenCheckpoint | ForeignCheckpoint:
+    context = runtime.context
+    if is_foreign(flags.load or "", flags.load_iteration, ctx=context):
+        foreign = open_foreign(
+            flags.load or "",
+            flags.load_iteration,
+            ctx=context,
+            options=SourceOptions(vocab_size=_vocabulary(runtime).true),
+            verification=flags.checkpoint_verify,
+        )
+        log.info(f"{foreign.directory} is a checkpoint of format {foreign.source.format_name}")
+        if flags.load_fallback is not None:
+            log.info("--load-fallback has no effect here: it is for our own format alone")
+        if not flags.finetune:
+            check_resumable(foreign)
+        return foreign
+    open_ = storage.open_checkpoint if flags.load_fallback is None else storage.open_or_previous
+    return open_(
+        flags.load or "", flags.load_iteration, ctx=context, verification=flags.checkpoint_verify
+    )
+
+
+def _read_part(
+    opened: OpenCheckpoint | ForeignCheckpoint,
+    selection: Selection,
+    tensors: Sequence[ShardedTensor],
+) -> None:
+    """Fill what the patterns name, and say what became of every parameter."""
+    choice = choose(selection, tensors, opened.manifest.tensors, ctx=opened.ctx)
+    targets = [tensor for tensor in tensors if selection.takes(tensor.name)]
+    cast = isinstance(opened, ForeignCheckpoint)  # weights alone, to begin with
+    opened.read_into(targets, only=selection.takes, cast=cast)
+    log.info(str(choice))
+
+
+def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
+    """The complete JSON that DeepSpeed was given, beside the flags that it follows from."""
+    given = recorded_json(config, data_parallel_size=replicas)
+    return {RECORDED_JSON: given} if given else {}
 
 
 class LoadedModel(NamedTuple):
@@ -153,29 +257,64 @@ def load_model_for_inference(
     Raises:
         CheckpointError: missing, damaged, or the flags in it are not of this version.
     """
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor_model_parallel_size)
+    runtime = initialize_for_inference(folder, iteration, parallel=parallel, device=device)
+    build = model_build(runtime)
+    with torch.device(current()):
+        model = GPTModel(runtime.config.model, build)
+    load_weights(model, folder, iteration, runtime)
+    model.eval()
+    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
+
+
+def initialize_for_inference(
+    folder: str | Path,
+    iteration: int | None = None,
+    *,
+    parallel: ParallelConfig,
+    device: str | None = None,
+) -> Runtime:
+    """Initialise this process for the model of a checkpoint, on a grid of its own.
+
+    All ranks call this together; arguments and errors are those of `load_model_for_inference`.
+    """
     stored = stored_config(folder, iteration)
     launch = replace(stored.launch, distributed_backend=None)
     if device is not None:
         launch = replace(launch, device=DeviceKind(device))
     config = replace(
         stored,
-        parallel=ParallelConfig(tensor_model_parallel_size=tensor_model_parallel_size),
+        parallel=parallel,
         checkpoint=CheckpointConfig(load=str(folder)),
+        engine=EngineConfig(),
         launch=launch,
     )
-    runtime = initialize_megatron(config, checks=MODEL_CHECKS)
-    build = model_build(runtime)
-    with torch.device(current()):
-        model = GPTModel(config.model, build)
-    opened = storage.open_checkpoint(folder, iteration, ctx=runtime.context)
-    opened.read_into(model_tensors(model, runtime.context), prefixes=("model/",))
-    model.eval()
-    return LoadedModel(model, runtime.tokenizer, config, runtime.context)
+    return initialize_megatron(config, checks=MODEL_CHECKS)
+
+
+def load_weights(
+    module: nn.Module, folder: str | Path, iteration: int | None, runtime: Runtime
+) -> None:
+    """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format."""
+    context = runtime.context
+    opened: OpenCheckpoint | ForeignCheckpoint
+    if is_foreign(folder, iteration, ctx=context):
+        options = SourceOptions(vocab_size=_vocabulary(runtime).true)
+        opened = open_foreign(folder, iteration, ctx=context, options=options)
+    else:
+        opened = storage.open_checkpoint(folder, iteration, ctx=context)
+    opened.read_into(model_tensors(module, runtime.context), prefixes=("model/",))
 
 
 def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
-    """The flags of the run that wrote a checkpoint, read without touching its tensors."""
+    """The flags of the run that wrote a checkpoint, read without touching its tensors.
+
+    Of another format: what it knows of them, and our defaults for the rest.
+    """
     folder = Path(folder)
+    if format_in(folder, iteration) != OURS:
+        with source_formats.open_source(folder, iteration) as source:
+            return RunConfig.from_plain(completed_config(source))
     at = storage.latest_iteration(folder) if iteration is None else iteration
     directory = folder / storage.iteration_name(at)
     if not directory.is_dir():
@@ -186,13 +325,7 @@ def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig
 
 def model_build(runtime: Runtime) -> ModelBuild:
     """What the layers of this rank are built from."""
-    config, true = runtime.config, runtime.tokenizer.vocab_size
-    padded = padded_vocab_size(
-        true,
-        divisible_by=config.tokenizer.make_vocab_size_divisible_by,
-        tp=runtime.context.tp.size,
-        pad_to=config.tokenizer.pad_vocab_size_to,
-    )
+    config = runtime.config
     splits_sequences = config.parallel.sequence_parallel and runtime.context.tp.size > 1
     if config.parallel.sequence_parallel and not splits_sequences:
         log.info(
@@ -201,7 +334,7 @@ def model_build(runtime: Runtime) -> ModelBuild:
         )
     return ModelBuild(
         ctx=runtime.context,
-        vocab=VocabSize(true, padded),
+        vocab=_vocabulary(runtime),
         seq_length=config.data.seq_length,
         streams=runtime.streams,
         precision=config.precision,
@@ -210,15 +343,38 @@ def model_build(runtime: Runtime) -> ModelBuild:
     )
 
 
-def _refuse_another_model(opened: OpenCheckpoint, config: RunConfig) -> None:
+def _vocabulary(runtime: Runtime) -> VocabSize:
+    flags = runtime.config.tokenizer
+    true = true_vocab_size(runtime.tokenizer.vocab_size, flags.true_vocab_size)
+    padded = padded_vocab_size(
+        true,
+        divisible_by=flags.make_vocab_size_divisible_by,
+        tp=runtime.context.tp.size,
+        pad_to=flags.pad_vocab_size_to,
+    )
+    return VocabSize(true, padded)
+
+
+def _refuse_another_model(
+    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, *, is_partial: bool = False
+) -> None:
+    """Of a partial load other flags are only said: parts of another model are what it is for."""
     saved = opened.manifest.config
+    if isinstance(opened, ForeignCheckpoint) and "num_layers" not in saved.get("model", {}):
+        log.warning(
+            f"{opened.directory} does not say which model it is of: only names and shapes are "
+            "compared"
+        )
+        return
     differing = [
         f"--{name.replace('_', '-')} {theirs} in the checkpoint, {ours} here"
         for group in ("model", "data")
-        for name, theirs, ours in _differences(saved, config, group)
+        for name, theirs, ours in _differences(opened, config, group)
         if name == "seq_length" or (group == "model" and name not in _FREE_MODEL_FIELDS)
     ]
-    if differing and not (config.checkpoint.finetune and _only_seq_length(differing)):
+    if differing and is_partial:
+        log.warning(f"loading parts of another model: {'; '.join(differing)}")
+    elif differing and not (config.checkpoint.finetune and _only_seq_length(differing)):
         raise CheckpointError(
             "the checkpoint is of another model than the flags describe",
             found="; ".join(differing),
@@ -231,13 +387,13 @@ def _only_seq_length(differing: list[str]) -> bool:
 
 
 def _say_what_changed(
-    opened: OpenCheckpoint, config: RunConfig, sources: Mapping[str, str]
+    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
     """A resumed run with other flags or data is allowed, and said, as its numbers will differ."""
     changed = [
         f"--{name.replace('_', '-')} {theirs} -> {ours}"
-        for group in ("training", "optimizer", "schedule", "precision", "data", "tokenizer")
-        for name, theirs, ours in _differences(opened.manifest.config, config, group)
+        for group in _SAID_IF_CHANGED
+        for name, theirs, ours in _differences(opened, config, group)
     ]
     if changed:
         log.warning(f"resuming with other flags than the checkpoint's: {', '.join(changed)}")
@@ -248,9 +404,18 @@ def _say_what_changed(
         )
 
 
-def _differences(saved: Any, config: RunConfig, group: str) -> list[tuple[str, Any, Any]]:
+def _differences(
+    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, group: str
+) -> list[tuple[str, Any, Any]]:
     """Fields of `group` whose saved and present values differ: (name, saved, present)."""
-    theirs, ours = saved.get(group, {}), config.to_plain()[group]
+    theirs, ours = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
+    if group == "model":
+        theirs, ours = from_plain(ModelConfig, theirs).meaning(), config.model.meaning()
+    elif isinstance(opened, ForeignCheckpoint):
+        ours = {name: ours[name] for name in theirs}  # of other flags it knows nothing
+    for name in ours.keys() - theirs.keys():
+        # A version that did not have the flag behaved as its default says.
+        theirs[name] = plain_default(GROUPS[group], name)
     return [
         (name, theirs.get(name), ours.get(name))
         for name in sorted(set(theirs) | set(ours))
@@ -258,7 +423,7 @@ def _differences(saved: Any, config: RunConfig, group: str) -> list[tuple[str, A
     ]
 
 
-def _restore_generators(opened: OpenCheckpoint, runtime: Runtime) -> None:
+def _restore_generators(opened: OpenCheckpoint | ForeignCheckpoint, runtime: Runtime) -> None:
     reason = rng.why_not_restorable(opened.manifest, runtime.context.topology)
     states: GeneratorStates | None = None
     if reason is None:

@@ -4,6 +4,8 @@ The order is the point: flags, then checks that need no process group, then grou
 all ranks agree. A step that fails undoes what came before it, so that a retry starts clean.
 """
 
+import hashlib
+import json
 import os
 import platform
 import random
@@ -28,8 +30,10 @@ from torch.distributed.rendezvous import rendezvous
 import megatron
 from megatron import device, log, program
 from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
+from megatron.config.deepspeed_json import recorded_json
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
+from megatron.data.program_data import GPT_DATA, ProgramData
 from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
 from megatron.global_vars import (
     Runtime,
@@ -44,7 +48,12 @@ from megatron.mpu.peers import PeerWatch
 from megatron.mpu.random import RandomStreams, hash_seed
 from megatron.preflight.agreement import agree_on_launch
 from megatron.preflight.checks import CHECKS
-from megatron.preflight.environment import Launch, launch_from_environment
+from megatron.preflight.environment import (
+    Launch,
+    fair_threads,
+    launch_from_environment,
+    tell_libraries,
+)
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
@@ -59,12 +68,14 @@ def initialize_megatron(
     extra_args_provider: ExtraArgsProvider | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     checks: tuple[Check, ...] = CHECKS,
+    reads: ProgramData = GPT_DATA,
 ) -> Runtime:
     """Parse flags, run the checks, make the parallel groups and seed every generator.
 
     Args:
         config: an already parsed run; the command line is read when not given.
         checks: what is checked before groups exist (programs that do not train need fewer).
+        reads: what the program makes of the flags about data.
 
     A default process group that exists already is used as it is.
 
@@ -82,7 +93,7 @@ def initialize_megatron(
                 extra_args_provider=extra_args_provider, args_defaults=args_defaults
             )
         except CommandLineError as wrong:
-            raise with_findings_of_checks(wrong, checks) from None
+            raise with_findings_of_checks(wrong, checks, reads=reads) from None
     logging = config.logging
     log.configure(
         launch.rank,
@@ -90,19 +101,19 @@ def initialize_megatron(
         level=logging.log_level,
         replica_level=logging.log_level_replica,
     )
-    if config.training.num_threads is not None:
-        torch.set_num_threads(config.training.num_threads)
+    _choose_threads(config, launch)
     tokenizer, tokenizer_error = _try_tokenizer(config)
     tell = partial(_tell_ranks_that_wait, launch)
     _ON_SHUTDOWN.append(program.on_failure(tell))
-    run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error), checks)
+    run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error, reads), checks)
     if tokenizer is None:
         raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
     with ExitStack() as undo:
-        device.select(_device_kind(config.launch.device), launch.local_rank)
+        device.select(_device_kind(config.launch.device), launch.device_index)
+        tell_libraries(launch)
         context = _join(config, launch, undo)
         # Unchecked: ranks that disagree about --check-collectives have to hear of that.
-        agree_on_launch(_facts(config), replace(context.world, checks=None))
+        agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
         streams = _seeded(config.training.seed, context)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
         timers = Timers(synchronize=logging.log_timers_to_tensorboard)
@@ -115,7 +126,10 @@ def initialize_megatron(
 
 
 def with_findings_of_checks(
-    wrong: CommandLineError, checks: tuple[Check, ...] = CHECKS
+    wrong: CommandLineError,
+    checks: tuple[Check, ...] = CHECKS,
+    *,
+    reads: ProgramData = GPT_DATA,
 ) -> PreflightError:
     """What is wrong with a command line, and what the checks find in the part that can be read.
 
@@ -124,8 +138,10 @@ def with_findings_of_checks(
     if wrong.config is None:
         return wrong
     tokenizer, tokenizer_error = _try_tokenizer(wrong.config)
-    plan = RunPlan(wrong.config, _launch(), tokenizer, tokenizer_error)
-    return PreflightError([*wrong.findings, *collect_findings(plan, checks)])
+    plan = RunPlan(wrong.config, _launch(), tokenizer, tokenizer_error, reads)
+    said = {str(finding.error) for finding in wrong.findings}  # DeepSpeed's file is read by both
+    more = [each for each in collect_findings(plan, checks) if str(each.error) not in said]
+    return PreflightError([*wrong.findings, *more])
 
 
 def shutdown_megatron() -> None:
@@ -188,6 +204,20 @@ def _launch() -> Launch:
     return launch
 
 
+def _choose_threads(config: RunConfig, launch: Launch) -> None:
+    """As many CPU threads as were asked for; where nobody did, ranks of a node share its cores."""
+    asked, fair = config.training.num_threads, fair_threads(launch)
+    if asked is None and fair is not None:
+        log.info(
+            f"{fair} CPU {'thread' if fair == 1 else 'threads'} for each of the "
+            f"{launch.local_world_size} ranks of this node, which share its cores: the launcher "
+            "set no OMP_NUM_THREADS (--num-threads says otherwise)"
+        )
+    threads = asked or fair
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def _try_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, MegatronError | None]:
     try:
         return tokenizer_of(config), None
@@ -235,15 +265,15 @@ def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | N
     if launch.world_size == 1:
         return None
     here = dist.is_initialized()
-    store = dist.distributed_c10d._get_default_store() if here else _rendezvous(timeout)
+    store = dist.distributed_c10d._get_default_store() if here else _rendezvous(launch, timeout)
     watch = PeerWatch(store, launch.rank, launch.world_size)
     undo.callback(watch.close)
     return watch
 
 
-def _rendezvous(timeout: timedelta) -> Store:
+def _rendezvous(launch: Launch, timeout: timedelta) -> Store:
     """The store that all ranks of this launch share, once they are all there."""
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store, _, _ = next(rendezvous(launch.rendezvous_url, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)
 
@@ -253,7 +283,7 @@ def _make_world(launch: Launch, backend: str, timeout: timedelta, watch: PeerWat
     if watch is not None:
         store = watch.store
     elif launch.has_rendezvous:
-        store = _rendezvous(timeout)
+        store = _rendezvous(launch, timeout)
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
@@ -264,7 +294,7 @@ def _tell_ranks_that_wait(launch: Launch, reason: str) -> None:
     if launch.world_size == 1 or dist.is_initialized():
         return
     try:
-        store = _rendezvous(timedelta(seconds=_TELL_S))
+        store = _rendezvous(launch, timedelta(seconds=_TELL_S))
         _tell(PeerWatch(store, launch.rank, launch.world_size), reason)
     except (RuntimeError, ValueError):
         log.debug("no other rank came to hear of this failure")
@@ -276,9 +306,11 @@ def _tell(watch: PeerWatch, reason: str) -> None:
     watch.close()
 
 
-def _facts(config: RunConfig) -> dict[str, str]:
+def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
+    given = json.dumps(recorded_json(config, data_parallel_size=replicas), sort_keys=True)
     return {
         "flags": config.fingerprint(),
+        "DeepSpeed's JSON": hashlib.sha256(given.encode()).hexdigest()[:16],
         "megatron": megatron.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -6,8 +6,9 @@ skipped iteration has still consumed its samples.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.errors import CheckpointError, ConfigError
@@ -196,18 +197,47 @@ class _Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCount:
+    """How many tokens the iterations of a run consume, when the length of samples may change.
+
+    Attributes:
+        length_at: tokens of each sample in an iteration, counted from 0.
+        settled_at: the first iteration from which on that length stays what it is.
+    """
+
+    batch_schedule: BatchSchedule
+    length_at: Callable[[int], int]
+    settled_at: int = 0
+
+    def before(self, iteration: int) -> int:
+        """Tokens consumed when iteration number `iteration` (from 0) starts."""
+        batches, settled = self.batch_schedule, min(iteration, self.settled_at)
+        tokens = samples = 0
+        for number in range(settled):
+            size = batches.global_batch_size_at(samples)
+            samples, tokens = samples + size, tokens + size * self.length_at(number)
+        rest = batches.samples_before(iteration) - samples
+        return tokens + rest * self.length_at(settled)
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """How long a run lasts: a number of iterations, or a number of samples.
 
     A run measured in samples ends with the last global batch that fits into them (as in Megatron),
-    so `total_samples` can be less than `train_samples` by a part of a batch.
+    so `total_samples` can be less than `train_samples` by a part of a batch. With `train_tokens`,
+    which are counted by `tokens`, it may end earlier: with the iteration that reaches them.
     """
 
     batch_schedule: BatchSchedule
     train_iters: int | None = None
     train_samples: int | None = None
+    train_tokens: int | None = None
+    tokens: TokenCount | None = None
 
     def __post_init__(self) -> None:
+        counted = self.train_tokens is None or self.tokens is not None
+        assert counted  # noqa: S101  # invariant: whoever limits tokens says how they are counted
         asked = (self.train_iters is None) + (self.train_samples is None)
         assert asked == 1  # noqa: S101  # invariant: TrainingConfig has exactly one of the two
         if self.total_iterations < 1:
@@ -221,9 +251,12 @@ class Duration:
     @property
     def total_iterations(self) -> int:
         """Iterations from the start of the run to its end."""
+        most = self.train_iters or 0
         if self.train_samples is not None:
-            return self.batch_schedule.iterations_within(self.train_samples)
-        return self.train_iters or 0
+            most = self.batch_schedule.iterations_within(self.train_samples)
+        if self.train_tokens is None or self.tokens is None:
+            return most
+        return _iterations_until(self.tokens, self.train_tokens, most)
 
     @property
     def total_samples(self) -> int:
@@ -236,10 +269,27 @@ class Duration:
         A run in samples looks at the samples, not at the iterations: after a change of batch size
         between two starts it still ends where it was told to.
         """
+        if self.train_tokens is not None and progress.consumed_tokens >= self.train_tokens:
+            return True
         if self.train_samples is not None:
             following = self.batch_schedule.global_batch_size_at(progress.consumed_samples)
             return progress.consumed_samples + following > self.train_samples
         return progress.iteration >= (self.train_iters or 0)
+
+
+@lru_cache(maxsize=16)  # asked at every step, always with the same
+def _iterations_until(tokens: TokenCount, wanted: int, most: int) -> int:
+    """The first number of iterations that consume `wanted` tokens; `most` where that is earlier."""
+    below, enough = 0, most
+    if tokens.before(most) < wanted:
+        return most
+    while enough - below > 1:
+        middle = (below + enough) // 2
+        if tokens.before(middle) < wanted:
+            below = middle
+        else:
+            enough = middle
+    return enough
 
 
 def _ceil_divide(value: int, divisor: int) -> int:

@@ -10,14 +10,19 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 from megatron import device, log
 from megatron.arguments import ExtraArgsProvider
+from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
+from megatron.config.curriculum import Curriculum
 from megatron.config.data import DataLoaderKind
+from megatron.config.deepspeed_json import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
 from megatron.data.data_sources import announce_shared_corpora, data_sources
+from megatron.data.gpt_batch import shortened
 from megatron.data.loaders import build_data_loader
 from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
@@ -37,7 +42,8 @@ from megatron.mpu.data import broadcast_batch
 from megatron.mpu.meeting import Meeting
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.preflight.agreement import agree_on_data, agree_on_state
-from megatron.preflight.lengths import batch_schedule, num_samples
+from megatron.preflight.lengths import batch_schedule, num_samples, token_count
+from megatron.preflight.lengths import curriculum as curriculum_of
 from megatron.preflight.lengths import duration as duration_of
 from megatron.progress import BatchSchedule, Duration, Progress
 
@@ -67,7 +73,10 @@ def pretrain(
     if model_provider is not None:
         task = replace(task, layers=model_provider)
     runtime = initialize_megatron(
-        config, extra_args_provider=extra_args_provider, args_defaults=args_defaults
+        config,
+        extra_args_provider=extra_args_provider,
+        args_defaults=args_defaults,
+        reads=task.reads,
     )
     progress = run(task, runtime)
     shutdown_megatron()
@@ -78,7 +87,8 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     """Train until something says stop; the caller has already checked that it can work."""
     config, context = runtime.config, runtime.context
     batches = batch_schedule(config.training, context.dp.size)
-    duration = duration_of(config.training, batches)
+    duration = duration_of(config, batches)
+    curriculum = curriculum_of(config)
     build = model_build(runtime)
     sources = data_sources(config.data)
     agree_on_data(sources, context.world)
@@ -91,18 +101,22 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         report = resources.enter_context(_step_log(task, runtime, build, duration, progress))
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
+        saves = resources.enter_context(BackgroundSaves(context))
         agree_on_state(state_of(progress, engine), context.world)
         _announce(task, runtime, build, engine, duration, progress)
         first = progress.iteration
+        save = partial(_save, engine, runtime, sources, saves, data)
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, report)
         report.begin()
         while (reason := stop.reason(progress, steps_done=progress.iteration - first)) is None:
-            plan = plan_step(config, batches, duration, progress)
-            result = engine.train_step(training_batches, plan)
+            saves.look()
+            plan = plan_step(config, batches, duration, progress, curriculum)
+            cut = map(partial(shortened, length=plan.seq_length), training_batches)
+            result = engine.train_step(cut if curriculum else training_batches, plan)
             progress = progress.after(
                 samples=plan.global_batch_size,
-                tokens=plan.global_batch_size * config.data.seq_length,
+                tokens=plan.global_batch_size * plan.seq_length,
                 skipped=result.skipped,
                 nonfinite=result.skipped and not result.overflow,
             )
@@ -115,36 +129,58 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
             if due(config.training.eval_interval, progress) or duration.is_done(progress):
                 progress = data.validate(engine, progress, report)
             if due(config.checkpoint.save_interval, progress):
-                data.check_unchanged()
-                save_checkpoint(config, engine, progress, runtime, sources)
+                save(progress)
             report.paused(time.perf_counter() - paused)
         if progress.iteration > first and not due(config.checkpoint.save_interval, progress):
-            data.check_unchanged()
-            save_checkpoint(config, engine, progress, runtime, sources)
+            save(progress)
+        saves.wait()
         if duration.is_done(progress) and progress.iteration > first:
             data.test(engine, progress, report)
         log.info(f"stopped: {reason}")
         return progress
 
 
+def _save(
+    engine: Engine,
+    runtime: Runtime,
+    sources: Mapping[str, str],
+    saves: BackgroundSaves,
+    data: "DataFeed",
+    progress: Progress,
+) -> None:
+    """A checkpoint says what was trained on, so that has to be what was there at the start."""
+    data.check_unchanged()
+    loss = data.validation_loss(progress)
+    save_checkpoint(
+        runtime.config, engine, progress, runtime, sources, saves=saves, validation_loss=loss
+    )
+
+
 def plan_step(
-    config: RunConfig, batches: BatchSchedule, duration: Duration, progress: Progress
+    config: RunConfig,
+    batches: BatchSchedule,
+    duration: Duration,
+    progress: Progress,
+    curriculum: Curriculum | None = None,
 ) -> StepPlan:
     """What the next optimizer step should do: a pure function of how far the run is."""
     seen = progress.consumed_samples
     total = duration.total_samples
+    whole = config.data.seq_length
     return StepPlan(
         num_microbatches=batches.num_microbatches_at(seen),
         global_batch_size=batches.global_batch_size_at(seen),
         learning_rate=learning_rate(
             config.schedule,
             samples=seen,
+            tokens=progress.consumed_tokens,
             total_samples=total,
             global_batch_size=batches.global_batch_size,
         ),
         weight_decay=weight_decay(
             config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
         ),
+        seq_length=curriculum.length_at(progress.iteration) if curriculum else whole,
     )
 
 
@@ -190,6 +226,7 @@ class DataFeed:
             )
         )
         self._valid: dict[str, Iterator[RawBatch]] | None = None
+        self._validated: tuple[int, float] | None = None  # at which iteration, with what loss
         self._readers: list[Generator[RawBatch, None, None]] = []
 
     def close(self) -> None:
@@ -233,11 +270,19 @@ class DataFeed:
                 name: self._batches_of(dataset, progress.consumed_valid_samples, over_and_over=True)
                 for name, dataset in groups.items()
             }
-        samples = [
+        means = [
             self._evaluate(name, engine, batches, progress, report)
             for name, batches in self._valid.items()
         ]
-        return progress.after_evaluation(samples=samples[0])
+        self._validated = (progress.iteration, means[0])
+        samples = self._config.training.eval_iters * self._batches.global_batch_size
+        return progress.after_evaluation(samples=samples)
+
+    def validation_loss(self, progress: Progress) -> float | None:
+        """The loss of the weights as they are now on the first group; None if not evaluated."""
+        if self._validated is None or self._validated[0] != progress.iteration:
+            return None
+        return self._validated[1] if math.isfinite(self._validated[1]) else None
 
     def test(self, engine: Engine, progress: Progress, report: StepLog) -> None:
         """Evaluate once on each group of test data."""
@@ -253,12 +298,12 @@ class DataFeed:
         batches: Iterator[RawBatch],
         progress: Progress,
         report: StepLog,
-    ) -> int:
+    ) -> float:
         iterations, size = self._config.training.eval_iters, self._batches.global_batch_size
         microbatches = size // (self._config.training.micro_batch_size * self._context.dp.size)
         result = evaluate(engine, batches, iterations=iterations, microbatches=microbatches)
         report.evaluation(name, result, progress)
-        return iterations * size
+        return result.mean
 
     def _batches_of(
         self, dataset: Any, consumed: int, *, over_and_over: bool = False
@@ -328,15 +373,33 @@ def _step_log(
     report = StepLog(
         config.logging,
         duration,
-        seq_length=config.data.seq_length,
-        flops_per_token=task.flops_per_token(config.model, build),
+        flops_per_token=lru_cache(
+            lambda length: task.flops_per_token(config.model, replace(build, seq_length=length))
+        ),
         world_size=world.size,
         is_writer=world.is_last,
         purge_step=progress.iteration + 1 if progress.iteration else 0,
+        with_length=curriculum_of(config) is not None,
+        losses=task.losses,
         timers=runtime.timers,
     )
-    report.text("flags", "```\n" + json.dumps(config.to_plain(), indent=1) + "\n```")
+    report.text("flags", _as_block(config.to_plain()))
+    if config.engine.deepspeed:
+        _announce_deepspeed(config, report, replicas=runtime.context.dp.size)
     return report
+
+
+def _announce_deepspeed(config: RunConfig, report: StepLog, *, replicas: int) -> None:
+    """Say and store all that DeepSpeed goes by, so that no default of its own is left unseen."""
+    given = recorded_json(config, data_parallel_size=replicas)
+    log.info("DeepSpeed's JSON, complete:\n" + json.dumps(given, indent=1))
+    for remark in deepspeed_plan(config, data_parallel_size=replicas).remarks:
+        log.info(f"DeepSpeed's JSON: {remark}")
+    report.text("deepspeed", _as_block(given))
+
+
+def _as_block(values: Mapping[str, Any]) -> str:
+    return "```\n" + json.dumps(values, indent=1) + "\n```"
 
 
 def _num_parameters(engine: Engine, stages: Group) -> int:
@@ -362,6 +425,8 @@ def _announce(
     parameters = _num_parameters(engine, runtime.context.pp)
     batches = duration.batch_schedule
     left = duration.total_samples - progress.consumed_samples
+    count, curriculum = token_count(config, batches), curriculum_of(config)
+    tokens = count.before(duration.total_iterations) - count.before(progress.iteration)
     flops = task.flops_per_token(config.model, build)
     log.info(
         f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
@@ -370,8 +435,9 @@ def _announce(
         f"global batch {batches.global_batch_size} in micro-batches of "
         f"{batches.micro_batch_size}; from iteration {progress.iteration} to "
         f"{duration.total_iterations}: {left:,} samples, "
-        f"{left * config.data.seq_length:,} tokens to go\n"
+        f"{tokens:,} tokens to go\n"
         f"{flops / 1e6:,.1f} MFLOP per token, forward and backward, by {FLOPS_CONVENTION}"
+        + (f"\ncurriculum {curriculum}" if curriculum else "")
     )
 
 

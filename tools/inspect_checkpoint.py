@@ -2,13 +2,15 @@
 
     python tools/inspect_checkpoint.py SAVE [--iteration N] [--verify] [--json]
 
-Needs no torch and reads no tensor unless asked to verify. Exit code 66 when the checkpoint is
-missing or damaged.
+Checkpoints of our own format need no torch, and no tensor is read unless asked to verify. Those of
+other formats (Megatron-LM, DeepSpeed, Hugging Face) are told by the names and shapes that they
+would have here. Exit code 66 when the checkpoint is missing or damaged.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 
 from megatron.checkpoint import folder, manifest, verify
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.safetensors_header import tensor_bytes
 from megatron.program import run
 
 
@@ -24,6 +27,9 @@ def main() -> None:
     """Read the arguments, then print what the checkpoint holds."""
     arguments = _arguments()
     directory = _directory(arguments.folder, arguments.iteration)
+    if directory is None:
+        _foreign(arguments)
+        return
     content, _ = manifest.load(directory)
     damages = verify.wrong_sizes(directory, content, content.files)
     if arguments.verify:
@@ -47,14 +53,58 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _directory(path: Path, iteration: int | None) -> Path:
+def _directory(path: Path, iteration: int | None) -> Path | None:
+    """The folder of a checkpoint of ours; None when there is something else in `path`."""
     if iteration is None and (path / manifest.NAME).is_file():
         return path
+    if path.is_dir() and not any(path.glob(f"iter_*/{manifest.NAME}")) and any(path.iterdir()):
+        return None
     wanted = folder.latest_iteration(path) if iteration is None else iteration
     directory = path / folder.iteration_name(wanted)
     if not directory.is_dir():
         raise folder.missing_iteration(path, wanted)
     return directory
+
+
+def _foreign(arguments: argparse.Namespace) -> None:
+    """Say what a checkpoint of another format holds, under our names."""
+    from megatron.checkpoint import source_formats  # needs torch, which ours does not
+
+    with source_formats.open_source(arguments.folder, arguments.iteration) as source:
+        if arguments.verify:
+            source.verify()
+        described = source.tensors
+        sizes = {name: tensor_bytes(*known) for name, known in described.items()}
+        if arguments.json:
+            facts = {
+                "directory": str(source.directory),
+                "format": source.format_name,
+                "progress": dict(source.progress),
+                "scalars": dict(source.scalars),
+                "config": {name: dict(group) for name, group in source.config.items()},
+                "tensors": {
+                    name: {
+                        "dtype": known.dtype_code,
+                        "shape": known.global_shape,
+                        "bytes": sizes[name],
+                    }
+                    for name, known in described.items()
+                },
+            }
+            print(json.dumps(facts, indent=2))
+            return
+        lines = [
+            f"{source.directory}",
+            f"format: {source.format_name}, as it would be loaded",
+            f"progress: {json.dumps(dict(source.progress))}",
+            f"scalars: {json.dumps(dict(source.scalars))}",
+            f"model: {json.dumps(source.config.get('model', {}))}",
+            f"tensors: {len(sizes)}, {sum(sizes.values()):,} bytes",
+            *_tree((name, *described[name], sizes[name], 1) for name in described),
+        ]
+        print("\n".join(lines))
+        if arguments.verify:
+            print("verified, as far as the format can be")
 
 
 def _plain(directory: Path, content: Manifest) -> dict[str, Any]:
@@ -98,25 +148,27 @@ def _lines(directory: Path, content: Manifest) -> list[str]:
         f"files: {len(content.files)}, {content.bytes:,} bytes",
         *(f"  {name}  {record.bytes:,}" for name, record in content.files.items()),
         f"tensors: {len(content.tensors)}, {total:,} bytes",
-        *_tree(content),
+        *_tree(
+            (name, tensor.dtype_code, tensor.global_shape, tensor.bytes, len(tensor.pieces))
+            for name, tensor in content.tensors.items()
+        ),
     ]
     return lines
 
 
-def _tree(content: Manifest) -> list[str]:
+def _tree(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[str]:
     """Names as a tree of their `/` parts; the last part has dots of its own and stays whole."""
     lines: list[str] = []
     former: list[str] = []
-    for name, tensor in content.tensors.items():
+    for name, dtype, shape, size, count in tensors:
         *parents, last = name.split("/")
         for depth, parent in enumerate(parents):
             if parents[: depth + 1] != former[: depth + 1]:
                 lines.append(f"{'  ' * (depth + 1)}{parent}/")
         former = parents
-        pieces = f"  in {len(tensor.pieces)} pieces" if len(tensor.pieces) > 1 else ""
+        pieces = f"  in {count} pieces" if count > 1 else ""
         indent = "  " * (len(parents) + 1)
-        shape = list(tensor.global_shape)
-        lines.append(f"{indent}{last}  {tensor.dtype_code} {shape}  {tensor.bytes:,}{pieces}")
+        lines.append(f"{indent}{last}  {dtype} {list(shape)}  {size:,}{pieces}")
     return lines
 
 

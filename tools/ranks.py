@@ -51,7 +51,9 @@ class Ranks:
         from torch.distributed.rendezvous import rendezvous
 
         try:
-            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_SILENCE_S)))
+            store, _, _ = next(
+                rendezvous(launch.rendezvous_url, timeout=timedelta(seconds=_SILENCE_S))
+            )
         except RuntimeError as error:
             raise PeerError(
                 f"the ranks did not meet within {_SILENCE_S:.0f} s",

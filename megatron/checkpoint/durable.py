@@ -7,8 +7,10 @@ handed over, not of what is read back.
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -18,7 +20,15 @@ import xxhash
 from megatron import atomic
 from megatron.errors import CheckpointError
 
-_CHUNK_BYTES = 4 << 20
+# Set in a thread that writes beside the training, and by whoever wants it to end early.
+CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+
+
+def refuse_if_cancelled() -> None:
+    """OSError (ECANCELED) once whoever asked for what this thread writes wants it no more."""
+    cancelled = CANCELLED.get()
+    if cancelled is not None and cancelled.is_set():
+        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
 
 
 class DurableFile:
@@ -35,6 +45,7 @@ class DurableFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""
+        refuse_if_cancelled()
         view = memoryview(data).cast("B")
         self._hash.update(view)
         with _naming(self._path):
@@ -90,17 +101,6 @@ def replace_file(path: Path, data: bytes, *, suffix: str) -> None:
     atomic.sync_directory(path.parent)
 
 
-def digest_of(path: Path) -> tuple[int, str]:
-    """Bytes and xxh3-128 digest of a file, read in chunks."""
-    total, digest = 0, xxhash.xxh3_128()
-    buffer = bytearray(_CHUNK_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            total += count
-    return total, str(digest.hexdigest())
-
-
 _FIXES = {
     errno.ENOSPC: "free space there, or save to another disk",
     errno.EDQUOT: "free space within your quota, or save to another disk",
@@ -113,9 +113,24 @@ _FIXES = {
 }
 
 
+_FIXES_OF_OBJECTS = {
+    errno.EACCES: "give credentials that may list, read, write and delete there, where the "
+    "library looks for them (for s3: the environment or ~/.aws)",
+    errno.ENOENT: "make the bucket first, and check the address",
+}
+
+
 def from_os_error(error: OSError, doing: str) -> CheckpointError:
     """What the operating system refused, as an error that says what to do."""
     name = errno.errorcode.get(error.errno or 0, "?")
+    if "://" in str(error.filename):  # a store of objects, not a disk
+        return CheckpointError(
+            f"{doing} failed: {error.strerror or error}",
+            found=f"{name} at {error.filename}",
+            fix=_FIXES_OF_OBJECTS.get(
+                error.errno or 0, "see that the store works and has room, and start again"
+            ),
+        )
     return CheckpointError(
         f"{doing} failed: {error.strerror or error}",
         found=f"{name} at {error.filename or 'a file that was being written'}",

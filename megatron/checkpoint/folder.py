@@ -4,8 +4,8 @@
     SAVE/latest_checkpointed_iteration.txt    "100"; replaced by rename, last of all
     SAVE/.iter_0000100.partial-1f3a5c7e/      a save under way, or one that crashed
 
-One process works on a folder at a time; who that is, and what the others think of it, is
-`storage`'s business. No torch here.
+`object_folder` does the same in a store of objects. One process works on a folder at a time; who
+that is is `storage`'s business. No torch here.
 """
 
 import contextlib
@@ -13,15 +13,22 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import overload
 
 from megatron import atomic, log
-from megatron.checkpoint import durable, manifest, verify
+from megatron.checkpoint import durable, manifest, object_folder, verify
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.retention import Found, Retention, redundant
+from megatron.checkpoint.store import Place, RemotePath, place
 from megatron.errors import CheckpointError, MachineError, MegatronError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7}|[1-9]\d{7,})")
-_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)-[0-9a-f]{8}")
+_LEFTOVER = re.compile(
+    r"\.(iter_\d{7,}|global_step\d+(?:_universal)?)\.(partial|replaced|removed)-[0-9a-f]{8}"
+)
 _TRACKER_BESIDE = re.compile(re.escape(f".{TRACKER}.") + "[0-9a-f]{8}")
 _ANY_CHECKPOINT = re.compile(r"iter_\d+|release|global_step\d+.*|latest|mp_rank_\d+.*")
 _TRACKER_BYTES = 64
@@ -32,50 +39,54 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def iterations(folder: Path) -> list[int]:
+def iterations(folder: Place) -> list[int]:
     """The iterations that have a folder of exactly the right name, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(_ITERATION.fullmatch(entry.name), entry) for entry in os.scandir(folder)]
+    found = [(_ITERATION.fullmatch(entry.name), entry) for entry in folder.iterdir()]
     return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
 
 
-def never_held_a_checkpoint(folder: str | Path) -> bool:
+def never_held_a_checkpoint(folder: str | Place) -> bool:
     """Whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever there.
 
     True for a folder that does not exist, and for one in which only a first save was cut short.
     """
-    folder = Path(folder)
-    if not os.path.lexists(folder):
+    folder = place(folder)
+    if isinstance(folder, Path) and not os.path.lexists(folder):
         return True
     if not folder.is_dir():
-        return False
-    for name in os.listdir(folder):
+        return isinstance(folder, RemotePath)  # without objects there is no folder
+    for name in _names(folder):
         moved = _LEFTOVER.fullmatch(name)
         if name == TRACKER or _ANY_CHECKPOINT.fullmatch(name) or (moved and moved[2] != "partial"):
             return False
     return True
 
 
-def latest_iteration(folder: str | Path) -> int:
+def _names(folder: Place) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def latest_iteration(folder: str | Place) -> int:
     """The iteration that the tracker file names.
 
     Raises:
         CheckpointError: there is no such folder, it never held a checkpoint, its tracker is
             missing or not a number, or the iteration it names is not there.
     """
-    folder = Path(folder)
+    folder = place(folder)
     if not folder.is_dir():
         raise _no_folder(folder)
     present = iterations(folder)
     try:
-        with open(folder / TRACKER, "rb") as file:
+        with (folder / TRACKER).open("rb") as file:
             text = file.read(_TRACKER_BYTES).decode("ascii", "replace").strip()
     except FileNotFoundError:
         raise _no_tracker(folder, present) from None
     if text == "release":
         raise CheckpointError(
-            "the tracker file names a release checkpoint, which this program does not read",
+            "the tracker file names a release checkpoint that is not there, or of no known format",
             found=f"{folder / TRACKER}",
             fix="convert it first, or load a folder that this program wrote",
         )
@@ -90,7 +101,7 @@ def latest_iteration(folder: str | Path) -> int:
     return int(text)
 
 
-def _no_folder(folder: Path) -> CheckpointError:
+def _no_folder(folder: Place) -> CheckpointError:
     return CheckpointError(
         "the folder to load a checkpoint from does not exist",
         found=str(folder),
@@ -98,7 +109,7 @@ def _no_folder(folder: Path) -> CheckpointError:
     )
 
 
-def _no_tracker(folder: Path, present: list[int]) -> CheckpointError:
+def _no_tracker(folder: Place, present: list[int]) -> CheckpointError:
     if present:
         return CheckpointError(
             "the tracker file is missing beside existing checkpoints",
@@ -113,17 +124,17 @@ def _no_tracker(folder: Path, present: list[int]) -> CheckpointError:
         )
     return CheckpointError(
         "the folder holds no checkpoint of this program",
-        found=f"{folder} with {', '.join(sorted(os.listdir(folder))[:5])}",
+        found=f"{folder} with {', '.join(_names(folder)[:5])}",
         fix="convert what is there first, or load a folder that this program wrote",
     )
 
 
-def missing_iteration(folder: Path, iteration: int) -> CheckpointError:
+def missing_iteration(folder: Place, iteration: int) -> CheckpointError:
     """The error for an iteration that is not in `folder`, or a folder that is not there."""
     if not folder.is_dir():
         return _no_folder(folder)
     name = iteration_name(iteration)
-    aside = [entry for entry in os.listdir(folder) if entry.startswith(f".{name}.replaced-")]
+    aside = [entry for entry in _names(folder) if entry.startswith(f".{name}.replaced-")]
     present = iterations(folder)
     if aside:
         fix = f"a save was cut short while it replaced it: mv {folder / aside[0]} {folder / name}"
@@ -144,19 +155,28 @@ def _listed(present: list[int]) -> str:
     return "iterations there: " + ", ".join(str(iteration) for iteration in present[-8:])
 
 
-def _tracker_fix(folder: Path, present: list[int]) -> str:
+def _tracker_fix(folder: Place, present: list[int]) -> str:
     if not present:
         return f"remove {folder / TRACKER} if the folder is to start anew"
     return f"check the newest and name it: echo {present[-1]} > {folder / TRACKER}"
 
 
-def probe_writable(folder: str | Path) -> MegatronError | None:
+def probe_writable(folder: str | Place) -> MegatronError | None:
     """Why a checkpoint could not be written to `folder`; None when a small file went all the way.
 
     The file is written, made durable, renamed and removed, and so is a folder that was missing: a
-    launch that is refused for another reason leaves nothing behind.
+    launch that is refused for another reason leaves nothing behind. In a store of objects it is
+    written, read back, listed and removed.
     """
-    folder = Path(folder)
+    try:
+        folder = place(folder)
+        if isinstance(folder, RemotePath):
+            object_folder.probe(folder)
+            return None
+    except MegatronError as error:
+        return error
+    except OSError as error:
+        return _machine_error(error)
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     probe = folder / f".probe-{secrets.token_hex(8)}"
     moved = probe.with_suffix(".moved")
@@ -169,13 +189,17 @@ def probe_writable(folder: str | Path) -> MegatronError | None:
     except OSError as error:
         for path in (probe, moved):
             _unlink_quietly(path)
-        found = durable.from_os_error(error, "writing to the folder for checkpoints")
-        return MachineError(found.problem, found=found.found, fix=found.fix)
+        return _machine_error(error)
     finally:
         for path in missing:
             with contextlib.suppress(OSError):  # never made, or in use by another run by now
                 path.rmdir()
     return None
+
+
+def _machine_error(error: OSError) -> MachineError:
+    found = durable.from_os_error(error, "writing to the folder for checkpoints")
+    return MachineError(found.problem, found=found.found, fix=found.fix)
 
 
 def _unlink_quietly(path: Path) -> None:
@@ -185,8 +209,13 @@ def _unlink_quietly(path: Path) -> None:
         log.debug(f"{path} is left behind: {error}")
 
 
-def require_space(folder: Path, needed: int) -> None:
-    """CheckpointError when the file system of `folder` has not `needed` bytes for this user."""
+def require_space(folder: Place, needed: int) -> None:
+    """CheckpointError when the file system of `folder` has not `needed` bytes for this user.
+
+    A store of objects does not say how much room it has.
+    """
+    if isinstance(folder, RemotePath):
+        return
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     if free < needed:
@@ -197,22 +226,77 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
+def begin(folder: Place) -> None:
+    """Make the folder if it is missing, and remove what crashed saves left behind in it."""
+    if isinstance(folder, RemotePath):
+        object_folder.sweep(folder)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
+
+
+def refuse_existing(folder: Path, iteration: int) -> None:
+    """CheckpointError when `iteration` is there already: only a run that goes on replaces it."""
+    final = folder / iteration_name(iteration)
+    if final.exists():
+        raise CheckpointError(
+            "the folder to write to holds this iteration already",
+            found=str(final),
+            fix="write to another folder, or move that one away",
+        )
+
+
+def stage_called(folder: Place, name: str, token: str | None) -> Place:
+    """The stage that another rank made."""
+    if isinstance(folder, RemotePath):
+        return RemotePath(folder.scheme, f"{folder.key}/{name}", folder.fs, token)
+    return folder / name
+
+
+@overload
 def make_stage(folder: Path, iteration: int) -> Path:
-    """A new empty folder to write iteration `iteration` into, invisible to readers."""
+    """On a disk."""
+
+
+@overload
+def make_stage(folder: RemotePath, iteration: int) -> RemotePath:
+    """In a store of objects."""
+
+
+def make_stage(folder: Place, iteration: int) -> Place:
+    """A new place to write the files of `iteration` to, invisible to readers."""
+    if isinstance(folder, RemotePath):
+        return object_folder.make_stage(folder, iteration_name(iteration))
     stage = folder / f".{iteration_name(iteration)}.partial-{secrets.token_hex(4)}"
     stage.mkdir()
     return stage
 
 
+@overload
 def commit(stage: Path, iteration: int) -> Path:
-    """Make the finished `stage` the checkpoint of `iteration`; readers see the former or this one.
+    """On a disk."""
 
-    A checkpoint of the same iteration is moved aside first and removed after; it is never
-    deleted before the new one is in place.
+
+@overload
+def commit(stage: RemotePath, iteration: int) -> RemotePath:
+    """In a store of objects."""
+
+
+def commit(stage: Place, iteration: int) -> Place:
+    """Make the finished `stage` the checkpoint of `iteration`; readers see the former or it."""
+    if isinstance(stage, RemotePath):
+        return object_folder.commit(stage, stage.parent / TRACKER, iteration)
+    return publish(stage, iteration_name(iteration), {TRACKER: f"{iteration}\n"})
+
+
+def publish(stage: Path, name: str, trackers: Mapping[str, str]) -> Path:
+    """Rename the finished `stage` to `name` beside it; then replace each tracker file, in order.
+
+    What has that name already is moved aside first and removed after; it is never deleted before
+    the new one is in place.
     """
-    folder = stage.parent
-    final = folder / iteration_name(iteration)
-    token = stage.name[-8:]
+    folder, token = stage.parent, stage.name[-8:]
+    final = folder / name
     aside = folder / f".{final.name}.replaced-{token}"
     atomic.sync_directory(stage)
     replaces = final.exists()
@@ -225,14 +309,21 @@ def commit(stage: Path, iteration: int) -> Path:
             aside.rename(final)
         raise
     atomic.sync_directory(folder)
-    durable.replace_file(folder / TRACKER, f"{iteration}\n".encode(), suffix=token)
+    for tracker, text in trackers.items():
+        durable.replace_file(folder / tracker, text.encode(), suffix=token)
     if replaces:
         remove(aside)
     return final
 
 
-def remove(directory: Path) -> None:
-    """Delete a folder that readers no longer see; what resists is said and left behind."""
+def remove(directory: Place) -> None:
+    """Delete a folder that readers no longer see; what resists is said and left behind.
+
+    In a store of objects: the parts of a stage.
+    """
+    if isinstance(directory, RemotePath):
+        object_folder.discard(directory)
+        return
     try:
         shutil.rmtree(directory)
     except OSError as error:
@@ -261,30 +352,60 @@ def sweep(folder: Path) -> None:
             remove(path)
 
 
-def retire(folder: Path, keep_last: int, *, newest: int) -> list[int]:
-    """Delete iterations older than the `keep_last` newest whole ones up to `newest`.
+def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
+    """Delete what `rule` makes redundant by the whole checkpoint of `newest`.
 
     Whole: a valid manifest, and every file of its length. Iterations after `newest` (of a run
-    that was rolled back) are neither counted nor touched, nor is any folder without a manifest.
-    Returns what was deleted.
+    that was rolled back) are neither counted nor touched. A folder goes only if its manifest is
+    readable and of its iteration, and it holds nothing that the manifest does not name. Returns
+    what was deleted.
     """
-    assert keep_last >= 1  # noqa: S101  # invariant: CheckpointConfig refuses less
-    kept, retired = 0, []
-    for iteration in sorted((i for i in iterations(folder) if i <= newest), reverse=True):
+    contents: dict[int, Manifest] = {}
+    found: list[Found] = []
+    for iteration in reversed([i for i in iterations(folder) if i <= newest]):
+        # Of what stays or goes whatever it holds, no file is looked at.
+        counts = sum(f.is_whole for f in found) < (rule.last or 0) or rule.best is not None
+        if not counts and rule.every is not None and iteration % rule.every == 0:
+            continue
         directory = folder / iteration_name(iteration)
-        if kept < keep_last:
-            kept += _is_whole(directory)
-        elif (directory / manifest.NAME).is_file() and not directory.is_symlink():
-            hidden = folder / f".{directory.name}.removed-{secrets.token_hex(4)}"
-            directory.rename(hidden)
-            remove(hidden)
-            retired.append(iteration)
+        content = _content(directory)
+        if content is not None and content.iteration == iteration:
+            contents[iteration] = content
+            whole = counts and not verify.wrong_sizes(directory, content, content.files)
+            found.append(Found(iteration, whole, content.validation_loss))
+    retired = []
+    for iteration in redundant(found, rule, newest=newest):
+        directory = folder / iteration_name(iteration)
+        if foreign := _foreign(directory, contents[iteration]):
+            log.warning_once(
+                f"foreign {directory}",
+                f"{directory} is not deleted: it holds {foreign}, which is no part of it",
+            )
+            continue
+        _delete(directory, contents[iteration])
+        retired.append(iteration)
     return retired
 
 
-def _is_whole(directory: Path) -> bool:
+def _content(directory: Place) -> Manifest | None:
     try:
-        content, _ = manifest.load(directory)
+        return manifest.load(directory)[0]
     except (CheckpointError, OSError):
-        return False
-    return not verify.wrong_sizes(directory, content, content.files)
+        return None
+
+
+def _foreign(directory: Place, content: Manifest) -> str | None:
+    """Something in a checkpoint's folder that its manifest does not name."""
+    if directory.is_symlink():
+        return "a link to another place"
+    named = {manifest.NAME, *content.files}
+    return next((name for name in _names(directory) if name not in named), None)
+
+
+def _delete(directory: Place, content: Manifest) -> None:
+    if isinstance(directory, RemotePath):
+        object_folder.delete(directory, content)
+        return
+    hidden = directory.with_name(f".{directory.name}.removed-{secrets.token_hex(4)}")
+    directory.rename(hidden)
+    remove(hidden)

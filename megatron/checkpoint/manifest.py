@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import xxhash
 
 from megatron.checkpoint.boxes import Box, describe, tiling_fault, whole
 from megatron.checkpoint.safetensors_header import ITEM_BYTES, tensor_bytes
+from megatron.checkpoint.store import Place
 from megatron.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -81,6 +81,7 @@ class Manifest:
 
     `generators` names one file per rank, in rank order; it is empty when none were saved.
     `written_by` maps "megatron" and "torch" to versions. `created` is UTC, ISO 8601.
+    `validation_loss` is that of these very weights, if they were evaluated.
     """
 
     iteration: int
@@ -96,6 +97,7 @@ class Manifest:
     data: Mapping[str, str] = field(
         default_factory=dict
     )  # what was read: names of files to digests
+    validation_loss: float | None = None
 
     @cached_property
     def config_fingerprint(self) -> str:
@@ -157,6 +159,7 @@ def _plain_head(manifest: Manifest) -> dict[str, Any]:
         "config_fingerprint": manifest.config_fingerprint,
         "config": dict(manifest.config),
         "data": dict(manifest.data),
+        "validation_loss": manifest.validation_loss,
         "generators": list(manifest.generators),
     }
 
@@ -174,7 +177,7 @@ def _one_line_each(title: str, values: Mapping[str, Any]) -> list[str]:
     return [f'  "{title}": {{', ",\n".join(lines), "  },"] if lines else [f'  "{title}": {{}},']
 
 
-def load(directory: Path) -> tuple[Manifest, str]:
+def load(directory: Place) -> tuple[Manifest, str]:
     """The manifest in `directory`, and the digest of its text by which ranks compare.
 
     Raises:
@@ -193,12 +196,12 @@ def load(directory: Path) -> tuple[Manifest, str]:
     return decode(text, path), str(xxhash.xxh3_128_hexdigest(text))
 
 
-def _listing(directory: Path) -> str:
+def _listing(directory: Place) -> str:
     names = sorted(entry.name for entry in directory.iterdir())[:5]
     return ", ".join(names) if names else "nothing"
 
 
-def decode(text: bytes, path: Path) -> Manifest:
+def decode(text: bytes, path: Place) -> Manifest:
     """The manifest that `text` says; `path` is for messages.
 
     Raises:
@@ -222,7 +225,7 @@ def decode(text: bytes, path: Path) -> Manifest:
 class _Parser:
     """Turns JSON values into a manifest and refuses whatever is not exactly as `encode` writes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
 
     def error(self, found: str) -> CheckpointError:
@@ -272,6 +275,9 @@ class _Parser:
             written_by=get(fields, "written_by", dict),
             created=get(fields, "created", str),
             data=get(fields, "data", dict) if "data" in fields else {},
+            validation_loss=None
+            if fields.get("validation_loss") is None
+            else get(fields, "validation_loss", float),
         )
         if min(manifest.layout) < 1 or layout.get("world") != manifest.layout.world:
             raise self.error(f"layout {layout}")

@@ -9,9 +9,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.store import Place
 from megatron.errors import CheckpointError
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -69,14 +69,14 @@ def encode(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[
     return len(text).to_bytes(8, "little") + text
 
 
-def read(path: Path) -> Header:
+def read(path: Place) -> Header:
     """The header of the file at `path`.
 
     Raises:
         CheckpointError: it is not JSON of the format, or does not account for every byte.
     """
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _bad(path, f"a header of {length} bytes in a file of {size}")
@@ -95,7 +95,7 @@ def read(path: Path) -> Header:
     return Header(entries, metadata)
 
 
-def _entry(path: Path, name: str, value: Any, origin: int) -> Entry:
+def _entry(path: Place, name: str, value: Any, origin: int) -> Entry:
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
         good = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
@@ -107,7 +107,7 @@ def _entry(path: Path, name: str, value: Any, origin: int) -> Entry:
     return Entry(dtype, tuple(shape), origin + start, origin + stop)
 
 
-def _check_order(path: Path, entries: Mapping[str, Entry], origin: int, size: int) -> None:
+def _check_order(path: Place, entries: Mapping[str, Entry], origin: int, size: int) -> None:
     at = origin
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.start != at:
@@ -124,7 +124,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _bad(path: Path, found: str) -> CheckpointError:
+def _bad(path: Place, found: str) -> CheckpointError:
     return CheckpointError(
         "a safetensors file has a header that cannot be right",
         found=f"{path}: {re.sub('[^ -~]', '?', found)}",

@@ -6,8 +6,7 @@ their validation live in `safetensors_header`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint import safetensors_header as headers
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.durable import DurableFile
+from megatron.checkpoint.store import NewFile, Place, create
 from megatron.errors import CheckpointError
 
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -57,8 +56,16 @@ def code_of(dtype: torch.dtype) -> str:
     return _CODES[dtype]
 
 
+def dtype_of(code: str) -> torch.dtype:
+    """The torch dtype that a safetensors name stands for."""
+    return _DTYPES[code]
+
+
 def write(
-    path: Path, tensors: Sequence[tuple[str, Tensor]], *, metadata: Mapping[str, str] | None = None
+    path: Place,
+    tensors: Sequence[tuple[str, Tensor]],
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> Written:
     """Write named tensors to a new durable file; larger element types should come first.
 
@@ -66,17 +73,44 @@ def write(
         OSError: the file exists, or the disk refused; the part written is left behind.
     """
     described = [(name, code_of(tensor.dtype), tensor.shape) for name, tensor in tensors]
-    digests = []
-    with DurableFile(path) as file:
+    return write_stream(path, described, [tensor for _, tensor in tensors], metadata=metadata)
+
+
+def write_stream(
+    path: Place,
+    described: Sequence[tuple[str, str, Sequence[int]]],
+    tensors: Iterable[Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write tensors that are made one at a time; `described` says (name, dtype code, shape) first.
+
+    Raises:
+        OSError: as `write`.
+        CheckpointError: a tensor is not what was described.
+    """
+
+    def fill(file: NewFile) -> tuple[str, ...]:
+        digests = []
         file.write(headers.encode(described, metadata or {}))
-        for _, tensor in tensors:
+        for (name, code, shape), tensor in zip(described, tensors, strict=True):
+            if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(
+                    "a tensor is not what its checkpoint said it would be",
+                    found=f"{name}: {code_of(tensor.dtype)} {list(tensor.shape)}, expected "
+                    f"{code} {list(shape)}",
+                    fix="the checkpoint that it is read from is damaged: copy it again",
+                )
             digest = xxhash.xxh3_128()
             for block in _blocks(tensor):
                 digest.update(block)
                 file.write(block)
             digests.append(str(digest.hexdigest()))
-        written = Written(file.bytes, file.xxh3, tuple(digests))
-    return written
+        return tuple(digests)
+
+    # What is made one at a time cannot be made again.
+    created, digests = create(path, fill, again=not isinstance(tensors, Iterator))
+    return Written(created.bytes, created.xxh3, digests)
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
@@ -94,10 +128,10 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
 class Reader:
     """An open safetensors file whose header has been checked against its length."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self.header = headers.read(path)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._file = path.open("rb", buffering=0)
 
     def __enter__(self) -> "Reader":
         return self
@@ -108,6 +142,10 @@ class Reader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:

@@ -158,6 +158,7 @@ class Snapshot:
     scalars: Mapping[str, Any] = field(default_factory=dict)
     generators: GeneratorStates | None = None
     data: Mapping[str, str] = field(default_factory=dict)  # what was read, by the names of files
+    validation_loss: float | None = None  # of these weights, where they were evaluated
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """The tensors by name; CheckpointError when two have the same."""

@@ -1,29 +1,20 @@
-"""Saving and opening checkpoints by all ranks together: one verdict before anything is final.
+"""Opening checkpoints by all ranks together: one view, one verdict, and only then a tensor.
 
-Save: agree on the plan and the room, write to a stage folder, agree, manifest, rename, tracker. A
-failure on any rank is the same CheckpointError on all, removes the stage and leaves the former
-checkpoint as it was. Load: agree on which checkpoint, check lengths and digests, agree, and only
-then touch a tensor. What to save or load, and when, is the program's policy, not ours.
+Agree on which checkpoint it is, check lengths and digests, agree, and read from whatever layout it
+was saved at. `save` is here too, for whoever does both; its steps are `saving`'s. What to save or
+load, and when, is the program's policy, not ours.
 """
 
-import hashlib
-import json
 import socket
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-import megatron
 from megatron import log
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint import formats, manifest, reshard, verify
 from megatron.checkpoint.agreement import together
-from megatron.checkpoint.durable import from_os_error, write_file
 from megatron.checkpoint.folder import (
     TRACKER,
     iteration_name,
@@ -31,10 +22,13 @@ from megatron.checkpoint.folder import (
     never_held_a_checkpoint,
     probe_writable,
 )
-from megatron.checkpoint.formats.base import CheckpointFormat, ReadPlan, SharedPlan, WrittenPart
-from megatron.checkpoint.manifest import Layout, Manifest, SavedTensor
-from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
-from megatron.errors import CheckpointError, MegatronError
+from megatron.checkpoint.formats.base import ReadPlan
+from megatron.checkpoint.manifest import Layout, Manifest
+from megatron.checkpoint.saving import Saved, on_first, save
+from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
+from megatron.checkpoint.store import Place, place
+from megatron.config.checkpoint import Verification
+from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 
 __all__ = [
@@ -46,238 +40,49 @@ __all__ = [
     "latest_iteration",
     "never_held_a_checkpoint",
     "open_checkpoint",
+    "open_or_previous",
     "probe_writable",
     "save",
 ]
 
-Verification = Literal["full", "sizes"]
-_ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
-_PIECE_BYTES = 256  # of manifest for one piece
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells containers called "localhost" apart
-
-
-class Saved(NamedTuple):
-    """A finished save: where, how much, how long, and which older iterations it retired."""
-
-    directory: Path
-    bytes: int
-    seconds: float
-    retired: tuple[int, ...]
-
-
-class _Facts(NamedTuple):
-    """What must be equal on all ranks before they write one checkpoint."""
-
-    iteration: int
-    progress: str
-    scalars: str
-
-
-def save(
-    folder: str | Path,
-    snapshot: Snapshot,
-    *,
-    iteration: int,
-    ctx: ParallelContext,
-    keep_last: int | None = None,
-    format_name: str = "sharded",
-) -> Saved:
-    """Write `snapshot` as the checkpoint of `iteration` in `folder`, and make it the latest.
-
-    All ranks call this together; `folder` is on a file system that all of them see. On return the
-    checkpoint is durable. `keep_last` whole checkpoints up to this one are kept (None: all).
-
-    Raises:
-        CheckpointError: the same on every rank. The former checkpoint is as it was, and no part
-            of this one is left, unless the message says that only the tracker is missing.
-    """
-    started = time.monotonic()
-    folder = Path(folder)
-    form = formats.get(format_name)
-    plan = _agree_on_plan(form, snapshot, iteration, ctx)
-    stage = folder / _prepare_stage(folder, iteration, plan, ctx)
-    try:
-        parts = together(
-            ctx,
-            f"writing the checkpoint of iteration {iteration}",
-            lambda: _write_part(form, stage, snapshot, plan, ctx.rank),
-        )
-        content = _build_manifest(snapshot, plan, parts, iteration, ctx)
-        _on_first(ctx, "checking and describing the checkpoint", lambda: _describe(stage, content))
-    except MegatronError:  # the same on all ranks, so nobody is still writing
-        _on_first(ctx, "removing what was written", lambda: folders.remove(stage))
-        raise
-    directory = folder / _on_first(
-        ctx, "putting the checkpoint in place", lambda: _commit(stage, iteration)
-    )
-    retired = _on_first(
-        ctx, "removing older checkpoints", lambda: _retire(folder, keep_last, iteration)
-    )
-    return Saved(directory, content.bytes, time.monotonic() - started, retired)
-
-
-def _on_first(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
-    """Take `step` on rank 0 alone; its result, or its error, on all."""
-    return together(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
-
-
-def _agree_on_plan(
-    form: CheckpointFormat, snapshot: Snapshot, iteration: int, ctx: ParallelContext
-) -> SharedPlan:
-    def offer() -> tuple[_Facts, Any]:
-        facts = _Facts(iteration, _digest(snapshot.progress), _digest(snapshot.scalars))
-        return facts, form.describe(snapshot)
-
-    offers = together(ctx, "describing what to save", offer)
-    first = offers[0][0]
-    for rank, (facts, _) in enumerate(offers):
-        unequal = [name for name, a, b in zip(_Facts._fields, first, facts) if a != b]
-        if unequal:
-            raise CheckpointError(
-                "ranks are not at the same point of the run, so their parts do not fit together",
-                found=f"{', '.join(unequal)} of rank {rank} differ from those of rank 0",
-                fix="this is a defect or a rank that runs other code: compare their versions",
-            )
-    return form.plan_write([offer for _, offer in offers])
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _prepare_stage(folder: Path, iteration: int, plan: SharedPlan, ctx: ParallelContext) -> str:
-    pieces = sum(len(name) + _PIECE_BYTES for name in plan.tensors) * len(plan.ranks)
-    needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
-
-    def prepare() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        folders.sweep(folder)
-        folders.require_space(folder, needed)
-        return folders.make_stage(folder, iteration).name
-
-    name: str = _on_first(ctx, "making room for the checkpoint", prepare)
-    return name
-
-
-def _write_part(
-    form: CheckpointFormat, stage: Path, snapshot: Snapshot, plan: SharedPlan, rank: int
-) -> WrittenPart:
-    if not stage.is_dir():
-        raise CheckpointError(
-            "the folder that rank 0 made for the checkpoint is not there",
-            found=str(stage),
-            fix="--save must be on a file system that all ranks see",
-        )
-    return form.write(stage, snapshot, plan, rank=rank)
-
-
-def _build_manifest(
-    snapshot: Snapshot,
-    plan: SharedPlan,
-    parts: list[WrittenPart],
-    iteration: int,
-    ctx: ParallelContext,
-) -> Manifest:
-    pieces = {
-        name: [p for part in parts for p in part.pieces.get(name, ())] for name in plan.tensors
-    }
-    tensors = {
-        name: SavedTensor(
-            known.dtype_code, known.global_shape, tuple(sorted(pieces[name], key=_place))
-        )
-        for name, known in plan.tensors.items()
-    }
-    topology = ctx.topology
-    return Manifest(
-        iteration=iteration,
-        layout=Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
-        progress=snapshot.progress,
-        scalars=snapshot.scalars,
-        config=snapshot.config,
-        tensors=tensors,
-        files={name: record for part in parts for name, record in part.files.items()},
-        generators=tuple(part.generators for part in parts if part.generators is not None),
-        written_by={"megatron": megatron.__version__, "torch": torch.__version__},
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        data=snapshot.data,
-    )
-
-
-def _place(piece: manifest.SavedPiece) -> tuple[int, ...]:
-    return piece.box.offset
-
-
-def _describe(stage: Path, content: Manifest) -> None:
-    """Rank 0 must see every file at its length; the manifest must read back as it was meant."""
-    damages = verify.wrong_sizes(stage, content, content.files)
-    if damages:
-        raise verify.damage_error(stage, damages)
-    text = manifest.encode(content)
-    manifest.decode(text, stage / manifest.NAME)
-    write_file(stage / manifest.NAME, text)
-
-
-def _commit(stage: Path, iteration: int) -> str:
-    try:
-        return folders.commit(stage, iteration).name
-    except OSError as error:
-        final = stage.parent / iteration_name(iteration)
-        if stage.exists():
-            folders.remove(stage)
-            raise
-        problem = from_os_error(error, "writing the tracker file")
-        raise CheckpointError(
-            f"the checkpoint of iteration {iteration} is whole, but is not named as the latest",
-            found=f"{final}; {problem.problem}; {problem.found}",
-            fix=f"echo {iteration} > {stage.parent / TRACKER}",
-        ) from error
-
-
-def _retire(folder: Path, keep_last: int | None, iteration: int) -> tuple[int, ...]:
-    """The new checkpoint is safe by now, so trouble with the old ones is only said."""
-    if keep_last is None:
-        return ()
-    try:
-        return tuple(folders.retire(folder, keep_last, newest=iteration))
-    except OSError as error:
-        log.warning(f"older checkpoints in {folder} could not be removed: {error}")
-        return ()
 
 
 class _Seen(NamedTuple):
     """What one rank found in the folder."""
 
     iteration: int
-    digest: str
+    manifest: str  # its digest
+    version: int
+    layout: Layout
     host: str
 
 
 def open_checkpoint(
-    folder: str | Path,
+    folder: str | Place,
     iteration: int | None = None,
     *,
     ctx: ParallelContext,
-    verification: Verification = "full",
+    verification: Verification = Verification.FULL,
 ) -> "OpenCheckpoint":
     """The checkpoint of `iteration` in `folder` (None: the latest), the same one on every rank.
 
     Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
-    whether later reads check digests too ("full") or trust the lengths ("sizes").
+    whether later reads check digests too, or trust the lengths.
 
     Raises:
         CheckpointError: missing, incomplete, damaged, of a newer version, or ranks see different
             checkpoints. The same on every rank.
     """
-    folder = Path(folder)
-
     manifests: list[Manifest] = []
+    directories: list[Place] = []
 
     def look() -> _Seen:
-        wanted = latest_iteration(folder) if iteration is None else iteration
-        directory = folder / iteration_name(wanted)
+        there = place(folder)
+        wanted = latest_iteration(there) if iteration is None else iteration
+        directory = there / iteration_name(wanted)
         if not directory.is_dir():
-            raise folders.missing_iteration(folder, wanted)
+            raise folders.missing_iteration(there, wanted)
         formats.recognise(directory)
         content, digest = manifest.load(directory)
         if content.iteration != wanted:
@@ -287,36 +92,102 @@ def open_checkpoint(
                 fix=f"rename it to {iteration_name(content.iteration)}",
             )
         manifests.append(content)
-        return _Seen(wanted, digest, _host())
+        directories.append(directory)
+        return _Seen(wanted, digest, manifest.VERSION, content.layout, _host())
 
     seen = together(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
-        if other[:2] != seen[0][:2]:
+        if other[:-1] != seen[0][:-1]:
+            names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
-                found=f"rank 0: iteration {seen[0].iteration}, manifest {seen[0].digest}; "
-                f"rank {rank}: iteration {other.iteration}, manifest {other.digest}; in {folder}",
+                found=f"{', '.join(names)} differ: rank 0 has {_told(seen[0])}; rank {rank} has "
+                f"{_told(other)}; in {folder}",
                 fix="put --load on a file system that all ranks see, or copy it to all nodes again",
             )
     opened = OpenCheckpoint(
-        directory=folder / iteration_name(seen[0].iteration),
+        directory=directories[0],
         manifest=manifests[0],
         ctx=ctx,
         verification=verification,
         hosts=tuple(other.host for other in seen),
     )
     together(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
-    _warn_of_newer(folder, seen[0].iteration, iteration)
+    _warn_of_newer(directories[0].parent, seen[0].iteration, iteration)
     return opened
 
 
-def _warn_of_newer(folder: Path, opened: int, asked: int | None) -> None:
+def _told(seen: _Seen) -> str:
+    layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
+    return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
+
+
+def _warn_of_newer(folder: Place, opened: int, asked: int | None) -> None:
     newer = [i for i in folders.iterations(folder) if i > opened]
     if asked is None and newer:
         log.warning(
             f"{TRACKER} in {folder} names iteration {opened}, but {newer[-1]} is there too: a save "
             f"was cut short before the tracker, or the tracker was set back on purpose"
         )
+
+
+def open_or_previous(
+    folder: str | Place,
+    iteration: int | None = None,
+    *,
+    ctx: ParallelContext,
+    verification: Verification = Verification.FULL,
+) -> "OpenCheckpoint":
+    """The checkpoint that is asked for, or the newest whole one before it, which is said loudly.
+
+    Each is verified before it is taken: every file, in the way that `verification` says. With a
+    tracker that is missing or garbled the newest whole one of all is taken.
+
+    Raises:
+        CheckpointError: none is whole; with what is wrong with each. The same on every rank.
+    """
+
+    def look() -> list[int]:
+        there = place(folder)
+        present = folders.iterations(there)
+        if not present:
+            latest_iteration(there)  # what it raises is the reason
+        wanted = iteration
+        if wanted is None:
+            try:
+                wanted = latest_iteration(there)
+            except CheckpointError as error:
+                refused.append(f"the tracker file: {_short(error)}")
+                return present[::-1]
+        return [wanted, *(i for i in reversed(present) if i < wanted)]
+
+    refused: list[str] = []
+    # One list for all, in case they do not see the same.
+    candidates = on_first(ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused))
+    wanted, refused = candidates
+    for at in wanted:
+        try:
+            opened = open_checkpoint(folder, at, ctx=ctx, verification=verification)
+            opened.verify_all()
+        except CheckpointError as error:  # the same on every rank
+            refused.append(f"iteration {at}: {_short(error)}")
+            continue
+        if refused:
+            lines = "".join(f"\n    {line}" for line in refused)
+            log.warning(
+                f"*** --load-fallback previous: going on from iteration {at} in {folder}, because "
+                f"what is newer cannot be used ***{lines}"
+            )
+        return opened
+    raise CheckpointError(
+        "no checkpoint in the folder is whole",
+        found=f"{folder}: " + "\n    ".join(refused),
+        fix="copy one again from where it is whole; nothing was changed here",
+    )
+
+
+def _short(error: CheckpointError) -> str:
+    return f"{error.problem} ({' '.join(str(error.found).split())})"
 
 
 def _host() -> str:
@@ -328,7 +199,7 @@ def _host() -> str:
 class OpenCheckpoint:
     """A checkpoint that all ranks agree on; all call its reading methods together."""
 
-    directory: Path
+    directory: Place
     manifest: Manifest
     ctx: ParallelContext
     verification: Verification
@@ -352,12 +223,13 @@ class OpenCheckpoint:
         *,
         prefixes: tuple[str, ...] = ("",),
         cast: bool = False,
+        only: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Fill this rank's `targets` in place, from whatever layout they were saved at.
 
         Over all ranks the targets must be exactly the saved tensors under `prefixes` (default:
-        all). `cast` permits another dtype than the saved one. Nothing is touched until names,
-        shapes and files have been checked on all ranks.
+        all) that `only` names. `cast` permits another dtype than the saved one. Nothing is touched
+        until names, shapes and files have been checked on all ranks.
 
         Raises:
             CheckpointError: names, shapes or dtypes do not match; a file is damaged or cannot be
@@ -374,7 +246,8 @@ class OpenCheckpoint:
 
         agreed = together(self.ctx, "matching the checkpoint with this run", plan)
         wanted = frozenset().union(*(names for names, _ in agreed))
-        if extra := reshard.unexpected(self.manifest.tensors, wanted, prefixes):
+        saved = filter(only, self.manifest.tensors)
+        if extra := reshard.unexpected(saved, wanted, prefixes):
             raise reshard.mismatch_error(extra)
         self._verify([files for _, files in agreed], others=True)
         together(self.ctx, "reading the checkpoint", plans[0].fill)
@@ -412,7 +285,7 @@ class OpenCheckpoint:
 
     def _verify(self, needs: Iterable[Any], *, others: bool) -> None:
         """Check digests of the `needs` of each rank, and of files that nobody needs if `others`."""
-        if self.verification == "sizes":
+        if self.verification is Verification.SIZE:
             return
         left = [
             {name for name in need if (host, name) not in self._checked}

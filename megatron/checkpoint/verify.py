@@ -5,13 +5,13 @@ they need between them. Damage is described by file and by the tensors that it h
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from megatron.checkpoint import durable, safetensors_header
-from megatron.checkpoint.manifest import Manifest, entry_name
+from megatron.checkpoint import safetensors_header, store
+from megatron.checkpoint.manifest import FileRecord, Manifest, entry_name
+from megatron.checkpoint.store import Place
 from megatron.errors import CheckpointError
 
 _BLOCK_BYTES = 4 << 20
@@ -27,7 +27,7 @@ class Damage(NamedTuple):
     tensors: tuple[str, ...] = ()
 
 
-def wrong_sizes(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
     """Files among `names` that are missing or of another length."""
     damages = []
     for name in names:
@@ -42,14 +42,14 @@ def wrong_sizes(directory: Path, manifest: Manifest, names: Iterable[str]) -> li
     return damages
 
 
-def wrong_digests(directory: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+def wrong_digests(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
     """Files among `names` whose length or content differs from what was written."""
     damages = []
     for name in names:
         if bad := wrong_sizes(directory, manifest, [name]):
             damages += bad
             continue
-        _, digest = durable.digest_of(directory / name)
+        _, digest = store.digest_of(directory / name)
         expected = manifest.files[name].xxh3
         if digest != expected:
             hit = tuple(_damaged_tensors(directory, manifest, name))
@@ -57,13 +57,13 @@ def wrong_digests(directory: Path, manifest: Manifest, names: Iterable[str]) -> 
     return damages
 
 
-def _damaged_tensors(directory: Path, manifest: Manifest, file: str) -> Iterable[str]:
+def _damaged_tensors(directory: Place, manifest: Manifest, file: str) -> Iterable[str]:
     """Tensors of `file` whose data has another digest; none when only its header is hit."""
     try:
         entries = safetensors_header.read(directory / file).entries
     except CheckpointError:
         return
-    with open(directory / file, "rb") as stream:
+    with (directory / file).open("rb") as stream:
         for name, tensor in manifest.tensors.items():
             for piece in tensor.pieces:
                 label = entry_name(name, piece.box, tensor.global_shape)
@@ -78,7 +78,24 @@ def _damaged_tensors(directory: Path, manifest: Manifest, file: str) -> Iterable
                     yield label
 
 
-def damage_error(directory: Path, damages: Sequence[Damage]) -> CheckpointError:
+def read_back(directory: Place, files: Mapping[str, FileRecord]) -> None:
+    """Compare files that were just written with what was handed over, from the disk if possible.
+
+    Raises:
+        CheckpointError: the disk holds something else.
+    """
+    for name, record in files.items():
+        found = FileRecord(*store.digest_of(directory / name, from_disk=True))
+        if found != record:
+            raise CheckpointError(
+                "a file does not hold what was just written to it",
+                found=f"{directory / name}: expected {record.bytes} bytes, xxh3 {record.xxh3}; "
+                f"found {found.bytes} bytes, xxh3 {found.xxh3}",
+                fix="the disk or the memory of this machine fails: use another one",
+            )
+
+
+def damage_error(directory: Place, damages: Sequence[Damage]) -> CheckpointError:
     """One error that lists `damages`."""
     lines = []
     for damage in damages[:_SHOWN]:

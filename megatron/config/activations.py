@@ -7,9 +7,12 @@ preflight. Nothing here recomputes anything.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from sys import maxsize
 from typing import Protocol
 
 from megatron.errors import ConfigError
+
+ALL_LAYERS = maxsize  # more than any model has
 
 
 class RecomputeGranularity(StrEnum):
@@ -68,6 +71,8 @@ class _Flags(Protocol):
     def distribute_saved_activations(self) -> bool: ...
     @property
     def cpu_offloading_num_layers(self) -> int: ...
+    @property
+    def checkpoint_in_cpu(self) -> bool: ...
 
 
 def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -92,11 +97,18 @@ def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
             fix="add --recompute-granularity selective, or leave --recompute-modules out",
         )
     offloaded, modules = flags.cpu_offloading_num_layers, flags.recompute_modules or ()
-    if offloaded > 0 and RecomputeModule.LAYERNORM in modules:
+    shown = "--checkpoint-in-cpu" if flags.checkpoint_in_cpu else "--cpu-offloading-num-layers"
+    if (offloaded > 0 or flags.checkpoint_in_cpu) and RecomputeModule.LAYERNORM in modules:
         yield ConfigError(
             "the output of a norm cannot be both recomputed and kept in host memory",
-            found=f"{_modules(modules)}, --cpu-offloading-num-layers {offloaded}",
-            fix="leave layernorm out of --recompute-modules, or --cpu-offloading-num-layers",
+            found=f"{_modules(modules)}, {shown}" + (f" {offloaded}" if offloaded else ""),
+            fix=f"leave layernorm out of --recompute-modules, or {shown}",
+        )
+    if offloaded > 0 and flags.checkpoint_in_cpu:
+        yield ConfigError(
+            "layers whose activations wait in host memory were named twice",
+            found=f"--checkpoint-in-cpu, --cpu-offloading-num-layers {offloaded}",
+            fix="keep one of the two: --checkpoint-in-cpu is about all layers",
         )
 
 

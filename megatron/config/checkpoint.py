@@ -2,20 +2,49 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
+
+
+class Verification(StrEnum):
+    """What of a checkpoint's files is compared with its manifest before they are read."""
+
+    SIZE = "size"
+    FULL = "full"
+
+
+class LoadFallback(StrEnum):
+    """Where a run goes on when the checkpoint that it asked for is damaged."""
+
+    PREVIOUS = "previous"
+
+
+class CheckpointFormatName(StrEnum):
+    """How the files of a checkpoint are laid out; every one of them can be loaded."""
+
+    SHARDED = "sharded"
+    MEGATRON = "megatron"
+    DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     """Where checkpoints go and come from."""
 
-    save: str | None = flag(None, help="folder to save checkpoints in")
+    save: str | None = flag(
+        None, help="folder to save checkpoints in, or an address such as s3://BUCKET/FOLDER"
+    )
     load: str | None = flag(
         None,
         help="folder to load the newest checkpoint from; the run starts fresh only when it is "
         "also --save and has never held one",
+    )
+    checkpoint_format: CheckpointFormatName = flag(
+        CheckpointFormatName.SHARDED,
+        help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
+        "those of DeepSpeed; --load knows by itself what it is given",
     )
     save_interval: int | None = flag(
         None, help="iterations between checkpoints; when not set only at the end"
@@ -28,12 +57,48 @@ class CheckpointConfig:
     keep_last: int | None = flag(
         None, help="newest checkpoints to keep; when not set every one is kept"
     )
+    keep_every: int | None = flag(
+        None, help="with --keep-last: also keep every checkpoint of a multiple of this iteration"
+    )
+    keep_best: int | None = flag(
+        None,
+        help="with --keep-last: also keep so many checkpoints of the lowest validation loss; those "
+        "saved right after an evaluation have one",
+    )
+    async_save: bool = flag(
+        False,
+        help="write checkpoints beside the training, which stops only while its state is copied "
+        "to host memory; one is written at a time",
+    )
+    checkpoint_verify: Verification = flag(
+        Verification.FULL,
+        help="what is compared before a checkpoint is read: the length of each file, or lengths "
+        "and digests",
+    )
+    load_iteration: int | None = flag(
+        None,
+        help="iteration to load; when not set the one that the tracker file names",
+        aliases=("--ckpt-step",),
+    )
+    load_fallback: LoadFallback | None = flag(
+        None,
+        help="previous: where the checkpoint to load is damaged or incomplete, go to the newest "
+        "whole one before it, and say so; when not set that ends the run",
+    )
+    load_only: tuple[str, ...] = flag(
+        (),
+        help="load only parameters whose names match one of these patterns (* and ? stand for any "
+        "text); the others keep their initial values",
+    )
+    load_except: tuple[str, ...] = flag(
+        (), help="leave parameters whose names match one of these patterns at initial values"
+    )
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
 
     def _problems(self) -> Iterator[ConfigError]:
-        for name in ("save_interval", "keep_last"):
+        for name in ("save_interval", "keep_last", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None:
                 yield from check_field(
@@ -50,4 +115,59 @@ class CheckpointConfig:
                 "fine-tuning needs weights to start from",
                 found="--finetune without --load",
                 fix="add --load FOLDER",
+            )
+        yield from self._problems_of_retention()
+        yield from self._problems_of_loading()
+
+    def _problems_of_retention(self) -> Iterator[ConfigError]:
+        ours = self.checkpoint_format is CheckpointFormatName.SHARDED
+        alone = {"--async-save": self.async_save, "--keep-last": self.keep_last is not None}
+        if not ours and (found := [name for name, given in alone.items() if given]):
+            yield ConfigError(
+                "only checkpoints of our own format are written beside the training, or removed",
+                found=f"--checkpoint-format {self.checkpoint_format} with {', '.join(found)}",
+                fix=f"drop {' and '.join(found)}, or --checkpoint-format",
+            )
+        more = {"--keep-every": self.keep_every, "--keep-best": self.keep_best}
+        asked = [f"{name} {value}" for name, value in more.items() if value is not None]
+        if asked and self.keep_last is None:
+            yield ConfigError(
+                "checkpoints are to be kept that nothing would remove",
+                found=f"{', '.join(asked)} without --keep-last",
+                fix="add --keep-last 2, or drop it: without --keep-last every checkpoint is kept",
+            )
+        if self.async_save and self.save is None:
+            yield ConfigError(
+                "checkpoints are to be written beside the training, but to no place",
+                found="--async-save without --save",
+                fix="add --save FOLDER, or drop --async-save",
+            )
+
+    def _problems_of_loading(self) -> Iterator[ConfigError]:
+        if self.load_iteration is not None:
+            yield from check_field(
+                self.load_iteration >= 0,
+                "load_iteration",
+                self.load_iteration,
+                problem="there is no such iteration",
+                fix="use 0 or more",
+            )
+        patterns = {"--load-only": self.load_only, "--load-except": self.load_except}
+        partial = [name for name, given in patterns.items() if given]
+        given = [
+            *(["--load-iteration"] if self.load_iteration is not None else []),
+            *(["--load-fallback"] if self.load_fallback is not None else []),
+            *partial,
+        ]
+        if given and self.load is None:
+            yield ConfigError(
+                "it is said what to load, but not from where",
+                found=f"{', '.join(given)} without --load",
+                fix="add --load FOLDER",
+            )
+        if partial and self.load_optim and not self.finetune:
+            yield ConfigError(
+                "the optimizer's state of a part of the parameters is not that of any run",
+                found=f"{' and '.join(partial)} without --finetune or --no-load-optim",
+                fix="add --finetune to start over with these weights, or --no-load-optim",
             )

@@ -293,6 +293,11 @@ class TokenizerConfig:
         None, help="folder or tokenizer.json for HFTokenizer and PretrainedFromHF"
     )
     vocab_size: int | None = flag(None, help="vocabulary of NullTokenizer, without its eod")
+    true_vocab_size: int | None = flag(
+        None,
+        help="rows of the vocabulary that belong to the model where they are more than the "
+        "tokenizer has tokens, as in Pythia and Qwen",
+    )
     vocab_extra_ids: int = flag(0, help="extra sentinel tokens added to the vocabulary")
     make_vocab_size_divisible_by: int = flag(
         128, help="pad the vocabulary to a multiple of this x tensor-model-parallel-size"
@@ -316,7 +321,12 @@ class TokenizerConfig:
             problem="a size is not positive",
             fix="use 1 for no padding, or 128",
         )
-        for name, least in (("vocab_size", 1), ("pad_vocab_size_to", 1), ("vocab_extra_ids", 0)):
+        for name, least in (
+            ("vocab_size", 1),
+            ("true_vocab_size", 1),
+            ("pad_vocab_size_to", 1),
+            ("vocab_extra_ids", 0),
+        ):
             value = getattr(self, name)
             yield from check_field(
                 value is None or value >= least,

@@ -59,6 +59,11 @@ def default_of(group: type, field_name: str) -> Any:
     return field.default
 
 
+def plain_default(group: type, field_name: str) -> Any:
+    """The default of one field as `to_plain` would give it."""
+    return _plain(default_of(group, field_name))
+
+
 def check_field(
     condition: bool, field_name: str, value: object, *, problem: str, fix: str
 ) -> Iterator[ConfigError]:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from megatron.config.fields import check_field, default_of, flag, raise_all
+from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
 from megatron.errors import ConfigError
 
 
@@ -88,6 +89,28 @@ class ModelConfig:
         10000.0, help="base of the rotary frequencies", aliases=("--rope-theta",)
     )
     rotary_percent: float = flag(1.0, help="share of each head that rotates, 0 to 1")
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, help="divide every position by this before rotating (arXiv 2306.15595)"
+    )
+    use_rope_scaling: bool = flag(
+        False, help="slow down the slow rotary frequencies as Llama 3.1 does, for longer sequences"
+    )
+    rope_scaling_factor: float = flag(
+        8.0, help="with --use-rope-scaling, by how much the slowest frequencies are divided"
+    )
+    rope_scaling_low_freq_factor: float = flag(
+        1.0,
+        help="with --use-rope-scaling, frequencies of fewer turns than this over "
+        "rope-scaling-original-length are divided in full",
+    )
+    rope_scaling_high_freq_factor: float = flag(
+        4.0,
+        help="with --use-rope-scaling, frequencies of more turns than this over "
+        "rope-scaling-original-length stay as they are",
+    )
+    rope_scaling_original_length: int = flag(
+        8192, help="with --use-rope-scaling, tokens of the sequences that were trained on before"
+    )
     normalization: Normalization = flag(
         Normalization.LAYER_NORM,
         help="kind of normalisation",
@@ -99,7 +122,19 @@ class ModelConfig:
     apply_residual_connection_post_layernorm: bool = flag(
         False, help="take the residual after the norm, as the original BERT does"
     )
+    use_parallel_residual: bool = flag(
+        False,
+        help="attention and MLP side by side, both from the block's input, as in GPT-NeoX",
+        aliases=("--gpt-j-residual",),
+    )
     embed_layernorm: bool = flag(False, help="normalise the word embedding (as BLOOM does)")
+    qk_layernorm: bool = flag(
+        False, help="normalise every query and key over its head before it rotates, as in Qwen3"
+    )
+    sliding_window: int | None = flag(
+        None,
+        help="tokens that a token sees, itself and those just before it; when not set all before",
+    )
     swiglu: bool = flag(False, help="SwiGLU in the MLP; the same as --glu-activation swiglu")
     glu_activation: GluActivation | None = flag(None, help="gated linear unit in the MLP")
     squared_relu: bool = flag(False, help="squared ReLU in the MLP (arXiv 2109.08668)")
@@ -132,10 +167,17 @@ class ModelConfig:
             "kv_channels",
             "num_query_groups",
             "max_position_embeddings",
+            "sliding_window",
+            "rope_scaling_original_length",
         ):
             if getattr(self, name) is not None:
                 yield from _positive(name, getattr(self, name))
-        for name in ("rotary_base", "layernorm_epsilon", "init_method_std"):
+        for name in (
+            "rotary_base",
+            "rope_scaling_factor",
+            "layernorm_epsilon",
+            "init_method_std",
+        ):
             value = getattr(self, name)
             yield from check_field(
                 0 < value < math.inf,
@@ -161,6 +203,53 @@ class ModelConfig:
                 "the rotating share of a head is outside (0, 1]",
                 found=f"--rotary-percent {self.rotary_percent}",
                 fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
+            )
+        yield from self._rope_scaling_problems()
+        if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
+            yield ConfigError(
+                "with attention and MLP side by side there is no one norm to take a residual after",
+                found="--use-parallel-residual, --apply-residual-connection-post-layernorm",
+                fix="keep one of the two",
+            )
+
+    def _rope_scaling_problems(self) -> Iterator[ConfigError]:
+        factor = self.rotary_seq_len_interpolation_factor
+        if factor is not None:
+            yield from check_field(
+                0 < factor < math.inf,
+                "rotary_seq_len_interpolation_factor",
+                factor,
+                problem="it is not a positive number",
+                fix="use the new length divided by the one that was trained on, such as 2",
+            )
+        asked = [
+            flag
+            for flag, on in (
+                ("--use-rope-scaling", self.use_rope_scaling),
+                (f"--rotary-seq-len-interpolation-factor {factor}", factor is not None),
+            )
+            if on
+        ]
+        if asked and self.position_embedding_type is not PositionEmbedding.ROPE:
+            yield ConfigError(
+                "rotary frequencies were to be scaled in a model that does not rotate",
+                found=f"{', '.join(asked)}, "
+                f"--position-embedding-type {self.position_embedding_type}",
+                fix=f"add --position-embedding-type rope, or drop {asked[0]}",
+            )
+        if len(asked) > 1:
+            yield ConfigError(
+                "rotary frequencies were to be scaled in two ways",
+                found=", ".join(asked),
+                fix=f"keep one, for example {asked[0]}",
+            )
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        if not 0 < low < high < math.inf:
+            yield ConfigError(
+                "the bounds between slow and fast rotary frequencies are not in order",
+                found=f"--rope-scaling-low-freq-factor {low}, "
+                f"--rope-scaling-high-freq-factor {high}",
+                fix="use 1 and 4, as Llama 3.1 does",
             )
 
     def _head_problems(self) -> Iterator[ConfigError]:
@@ -233,9 +322,37 @@ class ModelConfig:
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def has_qkv_bias_alone(self) -> bool:
+        """Whether the query/key/value projection has a bias and the other matrices have none."""
+        return self.add_qkv_bias and not self.add_bias_linear
+
+    @property
     def tied(self) -> bool:
         """Whether the output projection is the word embedding."""
         return not self.untie_embeddings_and_output_weights
+
+    def meaning(self) -> dict[str, Any]:
+        """The fields as plain values with every default resolved, by what is computed.
+
+        Two configs of equal meaning are the same network, however their flags were spelled. What
+        does not apply (frequencies where nothing rotates) is left out.
+        """
+        fields = to_plain(self)
+        for spelling in ("swiglu", "squared_relu", "openai_gelu", "onnx_safe"):
+            del fields[spelling]
+        fields |= {
+            "ffn_hidden_size": self.ffn_width,
+            "kv_channels": self.head_width,
+            "num_query_groups": self.query_groups,
+            "add_qkv_bias": self.add_qkv_bias or self.add_bias_linear,
+            "glu_activation": None if self.glu is None else self.glu.value,
+            "activation": self.activation.value,
+        }
+        if self.position_embedding_type is not PositionEmbedding.ROPE:
+            fields = {n: v for n, v in fields.items() if not n.startswith(("rotary_", "rope_"))}
+        elif not self.use_rope_scaling:
+            fields = {n: v for n, v in fields.items() if not n.startswith("rope_scaling_")}
+        return fields
 
 
 def _positive(name: str, value: int) -> Iterator[ConfigError]:

@@ -128,8 +128,12 @@ class ScheduleConfig:
     lr_decay_samples: int | None = flag(
         None, help="samples over which it decays; when not set, the whole training"
     )
+    lr_decay_tokens: int | None = flag(
+        None, help="tokens over which it decays; then warm-up is in tokens too"
+    )
     lr_warmup_iters: int = flag(0, help="iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, help="samples of linear warm-up")
+    lr_warmup_tokens: int = flag(0, help="tokens of linear warm-up, with --lr-decay-tokens")
     lr_warmup_fraction: float | None = flag(
         None, help="share of the decay length that is warm-up, 0 to 1"
     )
@@ -169,7 +173,7 @@ class ScheduleConfig:
                 problem="it is not between 0 and the peak learning rate",
                 fix=f"use a number from 0 to {self.lr}",
             )
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+        for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"):
             value = getattr(self, name)
             yield from check_field(
                 value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
@@ -188,7 +192,12 @@ class ScheduleConfig:
     def _length_problems(self) -> Iterator[ConfigError]:
         warmups = [
             f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+            for name in (
+                "lr_warmup_iters",
+                "lr_warmup_samples",
+                "lr_warmup_tokens",
+                "lr_warmup_fraction",
+            )
             if getattr(self, name)
         ]
         if len(warmups) > 1:
@@ -197,16 +206,22 @@ class ScheduleConfig:
                 found=", ".join(warmups),
                 fix=f"keep one, for example {warmups[0]}",
             )
-        if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
+        decays = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
+            if getattr(self, name) is not None
+        ]
+        if len(decays) > 1:
             yield ConfigError(
                 "the decay length was given in two units",
-                found=f"--lr-decay-iters {self.lr_decay_iters}, "
-                f"--lr-decay-samples {self.lr_decay_samples}",
+                found=", ".join(decays),
                 fix="keep the one that fits --train-iters or --train-samples",
             )
+        yield from self._token_problems()
         for name in (
             "lr_decay_iters",
             "lr_decay_samples",
+            "lr_decay_tokens",
             "lr_wsd_decay_iters",
             "lr_wsd_decay_samples",
         ):
@@ -221,6 +236,30 @@ class ScheduleConfig:
                 "a WSD schedule does not know how long its decay is",
                 found="--lr-decay-style WSD without a decay length",
                 fix="add --lr-wsd-decay-iters (a tenth of the training is usual)",
+            )
+
+    def _token_problems(self) -> Iterator[ConfigError]:
+        """A schedule is in tokens as a whole, or not at all."""
+        in_tokens = self.lr_decay_tokens is not None
+        if self.lr_warmup_tokens and not in_tokens:
+            yield ConfigError(
+                "warm-up is in tokens, and the decay of the learning rate is not",
+                found=f"--lr-warmup-tokens {self.lr_warmup_tokens} without --lr-decay-tokens",
+                fix="add --lr-decay-tokens, or use --lr-warmup-samples",
+            )
+        other = self.lr_warmup_iters or self.lr_warmup_samples
+        if in_tokens and other:
+            unit = "iters" if self.lr_warmup_iters else "samples"
+            yield ConfigError(
+                "the decay of the learning rate is in tokens, and warm-up is not",
+                found=f"--lr-decay-tokens {self.lr_decay_tokens}, --lr-warmup-{unit} {other}",
+                fix="use --lr-warmup-tokens, or --lr-warmup-fraction",
+            )
+        if in_tokens and self.lr_decay_style is DecayStyle.WSD:
+            yield ConfigError(
+                "a WSD schedule is in iterations or samples",
+                found=f"--lr-decay-style WSD, --lr-decay-tokens {self.lr_decay_tokens}",
+                fix="use --lr-decay-iters or --lr-decay-samples",
             )
 
     def _weight_decay_problems(self) -> Iterator[ConfigError]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
@@ -38,6 +39,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     launch: LaunchConfig
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, Any]]:
@@ -47,22 +49,27 @@ class RunConfig:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Mapping[str, Any]]) -> "RunConfig":
-        """Rebuild a config from `to_plain`; a missing or an unknown group is an error."""
-        missing = sorted(set(GROUPS) - set(values))
+        """Rebuild a config from `to_plain`; a missing or an unknown group is an error.
+
+        A group that older versions did not have takes its defaults: they behaved so.
+        """
+        missing = sorted(set(GROUPS) - set(values) - ADDED_LATER)
         if missing:
             raise ConfigError(
                 "a stored run config lacks whole groups",
                 found="no " + ", ".join(missing),
                 fix="read it with the version that wrote it",
             )
-        unknown = sorted(set(values) - set(GROUPS) - {"extra"})
+        unknown = sorted(set(values) - set(GROUPS) - {"extra", RECORDED_JSON})
         if unknown:
             raise ConfigError(
                 "a stored run config holds groups that this version does not know",
                 found=", ".join(unknown),
                 fix="read it with the version that wrote it",
             )
-        groups: dict[str, Any] = {name: from_plain(GROUPS[name], values[name]) for name in GROUPS}
+        groups: dict[str, Any] = {
+            name: from_plain(GROUPS[name], values.get(name, {})) for name in GROUPS
+        }
         return cls(**groups, extra=dict(values.get("extra", {})))
 
     def fingerprint(self) -> str:
@@ -87,7 +94,12 @@ GROUPS: Mapping[str, type] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "launch": LaunchConfig,
+    "engine": EngineConfig,
 }
+# Groups that a stored config may lack, and what may stand beside the groups: the JSON that
+# DeepSpeed was given, which follows from the flags and a file.
+ADDED_LATER = frozenset({"engine"})
+RECORDED_JSON = "deepspeed_json"
 
 
 class FlatView:

@@ -1,16 +1,18 @@
-"""TrainingConfig: batch sizes, how long a run lasts, what ends it, evaluation and recomputation."""
+"""TrainingConfig: batches, how long samples and runs are, what ends them, evaluation, memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron.config.activations import (
+    ALL_LAYERS,
     ActivationPolicy,
     RecomputeGranularity,
     RecomputeMethod,
     RecomputeModule,
     activation_problems,
 )
+from megatron.config.curriculum import CurriculumSchedule, curriculum_problems
 from megatron.config.fields import check_field, flag, raise_all
 from megatron.errors import ConfigError
 
@@ -35,6 +37,33 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(None, help="iterations to train for")
     train_samples: int | None = flag(None, help="samples to train for")
+    train_tokens: int | None = flag(
+        None, help="end with the iteration that reaches this many tokens, if the run is not over"
+    )
+    curriculum_schedule: CurriculumSchedule | None = flag(
+        None, help="train on short samples first: how their length grows, as in DeepSpeed"
+    )
+    curriculum_seqlen_min: int | None = flag(
+        None, help="linear, root: tokens of the first training samples"
+    )
+    curriculum_seqlen_max: int | None = flag(
+        None, help="linear, root: tokens that they grow to; --seq-length if not set"
+    )
+    curriculum_seqlen_step: int | None = flag(
+        None, help="linear, root: lengths are multiples of this; a multiple of 8 is fast on GPUs"
+    )
+    curriculum_iters: int | None = flag(
+        None, help="linear, root: iterations over which samples grow"
+    )
+    curriculum_root_degree: float | None = flag(
+        None, help="root: 2 for lengths that grow with the square root of the iteration"
+    )
+    curriculum_seqlens: tuple[int, ...] | None = flag(
+        None, help="discrete: tokens of the samples, one length after the other"
+    )
+    curriculum_seqlens_until: tuple[int, ...] | None = flag(
+        None, help="discrete: the last iteration of each length but the last"
+    )
     eval_interval: int = flag(1000, help="iterations between evaluations; 0 for only at the end")
     eval_iters: int = flag(100, help="global batches per evaluation; 0 turns evaluation off")
     eval_at_start: bool = flag(False, help="evaluate also before the first iteration")
@@ -69,6 +98,9 @@ class TrainingConfig:
     cpu_offloading_num_layers: int = flag(
         0, help="first layers of each virtual stage whose activations wait in host memory"
     )
+    checkpoint_in_cpu: bool = flag(
+        False, help="activations of all layers wait in host memory, not of the first ones only"
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )
@@ -94,17 +126,19 @@ class TrainingConfig:
             num_layers=self.recompute_num_layers or 1,
             modules=frozenset(modules) if selective else frozenset(),
             distribute=self.distribute_saved_activations,
-            offload_layers=self.cpu_offloading_num_layers,
+            offload_layers=ALL_LAYERS if self.checkpoint_in_cpu else self.cpu_offloading_num_layers,
         )
 
     def _problems(self) -> Iterator[ConfigError]:
         yield from activation_problems(self)
+        yield from curriculum_problems(self)
         for name in (
             "recompute_num_layers",
             "micro_batch_size",
             "global_batch_size",
             "train_iters",
             "train_samples",
+            "train_tokens",
             "exit_interval",
             "exit_duration_in_mins",
             "num_threads",

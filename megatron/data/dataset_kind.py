@@ -36,6 +36,11 @@ class DatasetKind(StrEnum):
         return self in (DatasetKind.SFT, DatasetKind.MTF)
 
     @property
+    def can_be_cut(self) -> bool:
+        """Whether the beginning of a row is a sample too: in the others the answers come last."""
+        return self in (DatasetKind.GPT, DatasetKind.FIM)
+
+    @property
     def level(self) -> str:
         """What an item of its corpora is, as their sidecars say it."""
         sentences = (DatasetKind.BERT, DatasetKind.T5, DatasetKind.ICT)
@@ -78,6 +83,38 @@ def dataset_kind(data: DataConfig) -> DatasetKind:
     if data.fim_data:
         return DatasetKind.FIM
     return DatasetKind.GPT if data.noise_density is None else DatasetKind.MLM
+
+
+def bert_dataset_kind(data: DataConfig) -> DatasetKind:
+    """The kind that a program for BERT reads.
+
+    Raises:
+        ConfigError: a flag that only other datasets read, and so would do nothing.
+    """
+    for name in _OF_OTHERS_THAN_BERT:
+        value, unasked = getattr(data, name), default_of(DataConfig, name)
+        if value != unasked:
+            raise ConfigError(
+                "a flag was given that the data of a BERT do not know",
+                found=f"{flag_name(name)} {value}",
+                fix=f"leave {flag_name(name)} out",
+            )
+    return DatasetKind.BERT
+
+
+_OF_OTHERS_THAN_BERT = (
+    "sft",
+    "mtf",
+    "fim_data",
+    "noise_density",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "decoder_seq_length",
+    "titles_data_path",
+    "query_in_block_prob",
+    "use_one_sent_docs",
+)
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:

@@ -308,9 +308,16 @@ def gpt_maker(
 
 
 def bert_maker(
-    data: DataConfig, *, tokenizer: Vocabulary, seed: int, is_builder: bool, beat: Beat = unheard
+    data: DataConfig,
+    *,
+    tokenizer: Vocabulary | None,
+    seed: int,
+    is_builder: bool,
+    beat: Beat = unheard,
 ) -> DatasetMaker:
     """The datasets of a program for BERT; raises ConfigError for a tokenizer without [MASK]."""
+    if tokenizer is None:
+        raise ValueError(f"{DatasetKind.BERT.value} are not made without a tokenizer")
     recipe = BERTRecipe(
         vocabulary=MaskingVocabulary.of(tokenizer),
         seq_length=data.seq_length,

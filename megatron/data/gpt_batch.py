@@ -48,6 +48,15 @@ def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | Non
     )
 
 
+def shortened(raw: Mapping[str, Tensor], length: int) -> Mapping[str, Tensor]:
+    """The first `length` tokens of every row, for a curriculum, and the label of the last of them.
+
+    For kinds of which every tensor is [b, s + 1] (`DatasetKind.can_be_cut`). What is left of a row
+    is what a model sees first in any case, so attention and positions are as they were.
+    """
+    return {name: rows[:, : length + 1] for name, rows in raw.items()}
+
+
 def gpt_batch(
     text: Tensor,
     *,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.data.program_data import ProgramData
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -64,19 +65,25 @@ class PretrainTask:
     """A training program as one value: what is read, what is built, and what is minimised.
 
     Attributes:
+        reads: which kind of dataset the flags ask for, as the checks before training know it.
         datasets: makes the three datasets.
         layers: the model as a list (`gpt_layers`).
         batch: turns a raw batch of the loader into a `MicroBatch` (any device).
         loss: sums the loss over counted tokens, given the last carry and the labels.
+        counted: how much `loss` counts, which the labels alone decide: its `count`.
+        losses: the names of the losses, one for each sum of `loss`.
         flops_per_token: model FLOPs of one token's forward and backward pass, for the MFU.
     """
 
     name: str
+    reads: ProgramData
     datasets: Callable[[DatasetRequest], Datasets]
     layers: Callable[[ModelConfig, ModelBuild], tuple[LayerSpec, ...]]
     batch: Callable[[RawBatch, BatchOptions], MicroBatch]
     loss: Callable[[Carry, Carry, ModelBuild], LossSum]
+    counted: Callable[[Carry], Tensor]
     flops_per_token: Callable[[ModelConfig, ModelBuild], float]
+    losses: tuple[str, ...] = ("lm loss",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +94,25 @@ class StepPlan:
     global_batch_size: int
     learning_rate: float
     weight_decay: float
+    seq_length: int  # tokens of each sample, which the raw batches are cut to
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one optimizer step did: the same numbers on every rank."""
 
-    loss: float  # mean over the counted tokens of the global batch, in nats
+    loss: float  # mean over the counted tokens of the global batch, in nats; of several, the sum
     grad_norm: float  # of that mean's gradient, before clipping
     skipped: bool = False  # the gradients were unusable; weights are unchanged
     overflow: bool = False  # skipped for an overflow that dynamic loss scaling expects
     loss_scale: float = 1.0
     num_zeros: int | None = None
+    means: tuple[float, ...] = ()  # of each loss, where there are several
+
+    @property
+    def each_loss(self) -> tuple[float, ...]:
+        """The mean of each of the model's losses."""
+        return self.means or (self.loss,)
 
 
 class EvaluationSum(NamedTuple):
@@ -106,11 +120,17 @@ class EvaluationSum(NamedTuple):
 
     total: float
     tokens: int
+    others: tuple["EvaluationSum", ...] = ()  # the other losses of a model that has several
 
     @property
     def mean(self) -> float:
-        """Mean loss per counted token, in nats."""
-        return self.total / self.tokens
+        """Mean loss per counted token, in nats; of several losses the sum of their means."""
+        return self.total / self.tokens + sum(other.mean for other in self.others)
+
+    @property
+    def means(self) -> tuple[float, ...]:
+        """The mean of each loss."""
+        return (self.total / self.tokens, *(other.mean for other in self.others))
 
 
 class EngineState(NamedTuple):

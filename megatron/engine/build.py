@@ -2,6 +2,8 @@
 
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PretrainTask
+from megatron.engine.deepspeed import DeepSpeedEngine
+from megatron.engine.deepspeed_pipeline import DeepSpeedPipelineEngine
 from megatron.engine.native import NativeEngine
 from megatron.model.specs import ModelBuild
 from megatron.timers import Timers
@@ -16,4 +18,8 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """The engine of one rank; all ranks call it together."""
+    if config.engine.deepspeed:
+        in_stages = build.ctx.pp.size > 1
+        kind = DeepSpeedPipelineEngine if in_stages else DeepSpeedEngine
+        return kind(config, task, build, tokenizer, timers)
     return NativeEngine(config, task, build, tokenizer, timers)

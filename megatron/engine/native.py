@@ -5,7 +5,7 @@ micro-batches and replicas: each backward pass adds a sum over its own tokens, a
 optimizer divides by the count of all of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -25,21 +25,14 @@ from megatron.engine.base import (
     StepPlan,
     StepReport,
 )
+from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
-from megatron.errors import ConfigError, DataError
+from megatron.engine.tally import Tally, check_counts, counts_ahead
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
-from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import Stage, blocks_of, parameters_of_layers
-from megatron.mpu.collectives import all_reduce
-from megatron.mpu.context import Group
-from megatron.mpu.stage_plan import (
-    LayerRange,
-    even_counts,
-    plan_stages,
-    ranges_of_counts,
-    ranges_of_stage,
-)
+from megatron.model.specs import Carry, ModelBuild
+from megatron.model.stage import Stage
+from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import counted_here, global_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
@@ -70,8 +63,9 @@ class NativeEngine:
         self._batch_options = BatchOptions(config.data, tokenizer)
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)
         specs = task.layers(config.model, build)
+        ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
         with torch.device(device.current()):
-            self.stage = Stage(specs, _ranges(specs, pipeline, build.ctx.pp))
+            self.stage = Stage(specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size))
         initialize_parameters(self.stage, seed=config.training.seed, ctx=build.ctx)
         # Before the buffers, which put what is tied into buckets of its own.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
@@ -115,43 +109,34 @@ class NativeEngine:
         self.stage.train()
         self._replica.start_step(plan.num_microbatches)
         # Any constant would do here; this one keeps half-precision gradients near their mean.
-        nominal_tokens = plan.global_batch_size * self._config.data.seq_length
-        scale = self.loss_scale / nominal_tokens
-        sums = self._executor.train(
-            map(self._next, repeat(batches)), plan.num_microbatches, scale=scale
-        )
+        nominal_tokens = plan.global_batch_size * plan.seq_length
+        microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
+        scale: float | Tensor = self.loss_scale / nominal_tokens
+        if len(self._task.losses) > 1:
+            ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
+            counts = counts_ahead(self._task, ahead, self._context)
+            # So that one division by the first's count is right: each counts different things.
+            microbatches, scale = iter(ahead), scale * counts[0] / counts
+        sums = self._executor.train(microbatches, plan.num_microbatches, scale=scale)
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
-        total, count = self._reduced(sums)
-        if count == 0:
-            raise DataError(
-                "a global batch has no token that counts",
-                found="a loss mask of zeros",
-                fix="look at --eod-mask-loss and at the training data",
-            )
+        tally = Tally(sums, self._task, self._context)
+        check_counts(self._task, tally.counts)
         with self._timers("optimizer"):
             done = self.optimizer.step(
                 learning_rate=plan.learning_rate,
                 weight_decay=plan.weight_decay,
-                grad_multiplier=nominal_tokens / count,
+                grad_multiplier=nominal_tokens / tally.counts[0],
                 with_zeros=self._config.logging.log_num_zeros_in_grad,
             )
-        return StepReport(
-            loss=total / count,
-            grad_norm=done.grad_norm,
-            skipped=not done.applied,
-            overflow=done.overflow,
-            loss_scale=done.loss_scale,
-            num_zeros=done.num_zeros,
-        )
+        return tally.report(done)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
         self.stage.eval()
         sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
-        total, count = self._reduced(sums)
-        return EvaluationSum(total, round(count))
+        return Tally(sums, self._task, self._context).evaluation()
 
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""
@@ -159,7 +144,8 @@ class NativeEngine:
         tensors = model_tensors(self.stage, self._context)
         scalars: dict[str, Any] = {}
         if optimizer:
-            tensors += optimizer_tensors(self.stage, self.optimizer, self._context)
+            named = self.stage.named_parameters()
+            tensors += optimizer_tensors(named, self.optimizer, self._context)
             scalars = {"optimizer": self.optimizer.scalars()}
         return EngineState(tuple(tensors), scalars)
 
@@ -194,56 +180,9 @@ class NativeEngine:
         raw = {name: tensor.to(here, non_blocking=True) for name, tensor in next(batches).items()}
         return self._task.batch(raw, self._batch_options)
 
-    def _reduced(self, sums: list[Tensor]) -> tuple[float, float]:
-        """Total and count over all micro-batches and replicas, in float64, on every stage."""
-        mine = torch.zeros(2, dtype=torch.float64, device=device.current())
-        if sums:  # the last stage has the losses
-            mine = torch.stack(sums).double().sum(0)
-        both = all_reduce(all_reduce(mine, self._context.dp), self._context.pp)
-        total, count = both.tolist()
-        return total, count
-
 
 def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
     return task.loss(carry, labels, build)
-
-
-def _ranges(
-    specs: Sequence[LayerSpec], pipeline: PipelinePlan, stages: Group
-) -> tuple[LayerRange, ...]:
-    """The layers of this rank, chunk by chunk."""
-    if pipeline.num_stages != stages.size:
-        raise ConfigError(
-            "the pipeline is for another number of ranks",
-            found=f"--pipeline-model-parallel-size {pipeline.num_stages}, "
-            f"{stages.size} ranks in the pipeline group",
-            fix="build the parallel context with the sizes of the run's flags",
-        )
-    blocks = blocks_of(specs)
-    costs = parameters_of_layers(specs) if pipeline.by_parameters else pipeline.costs
-    if costs is not None:
-        if len(costs) != len(specs):
-            raise ConfigError(
-                "the costs are not of the layers of this model",
-                found=f"{len(costs)} in --pipeline-layer-costs, {len(specs)} layers: "
-                + ", ".join(spec.name for spec in specs),
-                fix=f"give {len(specs)} numbers, one for each of them",
-            )
-        ranges = plan_stages(costs, stages.size, num_chunks=pipeline.num_chunks, blocks=blocks)
-    elif blocks.size != sum(pipeline.counts):
-        # A list whose blocks are not marked, or not as many as the flag says: all layers count.
-        even = even_counts(sum(pipeline.counts), stages.size, num_chunks=pipeline.num_chunks)
-        if pipeline.counts != even:
-            raise ConfigError(
-                "layers are counted for each pipeline stage, but not marked in the model's list",
-                found=f"{blocks.size} layers that count, --num-layers {sum(pipeline.counts)}",
-                fix="give the layers that are meant block=True, or leave out the flags that "
-                "count layers per stage",
-            )
-        ranges = plan_stages([1.0] * len(specs), stages.size, num_chunks=pipeline.num_chunks)
-    else:
-        ranges = ranges_of_counts(pipeline.counts, blocks=blocks, num_layers=len(specs))
-    return ranges_of_stage(ranges, stages.rank, stages.size)
 
 
 def _weight_gradients(stage: Stage, pipeline: PipelinePlan) -> WeightGradients | None:

@@ -5,7 +5,10 @@ of its parameter and is placed like it, or is a range of it where the distribute
 it out over replicas. So any layout that can load the one can load the other.
 """
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from megatron.checkpoint.sharded import Placement, ShardedTensor
 from megatron.mpu.context import ParallelContext
@@ -15,17 +18,26 @@ from megatron.optimizer.optimizer import MegatronOptimizer
 
 def model_tensors(stage: nn.Module, context: ParallelContext) -> list[ShardedTensor]:
     """The parameters of a stage, as this rank's parts of whole tensors."""
+    return parameter_tensors(stage.named_parameters(), context)
+
+
+def parameter_tensors(
+    named: Iterable[tuple[str, Parameter]], context: ParallelContext
+) -> list[ShardedTensor]:
+    """Parameters with their global names, as this rank's parts of whole tensors."""
     return [
         ShardedTensor.of(f"model/{name}", parameter, placement_of(parameter, context))
-        for name, parameter in stage.named_parameters()
+        for name, parameter in named
     ]
 
 
 def optimizer_tensors(
-    stage: nn.Module, optimizer: MegatronOptimizer, context: ParallelContext
+    named: Iterable[tuple[str, Parameter]],
+    optimizer: MegatronOptimizer,
+    context: ParallelContext,
 ) -> list[ShardedTensor]:
     """The optimizer's tensors, each placed like the parameter, or part of it, it belongs to."""
-    parameters, owned = dict(stage.named_parameters()), optimizer.owned_ranges()
+    parameters, owned = dict(named), optimizer.owned_ranges()
     found = []
     for name, tensors in optimizer.named_state().items():
         parameter = parameters[name]

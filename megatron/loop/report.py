@@ -6,8 +6,9 @@ parse; tokens/s, MFU and memory follow at the end of the line. The last rank spe
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import add
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -46,16 +47,22 @@ class _Window:
     started: float = field(default_factory=time.perf_counter)
     iterations: int = 0
     samples: int = 0
-    loss_total: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    loss_totals: tuple[float, ...] = ()  # of each of the model's losses
     losses: int = 0
     skipped: int = 0
     nonfinite: int = 0
 
-    def add(self, plan: StepPlan, report: StepReport) -> None:
+    def add(self, plan: StepPlan, report: StepReport, flops_per_token: float) -> None:
+        tokens = plan.global_batch_size * plan.seq_length
         self.iterations += 1
         self.samples += plan.global_batch_size
+        self.tokens += tokens
+        self.flops += tokens * flops_per_token
         if math.isfinite(report.loss):
-            self.loss_total += report.loss
+            before = self.loss_totals or (0.0,) * len(report.each_loss)
+            self.loss_totals = tuple(map(add, before, report.each_loss))
             self.losses += 1
         else:
             self.nonfinite += 1
@@ -70,22 +77,27 @@ class StepLog:
         config: LoggingConfig,
         duration: Duration,
         *,
-        seq_length: int,
-        flops_per_token: float,
+        flops_per_token: Callable[[int], float],
         world_size: int,
         is_writer: bool,
         purge_step: int,
+        with_length: bool = False,
+        losses: tuple[str, ...] = ("lm loss",),
         timers: Timers | None = None,
     ) -> None:
         """Open the TensorBoard file on the writing rank.
 
         Args:
-            flops_per_token: model FLOPs of one token's forward and backward pass.
+            flops_per_token: model FLOPs of one token's forward and backward pass, by the length
+                of its sample.
             is_writer: whether this rank (the last) prints and writes.
             purge_step: events at or after this iteration, of an earlier run that got further than
                 its last checkpoint, are hidden.
+            with_length: whether the length of samples is said, for it changes.
+            losses: the names of the model's losses.
         """
-        self._config, self._duration, self._seq_length = config, duration, seq_length
+        self._losses = losses
+        self._config, self._duration, self._with_length = config, duration, with_length
         self._flops_per_token, self._world_size = flops_per_token, world_size
         self._peak = config.peak_tflops or _peak_of(device.name())
         self._timers = timers or Timers()
@@ -132,7 +144,7 @@ class StepLog:
             extra: further numbers for the line and TensorBoard, such as `params_norm`.
         """
         window = self._window
-        window.add(plan, report)
+        window.add(plan, report, self._flops_per_token(plan.seq_length))
         if progress.iteration % self._config.tensorboard_log_interval == 0:
             self._write_step(progress, plan, report, extra)
         if (
@@ -150,28 +162,31 @@ class StepLog:
         self, name: str, result: EvaluationSum, progress: Progress, *, group: str = "lm-loss"
     ) -> None:
         """Say and store one evaluation of the dataset `name` (validation or test)."""
-        perplexity = math.exp(min(20.0, result.mean))
+        values = [
+            f"{loss} value: {mean:.6E} | {loss} PPL: {_perplexity(mean):.6E} |"
+            for loss, mean in zip(self._losses, result.means)
+        ]
         words = (
-            f" {name} loss at iteration {progress.iteration} | lm loss value: {result.mean:.6E} | "
-            f"lm loss PPL: {perplexity:.6E} | tokens: {result.tokens} |"
+            f" {name} loss at iteration {progress.iteration} | {' '.join(values)} "
+            f"tokens: {result.tokens} |"
         )
         log.last_rank("\n".join(["-" * len(words), words, "-" * len(words)]))
-        tag = f"lm-loss-validation/{name}/lm loss validation"
-        self._scalar(tag, result.mean, progress.iteration)
-        self._scalar(f"{tag} vs samples", result.mean, progress.consumed_samples)
-        self._scalar(f"{tag} vs tokens", result.mean, progress.consumed_tokens)
-        if self._config.log_validation_ppl_to_tensorboard:
-            self._scalar(f"{tag} ppl", perplexity, progress.iteration)
-            self._scalar(f"{tag} ppl vs samples", perplexity, progress.consumed_samples)
+        for loss, mean in zip(self._losses, result.means):
+            tag = f"lm-loss-validation/{name}/{loss} validation"
+            self._scalar(tag, mean, progress.iteration)
+            self._scalar(f"{tag} vs samples", mean, progress.consumed_samples)
+            self._scalar(f"{tag} vs tokens", mean, progress.consumed_tokens)
+            if self._config.log_validation_ppl_to_tensorboard:
+                self._scalar(f"{tag} ppl", _perplexity(mean), progress.iteration)
+                self._scalar(f"{tag} ppl vs samples", _perplexity(mean), progress.consumed_samples)
 
     def _speed(self, elapsed: float) -> Speed:
         window = self._window
-        samples = window.samples / elapsed
-        tflops = samples * self._seq_length * self._flops_per_token / self._world_size / 1e12
+        tflops = window.flops / elapsed / self._world_size / 1e12
         return Speed(
             elapsed / window.iterations,
-            samples,
-            samples * self._seq_length,
+            window.samples / elapsed,
+            window.tokens / elapsed,
             tflops,
             None if self._peak is None else tflops / self._peak,
         )
@@ -194,11 +209,16 @@ class StepLog:
             f"global batch size: {plan.global_batch_size:5d}",
         ]
         if window.losses:
-            parts.append(f"lm loss: {window.loss_total / window.losses:.6E}")
+            parts += [
+                f"{name}: {total / window.losses:.6E}"
+                for name, total in zip(self._losses, window.loss_totals)
+            ]
         parts += [f"loss scale: {report.loss_scale:.1f}", f"grad norm: {report.grad_norm:.3f}"]
         if report.num_zeros is not None:
             parts.append(f"num zeros: {report.num_zeros:.1f}")
         parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
+        if self._with_length:
+            parts.append(f"curriculum seqlen: {plan.seq_length:5d}")
         parts += [
             f"number of skipped iterations: {window.skipped:3d}",
             f"number of nan iterations: {window.nonfinite:3d}",
@@ -222,13 +242,16 @@ class StepLog:
         self._scalar("steps-vs-samples/y=samples,x=steps", samples, at)
         self._scalar("steps-vs-tokens/y=steps,x=tokens", at, tokens)
         self._scalar("steps-vs-tokens/y=tokens,x=steps", tokens, at)
+        if self._with_length:
+            self._scalar("curriculum_seqlen", plan.seq_length, at)
         numbers: dict[str, float] = {"grad-norm/grad-norm": report.grad_norm}
         if config.log_learning_rate_to_tensorboard:
             numbers["learning-rate/learning-rate"] = plan.learning_rate
         if config.log_batch_size_to_tensorboard:
             numbers["batch-size/batch-size"] = plan.global_batch_size
         if math.isfinite(report.loss):
-            numbers["lm-loss-training/lm loss"] = report.loss
+            for name, mean in zip(self._losses, report.each_loss):
+                numbers[f"lm-loss-training/{name}"] = mean
         if config.log_loss_scale_to_tensorboard:
             numbers["loss-scale/loss-scale"] = report.loss_scale
         if report.num_zeros is not None:
@@ -271,3 +294,7 @@ class StepLog:
 
 def _peak_of(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def _perplexity(mean: float) -> float:
+    return math.exp(min(20.0, mean))

@@ -49,6 +49,17 @@ def flops_per_token(
     return config.num_layers * passes * block_forward + 3 * 2 * h * vocab_padded
 
 
+def bert_flops_per_token(
+    config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
+) -> int:
+    """The same for a BERT, whose head has a matrix before the one of the vocabulary.
+
+    The head for the order of segments looks at one token of a row and is left out.
+    """
+    dense = 3 * 2 * config.hidden_size**2
+    return flops_per_token(config, vocab_padded, seq_length, recompute=recompute) + dense
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
     """How much of the work falls to one rank at a time."""
@@ -148,6 +159,8 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     split = (queries + 2 * keys) + 2 * queries
     if config.position_embedding_type is PositionEmbedding.ROPE:
         split += queries + keys  # rotated copies
+    if config.qk_layernorm:
+        split += queries + keys  # normed copies
     gated = config.glu is not None
     split += (4 if gated else 2) * config.ffn_width  # gate, up, act(gate), product
     masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
@@ -172,9 +185,14 @@ def _block_parameters(config: ModelConfig) -> int:
         biases += queries + 2 * keys
     if config.add_bias_linear:
         biases += h + fc1 + h
-    return weights + biases + 2 * _norm(config)
+    head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
+    return weights + biases + head_norms + 2 * _norm(config)
 
 
 def _norm(config: ModelConfig) -> int:
+    return _norm_of(config.hidden_size, config)
+
+
+def _norm_of(width: int, config: ModelConfig) -> int:
     vectors = 1 if config.normalization is Normalization.RMS_NORM else 2
-    return vectors * config.hidden_size
+    return vectors * width

@@ -1,4 +1,4 @@
-"""Causal self attention on torch's fused kernels: multi-head, grouped-query and multi-query.
+"""Self attention on torch's fused kernels: multi-head, grouped-query and multi-query.
 
 Rows of the query/key/value matrix stand group by group, [q .. q k v] per query group, so that an
 even split of the rows gives each tp rank whole groups. Masks and angles are data that `geometry`
@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
+from megatron.model.norms import build_head_norm
 from megatron.model.positions import rotate
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -52,6 +53,8 @@ class SelfAttention(nn.Module):
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
         )
+        self.query_norm = build_head_norm(config, build) if config.qk_layernorm else None
+        self.key_norm = build_head_norm(config, build) if config.qk_layernorm else None
         self.output = RowParallelLinear(
             heads * width,
             config.hidden_size,
@@ -70,6 +73,8 @@ class SelfAttention(nn.Module):
         # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
         grouped = self.qkv(hidden).unflatten(-1, (self._groups, self._queries + 2, self._width))
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
         if geometry.rotation is not None:
             queries = rotate(queries, geometry.rotation)
             keys = rotate(keys, geometry.rotation)
@@ -81,13 +86,15 @@ class SelfAttention(nn.Module):
         elif geometry.cache is not None and geometry.cached_positions is not None:
             k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
         if self._recomputed and self.training:
-            context = recompute(self._attend, self._streams, q, k, v, geometry.mask)
+            context = recompute(
+                self._attend, self._streams, q, k, v, geometry.mask, geometry.causal
+            )
         else:
-            context = self._attend(q, k, v, geometry.mask)  # [b, a/tp, s, d]
+            context = self._attend(q, k, v, geometry.mask, geometry.causal)  # [b, a/tp, s, d]
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
         return output
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         grouped = self._queries > 1
         if grouped and mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
@@ -101,8 +108,8 @@ class SelfAttention(nn.Module):
         )
         with drawing:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-                enable_gqa=grouped,
+                q, k, v, attn_mask=mask, dropout_p=dropout,
+                is_causal=causal and mask is None, enable_gqa=grouped,
             )  # fmt: skip
 
 

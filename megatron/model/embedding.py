@@ -1,6 +1,7 @@
 """From token ids to the residual stream, and from there back to logits when the two are tied."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, PositionEmbedding
@@ -11,6 +12,7 @@ from megatron.model.positions import LearnedPositions
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import VocabParallelEmbedding, linear_with_input_reduction
 from megatron.mpu.mappings import sequence_part
+from megatron.mpu.partition import describe
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -35,13 +37,18 @@ class WordEmbedding(VocabParallelEmbedding):
         scores = linear_with_input_reduction(
             carry[0], self.weight, None, self._tp, sequence_parallel=self._sequence_parallel
         )
-        return (scores,)
+        return (scores, *carry[1:])
 
 
 class Embedding(nn.Module):
-    """Word vector, its norm if asked for, plus the learned position if there is one, dropout."""
+    """Word vector, its norm if asked for, plus the learned position if there is one, dropout.
 
-    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+    Args:
+        num_tokentypes: kinds of segments that tokens are of, each with a vector of its own (BERT,
+            Devlin et al. 2018, figure 2); 0: there are none, and the carry has no types.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, num_tokentypes: int = 0) -> None:
         super().__init__()
         self._build = build
         self.word = WordEmbedding(config, build)
@@ -55,6 +62,9 @@ class Embedding(nn.Module):
                 sequence_parallel=build.sequence_parallel,
                 dtype=build.dtype,
             )
+        self.tokentype = None
+        if num_tokentypes:
+            self.tokentype = TokenTypes(num_tokentypes, config, build)
         self.dropout = HiddenDropout(
             config.hidden_dropout, build.streams, sequence_parallel=build.sequence_parallel
         )
@@ -62,18 +72,36 @@ class Embedding(nn.Module):
         self._stream_dtype = torch.float32 if wide else build.dtype
 
     def forward(self, carry: Carry) -> Carry:
-        """(tokens [b, s], position ids [b, s]?, documents [b, s]?) to (hidden [s, b, h], ids..).
+        """(tokens [b, s], types [b, s]?, position ids [b, s]?, documents [b, s]?) to hidden states.
 
-        Under sequence parallelism hidden is [s/tp, b, h]; the ids stay whole.
+        What comes out is (hidden [s, b, h], position ids?, documents?). Under sequence parallelism
+        hidden is [s/tp, b, h]; the ids stay whole.
         """
         tokens, *ids = carry
+        types = ids.pop(0) if self.tokentype is not None else None
         # Transposing the ids costs nothing; transposing what they look up would be a copy.
         hidden: Tensor = self.word(tokens.t())  # [s, b, h] or [s/tp, b, h]
         if self.norm is not None:
             hidden = self.norm(hidden)
+        length = tokens.shape[1]
+        split = self._build.sequence_parallel
+        part = sequence_part(length, self._build.ctx.tp) if split else None
         if self.position is not None:
-            length = tokens.shape[1]
-            split = self._build.sequence_parallel
-            part = sequence_part(length, self._build.ctx.tp) if split else None
             hidden = hidden + self.position(length, ids[0] if ids else None, part)
+        if self.tokentype is not None and types is not None:
+            hidden = hidden + self.tokentype(types, part)
         return (self.dropout(hidden).to(self._stream_dtype), *ids)
+
+
+class TokenTypes(nn.Module):
+    """A vector for each kind of segment, the same table on every tp rank."""
+
+    def __init__(self, count: int, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, config.hidden_size, dtype=build.dtype))
+        init = weight_init(config)
+        describe(self.weight, init=init, sequence_parallel=build.sequence_parallel)
+
+    def forward(self, types: Tensor, part: slice | None) -> Tensor:
+        """Vectors [s, b, h] of int64 types [b, s]; only of the tokens `part` where it is given."""
+        return F.embedding(types.t()[part or slice(None)], self.weight)

@@ -20,11 +20,13 @@ from megatron.model.specs import ModelBuild
 class Geometry:
     """Where the tokens of one forward pass stand, as attention needs it.
 
-    `mask` is None for plain causal attention; otherwise it says all there is to say: booleans
-    [b, 1, s, k] (True: may look) or numbers to add to the scores [1 or b, a/tp, s, k].
+    `mask` is None for plain causal attention, and for that of everything to everything (`causal`
+    tells them apart); otherwise it says all there is to say: booleans [b, 1, s, k] (True: may
+    look) or numbers to add to the scores [1 or b, a/tp, s, k].
     """
 
     mask: Tensor | None = None
+    causal: bool = True
     rotation: Rotation | None = None
     cache: KVCache | None = None
     cached_positions: Tensor | None = None  # [b, 1]: this pass is one new token per row
@@ -33,14 +35,20 @@ class Geometry:
 class AttentionGeometry:
     """Makes the `Geometry` of a forward pass, and remembers the last one.
 
-    Memory: one ALiBi bias of a/tp x s x s numbers or one document mask of b x s x s booleans.
+    Memory: one ALiBi bias of a/tp x s x s numbers, one document mask of b x s x s booleans, or the
+    s x s booleans of a window that is shorter than the sequence.
+
+    Args:
+        causal: no token looks at one after it; else every token looks at all of its document.
     """
 
-    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, causal: bool = True) -> None:
         kind = config.position_embedding_type
+        self._causal = causal
         self.cache: KVCache | None = None  # set by GPTModel for the length of one cached pass
         self._dtype = build.dtype
         self._parts = build.ctx.tp.size if build.sequence_parallel else 1
+        self._window = config.sliding_window
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
@@ -63,8 +71,9 @@ class AttentionGeometry:
         if self.cache is not None:
             return self._cached(self.cache, length, position_ids, device)
         if position_ids is None and document_ids is None:
-            if self._angles is None and self._slopes is None:
-                return Geometry()
+            nothing = self._angles is None and self._slopes is None
+            if nothing and self._window_within(length) is None:
+                return Geometry(causal=self._causal)
             known = self._plain.find(length, device)
             return known or self._plain.keep(self._make(length, device), length, device)
         known = self._with_ids.find(length, device, position_ids, document_ids)
@@ -88,14 +97,24 @@ class AttentionGeometry:
             rotation = self._angles.at(
                 indexes if position_ids is None else position_ids, self._dtype
             )
-        # [s, k]; a token sees itself and those before it.
-        allowed = indexes[:, None] >= indexes
+        distance = indexes[:, None] - indexes  # [s, k]
+        # A token sees itself and those before it, or all.
+        allowed = distance >= 0 if self._causal else torch.ones_like(distance, dtype=torch.bool)
         if document_ids is not None:
             same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
             allowed = allowed & same  # [b, 1, s, k]
+        window = self._window_within(length)
+        if window is not None:
+            allowed = allowed & (distance.abs() < window)
         if self._slopes is not None:
-            return Geometry(self._bias(indexes[:, None] - indexes, allowed), rotation)
-        return Geometry(None if document_ids is None else allowed, rotation)
+            # abs changes nothing where only what came before is seen.
+            return Geometry(self._bias(distance.abs(), allowed), self._causal, rotation)
+        is_plain = document_ids is None and window is None
+        return Geometry(None if is_plain else allowed, self._causal, rotation)
+
+    def _window_within(self, length: int) -> int | None:
+        """The window where a sequence is longer than it; None where every token sees all."""
+        return self._window if self._window is not None and length > self._window else None
 
     def _cached(
         self, cache: KVCache, length: int, position_ids: Tensor | None, device: torch.device
@@ -103,14 +122,16 @@ class AttentionGeometry:
         """For the prompt (no ids) as without a cache; then one token per row, at its position."""
         if position_ids is None:
             plain = self._make(length, device)
-            return Geometry(plain.mask, plain.rotation, cache)
+            return Geometry(plain.mask, plain.causal, plain.rotation, cache)
         keys = torch.arange(cache.length, device=device)
         distance = position_ids[:, None, :, None] - keys  # [b, 1, 1, k]
         mask = distance >= 0
+        if self._window is not None:
+            mask = mask & (distance < self._window)
         if self._slopes is not None:
             mask = self._bias(distance, mask)
         rotation = self._angles.at(position_ids, self._dtype) if self._angles else None
-        return Geometry(mask, rotation, cache, position_ids)
+        return Geometry(mask, True, rotation, cache, position_ids)
 
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """-slope x distance where a token may look, else -inf: [1 or b, a/tp, s, k].

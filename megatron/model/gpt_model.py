@@ -61,6 +61,13 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
     )
 
 
+def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
+    """The most tokens a sequence of a model may have; None when its positions have no end."""
+    if config.position_embedding_type is PositionEmbedding.LEARNED:
+        return config.max_position_embeddings or build.seq_length
+    return config.max_position_embeddings
+
+
 class GPTModel(nn.Module):
     """The whole of GPT on one rank (of each tp group), with the loss; parts of it are `Stage`s."""
 
@@ -97,9 +104,7 @@ class GPTModel(nn.Module):
     @property
     def max_length(self) -> int | None:
         """The most tokens a sequence may have; None when positions have no end."""
-        if self.config.position_embedding_type is PositionEmbedding.LEARNED:
-            return self.config.max_position_embeddings or self.build.seq_length
-        return self.config.max_position_embeddings
+        return most_positions(self.config, self.build)
 
     def new_cache(self, *, batch: int, capacity: int) -> KVCache:
         """An empty KV cache for this rank's layers and groups, on the device of the weights."""

@@ -1,11 +1,17 @@
-"""The output projection of a model whose embedding is not tied to it."""
+"""What stands after the last norm: output projections, and the heads that pretrain a BERT."""
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.model.dropout import HiddenDropout
 from megatron.model.init import weight_init
+from megatron.model.mlp import ACTIVATIONS
+from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear
+from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import Init, Partition, describe
 
 
@@ -32,9 +38,120 @@ class OutputLayer(ColumnParallelLinear):
 
     def logits(self, carry: Carry) -> Carry:
         """The same on a carry, as a layer of the list."""
-        return (self(carry[0]),)
+        return (self(carry[0]), *carry[1:])
 
 
 def build_output(config: ModelConfig, build: ModelBuild) -> nn.Module:
-    """The untied head of a GPT."""
+    """The output projection of a model whose embedding is not tied to it."""
     return OutputLayer(config, build)
+
+
+class MaskedLMHead(nn.Module):
+    """dense, activation, norm: what BERT puts before its output projection (Devlin et al. 2018).
+
+    Every tp rank has all of it; under sequence parallelism it sees its own part of the sequence.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self.dense = Dense(config.hidden_size, config.hidden_size, config, build)
+        self._activation = ACTIVATIONS[config.activation]
+        self.norm = build_norm(config, build)
+
+    def forward(self, carry: Carry) -> Carry:
+        """(hidden [s, b, h], ..) to the same shapes; under sequence parallelism [s/tp, b, h]."""
+        hidden, *others = carry
+        return (self.norm(self._activation(self.dense(hidden))), *others)
+
+
+class VocabularyBias(nn.Module):
+    """A number for each token of the vocabulary, [v/tp], added to its scores."""
+
+    def __init__(self, build: ModelBuild) -> None:
+        super().__init__()
+        rows = build.vocab.padded // build.ctx.tp.size
+        self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
+        init = Init("zeros", true_rows=build.vocab.true)
+        describe(self.bias, init=init, partition=Partition("tp", dim=0))
+
+    def forward(self, carry: Carry) -> Carry:
+        """(scores [s, b, v/tp], ..) to the same."""
+        scores, *others = carry
+        return (scores + self.bias, *others)
+
+
+class Pooler(nn.Module):
+    """One vector for a row, tanh(dense(first token)); every tp rank computes all of it."""
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self._tp, self._split = build.ctx.tp, build.sequence_parallel
+        self.dense = Dense(config.hidden_size, config.hidden_size, config, build, whole=True)
+
+    def forward(self, carry: Carry) -> Carry:
+        """(hidden [s, b, h],) to (hidden, pooled [b, h]).
+
+        Under sequence parallelism hidden is [s/tp, b, h].
+        """
+        hidden = carry[0]
+        first = hidden[0]
+        if self._split:
+            # The first token is on the first rank; a sum in which the others are zero shares it.
+            first = first if self._tp.is_first else torch.zeros_like(first)
+            first = reduce_from_tp(first, self._tp)
+        return (hidden, torch.tanh(self.dense(first)))
+
+
+class OrderHead(nn.Module):
+    """Whether two segments stand in their order, as two scores (BERT's binary head)."""
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self.dense = Dense(config.hidden_size, 2, config, build, whole=True)
+
+    def forward(self, carry: Carry) -> Carry:
+        """(hidden, pooled [b, h]) to (hidden, scores [b, 2])."""
+        hidden, pooled = carry
+        return (hidden, self.dense(pooled))
+
+
+class ClassificationHead(nn.Module):
+    """Scores of classes for the pooled vector of a row, after dropout."""
+
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, num_classes: int) -> None:
+        super().__init__()
+        # What every tp rank computes has to drop the same everywhere.
+        self.dropout = HiddenDropout(config.hidden_dropout, build.streams, sequence_parallel=False)
+        self.dense = Dense(config.hidden_size, num_classes, config, build, whole=True)
+
+    def forward(self, carry: Carry) -> Carry:
+        """(hidden, pooled [b, h]) to (scores [b, classes],)."""
+        return (self.dense(self.dropout(carry[1])),)
+
+
+class Dense(nn.Module):
+    """x W^T + b with all of W on every tp rank.
+
+    Args:
+        whole: what it is applied to is whole on every rank even under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        rows: int,
+        config: ModelConfig,
+        build: ModelBuild,
+        *,
+        whole: bool = False,
+    ) -> None:
+        super().__init__()
+        split = build.sequence_parallel and not whole
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=build.dtype))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
+        describe(self.weight, init=weight_init(config), sequence_parallel=split)
+        describe(self.bias, init=Init("zeros"), sequence_parallel=split)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., width] to [.., rows]."""
+        return F.linear(hidden, self.weight, self.bias)

@@ -14,7 +14,11 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 
 
 class LossSum(NamedTuple):
-    """The sum of the losses of the counted tokens, and how many there were (both scalars)."""
+    """The sum of the losses of what is counted, and how much that was: scalars.
+
+    A model with several losses has a sum and a count for each of them, both [k]. What is minimised
+    is then the sum of their means.
+    """
 
     total: Tensor  # differentiable, fp32 or wider
     # Same dtype as total; a sum of weights when the mask is fractional. Hides tuple.count().
@@ -45,9 +49,18 @@ def language_model_loss(
     losses = vocab_parallel_cross_entropy(
         logits, by_sequence, ctx=ctx, true_vocab_size=true_vocab_size
     )
-    # The reader of the data marks ignored labels in one of two ways; both must leave the count.
-    weights = (by_sequence >= 0).to(losses.dtype)
-    if loss_mask is not None:
-        weights = weights * loss_mask.t()
+    mask = None if loss_mask is None else loss_mask.t()
+    weights = _weights(by_sequence, mask, losses.dtype)
     total = torch.sum(losses if loss_mask is None else losses * weights)
     return LossSum(total, weights.sum())
+
+
+def counted_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """The count of `language_model_loss`, which labels [b, s] and mask alone decide: a scalar."""
+    return _weights(labels, loss_mask, torch.float32).sum()
+
+
+def _weights(labels: Tensor, loss_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    # The reader of the data marks ignored labels in one of two ways; both must leave the count.
+    weights = (labels >= 0).to(dtype)
+    return weights if loss_mask is None else weights * loss_mask

@@ -25,6 +25,21 @@ def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
     )
 
 
+def build_head_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
+    """The same kind of norm over the channels of one head, one gain for all heads of a layer.
+
+    Each tp rank applies it to its own heads, so that its gradients are the summands of the true
+    ones, as those of the other norms are under sequence parallelism.
+    """
+    kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
+    return kind(
+        config.head_width,
+        epsilon=config.layernorm_epsilon,
+        sequence_parallel=build.ctx.tp.size > 1,
+        dtype=build.dtype,
+    )
+
+
 class _Norm(nn.Module):
     """What both kinds share: the last norm of a model is also a layer of its own."""
 

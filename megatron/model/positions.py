@@ -85,16 +85,35 @@ class RotaryAngles:
                 fix=f"use heads with an even number of channels and "
                 f"--rotary-percent {2 * max(self.channels // 2, 1) / config.head_width:g}",
             )
-        self._base = config.rotary_base
+        self._config = config
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """The rotation of int64 `positions` [s] or [b, s], rounded to `dtype` once."""
-        steps = torch.arange(0, self.channels, 2, dtype=torch.float64, device=positions.device)
-        frequencies = self._base ** (-steps / self.channels)  # [r/2]
+        frequencies = rotary_frequencies(self._config, self.channels, positions.device)  # [r/2]
         # [s, b] or [s, 1], then the group and head dimensions, then the channels.
         by_sequence = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
         angles = by_sequence.to(torch.float64)[:, :, None, None, None] * frequencies
         return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device) -> Tensor:
+    """Radians per position of each pair of the `channels` that rotate, [channels/2] in float64.
+
+    Interpolation of positions (Chen et al. 2023, arXiv 2306.15595) divides all of them. The scaling
+    of Llama 3.1 (arXiv 2407.21783) divides those that turn less than `low_freq_factor` times over
+    the length that was trained on, leaves those that turn more than `high_freq_factor` times, and
+    goes linearly from one to the other between.
+    """
+    steps = torch.arange(0, channels, 2, dtype=torch.float64, device=device)
+    frequencies = config.rotary_base ** (-steps / channels)
+    if config.rotary_seq_len_interpolation_factor is not None:
+        return frequencies / config.rotary_seq_len_interpolation_factor
+    if not config.use_rope_scaling:
+        return frequencies
+    turns = frequencies * config.rope_scaling_original_length / (2 * math.pi)
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:

@@ -21,7 +21,10 @@ from megatron.mpu.recompute import forgetting, recompute
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm: GPT-2; Xiong et al., 2002.04745)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm: GPT-2; Xiong et al., 2002.04745).
+
+    Or side by side, x + attention(norm(x)) + mlp(other norm(x)) (GPT-NeoX: 2204.06745, sec. 2.1).
+    """
 
     def __init__(
         self, config: ModelConfig, build: ModelBuild, geometry: AttentionGeometry, *, layer: int
@@ -29,6 +32,7 @@ class Block(nn.Module):
         super().__init__()
         self.geometry = geometry
         self._build, self._recomputed = build, build.activations.modules
+        self._side_by_side = config.use_parallel_residual
         self._residual_after_norm = config.apply_residual_connection_post_layernorm
         self.input_norm = build_norm(config, build)
         self.attention = SelfAttention(config, build, layer=layer)
@@ -45,16 +49,24 @@ class Block(nn.Module):
         """
         hidden, *ids = carry
         geometry = self.geometry.of(hidden, *_padded(ids))
-        hidden = self._add(hidden, self.input_norm, lambda x: self.attention(x, geometry))
-        hidden = self._add(hidden, self.post_attention_norm, self._feed_forward)
-        return (hidden, *ids)
+        after = self._add(hidden, hidden, self.input_norm, lambda x: self.attention(x, geometry))
+        read = hidden if self._side_by_side else after
+        after = self._add(after, read, self.post_attention_norm, self._feed_forward)
+        return (after, *ids)
 
-    def _add(self, hidden: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def _add(
+        self,
+        stream: Tensor,
+        hidden: Tensor,
+        norm: nn.Module,
+        branch: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """`stream` and what `branch` makes of the normed `hidden`."""
         normed = norm(hidden)
         given = normed.to(self._build.dtype)
         with self._keeping(norm, hidden, given):
             result = branch(given)
-        residual = normed if self._residual_after_norm else hidden
+        residual = normed if self._residual_after_norm else stream
         after: Tensor = residual + self.dropout(result)
         return after
 

@@ -1,6 +1,6 @@
 """How a parameter is split over a grid axis, and where its values come from: arithmetic only.
 
-A parameter says both in two attributes, `partition` (absent: every rank holds the whole) and
+A parameter says both in two attributes, `split_by` (absent: every rank holds the whole) and
 `init`; a third, `sequence_parallel`, says that its gradient is a part of a sum. Initialisation,
 clipping, the optimizer and checkpoints read them here and need to know nothing else about parallel
 layers. `copy.deepcopy` of a parameter loses all of them: build models anew.
@@ -60,17 +60,18 @@ def describe(
 
     Args:
         sequence_parallel: every tp rank holds the whole of it but applies it to its own part of
-            the sequence, so the gradients have to be summed over tp before anything else is done
-            with them (`reduce_first`).
+            the sequence (or, of norms of heads, to its own heads), so the gradients have to be
+            summed over tp before anything else is done with them (`reduce_first`).
     """
-    vars(parameter).update(init=init, partition=partition, sequence_parallel=sequence_parallel)
+    # Not `partition`, which DeepSpeed's ZeRO stage 3 makes a method of every parameter.
+    vars(parameter).update(init=init, split_by=partition, sequence_parallel=sequence_parallel)
     if sequence_parallel:
         vars(parameter)["reduce_first"] = True
 
 
 def partition_of(parameter: Tensor) -> Partition | None:
     """How `parameter` is split; None when every rank holds the whole of it."""
-    partition: Partition | None = getattr(parameter, "partition", None)
+    partition: Partition | None = getattr(parameter, "split_by", None)
     return partition
 
 

@@ -7,6 +7,7 @@ only counts; who found the overflow has to have agreed on it over all ranks, or 
 from collections.abc import Mapping
 from typing import Protocol
 
+from megatron.config.precision import Precision, PrecisionConfig
 from megatron.errors import CheckpointError, NumericsError
 
 GROWTH = 2.0
@@ -126,3 +127,15 @@ class DynamicGradScaler:
         self._scale = scale
         self._good_iterations = 0
         self._overflows_left = self._hysteresis
+
+
+def build_scaler(precision: PrecisionConfig) -> GradScaler:
+    """The loss scale that the flags ask for: 1 unless the model is in fp16."""
+    if precision.precision is not Precision.FP16 or precision.loss_scale is not None:
+        return ConstantGradScaler(precision.loss_scale or 1.0)
+    return DynamicGradScaler(
+        initial_scale=precision.initial_loss_scale,
+        min_scale=precision.min_loss_scale,
+        growth_interval=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+    )

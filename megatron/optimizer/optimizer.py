@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron import device
-from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
-from megatron.config.precision import Precision, PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig, StateDtype
+from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
@@ -26,10 +26,11 @@ from megatron.optimizer.buckets import Range
 from megatron.optimizer.clip_grads import clip_factor, count_zeros, counted_here, global_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.grad_buffer import HALF_DTYPES
-from megatron.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.optimizer.grad_scaler import GradScaler, build_scaler
 from megatron.optimizer.narrow_state import step_in_fp32
 from megatron.optimizer.param_buffer import ParameterBuffer
 from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.update_rule import fresh_state, update_rule
 
 _NAMES_SHOWN = 5
 _STEPS, _SCALER = "steps", "loss_scaler"
@@ -99,7 +100,9 @@ class MegatronOptimizer(ABC):
         ]
         self._slots = [slot for slots in by_group for slot in slots]
         self._counted = [slot.name in counted for slot in self._slots]
-        self._rule = _update_rule([[slot.weight for slot in slots] for slots in by_group], config)
+        self._rule = update_rule([[slot.weight for slot in slots] for slots in by_group], config)
+        for slot in self._slots:
+            self._rule.state[slot.weight] = fresh_state(slot.weight, config)
         self._set_steps()
 
     @property
@@ -369,58 +372,10 @@ def build_optimizer(
     return kind(
         groups,
         config=optimizer,
-        scaler=_build_scaler(precision),
+        scaler=build_scaler(precision),
         ctx=ctx,
         shards=None if replica is None else replica.shards,
     )
-
-
-def _build_scaler(precision: PrecisionConfig) -> GradScaler:
-    if precision.precision is not Precision.FP16 or precision.loss_scale is not None:
-        return ConstantGradScaler(precision.loss_scale or 1.0)
-    return DynamicGradScaler(
-        initial_scale=precision.initial_loss_scale,
-        min_scale=precision.min_loss_scale,
-        growth_interval=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-    )
-
-
-def _update_rule(
-    weights_by_group: Sequence[Sequence[Tensor]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """torch's update rule over `weights_by_group`, with all of its state already there.
-
-    torch makes the state at the first step. Made here, a checkpoint of iteration 0 is like any
-    other, and a lack of memory shows at once. Zeros change no result: the first update of torch
-    starts from zeros too (SGD's momentum from 0 * momentum + gradient).
-    """
-    groups = [{"params": list(weights)} for weights in weights_by_group]
-    weights = [weight for group in weights_by_group for weight in group]
-    fused = all(weight.device.type in ("cpu", "cuda") for weight in weights)
-    fast: dict[str, bool] = {"fused": True} if fused else {"foreach": True}
-    rule: torch.optim.Optimizer
-    kinds: dict[str, StateDtype]
-    if config.optimizer is OptimizerKind.SGD:
-        rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **fast)
-        kinds = {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
-    else:
-        betas = (config.adam_beta1, config.adam_beta2)
-        rule = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **fast)
-        kinds = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
-    for weight in weights:
-        state: dict[str, Tensor] = {
-            kind: torch.zeros_like(
-                weight, dtype=torch.bfloat16 if kept is StateDtype.BF16 else weight.dtype
-            )
-            for kind, kept in kinds.items()
-        }
-        if config.optimizer is OptimizerKind.ADAM:
-            # float32 counts exactly to 2^24 updates; fused rules want it beside the weight
-            where = weight.device if fused else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
-        rule.state[weight] = state
-    return rule
 
 
 def _check_same_tensors(

@@ -4,10 +4,13 @@ Biases and the weights of norms are never decayed: decay pulls towards zero, and
 belongs near one. The rule looks at dimensions, not at classes, so it needs no list of layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Parameter
+
+Dimensions = Callable[[Parameter], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +23,23 @@ class ParamGroup:
     lr_multiplier: float = 1.0
 
 
-def is_decayed(name: str, parameter: Parameter) -> bool:
+def is_decayed(name: str, parameter: Parameter, dimensions: Dimensions = Tensor.dim) -> bool:
     """Whether weight decay applies: to matrices, and to nothing called a bias."""
-    return parameter.ndim > 1 and name.rpartition(".")[2] != "bias"
+    return dimensions(parameter) > 1 and name.rpartition(".")[2] != "bias"
 
 
-def param_groups(named_parameters: Iterable[tuple[str, Parameter]]) -> tuple[ParamGroup, ...]:
-    """The trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left out."""
+def param_groups(
+    named_parameters: Iterable[tuple[str, Parameter]], dimensions: Dimensions = Tensor.dim
+) -> tuple[ParamGroup, ...]:
+    """The trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left out.
+
+    Args:
+        dimensions: how many a parameter has, where a rank does not hold it in its own shape.
+    """
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
     ]
-    decayed = tuple(pair for pair in trainable if is_decayed(*pair))
-    spared = tuple(pair for pair in trainable if not is_decayed(*pair))
+    decayed = tuple(pair for pair in trainable if is_decayed(*pair, dimensions))
+    spared = tuple(pair for pair in trainable if not is_decayed(*pair, dimensions))
     groups = (ParamGroup("decayed", decayed), ParamGroup("not_decayed", spared, 0.0))
     return tuple(group for group in groups if group.parameters)

@@ -1,8 +1,9 @@
 """What tensor-parallel ranks hold whole: its partial gradients are summed, its values compared.
 
 Under sequence parallelism each rank applies norms, row biases and the position table to its own
-part of the sequence (`is_sequence_parallel`), so each has a summand of their gradients. Without it
-their gradients are equal by construction, and nothing here may touch them.
+part of the sequence (`is_sequence_parallel`), so each has a summand of their gradients; norms of
+heads are applied to a rank's own heads in any case. The gradients of all others are equal by
+construction, and nothing here may touch them.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the samples consumed before an iteration.
+"""Learning rate and weight decay as pure functions of what was consumed before an iteration.
 
 The formulas and their edges are Megatron's: everything is measured in samples (iterations times the
 global batch size), and the first iteration runs at the value for 0 samples, which under warm-up is
@@ -14,32 +14,32 @@ from megatron.errors import ConfigError
 
 
 def learning_rate(
-    config: ScheduleConfig, *, samples: int, total_samples: int, global_batch_size: int
+    config: ScheduleConfig, *, samples: int, tokens: int, total_samples: int, global_batch_size: int
 ) -> float:
     """Learning rate of the iteration that starts when `samples` have been consumed.
 
     Args:
+        tokens: those of these samples, by which a schedule with `lr_decay_tokens` goes instead.
         total_samples: samples of the whole training; the decay length when none is given.
         global_batch_size: turns lengths given in iterations into samples.
     """
     warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
-    if samples <= warmup:
+    at = samples if config.lr_decay_tokens is None else tokens
+    if at <= warmup:
         if warmup == 0:
             return config.lr
-        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / warmup
+        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * at / warmup
     if config.lr_decay_style is DecayStyle.CONSTANT:
         return config.lr
-    if samples > decay:
+    if at > decay:
         return config.min_lr
     if config.lr_decay_style is DecayStyle.INVERSE_SQUARE_ROOT:
-        return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / samples))
+        return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / at))
     if config.lr_decay_style is DecayStyle.WSD:
         stable_until = decay - anneal
-        share = (
-            1.0 if samples <= stable_until else _anneal(config, (samples - stable_until) / anneal)
-        )
+        share = 1.0 if at <= stable_until else _anneal(config, (at - stable_until) / anneal)
     else:
-        share = _decay(config.lr_decay_style, (samples - warmup) / (decay - warmup))
+        share = _decay(config.lr_decay_style, (at - warmup) / (decay - warmup))
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
@@ -77,7 +77,9 @@ def schedule_problems(
     warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
     unit = 1 if samples_based else global_batch_size
     flags = "samples" if samples_based else "iters"
-    constant = config.lr_decay_style is DecayStyle.CONSTANT
+    if config.lr_decay_tokens is not None:
+        unit, flags = 1, "tokens"
+    constant = config.lr_decay_style is DecayStyle.CONSTANT and flags != "tokens"
     length = total_samples if constant else decay
     if warmup > length:
         yield ConfigError(
@@ -105,7 +107,10 @@ def schedule_problems(
 
 
 class _Lengths(NamedTuple):
-    """The lengths of a schedule, in samples; a warm-up given as a share may be a fraction."""
+    """The lengths of a schedule, in samples; in tokens where --lr-decay-tokens is given.
+
+    A warm-up given as a share may be a fraction of one.
+    """
 
     warmup: float
     decay: int
@@ -113,6 +118,10 @@ class _Lengths(NamedTuple):
 
 
 def _lengths(config: ScheduleConfig, total_samples: int, global_batch_size: int) -> _Lengths:
+    if config.lr_decay_tokens is not None:
+        share = config.lr_warmup_fraction
+        warmup_tokens = config.lr_warmup_tokens if share is None else share * config.lr_decay_tokens
+        return _Lengths(warmup_tokens, config.lr_decay_tokens, 0)
     decay = config.lr_decay_samples or total_samples
     if config.lr_decay_iters is not None:
         decay = config.lr_decay_iters * global_batch_size

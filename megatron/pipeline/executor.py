@@ -86,7 +86,7 @@ class _Step:
     batches: Batches
     trains: bool
     timers: Timers
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
     kinds: list[Signature] = field(default_factory=list)  # of every micro-batch drawn so far
     waiting: dict[int, Tensors] = field(default_factory=dict)  # inputs of the model
     labels: dict[int, Tensors] = field(default_factory=dict)
@@ -129,11 +129,17 @@ class Executor:
         self._announced: set[_Edge] = set()  # those of the outgoing whose receiver knows
         self._incoming: dict[_Edge, Signature] = {}
 
-    def train(self, batches: Batches, num_microbatches: int, *, scale: float) -> list[Tensor]:
+    def train(
+        self, batches: Batches, num_microbatches: int, *, scale: float | Tensor
+    ) -> list[Tensor]:
         """Add the gradients of `scale` times the loss of so many micro-batches to the parameters'.
 
+        Args:
+            scale: one for every loss, or [k] for k of them, whose products are added up.
+
         Returns:
-            [total, count] of every micro-batch in order on the last stage; nothing on the others.
+            [total, count] of every micro-batch in order on the last stage, [2] or [2, k]; nothing
+            on the others.
         """
         step = _Step(batches, trains=True, timers=self._timers, scale=scale)
         plan = build_batches(
@@ -215,7 +221,7 @@ class Executor:
     def _backward_pass(self, place: _Place, step: _Step) -> None:
         done = step.alive.pop(place)
         if done.loss is not None:
-            torch.autograd.backward(done.loss * step.scale)
+            torch.autograd.backward((done.loss * step.scale).sum())
         else:
             gradients = step.gradients_in.pop(place)
             if done.edges:  # not of a stage that has nothing to train

@@ -1,6 +1,6 @@
 """The list of checks that run before training, in the order in which they are reported."""
 
-from megatron.preflight import checkpoint, config, data, machine
+from megatron.preflight import checkpoint, config, data, deepspeed, machine
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
@@ -16,11 +16,13 @@ MODEL_CHECKS: tuple[Check, ...] = (
 
 CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
+    *deepspeed.CHECKS,
     config.pipeline_fits_the_model_and_the_batch,
     config.sequence_splits_over_tensor_parallel_ranks,
     config.activations_can_be_recomputed_as_asked,
     config.batch_splits_into_microbatches,
     config.sequence_fits_the_position_table,
+    config.curriculum_fits_the_samples,
     config.schedule_fits_the_training,
     config.optimizer_state_is_as_exact_as_the_weights,
     config.intervals_make_sense,
@@ -32,4 +34,7 @@ CHECKS: tuple[Check, ...] = (
     data.splits_hold_enough_samples,
     data.mixtures_draw_from_every_corpus,
     checkpoint.checkpoint_to_load_exists,
+    checkpoint.megatron_files_can_hold_the_run,
+    checkpoint.deepspeed_files_can_hold_the_run,
+    checkpoint.best_checkpoints_can_be_told,
 )

@@ -12,9 +12,9 @@ from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
 from megatron.optimizer.schedule import schedule_problems
 from megatron.pipeline.plan import plan_problems
-from megatron.preflight.lengths import batch_schedule, duration
+from megatron.preflight.lengths import batch_schedule, curriculum, duration
 from megatron.preflight.run import RunPlan
-from megatron.tokenizer.tokenizer import padded_vocab_size
+from megatron.tokenizer.tokenizer import padded_vocab_size, true_vocab_size
 
 
 def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
@@ -121,7 +121,7 @@ def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
     if plan.tokenizer is not None:
         tokenizer = plan.config.tokenizer
         padded_vocab_size(
-            plan.tokenizer.vocab_size,
+            true_vocab_size(plan.tokenizer.vocab_size, tokenizer.true_vocab_size),
             divisible_by=tokenizer.make_vocab_size_divisible_by,
             tp=plan.config.parallel.tensor_model_parallel_size,
             pad_to=tokenizer.pad_vocab_size_to,
@@ -149,6 +149,38 @@ def sequence_fits_the_position_table(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
+def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
+    """Samples can be cut to every length that a curriculum comes through, and be shared out."""
+    grows = curriculum(plan.config)
+    if grows is None:
+        return
+    data = plan.config.data
+    kind, whole = plan.reads.kind(data), data.seq_length
+    if not kind.can_be_cut:
+        yield ConfigError(
+            "a curriculum cuts the end off samples, where the answers of this kind of data stand",
+            found=f"{grows}; the data are {kind}",
+            fix="train on all of the sequence: leave the curriculum out",
+        )
+    longest = grows.all_lengths[-1]
+    if longest > whole:
+        yield ConfigError(
+            "a curriculum asks for longer samples than there are",
+            found=f"{grows}; --seq-length {whole}",
+            fix=f"let it end at {whole}, or use --seq-length {longest}",
+        )
+    parallel = plan.config.parallel
+    tp = parallel.tensor_model_parallel_size
+    odd = [length for length in grows.all_lengths if length % tp]
+    if parallel.sequence_parallel and odd:
+        yield ConfigError(
+            "a length of the curriculum cannot be shared out evenly over the tensor-parallel ranks",
+            found=f"{odd[0]} tokens of {grows}; --tensor-model-parallel-size {tp}, "
+            "--sequence-parallel",
+            fix=f"let all lengths be multiples of {tp}, or leave out --sequence-parallel",
+        )
+
+
 def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
     """Warm-up, decay and training lengths agree, in one unit."""
     if plan.data_parallel_size is None:
@@ -160,7 +192,7 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
         return  # batch_splits_into_microbatches says so
     yield from schedule_problems(
         plan.config.schedule,
-        total_samples=duration(training, batches).total_samples,
+        total_samples=duration(plan.config, batches).total_samples,
         global_batch_size=batches.global_batch_size,
         samples_based=training.train_samples is not None,
     )

@@ -9,15 +9,17 @@ from functools import partial
 
 from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.data_utils import Corpus, named_prefixes
-from megatron.data.dataset_kind import dataset_kind, open_of_kind
+from megatron.data.dataset_kind import open_of_kind
 from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.program_data import Kind
 from megatron.errors import ConfigError, MegatronError
 
 
 class CorporaOnce:
     """What prefixes turned out to be, as the kind of dataset that a run asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
         self._found: dict[str, Corpus | MegatronError] = {}
 
     def find(self, data: DataConfig, prefix: str) -> Corpus | MegatronError:
@@ -30,7 +32,7 @@ class CorporaOnce:
                 mapped=data.mmap_bin_files,
             )
             try:
-                self._found[prefix] = open_of_kind(dataset_kind(data), prefix, open_corpus)
+                self._found[prefix] = open_of_kind(self._kind(data), prefix, open_corpus)
             except MegatronError as error:
                 self._found[prefix] = error
         return self._found[prefix]

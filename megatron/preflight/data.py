@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron import log
 from megatron.config.data import DataConfig, OnTooLong, TokenizerConfig
 from megatron.data.blendable_dataset import draw_problems
@@ -16,8 +19,7 @@ from megatron.data.data_utils import (
     parse_split,
     split_ranges,
 )
-from megatron.data.dataset_kind import DatasetKind, dataset_kind
-from megatron.data.dataset_makers import gpt_maker
+from megatron.data.dataset_kind import DatasetKind
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.mlm_dataset import span_lengths
 from megatron.data.weighted_paths import (
@@ -36,7 +38,7 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
     """Every named corpus has all its files, of the kind that is read, and its headers add up."""
     data = plan.config.data
     try:
-        dataset_kind(data)
+        plan.reads.kind(data)
     except ConfigError:
         return  # tokenizer_has_what_the_data_need says so
     weighted = data.has_weighted_splits
@@ -54,9 +56,9 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
 
 def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
     """Marks, sentinels and ends of documents of the kind of dataset are in the vocabulary."""
-    dataset_kind(plan.config.data)
+    plan.reads.kind(plan.config.data)
     if plan.tokenizer is not None:
-        gpt_maker(
+        plan.reads.maker(
             plan.config.data,
             tokenizer=plan.tokenizer,
             seed=plan.config.training.seed,
@@ -138,9 +140,9 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
     training, data = plan.config.training, plan.config.data
     try:
         batches = batch_schedule(training, plan.data_parallel_size)
-        wanted = num_samples(training, duration(training, batches), batches.global_batch_size)
+        wanted = num_samples(training, duration(plan.config, batches), batches.global_batch_size)
         parse_split(data.split)
-        _tokens_of_a_sample(data)
+        _tokens_of_a_sample(data, plan.reads.kind(data))
     except ConfigError:
         return  # other checks say so
     if data.has_weighted_splits:
@@ -169,7 +171,8 @@ def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
     training, data = plan.config.training, plan.config.data
     try:
         batches = batch_schedule(training, plan.data_parallel_size)
-        wanted, *_ = num_samples(training, duration(training, batches), batches.global_batch_size)
+        length = duration(plan.config, batches)
+        wanted, *_ = num_samples(training, length, batches.global_batch_size)
         parts: Sequence[WeightedPrefix | WeightedRange]
         if data.has_weighted_splits:
             splits = weighted_splits(data)
@@ -261,7 +264,7 @@ def _supply_problems(
 
 def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[int, int]:
     """Tokens of ranges of documents, and the most samples that one pass over them gives."""
-    data, kind = plan.config.data, dataset_kind(plan.config.data)
+    data, kind = plan.config.data, plan.reads.kind(plan.config.data)
     if kind.is_packed:
         row = data.seq_length + 1
         lengths = [corpus.lengths[start:stop] for corpus, start, stop in parts]
@@ -273,15 +276,25 @@ def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[in
         # because its first document did not fit into the first; or else one too long began it.
         breaks = sum(int((each > row).sum()) for each in lengths)
         return tokens, min(sum(map(len, fitting)), 2 * tokens // row + 1 + breaks)
+    if kind.level == "sentence":
+        sentences = [_sentences(corpus, start, stop) for corpus, start, stop in parts]
+        # Every sample has a sentence at least; how many it has depends on draws.
+        return sum(int(each.sum(dtype="int64")) for each in sentences), sum(map(len, sentences))
     tokens = sum(
         int(corpus.lengths[start:stop].sum(dtype="int64")) for corpus, start, stop in parts
     )
-    return tokens, max(tokens - 1, 0) // _tokens_of_a_sample(data)
+    return tokens, max(tokens - 1, 0) // _tokens_of_a_sample(data, kind)
 
 
-def _tokens_of_a_sample(data: DataConfig) -> int:
+def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]:
+    """How long each sentence is of documents [start, stop)."""
+    (indexed,) = corpus.files
+    return indexed.sizes[indexed.doc_idx[start] : indexed.doc_idx[stop]]
+
+
+def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
     """Tokens that a sample takes of its corpus; raises ConfigError for flags that do not go."""
-    if dataset_kind(data) is not DatasetKind.MLM or data.noise_density is None:
+    if kind is not DatasetKind.MLM or data.noise_density is None:
         return data.seq_length
     return span_lengths(
         data.seq_length,

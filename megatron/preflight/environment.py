@@ -1,35 +1,67 @@
 """What the launcher told this process: who it is among how many, and where to meet the others.
 
-This module and `initialize.py` are the only readers of `os.environ`. It imports no torch, so that
-errors of a command line can be printed by one rank only, at once.
+torchrun, DeepSpeed's launcher and Slurm's srun are understood. This module and `initialize.py` are
+the only readers of `os.environ`. It imports no torch, so that errors of a command line can be
+printed by one rank only, at once.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 
+_PORTS = range(12000, 32000)  # below those that systems hand out by themselves
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One process among those that were started together."""
+    """One process among those that were started together.
+
+    Attributes:
+        has_rendezvous: whether a launcher said where the ranks meet.
+        meets_at: HOST:PORT, where that is not in MASTER_ADDR and MASTER_PORT.
+        has_own_device: of the devices of its node this process sees one, which no other rank has.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    has_rendezvous: bool = False  # whether a launcher said where the ranks meet
+    has_rendezvous: bool = False
+    meets_at: str | None = None
+    has_own_device: bool = False
+
+    @property
+    def rendezvous_url(self) -> str:
+        """Where `torch.distributed.rendezvous` finds the other ranks."""
+        if self.meets_at is None:
+            return "env://"
+        return f"tcp://{self.meets_at}?rank={self.rank}&world_size={self.world_size}"
+
+    @property
+    def device_index(self) -> int:
+        """Which of the devices that it sees this process takes."""
+        return 0 if self.has_own_device else self.local_rank
 
 
 def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
+    """Read what torchrun, DeepSpeed's launcher or srun set; the first two win over Slurm.
+
+    torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher LOCAL_SIZE
+    for the last; srun its own names, and no place to meet.
 
     Raises:
-        ConfigError: if only some of them are set, or they are not consistent numbers.
+        ConfigError: if only some of them are set, they are not consistent numbers, or a launcher
+            started several processes without telling them so in a way that is known here.
     """
     given = os.environ if environment is None else environment
     if "RANK" not in given and "WORLD_SIZE" not in given:
+        # In a batch script outside of srun there is one process, whatever SLURM_NTASKS says.
+        if "SLURM_STEP_NUM_TASKS" in given:
+            return _launch_of_srun(given)
+        _refuse_mpi(given)
         return Launch()
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in given]
@@ -42,15 +74,138 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
         )
     rank, world_size = _number(given, "RANK"), _number(given, "WORLD_SIZE")
     local_rank = _number(given, "LOCAL_RANK", rank)
-    local_world_size = _number(given, "LOCAL_WORLD_SIZE", world_size)
-    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
+    size = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in given), "")
+    local_world_size = _number(given, size, world_size)
+    return _consistent(
+        Launch(rank, world_size, local_rank, local_world_size, has_rendezvous=True),
+        f"RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} "
+        f"LOCAL_WORLD_SIZE={local_world_size}",
+    )
+
+
+def tell_libraries(launch: Launch) -> None:
+    """Leave LOCAL_RANK where DeepSpeed insists on reading it, if the launcher has not."""
+    os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
+
+
+def fair_threads(launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:
+    """CPU threads of a rank that shares its node with others, where nobody has said how many.
+
+    torchrun sets OMP_NUM_THREADS; DeepSpeed's launcher and srun leave each rank with all cores.
+    None: it is said, or there is nobody to share with.
+    """
+    given = os.environ if environment is None else environment
+    shared = launch.has_rendezvous and launch.local_world_size > 1
+    if not shared or "OMP_NUM_THREADS" in given or "MKL_NUM_THREADS" in given:
+        return None
+    cores = len(os.sched_getaffinity(0))
+    if "SLURM_CPUS_PER_TASK" in given:
+        # As asked of sbatch; since Slurm 22.05 the tasks of srun may have been given fewer.
+        return max(1, min(cores, _number(given, "SLURM_CPUS_PER_TASK")))
+    return max(1, cores // launch.local_world_size)
+
+
+def _launch_of_srun(given: Mapping[str, str]) -> Launch:
+    world_size = _number(given, "SLURM_STEP_NUM_TASKS")
+    if world_size == 1:
+        return Launch()
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
+    missing = [name for name in names if name not in given]
+    if missing:
         raise ConfigError(
-            "the launcher's numbers contradict each other",
-            found=f"RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} "
-            f"LOCAL_WORLD_SIZE={local_world_size}",
-            fix="let torchrun set them; unset any that were exported by hand",
+            "srun set only part of what ranks need to know of themselves",
+            found="no " + ", no ".join(missing),
+            fix="start with srun inside of the job, and do not unset what it sets",
         )
-    return Launch(rank, world_size, local_rank, local_world_size, has_rendezvous=True)
+    rank, local_rank = _number(given, "SLURM_PROCID"), _number(given, "SLURM_LOCALID")
+    by_node, node = _tasks_per_node(given), _number(given, "SLURM_NODEID")
+    local_world_size = by_node[node] if 0 <= node < len(by_node) else 0
+    launch = Launch(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        has_rendezvous=True,
+        meets_at=_meeting_place(given, nodes=len(by_node)),
+        has_own_device=given.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
+    )
+    return _consistent(
+        launch,
+        f"SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS={world_size} SLURM_LOCALID={local_rank} "
+        f"SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE={given['SLURM_STEP_TASKS_PER_NODE']}",
+    )
+
+
+def _meeting_place(given: Mapping[str, str], *, nodes: int) -> str:
+    """HOST:PORT of rank 0, the same for every task of a job step."""
+    host = given.get("MASTER_ADDR")
+    if host is None:
+        nodelist = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")
+        if not nodelist:
+            raise ConfigError(
+                "ranks that srun started do not know where to meet",
+                found="no MASTER_ADDR, no SLURM_STEP_NODELIST",
+                fix="export MASTER_ADDR with the name of the job's first node",
+            )
+        host = _first_host(nodelist)
+    elif nodes > 1 and (host == "localhost" or host.startswith("127.")):
+        raise ConfigError(
+            "ranks on several nodes would each look for rank 0 on their own",
+            found=f"MASTER_ADDR={host} on {nodes} nodes",
+            fix="unset MASTER_ADDR: the first node of the job is taken then",
+        )
+    if "MASTER_PORT" in given:
+        return f"{host}:{_number(given, 'MASTER_PORT')}"
+    # Two jobs on one node, and two steps of one job, have to meet at different ports.
+    job, step = (_number(given, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
+    return f"{host}:{_PORTS[(job + 997 * step) % len(_PORTS)]}"
+
+
+def _first_host(nodelist: str) -> str:
+    """The first of the hosts that Slurm writes as `node[003-006,010],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    assert first is not None  # noqa: S101  # invariant: the pattern matches nothing at least
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_per_node(given: Mapping[str, str]) -> list[int]:
+    """How many tasks each node has, which Slurm writes as `4(x2),1`."""
+    text, counts = given["SLURM_STEP_TASKS_PER_NODE"], []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(
+                "srun says how many tasks a node has in a way that is not known here",
+                found=f"SLURM_STEP_TASKS_PER_NODE={text}",
+                fix="start with torchrun on every node, and report this with your Slurm's version",
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _refuse_mpi(given: Mapping[str, str]) -> None:
+    """Without this, each of N processes of mpirun would train alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if given.get(name, "1") != "1":
+            raise ConfigError(
+                "several processes were started by mpirun, which does not say who they are here",
+                found=f"{name}={given[name]}, no RANK, no WORLD_SIZE",
+                fix="start with torchrun, deepspeed or srun; or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT for each process",
+            )
+
+
+def _consistent(launch: Launch, shown: str) -> Launch:
+    if (
+        0 <= launch.rank < launch.world_size
+        and 0 <= launch.local_rank < launch.local_world_size <= launch.world_size
+    ):
+        return launch
+    raise ConfigError(
+        "the launcher's numbers contradict each other",
+        found=shown,
+        fix="let the launcher set them; unset any that were exported by hand",
+    )
 
 
 def _number(given: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -63,5 +218,5 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
         raise ConfigError(
             "the launcher set something that is not a number",
             found=f"{name}={text}",
-            fix="let torchrun set it; unset it if it was exported by hand",
+            fix="let the launcher set it; unset it if it was exported by hand",
         ) from None

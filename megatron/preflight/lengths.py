@@ -1,7 +1,15 @@
-"""From the training flags to how large batches are and how long a run is."""
+"""From the flags to how large batches are, how long samples are, and how long a run is."""
 
+from megatron.config.curriculum import (
+    Curriculum,
+    curriculum_of_block,
+    curriculum_of_flags,
+    one_curriculum,
+)
+from megatron.config.deepspeed_json import user_json
+from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.progress import BatchSchedule, Duration
+from megatron.progress import BatchSchedule, Duration, TokenCount
 
 
 def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSchedule:
@@ -16,9 +24,32 @@ def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSc
     )
 
 
-def duration(training: TrainingConfig, batches: BatchSchedule) -> Duration:
+def curriculum(config: RunConfig) -> Curriculum | None:
+    """The length of training samples by iteration, from flags or DeepSpeed's JSON; None: full.
+
+    Raises:
+        ConfigError: the two contradict each other, or the block of the JSON is not one.
+    """
+    asked = curriculum_of_flags(config.training, seq_length=config.data.seq_length)
+    block = user_json(config).get("curriculum_learning") if config.engine.deepspeed else None
+    return one_curriculum(asked, None if block is None else curriculum_of_block(block))
+
+
+def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:
+    """The tokens that iterations of the run consume."""
+    grows = curriculum(config)
+    if grows is None:
+        return TokenCount(batches, lambda _: config.data.seq_length)
+    return TokenCount(batches, grows.length_at, grows.settled_at)
+
+
+def duration(config: RunConfig, batches: BatchSchedule) -> Duration:
     """How long the run is; ConfigError where it is shorter than one iteration."""
-    return Duration(batches, training.train_iters, training.train_samples)
+    training = config.training
+    counted = None if training.train_tokens is None else token_count(config, batches)
+    return Duration(
+        batches, training.train_iters, training.train_samples, training.train_tokens, counted
+    )
 
 
 def num_samples(

@@ -55,7 +55,8 @@ def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:
                 found="--distributed-backend gloo on a machine with CUDA",
                 fix="drop it for nccl, or add --device cpu",
             )
-        if plan.launch.local_world_size > device.device_count():
+        shares = not plan.launch.has_own_device
+        if shares and plan.launch.local_world_size > device.device_count():
             yield MachineError(
                 "there are more ranks on this node than CUDA devices",
                 found=f"{plan.launch.local_world_size} ranks, {device.device_count()} devices",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
+from megatron.data.program_data import GPT_DATA, ProgramData
 from megatron.errors import Finding, MegatronError, PreflightError
 from megatron.preflight.corpora import CorporaOnce
 from megatron.preflight.environment import Launch
@@ -18,15 +19,20 @@ from megatron.tokenizer.tokenizer import Tokenizer
 class RunPlan:
     """What was asked for and on how many ranks, before anything is built.
 
-    `tokenizer` is None when it could not be built; `tokenizer_error` then says why. `corpora` is
-    what checks have opened so far, so that no corpus is opened twice.
+    `tokenizer` is None when it could not be built; `tokenizer_error` then says why. `reads`
+    is what the program makes of the flags about data. `corpora` is what checks have opened so far,
+    so that no corpus is opened twice.
     """
 
     config: RunConfig
     launch: Launch
     tokenizer: Tokenizer | None = None
     tokenizer_error: MegatronError | None = None
-    corpora: CorporaOnce = field(init=False, repr=False, compare=False, default_factory=CorporaOnce)
+    reads: ProgramData = GPT_DATA
+    corpora: CorporaOnce = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "corpora", CorporaOnce(self.reads.kind))
 
     @property
     def model_ranks(self) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "build_tokenizer",
     "padded_vocab_size",
     "require_eod",
+    "true_vocab_size",
 ]
 
 
@@ -137,6 +138,22 @@ def build_tokenizer(
         vocab_size=vocab_size,
         vocab_extra_ids=vocab_extra_ids,
     ).build()
+
+
+def true_vocab_size(vocab_size: int, asked: int | None) -> int:
+    """Rows of the vocabulary that are part of the model: the tokenizer's, or --true-vocab-size.
+
+    Padding rows come after them, are zero, and take no part in a probability; these do.
+    """
+    if asked is None:
+        return vocab_size
+    if asked < vocab_size:
+        raise ConfigError(
+            "the model has fewer rows of vocabulary than the tokenizer has tokens",
+            found=f"--true-vocab-size {asked}, a tokenizer of {vocab_size} tokens",
+            fix=f"use at least --true-vocab-size {vocab_size}, or leave it out",
+        )
+    return asked
 
 
 def padded_vocab_size(

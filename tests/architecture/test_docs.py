@@ -16,7 +16,8 @@ from tests.architecture.test_flags import every_flag
 
 PASSED_OVER = {".git", ".venv", "build", "runs", ".hypothesis", "__pycache__"}
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".yaml", ".yml", ".cpp", ".h", ".sh", ".cfg", ".txt"}
-FLAGS_OF_NOBODY = {"--strict", "--num-layrs"}  # mypy's, and an example of a typing error
+# mypy's, pip's, and an example of a typing error
+FLAGS_OF_NOBODY = {"--strict", "--no-build-isolation", "--num-layrs"}
 # Folders of one person's machine; written so that this line is not one of them.
 PRIVATE_PATH = re.compile(r"(?<![\w.~])/(?:root|home/\w+|Users/\w+)/")
 
@@ -129,6 +130,10 @@ def test_flags_that_documents_name_are_taken_by_something() -> None:
     known = every_flag() | {*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET} | FLAGS_OF_NOBODY
     for source in programs():  # the tools declare theirs, and pass on those of other programs
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", source.text))
+    for law in (ROOT / "tests" / "laws").glob("*.py"):  # some of which are programs too
+        known |= set(re.findall(r"--[a-z][a-z0-9_-]+", law.read_text(encoding="utf-8")))
+    for example in (ROOT / "examples").glob("*.sh"):  # which name those of launchers
+        known |= set(re.findall(r"--[a-z][a-z0-9_-]+", example.read_text()))
     found = [line for document in documents() for line in unknown_flags(document, known)]
     assert not found, "\n".join(found)
 

@@ -11,12 +11,12 @@ from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED, _parser
 from megatron.config.fields import flag, flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
-from tests.architecture.source_tree import MEGATRON, Source, programs, sources, write_tree
+from tests.architecture.source_tree import MEGATRON, Source, imports, programs, sources, write_tree
 from tools.write_flag_docs import PAGE, page
 
 SHORTEST_HELP = 8
 # Flags that a check reads and nothing else, with the reason why that is all there is to do.
-ONLY_CHECKED = {"openai_gelu": "asks for what is the default, and refuses other activations"}
+ONLY_CHECKED: dict[str, str] = {}
 
 
 def unexplained(groups: Iterable[type]) -> list[str]:
@@ -42,15 +42,16 @@ def repeated(groups: Iterable[type]) -> list[str]:
 def unread(names: Iterable[str], library: Sequence[Source]) -> list[str]:
     """Names that nothing outside of the config classes reads as an attribute.
 
-    A property of a config class counts as a reader of what it mentions when it is itself read.
+    A property of a config class counts as a reader of what it mentions when it is itself read, and
+    so does a function of config/ that is imported from there.
     """
     read: set[str] = set()
     through: dict[str, set[str]] = {}
     for source in library:
         if source.name.startswith("megatron/config/"):
-            through |= _properties(source)
+            through |= _properties(source) | _functions(source)
         else:
-            read |= _attributes(source.tree, of_self=False)
+            read |= _attributes(source.tree, of_self=False) | _taken_from_config(source)
     todo = list(read)
     while todo:
         more = through.get(todo.pop(), set()) - read
@@ -65,6 +66,24 @@ def _properties(source: Source) -> dict[str, set[str]]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+    }
+
+
+def _functions(source: Source) -> dict[str, set[str]]:
+    """What each function of a module reads, by attribute or by calling another function."""
+    return {
+        node.name: _attributes(node, of_self=False)
+        | {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for node in source.tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def _taken_from_config(source: Source) -> set[str]:
+    return {
+        name.rpartition(".")[2]
+        for _, name in imports(source)
+        if name.startswith("megatron.config.")
     }
 
 
@@ -127,7 +146,7 @@ def test_a_legacy_spelling_is_in_one_table_and_is_no_flag_of_ours() -> None:
 def test_what_a_legacy_spelling_points_to_is_a_flag() -> None:
     ours = every_flag()
     targets = [words[0] for words in ALIASES.values()] + list(REMOVED.values())
-    targets += [word for text in NOT_YET.values() for word in re.findall(r"--[a-z-]+", text)]
+    targets += [word for text in NOT_YET.values() for word in re.findall(r"--[a-z0-9-]+", text)]
     assert sorted(set(targets) - ours) == []
 
 
@@ -163,8 +182,12 @@ def test_a_flag_that_nothing_reads_is_found(tmp_path: Path) -> None:
             "    def _problems(self):\n        return self.checked\n",
             "model/a.py": "def f(config):\n    return config.width\n"
             "class C:\n    def g(self):\n        return self.own\n",
+            "config/rules.py": "def asked_for(config):\n    return _more(config)\n"
+            "def _more(config):\n    return config.through_a_function\n"
+            "def idle(config):\n    return config.unused\n",
+            "engine/c.py": "from megatron.config.rules import asked_for\nx = asked_for(y)\n",
             "preflight/b.py": "def f(c):\n    return [getattr(c, n) for n in ('looped', 'x y')]\n",
         },
     )
-    names = ["asked_width", "unused", "checked", "own", "looped", "width"]
+    names = ["asked_width", "unused", "checked", "own", "looped", "width", "through_a_function"]
     assert unread(names, sources(package)) == ["checked", "own", "unused"]

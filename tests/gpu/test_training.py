@@ -30,6 +30,11 @@ MODELS = {
         "--disable-bias-linear",
     ),
     "bloom": ("--position-embedding-type", "alibi", "--embed-layernorm"),
+    "neox, qwen, mistral": (
+        *("--position-embedding-type", "rope", "--rotary-percent", "0.5", "--use-rope-scaling"),
+        *("--use-parallel-residual", "--qk-layernorm", "--sliding-window", "7"),
+        *("--num-query-groups", "2", "--disable-bias-linear", "--add-qkv-bias"),
+    ),
     "documents": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
     "padded vocabulary": ("--pad-vocab-size-to", "640"),
 }

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layernorm": {**SELECTIVE, "recompute_modules": ("layernorm",)},
     "all modules": {**SELECTIVE, "recompute_modules": ("core_attn", "mlp", "layernorm")},
     "offload": {"cpu_offloading_num_layers": 2},
+    "offload, all": {**FULL, "checkpoint_in_cpu": True},
     "offload, uniform": {**FULL, "cpu_offloading_num_layers": 3},
     "offload, mlp": {**SELECTIVE, "recompute_modules": ("mlp",), "cpu_offloading_num_layers": 3},
 }

@@ -2,12 +2,21 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.folder import TRACKER
-from tests.support.launch import ROOT, Ended, run_program, write_text
+from tests.support.launch import (
+    ROOT,
+    Ended,
+    Started,
+    all_ended,
+    free_port,
+    run_program,
+    write_text,
+)
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.sh"))
@@ -19,11 +28,11 @@ TINY = (
 pytestmark = pytest.mark.slow  # each starts torchrun once or twice
 
 
-def run_example(name: str, work: Path, **variables: str) -> Ended:
+def run_example(name: str, work: Path, *, flags: str = TINY, **variables: str) -> Ended:
     """Run it from another folder, with everything that it makes in `work`."""
     environment = {"WORK": str(work), "ITERS": "2"} | variables
     ended = run_program(
-        [str(EXAMPLES / name), *TINY.split()], cwd=work, environment=environment, within_s=180
+        [str(EXAMPLES / name), *flags.split()], cwd=work, environment=environment, within_s=180
     )
     assert ended.status == 0, ended.text
     return ended
@@ -47,6 +56,19 @@ def test_the_first_example_goes_on_where_it_was(work: Path) -> None:
     assert (work / "cpu" / TRACKER).read_text() == "3\n"
 
 
+def test_the_example_of_a_bert_makes_what_it_reads(tmp_path: Path) -> None:
+    text, work = tmp_path / "sentences.txt", tmp_path
+    paragraph = "The {0} saw a {1}. It ran away at once. Nobody saw the {1} again, but the {0} did."
+    animals = ("fox", "dog", "hen", "cow", "owl", "rat")
+    paragraphs = [paragraph.format(one, two) for one in animals for two in animals]
+    text.write_text("\n\n".join(paragraphs * 8))
+    ended = run_example("pretrain_bert.sh", work, DATA=str(text))
+    assert "bert with" in ended.out
+    assert re.search(r"lm loss: \S+ \| sop loss: \S+ \|", ended.out)
+    assert "validation loss at iteration 2" in ended.out
+    assert (work / "bert" / TRACKER).read_text() == "2\n"
+
+
 @pytest.mark.parametrize(
     ("name", "folder", "layout"),
     [
@@ -62,6 +84,60 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
     assert layout in ended.out
     assert "validation loss at iteration 2" in ended.out
     assert (work / folder / TRACKER).read_text() == "2\n"
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_the_example_of_zero_trains_and_saves(work: Path, stage: str) -> None:
+    flags = f"{TINY} --save {work}/zero{stage} --load {work}/zero{stage}"
+    ended = run_example("pretrain_gpt_zero.sh", work, flags=flags, STAGE=stage)
+    assert "tp 1 x pp 1 x dp 2" in ended.out
+    assert (work / f"zero{stage}" / TRACKER).read_text() == "2\n"
+
+
+def test_the_launcher_of_deepspeed_starts_two_processes_with_a_curriculum(work: Path) -> None:
+    flags = TINY.replace("--seq-length 80 ", "")  # the JSON's curriculum ends at 128
+    ended = run_example("pretrain_gpt_deepspeed.sh", work, flags=flags, PORT=str(free_port()))
+    assert "tp 1 x pp 1 x dp 2" in ended.out
+    assert "curriculum fixed_linear: 16 to 128 tokens over 60 iterations" in ended.out
+    lengths = re.findall(r"curriculum seqlen: +(\d+) ", ended.out)
+    assert lengths == ["16", "16"]
+    assert (work / "deepspeed" / TRACKER).read_text() == "2\n"
+
+
+def test_two_nodes_of_a_hostfile_train_together(work: Path) -> None:
+    """Both are this machine, by two names; each has one process, as on two machines."""
+    hosts = work / "hosts"
+    hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    common = {"WORK": str(work), "ITERS": "2", "HOSTFILE": str(hosts), "MASTER": "127.0.0.1"}
+    common |= {"PORT": str(free_port())}
+    words = [str(EXAMPLES / "pretrain_gpt_two_nodes.sh"), *TINY.split()]
+    with (
+        Started(words, cwd=work, environment=common | {"NODE_RANK": "0"}) as first,
+        Started(words, cwd=work, environment=common | {"NODE_RANK": "1"}) as second,
+    ):
+        ended = all_ended([first, second], within_s=180)
+    assert [one.status for one in ended] == [0, 0], "".join(one.text for one in ended)
+    assert "tp 1 x pp 1 x dp 2" in ended[0].out
+    assert "validation loss at iteration 2" in ended[1].out, "the last rank says it"
+    assert (work / "nodes" / TRACKER).read_text() == "2\n"
+
+
+def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> None:
+    """srun is a stand-in, which tells its two tasks on two nodes what Slurm's would."""
+    stand_in = tmp_path / "srun"
+    program = ROOT / "tests" / "support" / "srun.py"
+    stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script = tmp_path / "slurm_script"  # Slurm runs a copy, from where the job was submitted
+    script.write_text((EXAMPLES / "pretrain_gpt_slurm.sh").read_text())
+    script.chmod(0o755)
+    variables = {"WORK": str(work), "ITERS": "2", "PATH": path, "SLURM_SUBMIT_DIR": str(ROOT)}
+    variables |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # as a batch script has them
+    ended = run_program([str(script), *TINY.split()], cwd=work, environment=variables, within_s=180)
+    assert ended.status == 0, ended.text
+    assert "tp 1 x pp 1 x dp 2" in ended.out
+    assert (work / "slurm" / TRACKER).read_text() == "2\n"
 
 
 def test_the_example_of_resuming_stops_goes_on_and_writes(work: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.checkpoint import storage
 from megatron.mpu.context import ParallelContext
+from tests.support.megatron_files import Shape, save_megatron, whole_model
 from tests.unit.checkpoint.toy import snapshot_at
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,3 +106,34 @@ def test_it_needs_no_torch(folder):
     )
     assert ended.returncode == 0, ended.stderr
     assert "verified: 2 files" in ended.stdout
+
+
+def test_other_formats_are_told_by_the_names_that_they_would_have_here(tmp_path):
+    directory = save_megatron(tmp_path, whole_model(Shape()), Shape(), tp=2, pp=2)
+    ended = inspect(tmp_path, "--verify")
+    assert ended.returncode == 0, ended.stderr
+    for text in (
+        "format: megatron",
+        '"consumed_samples": 80',
+        "  model/\n    embedding.word.weight  F32 [44, 16]  2,816",
+        "layers.3.attention.qkv.weight  F32 [48, 16]",
+        "verified",
+    ):
+        assert text in ended.stdout
+    content = json.loads(inspect(directory, "--json").stdout)
+    assert (content["format"], content["progress"]["iteration"]) == ("megatron", 10)
+    assert content["tensors"]["model/final_norm.bias"]["bytes"] == 64
+    path = directory / "mp_rank_01_001" / "model_optim_rng.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    ended = inspect(tmp_path, "--verify")
+    assert ended.returncode == MISSING_OR_DAMAGED
+    assert "mp_rank_01_001" in ended.stderr
+
+
+def test_a_folder_of_something_else_is_said(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    ended = inspect(tmp_path)
+    assert ended.returncode == MISSING_OR_DAMAGED
+    assert "has never held a checkpoint" in ended.stderr

@@ -16,7 +16,7 @@ import pytest
 from megatron.data.corpus_paths import corpus_files
 from megatron.errors import ConfigError, DataError, MachineError, MegatronError, PeerError
 from tests.programs.test_dataset_rows import TABLE, save_fake, write_lines
-from tests.support.launch import Ended, Started, _free_port, all_ended, run_program, torchrun_words
+from tests.support.launch import Ended, Started, all_ended, free_port, run_program, torchrun_words
 from tests.support.small_disk import small_disk
 from tools import preprocess_data, preprocess_data_dist
 from tools.encoding import Chunk, EncodedChunk, EncodeSettings, encode_chunk
@@ -49,7 +49,7 @@ def outputs(prefix: Path, keys: tuple[str, ...] = ("q", "a")) -> list[bytes]:
 
 def on_ranks(flags: list[list[str]], cwd: Path) -> list[Ended]:
     """Start ranks one by one, as Slurm does: nobody ends one for another."""
-    port = str(_free_port())
+    port = str(free_port())
     with ExitStack() as stack:
         started = [
             stack.enter_context(

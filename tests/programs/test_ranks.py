@@ -12,7 +12,7 @@ import pytest
 
 from megatron.errors import DataError, PeerError
 from megatron.preflight.environment import Launch
-from tests.support.launch import _free_port
+from tests.support.launch import free_port
 from tools import ranks as ranks_module
 from tools.ranks import Ranks
 
@@ -47,7 +47,7 @@ def on_ranks(size: int, body: Callable[[Ranks], Any], *, killed: bool = False) -
     """What `body` returned, or raised, on every rank that lived, in order of ranks."""
     start = mp.get_context("forkserver")
     start.set_forkserver_preload(["megatron.mpu.peers", "torch.distributed"])
-    results, port = start.Queue(), _free_port()
+    results, port = start.Queue(), free_port()
     processes = [
         start.Process(target=_start, args=(rank, size, port, body, results)) for rank in range(size)
     ]

@@ -30,6 +30,7 @@ _END_S = 5.0  # from SIGTERM to SIGKILL, for what a test leaves running
 # What is in the way of a fresh start: a rank's identity, and paths that a user does not have.
 _NOT_INHERITED = ("PYTHONPATH", "PYTEST_CURRENT_TEST", "MASTER_ADDR", "MASTER_PORT")
 _NOT_INHERITED += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_NOT_INHERITED += ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 _WORDS = "the cat sat on a mat and saw two dogs run over green hills far away while rain fell"
 
@@ -164,7 +165,7 @@ def each_rank(
 
     It is `pretrain_gpt.py` unless another is named.
     """
-    port = str(_free_port())
+    port = str(free_port())
     with ExitStack() as started:
         yield [
             started.enter_context(
@@ -224,7 +225,8 @@ def unfinished(folder: Path) -> list[str]:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

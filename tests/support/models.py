@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.config.activations import ActivationPolicy, RecomputeMethod
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.model.bert_model import BertModel
 from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import ModelBuild, VocabSize
@@ -59,6 +60,16 @@ def tiny_model(config: ModelConfig, build: ModelBuild | None = None) -> GPTModel
     """A GPT with rough values, in training mode."""
     build = build or tiny_build()
     model = GPTModel(config, build)
+    roughen(model, build.ctx)
+    return model
+
+
+def tiny_bert(
+    config: ModelConfig, build: ModelBuild | None = None, *, order_head: bool = True
+) -> BertModel:
+    """A BERT with rough values, in training mode."""
+    build = build or tiny_build()
+    model = BertModel(config, build, order_head=order_head)
     roughen(model, build.ctx)
     return model
 

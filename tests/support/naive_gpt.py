@@ -42,10 +42,12 @@ def _sequence(
         x = x + state["embedding.position.weight"][positions]
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
+        entering = x
         normed = _norm(config, state, f"{name}.input_norm", x)
         base = normed if config.apply_residual_connection_post_layernorm else x
         x = base + _attention(config, state, f"{name}.attention", normed, positions, documents)
-        normed = _norm(config, state, f"{name}.post_attention_norm", x)
+        read = entering if config.use_parallel_residual else x
+        normed = _norm(config, state, f"{name}.post_attention_norm", read)
         base = normed if config.apply_residual_connection_post_layernorm else x
         x = base + _mlp(config, state, f"{name}.mlp", normed)
     x = _norm(config, state, "final_norm", x)
@@ -80,11 +82,15 @@ def _attention(
         group, place = divmod(head, per_group)
         first = group * (per_group + 2)
         q, k, v = columns[first + place], columns[first + per_group], columns[first + per_group + 1]
+        if config.qk_layernorm:
+            q = _norm(config, state, f"{name}.query_norm", q)
+            k = _norm(config, state, f"{name}.key_norm", k)
         if config.position_embedding_type == "rope":
             q, k = (_rotated(config, t, positions) for t in (q, k))
         rows = []
         for i in range(x.shape[0]):
-            seen = [j for j in range(i + 1) if documents[j] == documents[i]]
+            first = max(0, i + 1 - (config.sliding_window or i + 1))
+            seen = [j for j in range(first, i + 1) if documents[j] == documents[i]]
             scores = (k[seen] @ q[i]) / math.sqrt(width)
             if config.position_embedding_type == "alibi":
                 slope = _slope(head, config.num_attention_heads)
@@ -100,9 +106,30 @@ def _rotated(config: ModelConfig, t: Tensor, positions: Tensor) -> Tensor:
     half = channels // 2
     pairs = torch.complex(t[:, :half], t[:, half:channels])
     exponents = torch.arange(half, dtype=torch.float64) * 2 / channels
-    angles = positions.to(torch.float64)[:, None] / config.rotary_base**exponents
+    waves = [_wave_length(config, 2 * math.pi * config.rotary_base ** float(e)) for e in exponents]
+    angles = (
+        positions.to(torch.float64)[:, None]
+        * 2
+        * math.pi
+        / torch.tensor(waves, dtype=torch.float64)
+    )
     turned = pairs * torch.exp(1j * angles)
     return torch.cat((turned.real, turned.imag, t[:, channels:]), dim=-1)
+
+
+def _wave_length(config: ModelConfig, length: float) -> float:
+    """Positions until a pair of channels is where it began, after what scaling does to it."""
+    if config.rotary_seq_len_interpolation_factor is not None:
+        return length * config.rotary_seq_len_interpolation_factor
+    original = config.rope_scaling_original_length
+    if not config.use_rope_scaling or length < original / config.rope_scaling_high_freq_factor:
+        return length
+    slow = length * config.rope_scaling_factor
+    if length > original / config.rope_scaling_low_freq_factor:
+        return slow
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    smooth = (original / length - low) / (high - low)
+    return 1 / ((1 - smooth) / slow + smooth / length)
 
 
 def _slope(head: int, heads: int) -> float:

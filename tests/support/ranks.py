@@ -12,12 +12,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import lru_cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 T = TypeVar("T")
 
@@ -31,6 +35,18 @@ _PRELOAD = [
     "torch._dynamo",  # which the first optimizer of a process imports, in seconds
     "megatron.training",
     "megatron.data.gpt_batch",
+]
+# DeepSpeed takes seconds to import, and as many again when it first makes an engine.
+_PRELOAD_DEEPSPEED = [
+    *_PRELOAD,
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
 ]
 _LAST_WORDS_S = 5.0  # how long a dead rank's result may take to arrive, and a live one to end
 
@@ -49,13 +65,21 @@ class _Rank(NamedTuple):
 
 
 def run_on_ranks(
-    world_size: int, body: Callable[..., T], *args: Any, timeout_s: float = 60
+    world_size: int,
+    body: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 60,
+    deepspeed: bool = False,
 ) -> list[T]:
     """Call `body(*args)` on `world_size` gloo processes; return the results in rank order.
 
     `body` must be a module-level function; it, `args` and the results travel by pickle. A rank
     that raises, dies or does not return within `timeout_s` is an AssertionError. The first rank to
     fail is the one reported, with its traceback: the others are usually only waiting for it.
+
+    Args:
+        deepspeed: the body trains through DeepSpeed; its ranks come from a forkserver of their own,
+            which has imported it.
     """
     start = mp.get_context("forkserver")
     start.set_forkserver_preload(_PRELOAD)
@@ -71,7 +95,8 @@ def run_on_ranks(
                 process = start.Process(
                     target=_rank_main, args=(rank, *place, send, task), name=f"rank {rank}"
                 )
-                process.start()
+                with _forkserver_with_deepspeed() if deepspeed else nullcontext():
+                    process.start()
                 send.close()  # so that the pipe ends when the rank does
                 ranks.append(_Rank(process, receive))
             return _collect(ranks, timeout_s)
@@ -80,6 +105,24 @@ def run_on_ranks(
                 rank_.process.kill()
                 rank_.process.join()
                 rank_.results.close()
+
+
+@contextmanager
+def _forkserver_with_deepspeed() -> Iterator[None]:
+    """Processes started inside come from a second server, so that no other test waits for it."""
+    with patch.object(
+        forkserver, "connect_to_new_process", _second_server().connect_to_new_process
+    ):
+        yield
+
+
+@lru_cache(maxsize=1)
+def _second_server() -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(_PRELOAD_DEEPSPEED)
+    with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):  # or its import warns of the choice
+        server.ensure_running()
+    return server
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:

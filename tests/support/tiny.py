@@ -109,6 +109,21 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    # What the families after LLaMA added, all in one.
+    "neox, qwen, mistral": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "kv_channels": 8,
+        "use_rope_scaling": True,
+        "rope_scaling_original_length": 12,
+        "use_parallel_residual": True,
+        "qk_layernorm": True,
+        "sliding_window": 6,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+    },
     "ragged": {
         "reset_position_ids": True,
         "reset_attention_mask": True,

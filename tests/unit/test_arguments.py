@@ -67,7 +67,7 @@ def test_help_ends_the_program_well(capsys: pytest.CaptureFixture[str]) -> None:
 def test_everything_that_is_wrong_is_reported_together() -> None:
     errors = problems_of(
         "--num-layrs", "4", "--seed", "x", "--hidden-dropout", "2", "--batch-size", "8",
-        "--deepspeed", "--model-preset", "gpt", "--min-lr", "1",
+        "--eval-only", "--model-preset", "gpt", "--min-lr", "1",
     )  # fmt: skip
     assert [error.problem for error in errors] == [
         "this flag was removed long ago",
@@ -187,6 +187,8 @@ def test_every_alias_is_taken(alias: str) -> None:
     wants_value = len(ALIASES[alias]) == 1
     command = [word for word in COMMAND if word not in ("--data-path", "corpus")]
     command += [] if alias == "--train-data" else ["--data-path", "corpus"]
+    if alias == "--partition-activations":  # of layers that are recomputed
+        command.append("--checkpoint-activations")
     config = parse_args([*command, alias, *(["7"] if wants_value else [])])
     assert config != a_run()
 
@@ -195,11 +197,19 @@ def test_every_alias_is_taken(alias: str) -> None:
 def test_a_flag_without_effect_is_taken_and_said(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = ["1"] * abs(NO_EFFECT[word].values)
+    values = [NO_EFFECT[word].only or "1"] * abs(NO_EFFECT[word].values)
     assert parse_args([word, *values, *COMMAND]) == a_run()
     said = capsys.readouterr().out
     assert said.startswith(f"{' '.join([word, *values])}: accepted, has no effect here because ")
     assert NO_EFFECT[word].because in said
+
+
+@pytest.mark.parametrize("word", [word for word, flag in NO_EFFECT.items() if flag.only])
+def test_a_value_that_asks_for_a_missing_feature_is_refused(word: str) -> None:
+    (error,) = problems_of(word, "8")
+    assert error.problem == "this flag is of a feature that this version does not have"
+    assert error.found == f"{word} 8"
+    assert error.fix == f"use {word} {NO_EFFECT[word].only}, or leave it out"
 
 
 def test_an_optional_value_of_a_flag_without_effect_may_be_left_out() -> None:

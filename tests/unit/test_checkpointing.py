@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import rng
+from megatron.checkpoint import manifest, rng
 from megatron.checkpointing import (
     load_checkpoint,
     load_model_for_inference,
@@ -18,7 +18,7 @@ from megatron.checkpointing import (
 from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
 from megatron.engine.native import NativeEngine
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
 from megatron.mpu.topology import Topology
 from megatron.progress import Progress
@@ -28,7 +28,13 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
 from tests.unit.engine.engines import runtime_of, tiny_batches
 
-PLAN = StepPlan(num_microbatches=2, global_batch_size=2, learning_rate=0.01, weight_decay=0.1)
+PLAN = StepPlan(
+    num_microbatches=2,
+    global_batch_size=2,
+    learning_rate=0.01,
+    weight_decay=0.1,
+    seq_length=16,
+)
 AT = Progress(iteration=3, consumed_samples=24, consumed_tokens=384, skipped_iterations=1)
 
 
@@ -161,9 +167,31 @@ def test_flags_that_do_not_change_what_weights_mean_may_differ(folder: str) -> N
     assert run_of(load=folder, attention_dropout=0.3, init_method_std=0.1).load() == AT
 
 
+def test_another_spelling_of_the_same_network_is_the_same_model(folder: str) -> None:
+    spelled = {"num_query_groups": 4, "kv_channels": 4, "openai_gelu": True, "rotary_base": 7.0}
+    assert run_of(load=folder, **spelled).load() == AT
+
+
+def test_a_checkpoint_from_before_a_flag_was_there_is_the_models_of_its_default(
+    folder: str, capsys: Any
+) -> None:
+    path = Path(folder) / "iter_0000003"
+    content, _ = manifest.load(path)
+    config = {name: dict(group) for name, group in content.config.items()}
+    del config["model"]["qk_layernorm"], config["training"]["seed"], config["engine"]
+    older = dataclasses.replace(content, config=config)
+    (path / manifest.NAME).write_bytes(manifest.encode(older))
+    assert run_of(load=folder).load() == AT
+    assert "other flags" not in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="of another model") as caught:
+        run_of(load=folder, qk_layernorm=True).load()
+    assert "--qk-layernorm False in the checkpoint, True here" in str(caught.value)
+
+
 def test_other_training_flags_are_allowed_and_said(folder: str, capsys: Any) -> None:
-    assert run_of(load=folder, lr=0.5, clip_grad=2.0).load() == AT
+    assert run_of(load=folder, lr=0.5, clip_grad=2.0, cpu_torch_adam=True).load() == AT
     said = capsys.readouterr().err
+    assert "--cpu-torch-adam False -> True" in said
     assert "WARNING: resuming with other flags than the checkpoint's" in said
     assert "--clip-grad 0.5 -> 2.0" in said
     assert "--lr 0.01 -> 0.5" in said
@@ -283,3 +311,88 @@ def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> Non
     two = dataclasses.replace(runtime, context=second_of_two())
     assert model_build(two).sequence_parallel
     assert said not in capsys.readouterr().out
+
+
+def saved_as_megatron(tmp_path: Path, **flags: Any) -> Run:
+    """A run that has taken two steps and saved them in Megatron's files."""
+    run = run_of(save=str(tmp_path / "theirs"), checkpoint_format="megatron", **flags)
+    run.step()
+    run.step()
+    run.save()
+    return run
+
+
+def test_files_of_megatron_bring_back_weights_state_and_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = saved_as_megatron(tmp_path)
+    second = run_of(load=first.config.checkpoint.save)
+    progress = second.load()
+    assert (progress.iteration, progress.consumed_samples) == (3, 24)
+    assert equal(second.weights(), first.weights())
+    told = capsys.readouterr()
+    assert "is a checkpoint of format megatron" in told.out
+    assert "saved without random states" in told.err
+    assert first.step().loss != 0
+    third = run_of(load=first.config.checkpoint.save, finetune=True, load_fallback="previous")
+    assert third.load() == Progress()
+    assert "--load-fallback has no effect here" in capsys.readouterr().out
+
+
+def test_a_foreign_checkpoint_of_another_model_is_refused_by_its_flags(tmp_path: Path) -> None:
+    first = saved_as_megatron(tmp_path)
+    load = first.config.checkpoint.save
+    with pytest.raises(CheckpointError, match="another model than the flags describe") as error:
+        run_of(load=load, num_attention_heads=8).load()
+    assert "--num-attention-heads 4 in the checkpoint, 8 here" in str(error.value.found)
+    with pytest.raises(CheckpointError, match="another model than the flags describe") as error:
+        run_of(load=load, seq_length=8, max_position_embeddings=16).load()
+    assert "--seq-length 16 in the checkpoint, 8 here" in str(error.value.found)
+    with pytest.raises(CheckpointError, match="another model or optimizer") as error:
+        run_of(load=load, optimizer="sgd").load()
+    assert "missing: optimizer/momentum_buffer/embedding.word.weight" in str(error.value.found)
+
+
+def test_files_that_do_not_name_their_model_are_held_to_names_and_shapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = saved_as_megatron(tmp_path)
+    load = first.config.checkpoint.save or ""
+    (path,) = Path(load).glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    content = torch.load(path, weights_only=False)
+    del content["args"]
+    torch.save(content, path)
+    second = run_of(load=load, finetune=True)
+    second.load()
+    assert equal(second.weights(), first.weights())
+    assert "does not say which model it is of" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="does not say how many samples"):
+        run_of(load=load).load()
+
+
+def test_weights_of_another_precision_are_taken_to_begin_with(tmp_path: Path) -> None:
+    first = saved_as_megatron(tmp_path)
+    load = first.config.checkpoint.save
+    begun = run_of(load=load, finetune=True, bf16=True)
+    begun.load()
+    expected = [weight.bfloat16() for weight in first.weights()]
+    assert equal(begun.weights(), expected)
+    with pytest.raises(CheckpointError, match="another model or optimizer"):
+        run_of(load=load, bf16=True).load()
+
+
+def test_parts_of_a_foreign_checkpoint_are_loaded_by_pattern(tmp_path: Path) -> None:
+    first = saved_as_megatron(tmp_path)
+    load = first.config.checkpoint.save
+    part = run_of(load=load, finetune=True, load_only=("layers.1.*",))
+    before = part.weights()
+    part.load()
+    names = [name for name, _ in part.engine.stage.named_parameters()]
+    for name, old, new, theirs in zip(names, before, part.weights(), first.weights()):
+        assert torch.equal(new, theirs if name.startswith("layers.1.") else old), name
+
+
+def test_only_deepspeeds_engine_saves_in_its_layout(tmp_path: Path) -> None:
+    run = run_of(save=str(tmp_path), checkpoint_format="deepspeed")
+    with pytest.raises(ConfigError, match="only the DeepSpeed engine saves"):
+        run.save()

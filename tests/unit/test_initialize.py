@@ -99,6 +99,22 @@ def test_a_launcher_and_a_process_group_that_disagree_are_refused(
         dist.destroy_process_group()
 
 
+def test_ranks_that_share_cores_are_told_how_many(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(initialize_module, "fair_threads", lambda launch: 3)
+    try:
+        for asked, threads in ((None, 3), (2, 2)):
+            initialize_megatron(tiny_run(corpus, num_threads=asked, log_level="info"))
+            assert torch.get_num_threads() == threads
+            said = "3 CPU threads for each of the 1 ranks of this node" in capsys.readouterr().out
+            assert said == (asked is None)
+            shutdown_megatron()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_preflight_finds_leaves_nothing_behind(tmp_path: Path) -> None:
     bad = tiny_run(str(tmp_path / "none"), load=str(tmp_path / "none"))
     with pytest.raises(PreflightError, match="2 checks failed"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import megatron.training
+from megatron.config.curriculum import Curriculum, CurriculumSchedule
 from megatron.data.worker_budget import WorkerLoad
 from megatron.engine.base import DatasetRequest, Datasets, EvaluationSum, StepPlan
 from megatron.errors import DataError
@@ -36,16 +37,33 @@ def test_a_plan_depends_on_the_progress_alone() -> None:
         end_weight_decay=0.48,
     )
     batches = batch_schedule(config.training, 1)
-    length = duration(config.training, batches)
+    length = duration(config, batches)
     plans = {
         seen: plan_step(config, batches, length, Progress(iteration=1, consumed_samples=seen))
         for seen in (4, 0, 16, 4)
     }
-    assert plans[0] == StepPlan(2, 4, 0.0, 0.0)
+    assert plans[0] == StepPlan(2, 4, 0.0, 0.0, 16)
     assert plans[4].learning_rate == pytest.approx(0.005)  # half of the warm-up
-    assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16))
+    assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16), 16)
     again = plan_step(config, batches, length, Progress(iteration=9, consumed_samples=4))
     assert again == plans[4], "the number of iterations does not matter"
+
+
+def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None:
+    config = tiny_run("nowhere")
+    batches = batch_schedule(config.training, 1)
+    length = duration(config, batches)
+    discrete = Curriculum(
+        schedule=CurriculumSchedule.FIXED_DISCRETE,
+        min_length=4,
+        max_length=16,
+        lengths=(4, 16),
+        until=(2,),
+    )
+    plans = [
+        plan_step(config, batches, length, Progress(iteration=at), discrete) for at in range(4)
+    ]
+    assert [plan.seq_length for plan in plans] == [4, 4, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +98,7 @@ def feed_of(*, count: int = 10, consumed: int = 0, take: int, **flags: Any) -> l
     config = tiny_run("nowhere", micro_batch_size=2, **flags)
     task = dataclasses.replace(gpt_task(), datasets=lambda _: Datasets(Numbers(count), None, None))
     batches = batch_schedule(config.training, 1)
-    feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+    feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
     iterator = feed.training(Progress(consumed_samples=consumed))
     taken = [next(iterator)["text"][:, 0].tolist() for _ in range(take)]
     feed.close()
@@ -118,7 +136,7 @@ def test_validation_data_in_order_starts_over_where_it_ends() -> None:
     engine = Listening()
     for consumed in (0, 4):  # the second as after a resume
         progress = Progress(consumed_valid_samples=consumed)
-        feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
         for _ in range(2):
             progress = feed.validate(engine, progress, SILENT)  # type: ignore[arg-type]
         assert progress.consumed_valid_samples == consumed + 8
@@ -134,7 +152,7 @@ def test_each_named_group_is_evaluated_alone_and_they_advance_alike() -> None:
     engine, said = Listening(), Silent()
     progress = Progress()
     for _ in range(2):  # the second as after a resume
-        feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
         progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
         progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
     feed.test(engine, progress, said)  # type: ignore[arg-type]
@@ -155,7 +173,7 @@ def test_workers_of_all_loaders_are_counted(
     batches = batch_schedule(config.training, 1)
     splits = Datasets(Numbers(2), {"V": Numbers(2), "W": Numbers(2)}, None)
     task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
-    DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+    DataFeed(task, runtime_of(config), batches, duration(config, batches))
     assert seen == [WorkerLoad(num_workers=3, loaders=3, readers=1, batch_bytes=2 * 17 * 8)]
 
 
@@ -173,7 +191,7 @@ def test_files_of_every_group_are_watched() -> None:
     for last in (Same, Changed):
         splits = Datasets(Same(2), {"V": Same(2), "W": last(2)}, None)
         task = dataclasses.replace(gpt_task(), datasets=lambda _, splits=splits: splits)
-        feed = DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
         if last is Same:
             feed.check_unchanged()
         else:
@@ -215,7 +233,7 @@ def test_the_request_says_what_the_run_needs() -> None:
     config = tiny_run("nowhere", train_iters=6, eval_iters=2, eval_interval=4, seed=7)
     batches = batch_schedule(config.training, 1)
     task = dataclasses.replace(gpt_task(), datasets=note)
-    DataFeed(task, runtime_of(config), batches, duration(config.training, batches))
+    DataFeed(task, runtime_of(config), batches, duration(config, batches))
     assert asked[0].num_samples == (48, 2 * 16, 16)
     assert (asked[0].min_samples, asked[0].seed, asked[0].is_builder) == (8, 7, True)
 

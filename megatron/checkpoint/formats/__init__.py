@@ -1,10 +1,10 @@
 """The ways of laying a checkpoint out in files, by name; adding one is a file and a line here."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from megatron.checkpoint.formats.base import CheckpointFormat
 from megatron.checkpoint.formats.sharded import ShardedFormat
+from megatron.checkpoint.store import Place
 from megatron.errors import CheckpointError
 
 REGISTRY: Mapping[str, Callable[[], CheckpointFormat]] = {
@@ -23,7 +23,7 @@ def get(name: str) -> CheckpointFormat:
     return REGISTRY[name]()
 
 
-def recognise(directory: Path) -> CheckpointFormat:
+def recognise(directory: Place) -> CheckpointFormat:
     """The format of the checkpoint in `directory`; CheckpointError when it is none of ours."""
     for make in REGISTRY.values():
         candidate = make()

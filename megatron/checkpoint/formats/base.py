@@ -5,11 +5,11 @@ program the last.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megatron.checkpoint.manifest import FileRecord, Manifest, SavedPiece
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
+from megatron.checkpoint.store import Place
 
 
 class WritePlan(NamedTuple):
@@ -60,17 +60,20 @@ class CheckpointFormat(Protocol):
         """Who writes what, from all ranks' offers in rank order. Pure."""
 
     def write(
-        self, directory: Path, snapshot: Snapshot, plan: SharedPlan, *, rank: int
+        self, directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int
     ) -> WrittenPart:
         """Write this rank's part of the plan durably."""
 
+    def share(self, snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
+        """The snapshot with no more tensors than `write` reads on this rank."""
+
     def plan_read(
-        self, directory: Path, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
+        self, directory: Place, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
     ) -> ReadPlan:
         """How the wanted tensors get filled in place; CheckpointError when they cannot be."""
 
-    def read_generators(self, directory: Path, manifest: Manifest, rank: int) -> GeneratorStates:
+    def read_generators(self, directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
         """The random states of rank `rank`."""
 
-    def recognise(self, directory: Path) -> bool:
+    def recognise(self, directory: Place) -> bool:
         """Whether the checkpoint in `directory` is of this format."""

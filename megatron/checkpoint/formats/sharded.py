@@ -9,7 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron.checkpoint.formats.base import (
 from megatron.checkpoint.manifest import FileRecord, Manifest, SavedPiece, entry_name
 from megatron.checkpoint.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot, by_name
+from megatron.checkpoint.store import Place, name_of_part
 from megatron.errors import CheckpointError
 
 _ENTRY_BYTES = 256  # of header for one tensor, beside its name
@@ -104,13 +105,14 @@ class ShardedFormat:
         return SharedPlan([WritePlan(*pair) for pair in zip(total, work)], described)
 
     def write(
-        self, directory: Path, snapshot: Snapshot, plan: SharedPlan, *, rank: int
+        self, directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int
     ) -> WrittenPart:
         """Write this rank's shard and its random states; a rank with no pieces makes no shard."""
         files: dict[str, FileRecord] = {}
         pieces: dict[str, list[SavedPiece]] = defaultdict(list)
         if keys := _alignable(plan.ranks[rank].work, plan.tensors):
             file = f"shard-{rank:05d}-of-{len(plan.ranks):05d}.safetensors"
+            file = name_of_part(directory, file)
             views = {
                 PieceKey(tensor.name, part.box): part.view
                 for tensor in snapshot.tensors
@@ -126,12 +128,22 @@ class ShardedFormat:
                 pieces[key.name].append(SavedPiece(file, key.box, digest))
         generators = None
         if snapshot.generators is not None:
-            generators = f"generators-{rank:05d}.safetensors"
-            files[generators] = _write_generators(directory / generators, snapshot.generators)
+            generators = name_of_part(directory, f"generators-{rank:05d}.safetensors")
+            files[generators] = write_generators(directory / generators, snapshot.generators)
         return WrittenPart(files, {n: tuple(p) for n, p in pieces.items()}, generators)
 
+    def share(self, snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
+        """The pieces that this rank writes."""
+        mine = set(plan.ranks[rank].work)
+        tensors = []
+        for tensor in snapshot.tensors:
+            parts = tuple(part for part in tensor.parts if PieceKey(tensor.name, part.box) in mine)
+            if parts:
+                tensors.append(replace(tensor, parts=parts, padding=()))
+        return replace(snapshot, tensors=tuple(tensors))
+
     def plan_read(
-        self, directory: Path, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
+        self, directory: Place, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
     ) -> ReadPlan:
         """Match names, shapes and dtypes, and find the bytes; reads nothing.
 
@@ -164,13 +176,13 @@ class ShardedFormat:
 
         return ReadPlan(frozenset(steps), fill)
 
-    def read_generators(self, directory: Path, manifest: Manifest, rank: int) -> GeneratorStates:
+    def read_generators(self, directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
         """The random states that rank `rank` saved."""
         with safetensors_io.Reader(directory / manifest.generators[rank]) as reader:
             tensors = {name: reader.tensor(name) for name in reader.header.entries}
             return GeneratorStates(tensors, json.loads(reader.header.metadata[_VALUES]))
 
-    def recognise(self, directory: Path) -> bool:
+    def recognise(self, directory: Place) -> bool:
         """Whether there is a manifest of ours; a damaged one is ours too."""
         return (directory / manifests.NAME).is_file()
 
@@ -223,7 +235,7 @@ def _alignable(
     return sorted(keys, key=lambda key: -ITEM_BYTES[tensors[key.name].dtype_code])
 
 
-def _read_file(path: Path, steps: Sequence[_Step]) -> None:
+def _read_file(path: Place, steps: Sequence[_Step]) -> None:
     with safetensors_io.Reader(path) as reader:
         for step in steps:
             entry = reader.header.entries.get(step.entry)
@@ -238,7 +250,8 @@ def _read_file(path: Path, steps: Sequence[_Step]) -> None:
             reader.read_into(step.entry, step.box, step.view)
 
 
-def _write_generators(path: Path, states: GeneratorStates) -> FileRecord:
+def write_generators(path: Place, states: GeneratorStates) -> FileRecord:
+    """Write one rank's random states as a file of their own, durably."""
     tensors = sorted(states.tensors.items(), key=lambda item: -item[1].element_size())
     written = safetensors_io.write(path, tensors, metadata={_VALUES: _json(states.values)})
     return FileRecord(written.bytes, written.xxh3)

@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint import durable, rng, storage
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint import manifest as manifests
+from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -28,7 +29,7 @@ def context(tp, dp):
 def save(folder, ctx, iteration, *, seed):
     tp, dp = ctx.tp.size, ctx.dp.size
     snapshot = snapshot_at(tp, dp, ctx.rank, seed=seed, iteration=iteration)
-    return storage.save(folder, snapshot, iteration=iteration, ctx=ctx, keep_last=3)
+    return storage.save(folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(3))
 
 
 def differing(folder, ctx, *, seed):

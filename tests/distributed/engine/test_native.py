@@ -18,7 +18,13 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny import FP64, tiny_run
 from tests.unit.engine.engines import ONLY_ENDS, runtime_of, tiny_batches
 
-PLAN = StepPlan(num_microbatches=1, global_batch_size=2, learning_rate=0.01, weight_decay=0.1)
+PLAN = StepPlan(
+    num_microbatches=1,
+    global_batch_size=2,
+    learning_rate=0.01,
+    weight_decay=0.1,
+    seq_length=16,
+)
 
 
 def engine_of(tp: int, **flags: object) -> NativeEngine:

@@ -23,7 +23,7 @@ from megatron.model.losses import LossSum
 from megatron.model.specs import VocabSize
 from megatron.mpu.collectives import all_gather
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import join_slices, partition_of
+from megatron.mpu.partition import is_sequence_parallel, join_slices, partition_of
 from megatron.mpu.topology import Topology
 from tests.support.models import roughen, tiny_build, tiny_config, tiny_tokens
 from tests.support.ranks import run_on_ranks
@@ -51,6 +51,22 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
             "untie_embeddings_and_output_weights": True,
         },
         False,
+    ),
+    "side by side, norms of heads, a window": (
+        {
+            "num_attention_heads": 8,
+            "num_query_groups": 4,
+            "position_embedding_type": ROPE,
+            "rotary_percent": 1.0,
+            "use_rope_scaling": True,
+            "rope_scaling_original_length": 8,
+            "add_bias_linear": False,
+            "add_qkv_bias": True,
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "sliding_window": 4,
+        },
+        True,
     ),
     "geglu recomputed": (
         {
@@ -103,6 +119,8 @@ def whole(parameter: Tensor, ctx: ParallelContext) -> Tensor:
     """The gradient of the whole parameter, from every rank's part."""
     assert parameter.grad is not None
     gathered = all_gather(parameter.grad.unsqueeze(0), ctx.tp)
+    if is_sequence_parallel(parameter):  # of norms of heads every rank has a summand
+        return gathered.sum(dim=0)
     if partition_of(parameter) is None:
         for other in gathered:
             assert torch.equal(other, gathered[0]), "replicated parameters have equal gradients"

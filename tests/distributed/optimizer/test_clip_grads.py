@@ -14,7 +14,7 @@ def what_is_counted() -> dict[str, bool]:
     """Two stages: both hold the tied embedding, each has a norm of its own."""
     ctx = ParallelContext.build(Topology(tp=2, pp=2))
     split, replicated = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
-    split.partition = Partition()
+    split.split_by = Partition()
     pairs = [("embedding", split), (f"norm.{ctx.pp.rank}", replicated)]
     return dict(zip([name for name, _ in pairs], counted_here(pairs, ctx)))
 

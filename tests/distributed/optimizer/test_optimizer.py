@@ -56,7 +56,7 @@ class Part(nn.Module):
                 continue
             local = local_slice(whole(name, "values"), partition, ctx.tp.rank, ctx.tp.size)
             parameter = nn.Parameter(local.to(dtype).clone())
-            parameter.partition = partition  # type: ignore[attr-defined]
+            parameter.split_by = partition  # type: ignore[attr-defined]
             self.names.append(name)
             self.register_parameter(name.replace(".", "/"), parameter)
 

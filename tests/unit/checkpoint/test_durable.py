@@ -6,7 +6,7 @@ import os
 import pytest
 import xxhash
 
-from megatron.checkpoint import durable
+from megatron.checkpoint import durable, store
 
 
 def test_a_file_is_digested_as_it_is_written(tmp_path):
@@ -15,7 +15,7 @@ def test_a_file_is_digested_as_it_is_written(tmp_path):
         file.write(memoryview(b"two"))
     expected = xxhash.xxh3_128_hexdigest(b"onetwo")
     assert (file.bytes, file.xxh3) == (6, expected)
-    assert durable.digest_of(tmp_path / "a") == (6, expected)
+    assert store.digest_of(tmp_path / "a") == (6, expected)
 
 
 def test_an_existing_file_is_never_written_over(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint import manifest as manifests
 from megatron.checkpoint.manifest import FileRecord
+from megatron.checkpoint.retention import Retention
 from megatron.errors import CheckpointError, MachineError
 from tests.unit.checkpoint.test_manifest import DIGEST, example
 
@@ -199,7 +200,7 @@ def test_retention_keeps_the_newest_whole_ones(tmp_path):
     for iteration in (1, 2, 3, 4, 5):
         commit(tmp_path, iteration)
     (tmp_path / "iter_0000004" / "a.safetensors").write_bytes(b"12")  # does not count
-    assert folders.retire(tmp_path, 2, newest=5) == [2, 1]
+    assert folders.retire(tmp_path, Retention(2), newest=5) == [2, 1]
     assert folders.iterations(tmp_path) == [3, 4, 5]
 
 
@@ -208,7 +209,7 @@ def test_retention_touches_neither_later_iterations_nor_what_has_no_manifest(tmp
         commit(tmp_path, iteration)
     (tmp_path / "iter_0000000" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000001.bak").mkdir()
-    assert folders.retire(tmp_path, 1, newest=2) == [1]
+    assert folders.retire(tmp_path, Retention(1), newest=2) == [1]
     left = ["iter_0000000", "iter_0000001.bak", "iter_0000002", "iter_0000009", folders.TRACKER]
     assert sorted(os.listdir(tmp_path)) == left
 
@@ -216,7 +217,7 @@ def test_retention_touches_neither_later_iterations_nor_what_has_no_manifest(tmp
 def test_retention_deletes_nothing_while_too_few_are_whole(tmp_path):
     for iteration in (1, 2):
         (commit(tmp_path, iteration) / "a.safetensors").unlink()
-    assert folders.retire(tmp_path, 1, newest=2) == []
+    assert folders.retire(tmp_path, Retention(1), newest=2) == []
 
 
 def test_a_folder_is_probed_by_a_file_that_goes_all_the_way(tmp_path):

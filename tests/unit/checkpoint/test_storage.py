@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from megatron import atomic
-from megatron.checkpoint import durable, storage
+from megatron.checkpoint import durable, storage, store
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint import manifest as manifests
 from megatron.checkpoint.formats.sharded import ShardedFormat
+from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
+from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
@@ -68,7 +70,7 @@ def test_an_older_iteration_can_be_asked_for(tmp_path):
 
 def test_retention_follows_a_save(tmp_path):
     for iteration in (1, 2, 3):
-        saved = save(tmp_path, iteration, keep_last=2)
+        saved = save(tmp_path, iteration, retention=Retention(2))
     assert saved.retired == (1,)
     assert folders.iterations(tmp_path) == [2, 3]
 
@@ -78,7 +80,7 @@ def test_retention_that_fails_does_not_fail_the_save(tmp_path, monkeypatch, caps
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(folders, "retire", fail)
-    assert save(tmp_path, keep_last=1).retired == ()
+    assert save(tmp_path, retention=Retention(1)).retired == ()
     assert "could not be removed" in capsys.readouterr().err
 
 
@@ -171,6 +173,7 @@ def test_a_limit_on_file_sizes_fails_the_save_and_not_the_process(tmp_path):
 import resource, sys, torch
 from megatron.checkpoint import storage
 from megatron.checkpoint.formats.sharded import ShardedFormat
+from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -308,7 +311,7 @@ def test_shards_swapped_between_iterations_are_found(tmp_path):
 
 def test_lengths_alone_are_checked_when_asked(tmp_path):
     damaged(tmp_path, lambda d: flip(d / SHARD, -1))
-    load(tmp_path, verification="sizes")
+    load(tmp_path, verification=Verification.SIZE)
     with pytest.raises(CheckpointError, match="checkpoint is damaged"):
         storage.open_checkpoint(tmp_path, ctx=CTX).verify_all()
 
@@ -332,9 +335,9 @@ def test_files_are_digested_once_however_often_they_are_read(tmp_path, monkeypat
     save(tmp_path)
     opened = storage.open_checkpoint(tmp_path, ctx=CTX)
     digested = []
-    real = durable.digest_of
+    real = store.digest_of
     monkeypatch.setattr(
-        durable, "digest_of", lambda path: (digested.append(path.name), real(path))[1]
+        store, "digest_of", lambda path: (digested.append(path.name), real(path))[1]
     )
     target = rank_at(1, 1, 0, seed=None)
     opened.read_into(target.tensors)
@@ -381,3 +384,90 @@ def test_a_reader_during_saves_sees_a_whole_checkpoint_every_time(tmp_path):
     writer.join()
     assert failures == []
     assert manifests.load(tmp_path / "iter_0000011")[0].iteration == 11
+
+
+def test_ranks_and_people_are_told_everything_that_they_must_agree_on(tmp_path):
+    save(tmp_path, 100)
+    seen = storage._Seen(7, "ab" * 16, 1, manifests.Layout(2, 1, 3), "here")
+    assert storage._told(seen) == f"iteration 7, manifest {'ab' * 16}, version 1, tp=2 pp=1 dp=3"
+
+
+def previous(folder, iteration=None):
+    opened = storage.open_or_previous(folder, iteration, ctx=CTX)
+    return opened.manifest.iteration
+
+
+def test_a_whole_checkpoint_is_taken_without_a_word(tmp_path, capsys):
+    for iteration in (1, 2):
+        save(tmp_path, iteration)
+    assert previous(tmp_path) == 2
+    assert previous(tmp_path, 1) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: flip(d / SHARD, -1),
+        lambda d: flip(d / "generators-00000.safetensors", -1),
+        lambda d: flip(d / "manifest.json", 500),
+        lambda d: os.truncate(d / SHARD, 900),
+        lambda d: (d / SHARD).unlink(),
+        lambda d: (d / "manifest.json").unlink(),
+        shutil.rmtree,
+    ],
+)
+def test_the_newest_whole_one_before_it_is_taken_and_said_loudly(tmp_path, capsys, damage):
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration, seed=iteration)
+    for bad in (2, 3):
+        damage(tmp_path / f"iter_000000{bad}")
+    assert previous(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "*** --load-fallback previous: going on from iteration 1" in said
+    assert "iteration 3" in said
+    assert ("iteration 2: " in said) == (tmp_path / "iter_0000002").exists()
+    with pytest.raises(CheckpointError):
+        load(tmp_path)
+
+
+def test_a_garbled_tracker_is_passed_over_for_the_newest_of_all(tmp_path, capsys):
+    for iteration in (1, 2):
+        save(tmp_path, iteration)
+    for text in ("ten", ""):
+        (tmp_path / folders.TRACKER).write_text(text)
+        assert previous(tmp_path) == 2
+        assert "the tracker file: " in capsys.readouterr().err
+    (tmp_path / folders.TRACKER).unlink()
+    assert previous(tmp_path) == 2
+
+
+def test_what_the_tracker_does_not_name_yet_is_not_fallen_back_to(tmp_path):
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration)
+    (tmp_path / folders.TRACKER).write_text("2")
+    flip(tmp_path / "iter_0000002" / SHARD, -1)
+    assert previous(tmp_path) == 1
+
+
+def test_without_a_whole_one_all_reasons_are_told(tmp_path):
+    for iteration in (1, 2):
+        damaged_at = tmp_path / save(tmp_path, iteration).directory / SHARD
+        flip(damaged_at, -1)
+    with pytest.raises(CheckpointError, match="no checkpoint in the folder is whole") as caught:
+        previous(tmp_path)
+    assert "iteration 2: the checkpoint is damaged" in str(caught.value)
+    assert "iteration 1: the checkpoint is damaged" in str(caught.value)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        previous(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="never held a checkpoint"):
+        previous(tmp_path / "empty")
+
+
+def test_lengths_alone_decide_about_falling_back_when_asked(tmp_path):
+    for iteration in (1, 2):
+        save(tmp_path, iteration)
+    flip(tmp_path / "iter_0000002" / SHARD, -1)
+    opened = storage.open_or_previous(tmp_path, ctx=CTX, verification=Verification.SIZE)
+    assert opened.manifest.iteration == 2

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.config.activations import (
+    ALL_LAYERS,
     ActivationPolicy,
     RecomputeGranularity,
     RecomputeMethod,
@@ -48,6 +49,7 @@ def test_nothing_is_recomputed_or_offloaded_unless_asked_for() -> None:
             {"modules": frozenset({NORM})},
         ),
         ({"cpu_offloading_num_layers": 2}, {"offload_layers": 2}),
+        ({"checkpoint_in_cpu": True}, {"offload_layers": ALL_LAYERS}),
     ],
 )
 def test_what_a_granularity_leaves_open_is_filled_in(
@@ -82,6 +84,20 @@ def test_what_a_granularity_leaves_open_is_filled_in(
             },
             "cannot be both recomputed and kept in host memory",
             "--recompute-modules layernorm, --cpu-offloading-num-layers 1",
+        ),
+        (
+            {
+                "recompute_granularity": SELECTIVE,
+                "recompute_modules": (NORM,),
+                "checkpoint_in_cpu": True,
+            },
+            "cannot be both recomputed and kept in host memory",
+            "--recompute-modules layernorm, --checkpoint-in-cpu",
+        ),
+        (
+            {"cpu_offloading_num_layers": 1, "checkpoint_in_cpu": True},
+            "named twice",
+            "--checkpoint-in-cpu, --cpu-offloading-num-layers 1",
         ),
         (
             {"recompute_granularity": FULL, "recompute_num_layers": 0},

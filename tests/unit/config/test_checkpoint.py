@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, LoadFallback
 from megatron.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def test_nothing_is_saved_unless_asked_for() -> None:
     assert config.load is None
 
 
-@pytest.mark.parametrize("name", ["save_interval", "keep_last"])
+@pytest.mark.parametrize("name", ["save_interval", "keep_last", "keep_every", "keep_best"])
 def test_counts_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match=f"it is not positive\n  found: --{name[:4]}"):
         CheckpointConfig(**{"save": "s", name: 0})
@@ -27,3 +27,41 @@ def test_an_interval_needs_a_place() -> None:
 def test_fine_tuning_needs_weights() -> None:
     with pytest.raises(ConfigError, match="fine-tuning needs weights to start from"):
         CheckpointConfig(finetune=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "found"),
+    [
+        (
+            {"save": "s", "keep_every": 5, "keep_best": 2},
+            "that nothing would remove",
+            "--keep-every 5, --keep-best 2 without --keep-last",
+        ),
+        (
+            {"save": "s", "checkpoint_format": "megatron", "async_save": True, "keep_last": 2},
+            "only checkpoints of our own format",
+            "--checkpoint-format megatron with --async-save, --keep-last",
+        ),
+        ({"async_save": True}, "but to no place", "--async-save without --save"),
+        (
+            {"load_iteration": 5, "load_fallback": LoadFallback.PREVIOUS},
+            "but not from where",
+            "--load-iteration, --load-fallback without --load",
+        ),
+        ({"load": "l", "load_iteration": -1}, "no such iteration", "--load-iteration -1"),
+        (
+            {"load": "l", "load_only": ("a",), "load_except": ("b",)},
+            "not that of any run",
+            "--load-only and --load-except without --finetune or --no-load-optim",
+        ),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(flags, problem, found) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=problem) as caught:
+        CheckpointConfig(**flags)
+    assert caught.value.found == found
+
+
+def test_parts_are_loaded_to_start_over_or_without_the_optimizer() -> None:
+    assert CheckpointConfig(load="l", load_only=("a",), finetune=True).load_only == ("a",)
+    assert CheckpointConfig(load="l", load_except=("a",), load_optim=False).load_except == ("a",)

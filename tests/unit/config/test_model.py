@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.fields import FieldsError
-from megatron.config.model import Activation, GluActivation, PositionEmbedding
+from megatron.config.model import Activation, GluActivation, ModelConfig, PositionEmbedding
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
@@ -148,3 +148,74 @@ def test_all_that_is_wrong_is_said_together() -> None:
     with pytest.raises(FieldsError) as caught:
         a_model(num_layers=0, hidden_dropout=2.0, swiglu=True, squared_relu=True)
     assert len(caught.value.errors) == 3
+
+
+SMALL = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"num_query_groups": 4, "kv_channels": 24, "ffn_hidden_size": 384}),
+        ({}, {"openai_gelu": True}),
+        ({"swiglu": True}, {"glu_activation": GluActivation.SWIGLU, "ffn_hidden_size": 256}),
+        ({}, {"add_qkv_bias": True}),
+        ({}, {"rotary_base": 5.0, "rope_scaling_factor": 2.0}),
+        (
+            {"position_embedding_type": PositionEmbedding.ROPE},
+            {"position_embedding_type": PositionEmbedding.ROPE, "rope_scaling_factor": 2.0},
+        ),
+    ],
+)
+def test_two_spellings_of_one_network_mean_the_same(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert ModelConfig(**SMALL, **one).meaning() == ModelConfig(**SMALL, **other).meaning()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_query_groups": 2},
+        {"onnx_safe": True},
+        {"add_bias_linear": False},
+        {"use_parallel_residual": True},
+        {"qk_layernorm": True},
+        {"sliding_window": 4},
+        {"layernorm_epsilon": 1e-6},
+        {"position_embedding_type": PositionEmbedding.ROPE},
+    ],
+)
+def test_another_network_means_something_else(change: dict[str, Any]) -> None:
+    assert ModelConfig(**SMALL, **change).meaning() != ModelConfig(**SMALL).meaning()
+
+
+ROPE = {"position_embedding_type": PositionEmbedding.ROPE}
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"sliding_window": 0}, "a size is not positive"),
+        (
+            {"use_parallel_residual": True, "apply_residual_connection_post_layernorm": True},
+            "attention and MLP side by side",
+        ),
+        ({"use_rope_scaling": True}, "in a model that does not rotate"),
+        ({"rotary_seq_len_interpolation_factor": 2.0}, "in a model that does not rotate"),
+        (
+            {**ROPE, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
+            "scaled in two ways",
+        ),
+        ({**ROPE, "rotary_seq_len_interpolation_factor": -1.0}, "it is not a positive number"),
+        (
+            {**ROPE, "use_rope_scaling": True, "rope_scaling_low_freq_factor": 4.0},
+            "slow and fast rotary frequencies are not in order",
+        ),
+    ],
+)
+def test_switches_of_the_newer_families_that_make_no_sense_are_refused(
+    values: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ModelConfig(**SMALL, **values)

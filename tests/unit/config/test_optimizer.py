@@ -107,3 +107,36 @@ def test_all_that_is_wrong_is_said_together() -> None:
     with pytest.raises(FieldsError) as caught:
         a_schedule(lr=-1.0, lr_warmup_iters=-1, lr_decay_iters=0)
     assert len(caught.value.errors) >= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            {"lr_warmup_tokens": 5},
+            "warm-up is in tokens, and the decay of the learning rate is not",
+        ),
+        (
+            {"lr_decay_tokens": 50, "lr_warmup_samples": 5},
+            "the decay of the learning rate is in tokens, and warm-up is not",
+        ),
+        (
+            {"lr_decay_tokens": 50, "lr_warmup_iters": 5},
+            "the decay of the learning rate is in tokens, and warm-up is not",
+        ),
+        (
+            {"lr_decay_tokens": 50, "lr_decay_style": DecayStyle.WSD, "lr_wsd_decay_iters": 5},
+            "a WSD schedule is in iterations or samples",
+        ),
+        (
+            {"lr_decay_tokens": 50, "lr_decay_samples": 5},
+            "the decay length was given in two units",
+        ),
+        ({"lr_decay_tokens": 0}, "it is not positive"),
+    ],
+)
+def test_a_schedule_is_in_tokens_as_a_whole_or_not_at_all(
+    flags: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        a_schedule(**flags)

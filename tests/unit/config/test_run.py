@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.config.data import DataLoaderKind
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.run import GROUPS, RunConfig
+from megatron.config.run import ADDED_LATER, GROUPS, RECORDED_JSON, RunConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model, a_run, a_schedule, some_data, some_training
 
@@ -54,12 +54,24 @@ def test_a_number_that_json_has_no_word_for_survives() -> None:
     assert RunConfig.from_plain(json.loads(text)) == config
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", sorted(set(GROUPS) - ADDED_LATER))
 def test_a_missing_group_is_an_error(name: str) -> None:
     plain = a_run().to_plain()
     del plain[name]
     with pytest.raises(ConfigError, match=f"lacks whole groups\n  found: no {name}"):
         RunConfig.from_plain(plain)
+
+
+@pytest.mark.parametrize("name", ADDED_LATER)
+def test_a_group_that_came_later_has_its_defaults_in_older_runs(name: str) -> None:
+    plain = a_run().to_plain()
+    del plain[name]
+    assert RunConfig.from_plain(plain) == a_run()
+
+
+def test_the_json_that_deepspeed_was_given_is_recorded_beside_the_groups() -> None:
+    plain = a_run().to_plain() | {RECORDED_JSON: {"zero_optimization": {"stage": 1}}}
+    assert RunConfig.from_plain(plain) == a_run()
 
 
 def test_a_group_of_another_version_is_an_error() -> None:

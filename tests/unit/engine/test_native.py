@@ -2,21 +2,22 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import pytest
 import torch
 
 from megatron.engine.base import StepPlan
-from megatron.engine.native import _ranges
-from megatron.errors import ConfigError, DataError
-from megatron.model.specs import LayerSpec
-from megatron.mpu.context import Group
-from megatron.pipeline.plan import PipelinePlan
+from megatron.errors import DataError
 from tests.support.tiny import FP64
 from tests.unit.engine.engines import ONLY_ENDS, tiny_batches, tiny_engine
 
-PLAN = StepPlan(num_microbatches=4, global_batch_size=4, learning_rate=0.01, weight_decay=0.1)
+PLAN = StepPlan(
+    num_microbatches=4,
+    global_batch_size=4,
+    learning_rate=0.01,
+    weight_decay=0.1,
+    seq_length=16,
+)
 
 
 def weights(engine: object) -> list[torch.Tensor]:
@@ -155,37 +156,3 @@ def test_state_that_nobody_shares_is_said(capsys: pytest.CaptureFixture[str]) ->
     reports = [engine.train_step(iter(tiny_batches(4)), PLAN) for engine in (plain, sharded)]
     assert reports[0] == reports[1]
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(sharded)))
-
-
-def unmarked(count: int, *, blocks: int = 0) -> list[LayerSpec]:
-    """Layers of a list, the first few after the very first marked as those that flags count."""
-    return [LayerSpec(str(at), torch.nn.Identity, block=0 < at <= blocks) for at in range(count)]
-
-
-def test_a_list_that_marks_its_layers_is_cut_as_flags_say_and_another_evenly() -> None:
-    second = Group((0, 1), 1)
-    uneven = PipelinePlan("1f1b", 2, 1, (1, 3))
-    assert _ranges(unmarked(7, blocks=4), uneven, second) == ((2, 7),)
-    assert _ranges(unmarked(7), PipelinePlan("1f1b", 2, 1, (2, 2)), second) == ((3, 7),)
-    with pytest.raises(ConfigError, match="but not marked in the model's list"):
-        _ranges(unmarked(7), uneven, second)
-
-
-def test_stages_are_balanced_by_costs_or_parameters_of_all_layers_of_the_list() -> None:
-    first = Group((0, 1), 0)
-    even = PipelinePlan("1f1b", 2, 1, (2, 2))
-    dear_head = even._replace(costs=(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 4.0))
-    assert _ranges(unmarked(7, blocks=4), even, first) == ((0, 3),)
-    assert _ranges(unmarked(7, blocks=4), dear_head, first) == ((0, 4),)
-    linear = [
-        LayerSpec(str(at), partial(torch.nn.Linear, width, 1, bias=False), block=True)
-        for at, width in enumerate((9, 1, 1, 1))
-    ]
-    assert _ranges(linear, even._replace(by_parameters=True), first) == ((0, 1),)
-    with pytest.raises(ConfigError, match="the costs are not of the layers of this model"):
-        _ranges(unmarked(7, blocks=4), even._replace(costs=(1.0, 2.0)), first)
-
-
-def test_a_pipeline_of_another_size_than_the_groups_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the pipeline is for another number of ranks"):
-        _ranges(unmarked(7), PipelinePlan("1f1b", 4, 1, (1, 1, 1, 1)), Group((0, 1), 0))

@@ -1,5 +1,6 @@
 """The step line and TensorBoard tags that other people's scripts parse, and their numbers."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -16,18 +17,24 @@ from megatron.loop.report import PEAK_TFLOPS, StepLog
 from megatron.progress import BatchSchedule, Duration, Progress
 
 TEN = Duration(BatchSchedule(1, 8, 1), train_iters=10)
-PLAN = StepPlan(num_microbatches=8, global_batch_size=8, learning_rate=1.5e-4, weight_decay=0.1)
+PLAN = StepPlan(
+    num_microbatches=8,
+    global_batch_size=8,
+    learning_rate=1.5e-4,
+    weight_decay=0.1,
+    seq_length=16,
+)
 
 
-def step_log(**flags: Any) -> StepLog:
+def step_log(*, with_length: bool = False, **flags: Any) -> StepLog:
     return StepLog(
         LoggingConfig(**flags),
         TEN,
-        seq_length=16,
-        flops_per_token=1e9,
+        flops_per_token=lambda length: 1e9 * length / 16,
         world_size=4,
         is_writer=True,
         purge_step=0,
+        with_length=with_length,
     )
 
 
@@ -115,6 +122,25 @@ def test_the_peak_follows_the_device(
     assert step_log()._peak == peak
 
 
+def test_under_a_curriculum_the_length_is_said_and_counted(
+    capsys: pytest.CaptureFixture[str], clock: list[float], tmp_path: Path
+) -> None:
+    with step_log(
+        with_length=True, log_interval=2, peak_tflops=2.0, tensorboard_dir=str(tmp_path)
+    ) as log:
+        log._window.started = 100.0
+        log.step(at(3), dataclasses.replace(PLAN, seq_length=4), StepReport(4.0, 1.0))
+        clock[0] = 102.0
+        log.step(at(4), dataclasses.replace(PLAN, seq_length=12), StepReport(3.0, 1.0))
+    line = capsys.readouterr().out
+    assert "| curriculum seqlen:    12 | number of skipped iterations:" in line
+    # 8 samples of 4 and 8 of 12 tokens in 2 seconds, of 1/4 and 3/4 GFLOP each, on 4 ranks.
+    assert "tokens per second: 64 |" in line
+    assert f"MFU: {100 * (8 * 4 / 4 + 8 * 12 * 3 / 4) * 1e9 / 2 / 4 / 2e12:.1f}%" in line
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("curriculum_seqlen")] == [(3, 4), (4, 12)]
+
+
 def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     step_log().evaluation("validation", EvaluationSum(20.0, 10), at(5))
     dashes, words, again, _ = capsys.readouterr().out.split("\n")
@@ -180,8 +206,7 @@ def test_ranks_that_do_not_write_leave_no_file(tmp_path: Path) -> None:
     with StepLog(
         LoggingConfig(tensorboard_dir=str(tmp_path)),
         TEN,
-        seq_length=16,
-        flops_per_token=1.0,
+        flops_per_token=lambda _: 1.0,
         world_size=2,
         is_writer=False,
         purge_step=0,
@@ -189,3 +214,32 @@ def test_ranks_that_do_not_write_leave_no_file(tmp_path: Path) -> None:
         log.text("flags", "")
         log.step(at(1), PLAN, StepReport(4.0, 1.0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_of_several_losses_has_a_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = StepLog(
+        LoggingConfig(log_interval=2, tensorboard_dir=str(tmp_path)),
+        TEN,
+        flops_per_token=lambda _: 1e9,
+        world_size=1,
+        is_writer=True,
+        purge_step=0,
+        losses=("lm loss", "sop loss"),
+    )
+    with log:
+        log.step(at(3), PLAN, StepReport(5.0, 1.0, means=(4.0, 1.0)))
+        log.step(at(4), PLAN, StepReport(3.0, 1.0, means=(2.5, 0.5)))
+        log.evaluation("validation", EvaluationSum(6.0, 2, (EvaluationSum(1.0, 4),)), at(4))
+    said = capsys.readouterr().out
+    assert "lm loss: 3.250000E+00 | sop loss: 7.500000E-01 |" in said
+    assert "lm loss value: 3.000000E+00" in said
+    assert "sop loss value: 2.500000E-01 | sop loss PPL: 1.284025E+00 | tokens: 2 |" in said
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "lm-loss-training/sop loss",
+        "lm-loss-validation/validation/sop loss validation",
+    } <= tags
+    assert [event.value for event in events.Scalars("lm-loss-training/sop loss")] == [1.0, 0.5]

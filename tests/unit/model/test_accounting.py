@@ -10,10 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
-from megatron.model.accounting import RankShare, flops_per_token, memory_bytes, parameter_count
+from megatron.model.accounting import (
+    RankShare,
+    bert_flops_per_token,
+    flops_per_token,
+    memory_bytes,
+    parameter_count,
+)
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
-from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model, tiny_tokens
+from tests.support.models import (
+    TINY_VOCAB,
+    tiny_bert,
+    tiny_build,
+    tiny_config,
+    tiny_model,
+    tiny_tokens,
+)
 
 CONFIGS = {
     "gpt2": tiny_config(),
@@ -25,6 +38,14 @@ CONFIGS = {
         untie_embeddings_and_output_weights=True,
         num_query_groups=2,
     ),
+    "qwen": tiny_config(
+        kv_channels=6,
+        num_query_groups=2,
+        normalization=Normalization.RMS_NORM,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+    ),
+    "head norms with biases": tiny_config(qk_layernorm=True),
     "bloom": tiny_config(position_embedding_type=PositionEmbedding.ALIBI, embed_layernorm=True),
     "odd": tiny_config(
         kv_channels=6,
@@ -76,6 +97,16 @@ def test_flops_are_those_that_torch_counts(name: str, recompute: bool) -> None:
     # PyTorch stops recomputing a block once it has all it needs: not the last product, fc2.
     spared = 2 * config.ffn_width * config.hidden_size * config.num_layers * tokens.numel()
     assert counter.get_total_flops() == expected - (spared if recompute else 0)
+
+
+def test_those_of_a_bert_have_the_matrix_of_its_head() -> None:
+    config, tokens = tiny_config(), tiny_tokens(batch=2, length=12)
+    model = tiny_bert(config, order_head=False)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = model(tokens, torch.zeros_like(tokens), torch.ones_like(tokens), tokens)
+        loss.total.backward()
+    expected = bert_flops_per_token(config, TINY_VOCAB.padded, 12) * tokens.numel()
+    assert counter.get_total_flops() == expected
 
 
 def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:

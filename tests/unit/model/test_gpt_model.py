@@ -63,6 +63,27 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "grouped queries with alibi": {"num_query_groups": 2, "position_embedding_type": "alibi"},
     "multi-query": {"num_query_groups": 1},
     "wide heads": {"kv_channels": 6, "position_embedding_type": "rope"},
+    "side by side": {"use_parallel_residual": True},
+    "norms of queries and keys": {"qk_layernorm": True, "num_query_groups": 2},
+    "rms norms of queries and keys": {
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+    },
+    "window": {"sliding_window": 4},
+    "window with alibi": {"sliding_window": 6, "position_embedding_type": "alibi"},
+    "window as long as the sequence": {"sliding_window": 9},
+    "interpolated positions": {
+        "position_embedding_type": "rope",
+        "rotary_seq_len_interpolation_factor": 3.0,
+    },
+    "scaled frequencies": {
+        "position_embedding_type": "rope",
+        "rotary_base": 100.0,
+        "kv_channels": 16,
+        "use_rope_scaling": True,
+        "rope_scaling_original_length": 40,
+    },
 }
 
 
@@ -85,7 +106,8 @@ def test_logits_equal_those_of_the_naive_gpt(switch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "switch", ["default", "rope", "alibi", "grouped queries", "grouped queries with rope"]
+    "switch",
+    ["default", "rope", "alibi", "grouped queries", "grouped queries with rope", "window"],
 )
 def test_documents_in_one_row_cannot_see_each_other(switch: str) -> None:
     config = config_of(switch)
@@ -115,7 +137,11 @@ def test_a_token_changes_nothing_before_it(switch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "switch", ["default", "grouped queries with rope", "swiglu", "untied", "alibi"]
+    "switch",
+    [
+        *("default", "grouped queries with rope", "swiglu", "untied", "alibi", "side by side"),
+        *("norms of queries and keys", "rms norms of queries and keys", "window"),
+    ],
 )
 def test_the_gradient_is_the_slope_of_the_loss(switch: str) -> None:
     """Against central differences along one random direction of all parameters."""
@@ -221,7 +247,13 @@ def test_padding_tokens_do_not_change_the_loss() -> None:
     torch.testing.assert_close(losses[0], losses[1], **SAME)
 
 
-@pytest.mark.parametrize("switch", ["default", "alibi", "grouped queries with rope"])
+@pytest.mark.parametrize(
+    "switch",
+    [
+        *("default", "alibi", "grouped queries with rope"),
+        *("side by side", "norms of queries and keys", "window"),
+    ],
+)
 def test_recomputation_is_bitwise_the_same_with_dropout_on(switch: str) -> None:
     config = dataclasses.replace(config_of(switch), hidden_dropout=0.3, attention_dropout=0.2)
     tokens, results = tiny_tokens(), []
@@ -302,7 +334,9 @@ def test_under_sequence_parallelism_every_unsplit_weight_has_its_gradients_summe
         model = GPTModel(dataclasses.replace(config, **changes), build)
         for name, parameter in model.named_parameters():
             unsplit = partition_of(parameter) is None
-            assert is_sequence_parallel(parameter) == (split and unsplit), name
+            # Norms of heads are applied to the rank's own heads, which makes summands in any case.
+            summed = "query_norm" in name or "key_norm" in name or split
+            assert is_sequence_parallel(parameter) == (summed and unsplit), name
 
 
 def test_a_split_sequence_on_one_rank_is_the_whole_one() -> None:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from megatron.model.losses import language_model_loss
+from megatron.model.losses import counted_tokens, language_model_loss
 from megatron.mpu.context import ParallelContext
 
 CTX = ParallelContext.single()
@@ -52,3 +52,12 @@ def test_two_microbatches_add_up_to_one_batch() -> None:
 def test_half_precision_logits_give_an_fp32_loss() -> None:
     loss = language_model_loss(LOGITS.bfloat16(), LABELS, None, ctx=CTX, true_vocab_size=10)
     assert loss.total.dtype == loss.count.dtype == torch.float32
+
+
+def test_labels_and_mask_alone_say_how_much_is_counted() -> None:
+    labels = LABELS.clone()
+    labels[0, :3] = -1
+    mask = torch.tensor([[1.0, 1, 0, 1, 1], [0, 0, 0.5, 0, 1]])
+    for given in (None, mask):
+        loss = language_model_loss(LOGITS, labels, given, ctx=CTX, true_vocab_size=10)
+        assert counted_tokens(labels, given).item() == loss.count.item()

@@ -80,7 +80,7 @@ def test_a_parameter_says_how_it_is_split_and_initialised() -> None:
     describe(parameter, init=Init("normal", std=0.02), partition=Partition(dim=1))
     assert partition_of(parameter) == Partition("tp", 1, 1)
     assert init_of(parameter) == Init("normal", 0.02)
-    assert parameter.partition == Partition(dim=1)
+    assert parameter.split_by == Partition(dim=1)
     assert parameter.init == Init("normal", 0.02)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.config.optimizer import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
 from megatron.optimizer.schedule import learning_rate, schedule_problems, weight_decay
 
-TOTAL, BATCH = 1000, 10
+TOTAL, BATCH, LENGTH = 1000, 10, 32
 ROUNDING = 1e-12  # relative; the two sides round a handful of float64 operations differently
 
 
@@ -21,7 +21,13 @@ def config(style: str = "linear", **fields: Any) -> ScheduleConfig:
 
 
 def rate(schedule: ScheduleConfig, samples: int) -> float:
-    return learning_rate(schedule, samples=samples, total_samples=TOTAL, global_batch_size=BATCH)
+    return learning_rate(
+        schedule,
+        samples=samples,
+        tokens=samples * LENGTH,
+        total_samples=TOTAL,
+        global_batch_size=BATCH,
+    )
 
 
 def test_the_first_iteration_of_a_warmup_runs_at_its_initial_value() -> None:
@@ -47,6 +53,8 @@ def test_without_warmup_the_first_iteration_runs_at_the_peak(style: DecayStyle) 
         {"lr_warmup_fraction": 0.2},
         {"lr_warmup_fraction": 0.2, "lr_decay_iters": 100},
         {"lr_warmup_iters": 20, "lr_decay_samples": 1000},
+        {"lr_warmup_tokens": 200 * LENGTH, "lr_decay_tokens": 1000 * LENGTH},
+        {"lr_warmup_fraction": 0.2, "lr_decay_tokens": 1000 * LENGTH},
     ],
 )
 def test_lengths_mean_the_same_in_every_unit(same: dict[str, Any]) -> None:
@@ -282,3 +290,21 @@ def test_what_is_wrong_with_a_schedule_is_said_in_flags(
     (problem,) = problems(config(**fields), samples_based=samples_based)
     for part in parts:
         assert part in problem
+
+
+def test_a_schedule_in_tokens_looks_at_tokens_alone() -> None:
+    schedule = config(lr_warmup_tokens=100, lr_decay_tokens=1100, min_lr=0.0)
+    rates = [
+        learning_rate(schedule, samples=5, tokens=at, total_samples=7, global_batch_size=1)
+        for at in (0, 50, 100, 600, 1100, 5000)
+    ]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0, 0.0])
+
+
+def test_a_warmup_longer_than_its_decay_is_refused_in_tokens_too() -> None:
+    schedule = config(lr_warmup_tokens=200, lr_decay_tokens=100)
+    (error,) = schedule_problems(
+        schedule, total_samples=TOTAL, global_batch_size=BATCH, samples_based=False
+    )
+    assert error.found == "warm-up of 200 tokens, 100 tokens in all"
+    assert error.fix == "use --lr-warmup-tokens 10"

@@ -1,10 +1,22 @@
 """A checkpoint to go on from is there, or this is the first start of a run that resumes."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from megatron.data.program_data import BERT_DATA
 from megatron.errors import CheckpointError
-from megatron.preflight.checkpoint import checkpoint_to_load_exists, starts_fresh_if_empty
-from tests.unit.preflight.plans import found, plan
+from megatron.preflight.checkpoint import (
+    best_checkpoints_can_be_told,
+    checkpoint_to_load_exists,
+    deepspeed_files_can_hold_the_run,
+    megatron_files_can_hold_the_run,
+    starts_fresh_if_empty,
+)
+from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.unit.preflight.plans import found, only, plan
 
 
 def test_nothing_to_load_and_a_first_start_are_fine(tmp_path: Path) -> None:
@@ -30,7 +42,95 @@ def test_a_folder_that_lost_its_tracker_does_not_start_fresh(tmp_path: Path) -> 
     assert [type(error) for error in errors] == [CheckpointError]
 
 
+def test_a_checkpoint_of_another_format_is_there(tmp_path: Path) -> None:
+    directory = save_megatron(tmp_path, whole_model(Shape()), Shape())
+    for load in (tmp_path, directory):
+        assert found(checkpoint_to_load_exists, plan(load=str(load))) == []
+    assert found(checkpoint_to_load_exists, plan(load=str(tmp_path), load_iteration=10)) == []
+    errors = found(checkpoint_to_load_exists, plan(load=str(tmp_path), load_iteration=9))
+    only(errors, "iteration 9 is not in the checkpoint folder")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
+        ({"save": "memory://bucket/run"}, "--save memory://bucket/run"),
+        (
+            {"num_layers": 3, "pipeline_model_parallel_size": 2},
+            "pipeline stages of unequal length",
+        ),
+    ],
+)
+def test_megatrons_files_are_only_asked_for_where_they_can_hold_the_run(
+    tmp_path: Path, flags: dict[str, Any], why: str
+) -> None:
+    asked: dict[str, Any] = {"save": str(tmp_path), "checkpoint_format": "megatron", **flags}
+    errors = found(megatron_files_can_hold_the_run, plan(**asked, world_size=2))
+    only(errors, "Megatron's files cannot hold this run", why)
+    asked["checkpoint_format"] = "sharded"
+    assert found(megatron_files_can_hold_the_run, plan(**asked, world_size=2)) == []
+    fine = plan(save=str(tmp_path), checkpoint_format="megatron")
+    assert found(megatron_files_can_hold_the_run, fine) == []
+    bert = dataclasses.replace(fine, reads=BERT_DATA)
+    only(found(megatron_files_can_hold_the_run, bert), "a model that is no GPT")
+
+
+def test_deepspeeds_files_need_its_engine_a_folder_and_the_optimizers_state(
+    tmp_path: Path,
+) -> None:
+    asked = {"checkpoint_format": "deepspeed", "save": str(tmp_path)}
+    check = deepspeed_files_can_hold_the_run
+    assert found(check, plan()) == []
+    assert found(check, plan(deepspeed=True, **asked)) == []
+    for flags, named in (
+        (asked, "no --deepspeed"),
+        (asked | {"deepspeed": True, "save_optim": False}, "--no-save-optim"),
+        (asked | {"deepspeed": True, "save": "memory://run"}, "--save memory://run"),
+    ):
+        words = "DeepSpeed cannot write the checkpoints of this run"
+        only(found(check, plan(**flags)), words, named)
+
+
 def test_only_the_same_folder_starts_fresh(tmp_path: Path) -> None:
     assert starts_fresh_if_empty(str(tmp_path), f"{tmp_path}/.")
     assert not starts_fresh_if_empty(str(tmp_path), None)
     assert not starts_fresh_if_empty(str(tmp_path), str(tmp_path / "x"))
+
+
+def test_addresses_are_compared_as_they_are_written() -> None:
+    assert starts_fresh_if_empty("memory://box/run", "memory://box/run/")
+    assert not starts_fresh_if_empty("memory://box/run", "memory://box/other")
+    assert not starts_fresh_if_empty("memory://box/run", "box/run")
+
+
+def test_the_iteration_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    here = str(tmp_path)
+    asked = plan(load=here, load_iteration=4)
+    only(found(checkpoint_to_load_exists, asked), "iteration 4 is not in", "there: 5")
+    assert found(checkpoint_to_load_exists, plan(load=here, load_iteration=5)) == []
+    previous = plan(load=here, load_iteration=9, load_fallback="previous")
+    assert found(checkpoint_to_load_exists, previous) == []
+    nothing_before = plan(load=here, load_iteration=2, load_fallback="previous")
+    only(found(checkpoint_to_load_exists, nothing_before), "iteration 2 is not in")
+
+
+def test_a_lost_tracker_is_left_to_the_fallback(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005").mkdir()
+    here = str(tmp_path)
+    assert found(checkpoint_to_load_exists, plan(load=here, load_fallback="previous")) == []
+    (tmp_path / "iter_0000005").rmdir()
+    only(found(checkpoint_to_load_exists, plan(load=here, load_fallback="previous")), "never held")
+
+
+def test_the_best_checkpoints_need_losses_to_compare() -> None:
+    keep = {"save": "s", "keep_last": 1, "keep_best": 2}
+    good = {"save_interval": 20, "eval_interval": 10, "eval_iters": 1}
+    assert found(best_checkpoints_can_be_told, plan()) == []
+    assert found(best_checkpoints_can_be_told, plan(**keep, **good)) == []
+    for missing in ({"eval_iters": 0}, {"eval_interval": 0}, {"save_interval": None}):
+        asked = plan(**keep, **{**good, **missing})
+        only(found(best_checkpoints_can_be_told, asked), "cannot be told", "--keep-best 2")
+    asked = plan(**keep, **{**good, "save_interval": 15})
+    only(found(best_checkpoints_can_be_told, asked), "is not known", "--save-interval 15")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.data.program_data import BERT_DATA
 from megatron.errors import ConfigError
 from megatron.preflight import config as rules
 from megatron.preflight.run import Check
@@ -20,6 +21,7 @@ ALL = [
     rules.activations_can_be_recomputed_as_asked,
     rules.batch_splits_into_microbatches,
     rules.sequence_fits_the_position_table,
+    rules.curriculum_fits_the_samples,
     rules.schedule_fits_the_training,
     rules.intervals_make_sense,
     rules.tokenizer_can_be_built,
@@ -143,6 +145,8 @@ def test_a_vocabulary_padded_to_less_than_its_tokens_is_refused() -> None:
     errors = found(rules.vocabulary_pads_to_an_even_size, plan(pad_vocab_size_to=48))
     only(errors, "48")
     assert isinstance(errors[0], ConfigError)
+    errors = found(rules.vocabulary_pads_to_an_even_size, plan(true_vocab_size=3))
+    only(errors, "--true-vocab-size 3")
     unknown = dataclasses.replace(plan(pad_vocab_size_to=48), tokenizer=None)
     assert found(rules.vocabulary_pads_to_an_even_size, unknown) == []
 
@@ -204,3 +208,40 @@ def test_ends_of_documents_need_a_token() -> None:
     )
     plain = dataclasses.replace(plan(), tokenizer=without)
     assert found(rules.tokenizer_knows_ends_of_documents, plain) == []
+
+
+CURRICULUM: dict[str, Any] = {
+    "curriculum_schedule": "fixed_linear",
+    "curriculum_seqlen_min": 4,
+    "curriculum_seqlen_step": 2,
+    "curriculum_iters": 4,
+}
+
+
+def test_a_curriculum_that_every_rank_can_take_part_in_passes() -> None:
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    good = plan(world_size=2, **CURRICULUM, **split)
+    assert found(rules.curriculum_fits_the_samples, good) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"curriculum_seqlen_max": 32}, ("longer samples than there are", "--seq-length 16")),
+        ({"sft": True}, ("cuts the end off samples", "rows of dialogues")),
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            ("cannot be shared out evenly", "6 tokens of fixed_linear", "multiples of 4"),
+        ),
+    ],
+)
+def test_a_curriculum_that_does_not_fit_is_refused(
+    flags: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    bad = plan(world_size=4, **(CURRICULUM | flags))
+    only(found(rules.curriculum_fits_the_samples, bad), *words)
+
+
+def test_samples_of_bert_are_not_cut() -> None:
+    asked = dataclasses.replace(plan(**CURRICULUM), reads=BERT_DATA)
+    only(found(rules.curriculum_fits_the_samples, asked), "two segments with words to guess")

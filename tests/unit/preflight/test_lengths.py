@@ -1,12 +1,22 @@
 """How large batches are, how long a run is, and how many samples it needs."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
-from megatron.preflight.lengths import batch_schedule, duration, num_samples
+from megatron.preflight.lengths import (
+    batch_schedule,
+    curriculum,
+    duration,
+    num_samples,
+    token_count,
+)
+from megatron.progress import Progress
+from tests.support.tiny import tiny_run
 
 
 def training(**flags: Any) -> TrainingConfig:
@@ -19,10 +29,10 @@ def test_without_a_global_batch_it_is_one_micro_batch_each() -> None:
 
 
 def test_a_ramp_is_handed_on() -> None:
-    flags = {"global_batch_size": 8, "rampup_batch_size": (4, 4, 40), "train_samples": 80}
-    batches = batch_schedule(training(**flags, train_iters=None), 1)
+    config = tiny_run("nowhere", rampup_batch_size=(4, 4, 40), train_samples=80)
+    batches = batch_schedule(config.training, 1)
     assert batches.sizes == (4, 8)
-    assert duration(training(**flags, train_iters=None), batches).total_samples == 80
+    assert duration(config, batches).total_samples == 80
 
 
 @pytest.mark.parametrize(
@@ -37,14 +47,79 @@ def test_a_ramp_is_handed_on() -> None:
 def test_samples_are_enough_for_every_evaluation(
     flags: dict[str, int], expected: tuple[int, int, int]
 ) -> None:
-    config = training(global_batch_size=4, **flags)
-    batches = batch_schedule(config, 2)
-    assert num_samples(config, duration(config, batches), 4) == expected
+    config = tiny_run("nowhere", global_batch_size=4, train_iters=10, **flags)
+    batches = batch_schedule(config.training, 2)
+    assert num_samples(config.training, duration(config, batches), 4) == expected
 
 
 def test_batches_and_lengths_that_do_not_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not divide into whole micro-batches"):
         batch_schedule(training(global_batch_size=7), 2)
-    short = training(train_iters=None, train_samples=3, global_batch_size=4)
+    short = tiny_run("nowhere", train_samples=3, global_batch_size=4)
     with pytest.raises(ConfigError, match="shorter than one iteration"):
-        duration(short, batch_schedule(short, 2))
+        duration(short, batch_schedule(short.training, 2))
+
+
+GROWS: dict[str, Any] = {
+    "curriculum_schedule": "fixed_linear",
+    "curriculum_seqlen_min": 4,
+    "curriculum_seqlen_step": 4,
+    "curriculum_iters": 4,
+}
+
+
+def test_tokens_are_counted_at_the_length_of_their_iteration() -> None:
+    ramp = {"global_batch_size": 8, "rampup_batch_size": (4, 4, 8), "train_samples": 80}
+    plain, grown = tiny_run("nowhere"), tiny_run("nowhere", **ramp, **GROWS)
+    assert curriculum(plain) is None
+    assert token_count(plain, batch_schedule(plain.training, 1)).before(5) == 5 * 8 * 16
+    count = token_count(grown, batch_schedule(grown.training, 1))
+    by_iteration = [4 * 4, 4 * 8, 8 * 12, 8 * 16, 8 * 16, 8 * 16]
+    assert [count.before(at) for at in range(7)] == [sum(by_iteration[:at]) for at in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "iterations"),
+    [
+        ({}, 5),
+        ({"train_tokens": 10**9}, 5),
+        ({"train_tokens": 1}, 1),
+        ({"train_tokens": 2 * 8 * 16}, 2),
+        ({"train_tokens": 2 * 8 * 16 + 1}, 3),
+        # 8 samples of 4, 8 and 12 tokens, then of 16.
+        ({"train_tokens": 8 * (4 + 8), **GROWS}, 2),
+        ({"train_tokens": 8 * (4 + 8 + 12) + 1, **GROWS}, 4),
+    ],
+)
+def test_a_run_ends_with_the_iteration_that_reaches_its_tokens(
+    flags: dict[str, Any], iterations: int
+) -> None:
+    config = tiny_run("nowhere", **flags)
+    batches = batch_schedule(config.training, 1)
+    length = duration(config, batches)
+    assert length.total_iterations == iterations
+    count, done = token_count(config, batches), []
+    for at in range(6):
+        progress = Progress(at, consumed_samples=8 * at, consumed_tokens=count.before(at))
+        done.append(length.is_done(progress))
+    assert done == [at >= iterations for at in range(6)]
+
+
+def test_the_json_of_deepspeed_speaks_of_lengths_too_and_must_not_contradict(
+    tmp_path: Path,
+) -> None:
+    block = {
+        "enabled": True,
+        "min_difficulty": 4,
+        "max_difficulty": 16,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 4},
+    }
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"curriculum_learning": block}))
+    through = {"deepspeed": True, "deepspeed_config": str(file), "fp64": False}
+    asked = curriculum(tiny_run("nowhere", **through))
+    assert asked == curriculum(tiny_run("nowhere", **GROWS))
+    assert curriculum(tiny_run("nowhere", **through, **GROWS)) == asked
+    with pytest.raises(ConfigError, match="ask for two curricula"):
+        curriculum(tiny_run("nowhere", **through, **(GROWS | {"curriculum_iters": 5})))

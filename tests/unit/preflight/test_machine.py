@@ -1,5 +1,6 @@
 """What the machine cannot do is said before anything is tried on it."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,11 @@ def test_backends_and_counts_follow_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
         assert found(check, plan(world_size=2, **flags)) == []
     assert found(check, plan(world_size=8, distributed_backend="gloo")) == []  # on the CPU
     only(found(check, plan(device="auto", distributed_backend="gloo")), "--device cpu")
-    only(found(check, plan(world_size=3, device="cuda")), "3 ranks, 2 devices")
+    crowded = plan(world_size=3, device="cuda")
+    only(found(check, crowded), "3 ranks, 2 devices")
+    # Each of the three sees a device that is its own.
+    own = dataclasses.replace(crowded.launch, has_own_device=True)
+    assert found(check, dataclasses.replace(crowded, launch=own)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from megatron.tokenizer.tokenizer import (
     build_tokenizer,
     padded_vocab_size,
     require_eod,
+    true_vocab_size,
 )
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
 
@@ -121,6 +122,14 @@ def test_a_wanted_size_must_be_divisible() -> None:
 def test_a_wanted_size_must_hold_the_vocabulary() -> None:
     with pytest.raises(ConfigError, match="smaller than the tokenizer's: 4096 < 5000"):
         padded_vocab_size(5000, divisible_by=128, tp=1, pad_to=4096)
+
+
+def test_a_model_may_have_more_rows_than_the_tokenizer_has_tokens() -> None:
+    assert true_vocab_size(50277, None) == 50277
+    assert true_vocab_size(50277, 50304) == 50304
+    with pytest.raises(ConfigError, match="fewer rows of vocabulary than the tokenizer") as caught:
+        true_vocab_size(50277, 50000)
+    assert "use at least --true-vocab-size 50277" in str(caught.value)
 
 
 def test_the_divisors_must_be_positive() -> None:

@@ -13,7 +13,7 @@ METHODS = [name for name in vars(CheckpointFormat) if not name.startswith("_")]
 @pytest.mark.parametrize("name", list(formats.REGISTRY))
 def test_a_format_has_every_method_with_the_protocols_parameters(name):
     form = formats.get(name)
-    assert len(METHODS) == 6
+    assert len(METHODS) == 7
     for method in METHODS:
         expected = inspect.signature(getattr(CheckpointFormat, method)).parameters
         found = inspect.signature(getattr(type(form), method)).parameters

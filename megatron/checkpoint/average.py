@@ -1,0 +1,114 @@
+"""The mean of the weights of several checkpoints of one model, as a source that any format writes.
+
+Averaged weights often do better than the last ones (Izmailov et al. 2018, arXiv 1803.05407). Sums
+are made in fp32 (fp64 of fp64) and rounded once. There is no optimizer state to go with them, so a
+run can only begin from them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import reshard
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.source import CheckpointSource, SourceBase
+from megatron.config.fields import from_plain
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+
+class AveragedSource(SourceBase):
+    """The arithmetic mean of `sources`, tensor by tensor; their config and progress: the last's.
+
+    Raises:
+        CheckpointError: they are not of one model, or fewer than two.
+    """
+
+    format_name = "average"
+
+    def __init__(self, sources: Sequence[CheckpointSource]) -> None:
+        if len(sources) < 2:
+            raise CheckpointError(
+                "there is nothing to average",
+                found=f"{len(sources)} checkpoint",
+                fix="give two or more",
+            )
+        self._sources = tuple(sources)
+        self._last = max(sources, key=lambda source: int(source.progress.get("iteration", 0)))
+        for source in sources:
+            _check_same_model(self._last, source)
+        self.directory: Path = self._last.directory
+
+    @property
+    def tensors(self) -> Mapping[str, TensorDescription]:
+        """The parameters; the optimizer's state is left behind."""
+        return _weights(self._last)
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The flags of the last one."""
+        return self._last.config
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """How far the last one was."""
+        return self._last.progress
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Nothing: there is no optimizer."""
+        return {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The mean over all sources of the elements `box` of `name`, in its own dtype."""
+        first = self._sources[0].read(name, box)
+        wide = torch.promote_types(first.dtype, torch.float32)
+        total = first.to(wide)
+        for source in self._sources[1:]:
+            total = total + source.read(name, box).to(wide)
+        return (total / len(self._sources)).to(first.dtype)
+
+    def verify(self, *, share: int = 0, of: int = 1) -> None:
+        """Check the files of every source."""
+        for source in self._sources:
+            source.verify(share=share, of=of)
+
+
+def _weights(source: CheckpointSource) -> dict[str, TensorDescription]:
+    return {name: known for name, known in source.tensors.items() if name.startswith("model/")}
+
+
+def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
+    ours, theirs = _weights(last), _weights(source)
+    problems = reshard.mismatches(theirs, ours)
+    problems += reshard.unexpected(theirs, ours, ("model/",))
+    a, b = _meaning(last), _meaning(source)
+    problems += [
+        f"--{name.replace('_', '-')}: {b.get(name)}, but {a.get(name)} in {last.directory}"
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+    if problems:
+        raise CheckpointError(
+            "checkpoints of different models cannot be averaged",
+            found=f"{source.directory}: " + "\n    ".join(problems[:8]),
+            fix=f"average checkpoints of the same model as {last.directory}",
+        )
+
+
+def _meaning(source: CheckpointSource) -> dict[str, Any]:
+    """What the flags of a model say it computes, without what only matters while it is trained."""
+    try:
+        found = from_plain(ModelConfig, source.config.get("model", {})).meaning()
+    except ConfigError:
+        return {}  # a format that does not say; names and shapes are compared all the same
+    return {name: value for name, value in found.items() if name not in _TRAINING_ONLY}
+
+
+_TRAINING_ONLY = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
+)

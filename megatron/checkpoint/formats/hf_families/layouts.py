@@ -1,0 +1,123 @@
+"""How the rows of one of our tensors are found in Hugging Face's: a rule makes strips of rows.
+
+Every difference between the two is a matter of whole rows (or, where they keep a matrix transposed,
+of whole columns of theirs): which head comes when, what is one matrix and what several. So one
+kind of answer, the strip, serves reading and writing.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron.config.model import ModelConfig
+
+
+class Strip(NamedTuple):
+    """Rows [start, start + rows) of our tensor are rows [at, at + rows) of their `key`."""
+
+    start: int
+    rows: int
+    key: str
+    at: int
+
+
+class Rule(Protocol):
+    """Where the rows of one of our tensors are; `{}` in a key stands for the layer."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Their tensors, in an order that `strips` knows."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether they are kept as [in, out]."""
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Strips that hold each of the `rows` rows once, in our order, of the filled-in `keys`."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """The whole of one tensor; `transposed` where theirs is kept as [in, out]."""
+
+    key: str
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one key."""
+        return (self.key,)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """One strip."""
+        yield Strip(0, rows, keys[0], 0)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Several of theirs with equally many rows, one below the other: [gate; up]."""
+
+    keys: tuple[str, ...]
+    transposed: bool = False
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """One strip for each."""
+        each = rows // len(keys)
+        for place, key in enumerate(keys):
+            yield Strip(place * each, each, key, 0)
+
+
+@dataclass(frozen=True)
+class QkvApart:
+    """Queries, keys and values in three tensors; ours has them group by group, [q .. q k v]."""
+
+    keys: tuple[str, str, str]
+    transposed: bool = False
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Three strips for each query group."""
+        for start, which, count, at in _grouped(config):
+            yield Strip(start, count, keys[which], at)
+
+
+@dataclass(frozen=True)
+class QkvBlocks:
+    """One tensor of all queries, then all keys, then all values."""
+
+    key: str
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one key."""
+        return (self.key,)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """Three strips for each query group."""
+        queries = config.num_attention_heads * config.head_width
+        block = (0, queries, queries + config.query_groups * config.head_width)
+        for start, which, count, at in _grouped(config):
+            yield Strip(start, count, keys[0], block[which] + at)
+
+
+def their_shapes(
+    shape: tuple[int, ...], strips: Iterable[Strip], *, transposed: bool
+) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the tensors that the strips of one of ours make up."""
+    rows: dict[str, int] = {}
+    for strip in strips:
+        rows[strip.key] = max(rows.get(strip.key, 0), strip.at + strip.rows)
+    if transposed:
+        return {key: (shape[1], count) for key, count in rows.items()}
+    return {key: (count, *shape[1:]) for key, count in rows.items()}
+
+
+def _grouped(config: ModelConfig) -> Iterator[tuple[int, int, int, int]]:
+    """(our row, 0 for queries 1 for keys 2 for values, rows, row among its kind) in our order."""
+    width, groups = config.head_width, config.query_groups
+    queries = config.num_attention_heads // groups * width
+    start = 0
+    for group in range(groups):
+        for which, count in ((0, queries), (1, width), (2, width)):
+            yield start, which, count, group * count
+            start += count

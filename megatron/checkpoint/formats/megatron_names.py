@@ -1,0 +1,221 @@
+"""Names and layouts of Megatron's GPT, in all its spellings, to and from ours: one table.
+
+Everything that descends from Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keeps the
+same parameters under slightly other names and row orders. Layers are counted from 0 within a file
+there, and over the whole model here. Reading and writing files is left to the formats.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.mpu.partition import Partition
+
+WORD, POSITION, OUTPUT = "embedding.word.weight", "embedding.position.weight", "output.weight"
+EMBEDDING_NORM = "embedding.norm"
+
+# Our module inside a block: its spellings elsewhere; the first is the one that is written.
+_BLOCK: Mapping[str, tuple[str, ...]] = {
+    "input_norm": ("input_layernorm", "input_norm"),
+    "attention.qkv": (
+        "self_attention.query_key_value",
+        "attention.query_key_value",  # before Megatron-LM 2.4
+        "self_attention.linear_qkv",  # Megatron core
+    ),
+    "attention.output": ("self_attention.dense", "attention.dense", "self_attention.linear_proj"),
+    "attention.query_norm": ("self_attention.q_layernorm",),
+    "attention.key_norm": ("self_attention.k_layernorm",),
+    "post_attention_norm": (
+        "post_attention_layernorm",
+        "post_attention_norm",
+        "pre_mlp_layernorm",  # Megatron core
+    ),
+    "mlp.fc1": ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
+    "mlp.fc2": ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
+}
+# Core fuses a norm with the matrix behind it, and keeps both under the matrix's name.
+_FUSED_NORMS: Mapping[str, str] = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_norm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_norm.bias",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_norm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "post_attention_norm.bias",
+}
+_EDGES: Mapping[str, str] = {
+    "embedding.word_embeddings.weight": WORD,
+    "embedding.word_embeddings.norm.weight": f"{EMBEDDING_NORM}.weight",  # bigscience
+    "embedding.word_embeddings.norm.bias": f"{EMBEDDING_NORM}.bias",
+    "embedding.position_embeddings.weight": POSITION,
+    "output_layer.weight": OUTPUT,
+}
+_TRUNKS = ("encoder", "transformer", "decoder")  # of the blocks: since 2.4, before, and in core
+_FINAL_NORMS = ("final_layernorm", "final_norm")
+_LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
+_OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_LEAVES = ("weight", "bias")
+# What is kept there beside parameters, and means nothing here.
+_NOT_PARAMETERS = re.compile(
+    r"(.*\.)?(_extra_state|rotary_(pos_)?emb(edding)?(s)?\.inv_freq|inv_freq|masked_bias)"
+)
+
+
+def _block_table() -> dict[str, str]:
+    table = dict(_FUSED_NORMS)
+    for ours, spellings in _BLOCK.items():
+        for theirs in spellings:
+            table |= {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in _LEAVES}
+    return table
+
+
+BLOCK: Mapping[str, str] = MappingProxyType(_block_table())
+"""Our name of a parameter within a block, by every name it has elsewhere."""
+
+EDGES: Mapping[str, str] = MappingProxyType(
+    dict(_EDGES)
+    | {
+        f"{trunk}.{norm}.{leaf}": f"final_norm.{leaf}"
+        for trunk in _TRUNKS
+        for norm in _FINAL_NORMS
+        for leaf in _LEAVES
+    }
+)
+"""The same outside of blocks, without `module.`, `model.` or `language_model.` before it."""
+
+_TO_BLOCK = {f"{ours}.{leaf}": f"{names[0]}.{leaf}" for ours, names in _BLOCK.items()
+             for leaf in _LEAVES}  # fmt: skip
+_MODULES = ("embedding.word", EMBEDDING_NORM, "embedding.position", *_BLOCK, "final_norm", "output")
+_TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
+
+
+def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
+    """Our name of Megatron's parameter `theirs`; None when this GPT has no such parameter.
+
+    Args:
+        theirs: dotted, without what stands before `embedding.`, `encoder.` or `output_layer.`.
+        first_layer: what layer 0 of the file is in the whole model.
+    """
+    if theirs in EDGES:
+        return EDGES[theirs]
+    match = _LAYER.fullmatch(theirs)
+    if match is None or match[2] not in BLOCK:
+        return None
+    return f"layers.{first_layer + int(match[1])}.{BLOCK[match[2]]}"
+
+
+def megatron_name(ours: str, *, first_layer: int = 0) -> str:
+    """Undo `our_name`, in the spelling of Megatron-LM's version 3; KeyError for other names."""
+    match = _OUR_LAYER.fullmatch(ours)
+    if match is None:
+        return _TO_EDGE[ours]
+    return f"encoder.layers.{int(match[1]) - first_layer}.{_TO_BLOCK[match[2]]}"
+
+
+def is_known(ours: str) -> bool:
+    """Whether Megatron's GPT has a parameter for ours."""
+    match = _OUR_LAYER.fullmatch(ours)
+    return (ours in _TO_EDGE) if match is None else (match[2] in _TO_BLOCK)
+
+
+def module_order(ours: str) -> tuple[int, int, int, str]:
+    """A key that sorts our names as Megatron's modules hold their parameters.
+
+    Optimizers there number parameters in that order: weights before biases, modules as registered.
+    """
+    match = _OUR_LAYER.fullmatch(ours)
+    part = ours if match is None else match[2]
+    module, _, leaf = part.rpartition(".")
+    place = _MODULES.index(module)
+    section = 1 if match is not None else 2 * (place > _MODULES.index("embedding.position"))
+    return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
+
+
+def is_parameter(theirs: str) -> bool:
+    """Whether an entry of a module's state is a parameter, and not something computed."""
+    return _NOT_PARAMETERS.fullmatch(theirs) is None
+
+
+def partition_of_name(name: str, *, gated: bool) -> Partition | None:
+    """How our model splits the parameter `name` over tp ranks, as Megatron does too."""
+    _, _, inside = name.partition("layers.")
+    part = inside.partition(".")[2] if inside else name
+    if part in (WORD, OUTPUT, "attention.qkv.weight", "attention.qkv.bias"):
+        return Partition("tp", dim=0)
+    if part in ("mlp.fc1.weight", "mlp.fc1.bias"):
+        return Partition("tp", dim=0, blocks=2 if gated else 1)
+    if part in ("attention.output.weight", "mlp.fc2.weight"):
+        return Partition("tp", dim=1)
+    return None
+
+
+def has_vocabulary_rows(name: str) -> bool:
+    """Whether the rows of the parameter `name` are tokens, padded to divide over tp ranks."""
+    return name in (WORD, OUTPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOrder:
+    """In which order Megatron keeps rows that are one matrix of several parts.
+
+    `version` is `checkpoint_version`: query, key and value of a head stand together since 2.0;
+    before, all queries came first (below 1.0), or the three alternated by channel (1.0).
+    `gate_second`: a gated unit's activation is on its second half, as in bigscience.
+    `head_width`: channels of one attention head.
+    """
+
+    version: float = 3.0
+    head_width: int = 1
+    gate_second: bool = False
+
+    def moves(self, name: str) -> bool:
+        """Whether the rows of the parameter `name` stand in another order than ours."""
+        return (self._is_qkv(name) and self.version < 2) or (
+            self.gate_second and ".mlp.fc1." in name
+        )
+
+    def to_ours(self, name: str, local: Tensor) -> Tensor:
+        """The rows of one tp rank's part of the parameter `name` in our order; a view if equal."""
+        if self._is_qkv(name) and self.version < 2:
+            rest = local.shape[1:]
+            if self.version < 1:
+                parts = local.reshape(3, -1, self.head_width, *rest)
+                return parts.transpose(0, 1).reshape(local.shape)
+            parts = local.reshape(-1, self.head_width, 3, *rest)
+            return parts.transpose(1, 2).reshape(local.shape)
+        return self._swapped(name, local)
+
+    def from_ours(self, name: str, local: Tensor) -> Tensor:
+        """Undo `to_ours`; only for versions that are written, which are 2 and later."""
+        assert self.version >= 2  # noqa: S101  # invariant: older versions are only read
+        return self._swapped(name, local)
+
+    def _is_qkv(self, name: str) -> bool:
+        return ".attention.qkv." in name
+
+    def _swapped(self, name: str, local: Tensor) -> Tensor:
+        if not self.gate_second or ".mlp.fc1." not in name:
+            return local
+        first, second = local.chunk(2, dim=0)
+        return torch.cat([second, first])
+
+
+def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> RowOrder:
+    """The order of rows in files of a model whose config groups (plain values) are `config`."""
+    model = config.get("model", {})
+    heads = int(model.get("num_attention_heads") or 1)
+    width = int(model.get("kv_channels") or int(model.get("hidden_size") or heads) // heads)
+    unit = model.get("glu_activation")
+    return RowOrder(
+        version=version,
+        head_width=width,
+        gate_second=unit is not None and not model.get("swiglu"),
+    )
+
+
+def is_gated(config: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the MLP of a model with these config groups (plain values) has a gated unit."""
+    model = config.get("model", {})
+    return bool(model.get("swiglu")) or model.get("glu_activation") is not None

@@ -1,0 +1,51 @@
+"""Which of a folder's checkpoints a newer one makes redundant. Pure.
+
+Only what is whole counts as kept, so that damaged checkpoints never push out good ones; the newest
+is always kept. Deleting is left to `folder`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Retention(NamedTuple):
+    """What is kept: the newest `last` (None: everything), multiples of `every`, the `best`."""
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+
+
+KEEP_ALL = Retention()
+
+
+class Found(NamedTuple):
+    """One checkpoint in the folder; `loss` is the validation loss of its weights, if known."""
+
+    iteration: int
+    is_whole: bool
+    loss: float | None = None
+
+
+def redundant(found: Sequence[Found], rule: Retention, *, newest: int) -> list[int]:
+    """Iterations to delete, newest first, once the one of `newest` has been verified.
+
+    Nothing unless that one is whole; nothing after it (a run that was rolled back).
+    """
+    earlier = sorted((f for f in found if f.iteration <= newest), reverse=True)
+    if rule.last is None or not earlier or not earlier[0].is_whole:
+        return []
+    if earlier[0].iteration != newest:
+        return []
+    whole = [f for f in earlier if f.is_whole]
+    if len(whole) < rule.last:
+        return []
+    oldest_kept = whole[rule.last - 1].iteration
+    kept = {f.iteration for f in earlier if f.iteration >= oldest_kept}
+    if rule.every is not None:
+        kept |= {f.iteration for f in earlier if f.iteration % rule.every == 0}
+    if rule.best is not None:
+        # Of equal losses the newer is better.
+        ranked = sorted((f.loss, -f.iteration) for f in whole if f.loss is not None)
+        kept |= {-iteration for _, iteration in ranked[: rule.best]}
+    return [f.iteration for f in earlier if f.iteration not in kept]

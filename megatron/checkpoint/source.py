@@ -1,0 +1,150 @@
+"""A checkpoint of any format, opened for reading: whole tensors under our names, box by box.
+
+Whoever loads or converts knows this interface alone. A source translates names, layouts and shards
+of its format; it needs no process group and keeps no more in memory than it is asked for. Which
+formats there are stands in `source_formats`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.formats.base import TensorDescription
+
+
+class CheckpointSource(Protocol):
+    """A checkpoint of one format, opened for reading; a context manager that closes its files.
+
+    Names are those of our own checkpoints: `model/<parameter>`, and `optimizer/<kind>/<parameter>`
+    with the kinds of `MegatronOptimizer.named_state`. Shapes are those of whole tensors without
+    padding rows, in our layout of heads and gated halves.
+    """
+
+    format_name: str
+    directory: Path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorDescription]:
+        """Dtype and whole shape of everything that can be read, by our names, in model order."""
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """Groups of `RunConfig.to_plain()`, with the fields that the format knows."""
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """`Progress.to_plain()` as far as the format knows it; empty for bare weights."""
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """What `EngineState.scalars` holds; empty for bare weights."""
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements `box` of the whole tensor `name`, on the CPU, in its own dtype.
+
+        Raises:
+            CheckpointError: the file is damaged, or does not hold what its format promises.
+        """
+
+    def verify(self, *, share: int = 0, of: int = 1) -> None:
+        """Check part `share` of `of` parts of the files, as far as the format lets one tell.
+
+        Raises:
+            CheckpointError: a file is damaged; it says which.
+        """
+
+    def close(self) -> None:
+        """Let go of files; reading is over."""
+
+    def __enter__(self) -> Self:
+        """The source itself."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+
+
+class SourceBase:
+    """What a source need not write again: closing, and files that have no digests to check."""
+
+    def verify(self, *, share: int = 0, of: int = 1) -> None:
+        """Check nothing: the format has nothing to check its files by."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What only the reader knows about a checkpoint of another tool.
+
+    `vocab_size` is the number of tokens: a source that holds padding rows, and cannot tell them
+    from true ones, leaves out the rows beyond it. None: every row counts.
+    """
+
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a checkpoint is written by one process; a format ignores what it has no use for.
+
+    `iteration` is that of the source where None. `tokenizer` is a folder of tokenizer files, for
+    formats that keep them beside the weights; without it they are those of the source's config, or
+    none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what
+    weights are rounded to; None keeps theirs. `family` names the kind of model, for a format that
+    has several; None: the first that fits.
+    """
+
+    iteration: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_stages: int = 1
+    make_vocab_size_divisible_by: int = 128
+    optimizer: bool = True
+    tokenizer: Path | None = None
+    copy_tokenizer: bool = True
+    dtype: str | None = None
+    family: str | None = None
+    max_shard_bytes: int | None = None
+
+    def iteration_of(self, source: CheckpointSource) -> int:
+        """The iteration that is written: the one asked for, or the source's, or 0."""
+        if self.iteration is not None:
+            return self.iteration
+        return int(source.progress.get("iteration", 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFormat:
+    """One format of checkpoints: how it is told from others, opened, and written if it can be.
+
+    `recognise(directory)` looks at the names in one checkpoint's folder and never raises.
+    `write(source, save, options)` makes a checkpoint in the folder `save` (tracker and all, as
+    --save does) and returns its folder; it holds no more than one tensor or shard in memory.
+    """
+
+    name: str
+    recognise: Callable[[Path], bool]
+    open_source: Callable[[Path, SourceOptions], CheckpointSource]
+    write: Callable[[CheckpointSource, Path, WriteOptions], Path] | None = None

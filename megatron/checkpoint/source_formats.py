@@ -1,0 +1,167 @@
+"""The formats of checkpoints that can be opened for reading; adding one is one line here.
+
+A path is either one checkpoint's own folder, or a folder of several with a tracker file that names
+the latest: ours and Megatron's name an iteration (or "release"), DeepSpeed's name a folder.
+"""
+
+import re
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import folder
+from megatron.checkpoint.formats import (
+    deepspeed,
+    huggingface,
+    megatron_lm,
+    sharded_source,
+    universal,
+)
+from megatron.checkpoint.source import CheckpointSource, SourceFormat, SourceOptions
+from megatron.errors import CheckpointError, ConfigError
+
+# In the order in which they are asked. Of a folder that two recognise, the first wins.
+FORMATS: tuple[SourceFormat, ...] = (
+    sharded_source.FORMAT,
+    megatron_lm.FORMAT,
+    universal.FORMAT,
+    deepspeed.FORMAT,
+    huggingface.FORMAT,
+)
+
+RELEASE = "release"
+# Tracker files that hold the name of a folder beside them.
+FOLDER_TRACKERS = ("latest", "latest_universal")
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_TRACKER_BYTES = 256
+
+
+def get(name: str) -> SourceFormat:
+    """The format called `name`; CheckpointError when there is none."""
+    for form in FORMATS:
+        if form.name == name:
+            return form
+    raise CheckpointError(
+        "there is no such checkpoint format",
+        found=repr(name),
+        fix=f"use one of {', '.join(form.name for form in FORMATS)}",
+    )
+
+
+def writable() -> tuple[str, ...]:
+    """The names of the formats that can be written, as well as read."""
+    return tuple(form.name for form in FORMATS if form.write is not None)
+
+
+def recognise(directory: Path) -> SourceFormat | None:
+    """The format of the checkpoint whose own folder is `directory`; None when it is none."""
+    if not directory.is_dir():
+        return None
+    return next((form for form in FORMATS if form.recognise(directory)), None)
+
+
+def locate(path: str | Path, iteration: int | None = None) -> Path:
+    """The folder of one checkpoint: `path` itself, or the one in it that its tracker names.
+
+    Raises:
+        CheckpointError: there is no such folder or iteration, or nothing in it is recognised.
+    """
+    path = Path(path)
+    if iteration is None and recognise(path) is not None:
+        return path
+    if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():
+        return _of_iteration(path, iteration)
+    for name in FOLDER_TRACKERS:
+        if (path / name).is_file():
+            return _named_folder(path, name)
+    folder.latest_iteration(path)  # raises what is wrong with a folder of ours
+    raise unrecognised(path)
+
+
+def open_source(
+    path: str | Path, iteration: int | None = None, *, options: SourceOptions | None = None
+) -> CheckpointSource:
+    """Open the checkpoint that `locate` finds, whatever its format.
+
+    Raises:
+        CheckpointError: as `locate`, or it is incomplete or not what its format promises.
+    """
+    directory = locate(path, iteration)
+    form = recognise(directory)
+    if form is None:
+        raise unrecognised(directory)
+    return form.open_source(directory, options or SourceOptions())
+
+
+def refuse_overlap(load: Path, save: Path) -> None:
+    """ConfigError when writing to `save` could touch the checkpoint that is read from `load`."""
+    there, here = load.resolve(), save.resolve()
+    if there == here or there in here.parents or here in there.parents:
+        raise ConfigError(
+            "a checkpoint would be written over, or into, the one that is read",
+            found=f"--load {load}, --save {save}",
+            fix="give --save a folder of its own",
+        )
+
+
+def unrecognised(directory: Path) -> CheckpointError:
+    """The error for a folder that holds a checkpoint of no format that this program knows."""
+    names = sorted(entry.name for entry in directory.iterdir())[:5]
+    return CheckpointError(
+        "the folder holds no checkpoint that this program reads",
+        found=f"{directory} with {', '.join(names) or 'nothing in it'}",
+        fix="give a folder of one of these formats, copied whole: "
+        + ", ".join(form.name for form in FORMATS),
+    )
+
+
+def _of_iteration(path: Path, iteration: int | None) -> Path:
+    if iteration is None and _tracker_text(path / folder.TRACKER) == RELEASE:
+        if not (path / RELEASE).is_dir():
+            raise CheckpointError(
+                "the tracker file names a release checkpoint that is not there",
+                found=f"no {RELEASE} beside {path / folder.TRACKER}",
+                fix="copy the folder whole, or name an iteration that is there in that file",
+            )
+        return path / RELEASE
+    if (theirs := _of_deepspeed(path, iteration)) is not None:
+        return theirs
+    wanted = folder.latest_iteration(path) if iteration is None else iteration
+    directory = path / folder.iteration_name(wanted)
+    if not directory.is_dir():
+        raise folder.missing_iteration(path, wanted)
+    return directory
+
+
+def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
+    """The folder of an iteration that was saved in DeepSpeed's layout; None: there is none."""
+    text = _tracker_text(path / folder.TRACKER) if iteration is None else str(iteration)
+    name = f"global_step{text}"
+    is_there = text.isdecimal() and (path / name).is_dir()
+    if not is_there or (path / folder.iteration_name(int(text))).is_dir():
+        return None
+    theirs = _tracker_text(path / "latest")
+    if iteration is None and theirs not in ("", name):
+        log.warning_once(
+            f"trackers of {path}",
+            f"{folder.TRACKER} in {path} names iteration {text} and DeepSpeed's `latest` {theirs}: "
+            f"a save was cut short between the two, or one was edited; {name} is loaded",
+        )
+    return path / name
+
+
+def _named_folder(path: Path, tracker: str) -> Path:
+    name = _tracker_text(path / tracker)
+    if not _FOLDER_NAME.fullmatch(name) or not (path / name).is_dir():
+        raise CheckpointError(
+            "a tracker file names a folder that is not beside it",
+            found=f"{name[:80]!r} in {path / tracker}",
+            fix="give the checkpoint's own folder instead of the one that holds the tracker",
+        )
+    return path / name
+
+
+def _tracker_text(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        return file.read(_TRACKER_BYTES).decode("utf-8", "replace").strip()

@@ -1,0 +1,365 @@
+"""Do the flags and DeepSpeed's JSON say the same? Key by key, and all contradictions at once.
+
+A key that the JSON leaves out, or leaves open with "auto", follows the flags. In the other
+direction `flags_from_json` gives what the JSON says as values for flags that a command line does
+not give. What is left over are two words about one number, and that is an error.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from megatron.config.activations import RecomputeGranularity
+from megatron.config.curriculum import flags_of_block
+from megatron.config.deepspeed_keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
+from megatron.config.deepspeed_rules import optimizer_problems, scheduler_problems
+from megatron.config.fields import flag_name
+from megatron.config.precision import Precision
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+_SWITCHES = ("enabled", "deepcompile", "autotp_size")  # of a block that turns a feature on
+_WORDS = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
+
+
+class Said(NamedTuple):
+    """A value that the flags give to a key of the JSON, and the flags that do so."""
+
+    value: Any
+    flags: str
+
+
+def problems(
+    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
+) -> Iterator[ConfigError]:
+    """Everything wrong between the flags and the JSON; both values are named each time.
+
+    Args:
+        user: what `read_json` returned.
+    """
+    where = config.engine.deepspeed_config or "the JSON"
+    wrong = list(_wrong_values(user, KEYS, where))
+    yield from wrong
+    said = said_by_flags(config, user, data_parallel_size=data_parallel_size)
+    for path, (value, flags) in said.items():
+        given = value_at(user, path)
+        if given is None or any(path in str(error.found) for error in wrong):
+            continue
+        if not _same(given, value):
+            yield ConfigError(
+                "the flags and DeepSpeed's JSON contradict each other",
+                found=f"{flags}; {path} {_json(given)} in {where}",
+                fix=f'make {path} {_json(value)} or "auto" or leave it out, or change the flags',
+            )
+    yield from _precision_problems(config)
+    yield from _offload_problems(config, user, where)
+    yield from optimizer_problems(config, user, where)
+    yield from scheduler_problems(config, user, where)
+
+
+def stage_of(config: RunConfig, user: Mapping[str, Any]) -> int:
+    """The stage of ZeRO: that of the flag, else the JSON's, else 0."""
+    flag = config.engine.zero_stage
+    given = value_at(user, "zero_optimization.stage")
+    if flag is not None:
+        return int(flag.value)
+    return given if type(given) is int else 0
+
+
+def said_by_flags(
+    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
+) -> dict[str, Said]:
+    """What the flags say, by the path of the key of the JSON that means the same."""
+    said = _batch_said(config, data_parallel_size) | _precision_said(config)
+    said["gradient_clipping"] = Said(
+        float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
+    )
+    return said | _memory_said(config) | _engine_said(config, user)
+
+
+def flags_from_json(user: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for the flags that are not in `typed`, from what the JSON says; by field name.
+
+    What is of the wrong kind is left to `problems`.
+    """
+    found: dict[str, Any] = {}
+    if not any(name.startswith("curriculum_") for name in typed):
+        found |= _curriculum_from(user)
+    if not {"fp16", "bf16", "fp64"} & set(typed):
+        for name in ("fp16", "bf16"):
+            if value_at(user, f"{name}.enabled") is True:
+                found[name] = True
+    if value_at(user, "tensorboard.enabled") is True:
+        found["tensorboard_dir"] = _tensorboard_folder(user)
+    scale = _number(user, "fp16.loss_scale")
+    power = _number(user, "fp16.initial_scale_power")
+    found |= {
+        "micro_batch_size": _whole(user, "train_micro_batch_size_per_gpu"),
+        "global_batch_size": _whole(user, "train_batch_size"),
+        "clip_grad": _number(user, "gradient_clipping"),
+        "loss_scale": scale or None,
+        "initial_loss_scale": None if power is None else 2.0**power,
+        "loss_scale_window": _whole(user, "fp16.loss_scale_window"),
+        "hysteresis": _whole(user, "fp16.hysteresis"),
+        "min_loss_scale": _number(user, "fp16.min_loss_scale"),
+        "lr": _number(user, "optimizer.params.lr"),
+        "weight_decay": _number(user, "optimizer.params.weight_decay"),
+        "adam_eps": _number(user, "optimizer.params.eps"),
+        "sgd_momentum": _number(user, "optimizer.params.momentum"),
+    }
+    betas = value_at(user, "optimizer.params.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        found |= dict(zip(("adam_beta1", "adam_beta2"), betas))
+    return {name: value for name, value in found.items() if value is not None and name not in typed}
+
+
+def _curriculum_from(user: Mapping[str, Any]) -> dict[str, Any]:
+    block = value_at(user, "curriculum_learning")
+    return flags_of_block(block) if isinstance(block, Mapping) else {}
+
+
+def _tensorboard_folder(user: Mapping[str, Any]) -> str:
+    """Where DeepSpeed would write its own events."""
+    job = value_at(user, "tensorboard.job_name") or "DeepSpeedJobName"
+    return str(PurePath(value_at(user, "tensorboard.output_path") or "", job))
+
+
+def _batch_said(config: RunConfig, replicas: int) -> dict[str, Said]:
+    training = config.training
+    micro, whole = training.micro_batch_size, training.global_batch_size
+    size = whole or micro * replicas
+    spelled = f"--micro-batch-size {micro} on {replicas} data-parallel ranks"
+    if whole is not None:
+        spelled = f"--global-batch-size {whole}, {spelled}"
+    steps, left = divmod(size, micro * replicas)
+    said = {
+        "train_batch_size": Said(size, spelled),
+        "train_micro_batch_size_per_gpu": Said(micro, f"--micro-batch-size {micro}"),
+    }
+    if not left:  # else the batch does not divide, which a check of its own says
+        said["gradient_accumulation_steps"] = Said(steps, spelled)
+    return said
+
+
+def _precision_said(config: RunConfig) -> dict[str, Said]:
+    flags = config.precision
+    chosen = flags.precision
+    asked = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
+    said = {
+        "fp16.enabled": Said(chosen is Precision.FP16, asked),
+        "bf16.enabled": Said(chosen is Precision.BF16, asked),
+    }
+    if chosen is Precision.FP16:
+        said |= _scale_said(config)
+    if chosen in _WORDS:
+        said["data_types.param_dtype"] = Said(_WORDS[chosen], asked)
+        wide = "" if flags.accumulate_allreduce_grads_in_fp32 else "no-"
+        spelled = f"{asked}, --{wide}accumulate-allreduce-grads-in-fp32"
+        for path in ("communication_data_type", "data_types.grad_accum_dtype"):
+            said[path] = Said(_WORDS[flags.gradient_precision], spelled)
+    return said
+
+
+def _scale_said(config: RunConfig) -> dict[str, Said]:
+    flags = config.precision
+    fixed = flags.loss_scale
+    said = {
+        "fp16.loss_scale": Said(
+            0.0 if fixed is None else fixed,
+            "no --loss-scale" if fixed is None else f"--loss-scale {fixed}",
+        ),
+        "fp16.loss_scale_window": Said(
+            flags.loss_scale_window, f"--loss-scale-window {flags.loss_scale_window}"
+        ),
+        "fp16.hysteresis": Said(flags.hysteresis, f"--hysteresis {flags.hysteresis}"),
+    }
+    power = math.log2(flags.initial_loss_scale)
+    if power.is_integer():
+        spelled = f"--initial-loss-scale {flags.initial_loss_scale:g}"
+        said["fp16.initial_scale_power"] = Said(int(power), spelled)
+    if flags.min_loss_scale.is_integer():
+        spelled = f"--min-loss-scale {flags.min_loss_scale:g}"
+        said["fp16.min_loss_scale"] = Said(int(flags.min_loss_scale), spelled)
+    return said
+
+
+def _memory_said(config: RunConfig) -> dict[str, Said]:
+    training = config.training
+    full = training.recompute_granularity is RecomputeGranularity.FULL
+    shown = f"--recompute-granularity {training.recompute_granularity or 'not set'}"
+    interval = (training.recompute_num_layers or 1) if full else 0
+    word = "" if training.distribute_saved_activations else "no-"
+    kept = "" if training.checkpoint_in_cpu else "no-"
+    return {
+        "activation_checkpointing.partition_activations": Said(
+            training.distribute_saved_activations, f"--{word}distribute-saved-activations"
+        ),
+        "activation_checkpointing.cpu_checkpointing": Said(
+            training.checkpoint_in_cpu, f"--{kept}checkpoint-in-cpu"
+        ),
+        "pipeline.activation_checkpoint_interval": Said(
+            interval, f"{shown}, --recompute-num-layers {training.recompute_num_layers or 1}"
+        ),
+    }
+
+
+def _engine_said(config: RunConfig, user: Mapping[str, Any]) -> dict[str, Said]:
+    engine, stages = config.engine, config.parallel.pipeline_model_parallel_size
+    said = {"pipeline.stages": Said(stages, f"--pipeline-model-parallel-size {stages}")}
+    zero = "zero_optimization"
+    if engine.zero_stage is not None:
+        stage = engine.zero_stage.value
+        said[f"{zero}.stage"] = Said(int(stage), f"--zero-stage {stage}")
+    if engine.zero_reduce_scatter:
+        said[f"{zero}.reduce_scatter"] = Said(True, "--zero-reduce-scatter")
+    if engine.zero_contigious_gradients:
+        said[f"{zero}.contiguous_gradients"] = Said(True, "--zero-contigious-gradients")
+    for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):
+        size = getattr(engine, name)
+        if size is not None:
+            key = name.removeprefix("zero_")
+            said[f"{zero}.{key}"] = Said(size, f"{flag_name(name)} {size}")
+    if engine.remote_device is not None:
+        device = engine.remote_device.value
+        said[f"{zero}.offload_param.device"] = Said(device, f"--remote-device {device}")
+    if engine.cpu_optimizer and value_at(user, f"{zero}.offload_optimizer.device") != "nvme":
+        said[f"{zero}.offload_optimizer.device"] = Said("cpu", "--cpu-optimizer")
+    if engine.use_pin_memory:
+        for name in ("offload_param", "offload_optimizer"):
+            said[f"{zero}.{name}.pin_memory"] = Said(True, "--use-pin-memory")
+    if engine.pp_partition_method is not None:
+        method = engine.pp_partition_method
+        said["pipeline.partition"] = Said(method, f"--pp-partition-method {method}")
+    return said
+
+
+def _wrong_values(
+    user: Mapping[str, Any], tree: Tree, where: str, prefix: str = ""
+) -> Iterator[ConfigError]:
+    """Values of the wrong kind, values that cannot be, and features that are not here."""
+    for key, value in user.items():
+        rule, path = tree.get(key), prefix + key
+        if value is None or value == "auto" or isinstance(rule, Dropped):
+            continue
+        if rule is None:
+            near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
+            yield ConfigError(
+                "DeepSpeed knows no such key",
+                found=f"{path} in {where}",
+                fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
+            )
+        elif isinstance(rule, Mapping):
+            if isinstance(value, Mapping):
+                yield from _wrong_values(value, rule, where, f"{path}.")
+            else:
+                yield _wrong_kind(path, value, where, "an object in braces")
+        elif isinstance(rule, Free):
+            try:
+                as_kind(value, rule)
+            except ValueError as wanted:
+                yield _wrong_kind(path, value, where, str(wanted))
+        elif isinstance(rule, Only) and value != rule.value:
+            yield ConfigError(
+                "DeepSpeed's JSON asks for what a run here cannot be",
+                found=f"{path} {_json(value)} in {where}",
+                fix=f"leave it out, or make it {_json(rule.value)}: {rule.because}",
+            )
+        elif isinstance(rule, Off) and not _is_off(value):
+            yield ConfigError(
+                "DeepSpeed's JSON asks for a feature that is not here",
+                found=f"{path} in {where}: {rule.feature}",
+                fix=rule.instead,
+            )
+
+
+def _wrong_kind(path: str, value: Any, where: str, wanted: str) -> ConfigError:
+    return ConfigError(
+        "a key of DeepSpeed's JSON has a value of the wrong kind",
+        found=f"{path} {_json(value)} in {where}",
+        fix=f"give {wanted}",
+    )
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a block or a switch turns its feature off."""
+    if isinstance(value, Mapping):
+        switches = [value[key] for key in _SWITCHES if key in value]
+        return not value or (bool(switches) and not any(switches))
+    return not value or (value in (1, -1) and not _is_bool(value))  # sizes of nothing
+
+
+def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
+    flags = config.precision
+    if flags.precision is Precision.FP64:
+        yield ConfigError(
+            "DeepSpeed does not train in float64",
+            found="--fp64 with --deepspeed",
+            fix="leave --fp64 out, or train natively",
+        )
+    if flags.precision is not Precision.FP16 or flags.loss_scale is not None:
+        return
+    if not math.log2(flags.initial_loss_scale).is_integer():
+        yield ConfigError(
+            "DeepSpeed's first loss scale is a power of two",
+            found=f"--initial-loss-scale {flags.initial_loss_scale:g} with --deepspeed",
+            fix="use --initial-loss-scale 65536",
+        )
+    if not flags.min_loss_scale.is_integer():
+        yield ConfigError(
+            "DeepSpeed's smallest loss scale is a whole number",
+            found=f"--min-loss-scale {flags.min_loss_scale:g} with --deepspeed",
+            fix="use --min-loss-scale 1",
+        )
+
+
+def _offload_problems(
+    config: RunConfig, user: Mapping[str, Any], where: str
+) -> Iterator[ConfigError]:
+    stage = stage_of(config, user)
+    said = _engine_said(config, user)
+    for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        path = f"zero_optimization.{name}"
+        given = value_at(user, f"{path}.device")
+        flag = said.get(f"{path}.device")
+        device = given if flag is None else flag.value
+        if device in (None, "none"):
+            continue
+        origin = f"{path}.device {device} in {where}" if flag is None else flag.flags
+        if stage < least:
+            yield ConfigError(
+                f"only ZeRO stage {least} and above can offload this",
+                found=f"{origin}; ZeRO stage {stage}",
+                fix=f"use --zero-stage {least}, or leave {name} out",
+            )
+        if device == "nvme" and not value_at(user, f"{path}.nvme_path"):
+            yield ConfigError(
+                "something is to be offloaded to NVMe, and no folder is named",
+                found=f"{origin} without {path}.nvme_path",
+                fix=f'write {path}.nvme_path, for example "/local_nvme"',
+            )
+
+
+def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, str) and isinstance(value, str):
+        return given.lower() == value.lower()
+    return bool(given == value) and isinstance(given, bool) == isinstance(value, bool)
+
+
+def _json(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if _is_bool(value) else str(value)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _number(user: Mapping[str, Any], path: str) -> float | None:
+    value = value_at(user, path)
+    return float(value) if isinstance(value, int | float) and not _is_bool(value) else None
+
+
+def _whole(user: Mapping[str, Any], path: str) -> int | None:
+    value = _number(user, path)
+    return int(value) if value is not None and value.is_integer() else None

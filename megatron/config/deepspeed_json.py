@@ -1,0 +1,302 @@
+"""DeepSpeed's JSON file: read strictly, and completed so that no default of its own is left.
+
+`deepspeed_plan` is what an engine asks for: the stage, the complete JSON, and what of it concerns
+the program rather than DeepSpeed. Whether file and flags agree is `config.deepspeed_agreement`'s.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron.config.deepspeed_agreement import Said, problems, said_by_flags, stage_of
+from megatron.config.deepspeed_keys import (
+    KEPT_BACK,
+    KEYS,
+    RENAMED,
+    Dropped,
+    Free,
+    Off,
+    Only,
+    Rule,
+    Tree,
+    as_kind,
+    value_at,
+)
+from megatron.config.fields import raise_all
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+# "auto" for these follows the model's width, as Hugging Face's integration has it.
+_BY_WIDTH: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: 9 * width * width // 10,
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+_OFFLOADS = ("offload_param", "offload_optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedPlan:
+    """What a run through DeepSpeed does: the same on every rank, and recorded in checkpoints.
+
+    Attributes:
+        stage: of ZeRO, 0 to 3.
+        json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
+            0 without precision and clipping, which are the business of our own optimizer there.
+        offload_optimizer: "none", "cpu" or "nvme": where the optimizer's state lies.
+        offload_param: the same of parameters, which only stage 3 can move.
+        nvme_paths: folders that offloading writes to.
+        cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
+        partition_method: how the model is cut into pipeline stages; None: as natively.
+        curriculum: the block `curriculum_learning`, which the loop follows; None: no such block.
+        remarks: what of the file is not handed on to DeepSpeed, and why; for the log.
+    """
+
+    stage: int
+    json: Mapping[str, Any]
+    offload_optimizer: str
+    offload_param: str
+    nvme_paths: tuple[str, ...]
+    cpu_adam: bool
+    partition_method: str | None
+    curriculum: Mapping[str, Any] | None
+    remarks: tuple[str, ...]
+
+
+def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPlan:
+    """What `--deepspeed`, the flags and the file that `--deepspeed_config` names ask for.
+
+    Raises:
+        ConfigError: the file cannot be read, or contradicts the flags; with all that is wrong.
+    """
+    user = user_json(config)
+    raise_all(problems(config, user, data_parallel_size=data_parallel_size))
+    whole = effective(config, user, data_parallel_size=data_parallel_size)
+    zero = whole["zero_optimization"]
+    offloads = {name: zero[name] or {"device": "none"} for name in _OFFLOADS}
+    partition = value_at(user, "pipeline.partition")
+    torch_adam = value_at(user, "optimizer.params.torch_adam")
+    return DeepSpeedPlan(
+        stage=zero["stage"],
+        json=_handed_on(whole),
+        offload_optimizer=offloads["offload_optimizer"]["device"],
+        offload_param=offloads["offload_param"]["device"],
+        nvme_paths=tuple(
+            block["nvme_path"] for block in offloads.values() if block["device"] == "nvme"
+        ),
+        cpu_adam=not (config.engine.cpu_torch_adam or torch_adam),
+        partition_method=config.engine.pp_partition_method or partition,
+        curriculum=value_at(user, "curriculum_learning"),
+        remarks=(*remarks(user), *_remarks_on(zero["stage"])),
+    )
+
+
+def user_json(config: RunConfig) -> dict[str, Any]:
+    """What the file says that `--deepspeed_config` names; nothing without the flag."""
+    path = config.engine.deepspeed_config
+    return {} if path is None else read_json(path)
+
+
+def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, Any]:
+    """What ranks agree on and checkpoints record: the complete JSON, with what is not handed on.
+
+    Another run gets the same from it as its file. Empty without --deepspeed.
+    """
+    if not config.engine.deepspeed:
+        return {}
+    user = user_json(config)
+    kept = {name: user[name] for name in KEPT_BACK if user.get(name)}
+    return effective(config, user, data_parallel_size=data_parallel_size) | kept
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON file as nested dicts, each key by the name that `KEYS` has for it.
+
+    Raises:
+        ConfigError: it is not there, not JSON, or has keys that DeepSpeed does not know (which
+            DeepSpeed itself would pass over in silence).
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "DeepSpeed's JSON file cannot be read",
+            found=f"--deepspeed_config {path}: {error}",
+            fix="give the path of a JSON file, or leave the flag out: the flags are enough",
+        ) from error
+    user = _parsed(text, path)
+    raise_all(_unknown_keys(user, KEYS, path))
+    return user
+
+
+def effective(
+    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
+) -> dict[str, Any]:
+    """The complete JSON: every key that affects numbers, whether a user has thought of it or not.
+
+    Args:
+        user: what `read_json` returned, without contradiction to the flags (`problems`).
+    """
+    said = said_by_flags(config, user, data_parallel_size=data_parallel_size)
+    whole = _completed(KEYS, user, said, "")
+    zero = whole["zero_optimization"]
+    if value_at(user, "zero_optimization.overlap_comm") is None:
+        zero["overlap_comm"] = stage_of(config, user) == 3  # as DeepSpeed decides without a word
+    for name, size in _BY_WIDTH.items():
+        if user.get("zero_optimization", {}).get(name) == "auto":
+            zero[name] = size(config.model.hidden_size)
+    # Layers are recomputed by this program, which replays its generators.
+    whole["pipeline"]["activation_checkpoint_interval"] = 0
+    return whole
+
+
+def remarks(user: Mapping[str, Any]) -> Iterator[str]:
+    """What of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
+    for name in ("optimizer", "scheduler"):
+        if user.get(name):
+            yield f"{name}: agrees with the flags, which alone decide; not handed to DeepSpeed"
+    for path, rule in _rules(KEYS, ""):
+        if isinstance(rule, Dropped) and value_at(user, path) not in (None, rule.instead):
+            yield f"{path}: has no effect here because {rule.because}"
+
+
+def _remarks_on(stage: int) -> tuple[str, ...]:
+    if stage > 0:
+        return ()
+    return (
+        "ZeRO stage 0: the native optimizer updates, clips and scales inside DeepSpeed's engine, "
+        "which is told of neither precision nor clipping",
+    )
+
+
+def _handed_on(whole: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed gets of the complete JSON."""
+    if whole["zero_optimization"]["stage"] > 0:
+        return whole
+    own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}
+    return whole | {
+        "gradient_clipping": 0.0,
+        "fp16": whole["fp16"] | {"enabled": False},
+        "bf16": whole["bf16"] | {"enabled": False},
+        "data_types": whole["data_types"] | own,
+    }
+
+
+def _completed(
+    tree: Tree, user: Mapping[str, Any], said: Mapping[str, Said], prefix: str
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, rule in tree.items():
+        path = prefix + key
+        if path in KEPT_BACK:
+            continue
+        if isinstance(rule, Mapping):
+            out[key] = _completed(rule, user, said, f"{path}.")
+            if key in _OFFLOADS and out[key]["device"] == "none":
+                out[key] = None
+        elif isinstance(rule, Free):
+            given = said[path].value if path in said else value_at(user, path)
+            out[key] = rule.default if given is None else as_kind(given, rule)
+            if isinstance(out[key], tuple):
+                out[key] = list(out[key])
+        elif isinstance(rule, Only):
+            out[key] = rule.value
+        elif isinstance(rule, Dropped) and rule.instead is not None:
+            out[key] = rule.instead
+        elif isinstance(rule, Off) and rule.written is not None:
+            out[key] = dict(rule.written)
+    return out
+
+
+def _rules(tree: Tree, prefix: str) -> Iterator[tuple[str, Rule]]:
+    for key, rule in tree.items():
+        if isinstance(rule, Mapping):
+            yield from _rules(rule, f"{prefix}{key}.")
+        else:
+            yield prefix + key, rule
+
+
+def _parsed(text: str, path: str) -> dict[str, Any]:
+    try:
+        user = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1] if text.strip() else ""
+        raise ConfigError(
+            "DeepSpeed's JSON file is not JSON",
+            found=f"{path}, line {error.lineno}, column {error.colno}: {error.msg}: {line.strip()}",
+            fix="mend that line; JSON has neither comments nor commas before a closing bracket",
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            "DeepSpeed's JSON file says something twice, or no number",
+            found=f"{path}: {error}",
+            fix="keep one of them",
+        ) from error
+    if not isinstance(user, dict):
+        raise ConfigError(
+            "DeepSpeed's JSON file holds something else than keys and values",
+            found=f"{path}: {type(user).__name__}",
+            fix='write an object: {"zero_optimization": {"stage": 1}}',
+        )
+    return _renamed(user, path)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there twice")
+    return dict(pairs)
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _renamed(user: dict[str, Any], path: str) -> dict[str, Any]:
+    """The same with each key under one name; older spellings are DeepSpeed's own."""
+    zero = user.get("zero_optimization")
+    if isinstance(zero, bool):  # the form of the first ZeRO
+        user["zero_optimization"] = {"stage": int(zero)}
+    for old, new in RENAMED.items():
+        holder, _, old_key = old.rpartition(".")
+        block = user.get(holder) if holder else user
+        if isinstance(block, dict) and old_key in block:
+            _move(block, old_key, new.rpartition(".")[2], block.pop(old_key), path)
+    zero = user.get("zero_optimization")
+    if isinstance(zero, dict):
+        pin = zero.pop("cpu_offload_use_pin_memory", None)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", _OFFLOADS[0])):
+            if zero.pop(old, None):
+                device = {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin})
+                _move(zero, old, new, device, path)
+    return user
+
+
+def _move(block: dict[str, Any], old: str, new: str, value: Any, path: str) -> None:
+    if new in block:
+        raise ConfigError(
+            "DeepSpeed's JSON file has a key under two names",
+            found=f"{path}: {old} and {new}",
+            fix=f"keep {new}",
+        )
+    block[new] = value
+
+
+def _unknown_keys(
+    user: Mapping[str, Any], tree: Tree, path: str, prefix: str = ""
+) -> Iterator[ConfigError]:
+    for key, value in user.items():
+        rule = tree.get(key)
+        if rule is None:
+            near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
+            yield ConfigError(
+                "DeepSpeed knows no such key",
+                found=f"{prefix}{key} in {path}",
+                fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
+            )
+        elif isinstance(rule, Mapping) and isinstance(value, Mapping):
+            yield from _unknown_keys(value, rule, path, f"{prefix}{key}.")

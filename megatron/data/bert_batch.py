@@ -1,0 +1,29 @@
+"""From a micro-batch of two segments with words to guess to what a BERT and its losses take."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class BertBatch(NamedTuple):
+    """Inputs and targets of one micro-batch, batch-first, int64."""
+
+    tokens: Tensor  # [b, s]
+    types: Tensor  # [b, s], 0 in the first segment and in padding, 1 in the second
+    padding_mask: Tensor  # [b, s], 1 for tokens, 0 for padding
+    labels: Tensor  # [b, s], the tokens to guess, else -1
+    loss_mask: Tensor  # [b, s], 1 where there is one to guess
+    swapped: Tensor  # [b], 1 where the second segment stands first
+
+
+def bert_batch(raw: Mapping[str, Tensor]) -> BertBatch:
+    """The same by the names of `BERTDataset`'s samples."""
+    return BertBatch(
+        tokens=raw["text"],
+        types=raw["types"],
+        padding_mask=raw["padding_mask"],
+        labels=raw["labels"],
+        loss_mask=raw["loss_mask"],
+        swapped=raw["is_random"],
+    )

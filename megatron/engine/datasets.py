@@ -1,0 +1,37 @@
+"""From what a program reads to its three datasets, as the loop asks for them."""
+
+from collections.abc import Callable
+
+from megatron.data.data_utils import IndexPlace, build_datasets
+from megatron.data.program_data import ProgramData
+from megatron.engine.base import DatasetRequest, Datasets
+
+
+def datasets_of(reads: ProgramData) -> Callable[[DatasetRequest], Datasets]:
+    """What `PretrainTask.datasets` is for a program that reads corpora of tokens."""
+
+    def datasets(request: DatasetRequest) -> Datasets:
+        """The kind of dataset that the flags ask for, over the corpora that they name."""
+        maker = reads.maker(
+            request.data,
+            tokenizer=request.tokenizer,
+            seed=request.seed,
+            is_builder=request.is_builder,
+            beat=request.beat,
+        )
+        place = IndexPlace(
+            cache_path=request.data.data_cache_path,
+            is_builder=request.is_builder,
+            wait=request.wait,
+            beat=request.beat,
+        )
+        built = build_datasets(
+            maker,
+            request.data,
+            num_samples=request.num_samples,
+            min_samples=request.min_samples,
+            place=place,
+        )
+        return Datasets(*built)
+
+    return datasets

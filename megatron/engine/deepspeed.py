@@ -1,0 +1,247 @@
+"""The DeepSpeed engine for models without pipelines: ZeRO 0 to 3 with tensor and data parallelism.
+
+It does what the native engine does, to the same numbers: gradients are those of the mean loss over
+all counted tokens of the global batch. DeepSpeed averages over replicas and divides by nothing
+else, so the tokens of a step are counted before its first forward pass. What DeepSpeed reports of
+losses is not used; how weights are updated is in `deepspeed_updates`.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron import device, log
+from megatron.checkpoint.deepspeed_save import Live
+from megatron.config.deepspeed_json import DeepSpeedPlan, deepspeed_plan
+from megatron.config.run import RunConfig
+from megatron.engine.base import (
+    BatchOptions,
+    EngineState,
+    EvaluationSum,
+    MicroBatch,
+    PretrainTask,
+    RawBatch,
+    StepPlan,
+    StepReport,
+)
+from megatron.engine.deepspeed_grid import Grid, mark_split
+from megatron.engine.deepspeed_model import WholeModel, sharer, weights_saved_by_reference
+from megatron.engine.deepspeed_monitor import tell_monitors
+from megatron.engine.deepspeed_offload import cpu_adam_for, refuse_nvme
+from megatron.engine.deepspeed_saving import LossScale, live_run
+from megatron.engine.deepspeed_start import quietly, start_deepspeed
+from megatron.engine.deepspeed_state import partition_range
+from megatron.engine.deepspeed_updates import Updates, updates_for
+from megatron.engine.tally import Tally, counts_ahead
+from megatron.model.specs import ModelBuild
+from megatron.mpu.partition import partition_of
+from megatron.optimizer.agreement import check_equal
+from megatron.optimizer.clip_grads import counted_here, global_norm
+from megatron.optimizer.replicated_grads import check_replicated_agree
+from megatron.timers import Timers
+from megatron.tokenizer.tokenizer import Tokenizer
+
+
+class DeepSpeedEngine:
+    """Owns a model that DeepSpeed runs, and how its weights are updated.
+
+    Attributes:
+        runtime: DeepSpeed's own engine.
+        named: the trainable parameters of this rank, with their global names.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: PretrainTask,
+        build: ModelBuild,
+        tokenizer: Tokenizer,
+        timers: Timers | None = None,
+    ) -> None:
+        self.plan = deepspeed_plan(config, data_parallel_size=build.ctx.dp.size)
+        self._config, self._task, self._build = config, task, build
+        self._context = build.ctx
+        self._timers = timers or Timers()
+        self._batch_options = BatchOptions(config.data, tokenizer)
+        with quietly():
+            self._deepspeed = start_deepspeed(build.ctx)
+        _say_what_has_no_effect(config, self.plan)
+        refuse_nvme(self.plan.offload_optimizer, self.plan.offload_param)
+        model = self._build_model()
+        self.named: tuple[tuple[str, Parameter], ...] = self._named_of(model)
+        mark_split(parameter for _, parameter in self.named)
+        self._updates: Updates = updates_for(
+            config,
+            self.named,
+            build.ctx,
+            stage=self.plan.stage,
+            cpu_adam=cpu_adam_for(
+                self.plan.offload_optimizer != "none",
+                self.plan.cpu_adam,
+                config.optimizer,
+                build.ctx.world,
+            ),
+        )
+        self.runtime: Any
+        with quietly():
+            self.runtime = self._start(model)
+        self._updates.adopt(self.runtime)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by before its backward pass."""
+        return self._updates.loss_scale
+
+    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+        """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
+        with self._timers("batch-generator"):
+            taken = [self._next(batches) for _ in range(plan.num_microbatches)]
+        counts = counts_ahead(self._task, taken, self._context)
+        if plan.global_batch_size != self.runtime.train_batch_size():
+            self.runtime.set_train_batch_size(plan.global_batch_size)
+        self._updates.begin(
+            plan.num_microbatches,
+            learning_rate=plan.learning_rate,
+            weight_decay=plan.weight_decay,
+        )
+        # DeepSpeed averages gradients over replicas, and is told to divide by nothing else.
+        factors = self._updates.loss_factor * self._context.dp.size / counts
+        self.runtime.train()
+        sums = []
+        with weights_saved_by_reference(self.plan.stage):
+            while taken:
+                inputs, labels = taken.pop(0)
+                self.runtime.set_gradient_accumulation_boundary(not taken)
+                with self._timers("forward-compute"):
+                    total, count = self.runtime(inputs, labels)
+                with self._timers("backward-compute"):
+                    loss = torch.sum(total * factors.to(total.dtype))
+                    self.runtime.backward(loss, scale_wrt_gas=False)
+                sums.append(torch.stack([total.detach(), count]))
+        with self._timers("optimizer"):
+            self.runtime.step()
+            done = self._updates.outcome()
+        report = Tally(sums, self._task, self._context).report(done)
+        tell_monitors(self.runtime, report)
+        return report
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
+        """Sum the loss over `num_microbatches` of every replica, with dropout off."""
+        self.runtime.eval()
+        sums = []
+        for _ in range(num_microbatches):
+            inputs, labels = self._next(batches)
+            sums.append(torch.stack(self.runtime.module(inputs, labels)))
+        return Tally(sums, self._task, self._context).evaluation()
+
+    def state(self, *, optimizer: bool) -> EngineState:
+        """The model, and the optimizer if asked, as named parts of whole tensors."""
+        tensors = self._updates.tensors(optimizer=optimizer)
+        scalars = {"optimizer": self._updates.scalars()} if optimizer else {}
+        return EngineState(tuple(tensors), scalars)
+
+    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Take over tensors that were filled in place: counts, loss scale, copies of weights."""
+        given = scalars["optimizer"] if optimizer else {}
+        self._updates.restored(given, optimizer=optimizer)
+
+    def live(self) -> Live:
+        """What a save in DeepSpeed's own layout needs of this rank."""
+        scalars = self._updates.scalars()
+        return live_run(
+            self.runtime,
+            self.named,
+            self._context,
+            precision=self._config.precision,
+            loss_scale=LossScale(self._updates.loss_scale, scalars["loss_scaler"]),
+            own=self._updates.own,
+        )
+
+    def params_norm(self) -> float:
+        """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
+        mine = counted_here(self.named, self._context)
+        shared = self.plan.stage == 3
+        counted = [self._values(p) for (_, p), here in zip(self.named, mine) if here]
+        return global_norm(counted, self._context, over_replicas=shared)
+
+    def check_replicas(self) -> None:
+        """Compare what several ranks hold bit by bit: replicas, and unsplit weights over tp.
+
+        At stage 3 no two replicas hold the same part of a weight.
+        """
+        held = [(name, self._values(parameter)) for name, parameter in self.named]
+        if self.plan.stage < 3:
+            check_equal(
+                held, self._context.dp, problem="data-parallel ranks hold different weights"
+            )
+            check_replicated_agree(self.named, self._context.tp)
+            return
+        unsplit = [pair for pair, (_, p) in zip(held, self.named) if partition_of(p) is None]
+        check_equal(
+            unsplit,
+            self._context.tp,
+            problem="tensor-parallel ranks hold different values of weights that are not split",
+        )
+
+    def _build_model(self) -> Any:
+        share = None
+        if self.plan.stage == 3:
+            json, grid = handed_json(self.plan), Grid(self._context)
+            share = sharer(self._deepspeed, json, self._build, grid)
+        return WholeModel(
+            self._task.layers(self._config.model, self._build),
+            self._task,
+            self._build,
+            seed=self._config.training.seed,
+            share=share,
+        )
+
+    def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
+        """The parameters of what `_build_model` made, under their global names."""
+        return tuple(model.named_parameters())
+
+    def _start(self, model: Any) -> Any:
+        """DeepSpeed's engine around what `_build_model` made."""
+        runtime, *_ = self._deepspeed.initialize(
+            model=model,
+            optimizer=self._updates.handed,
+            model_parameters=[parameter for _, parameter in self.named],
+            config=handed_json(self.plan),
+            mpu=Grid(self._context),
+        )
+        if self.plan.stage == 3:
+            for parameter in model.used_elsewhere():
+                self._deepspeed.zero.register_external_parameter(model, parameter)
+        return runtime
+
+    def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
+        # From pinned memory the copy to a GPU runs beside the kernels that were launched before.
+        here = device.current()
+        raw = {name: tensor.to(here, non_blocking=True) for name, tensor in next(batches).items()}
+        return self._task.batch(raw, self._batch_options)
+
+    def _values(self, parameter: Any) -> Tensor:
+        """What this rank keeps of a weight."""
+        if self.plan.stage < 3:
+            values: Tensor = parameter.detach()
+            return values
+        kept: Tensor = parameter.ds_tensor.detach()[: partition_range(parameter).size]
+        return kept
+
+
+def handed_json(plan: DeepSpeedPlan) -> dict[str, Any]:
+    """What DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes into it."""
+    return copy.deepcopy(dict(plan.json))
+
+
+def _say_what_has_no_effect(config: RunConfig, plan: DeepSpeedPlan) -> None:
+    if config.logging.log_num_zeros_in_grad and plan.stage > 0:
+        log.warning(
+            "--log-num-zeros-in-grad has no effect with a ZeRO stage above 0: gradients are gone "
+            "when the step is over"
+        )

@@ -1,0 +1,82 @@
+"""The parallel groups as DeepSpeed asks for them: the methods of Megatron's old `mpu` module.
+
+DeepSpeed takes the norm of a gradient over the "model" group, which is one whole replica, and
+shards over the data-parallel group.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Parameter
+
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.partition import partition_of
+
+
+class Grid:
+    """A `ParallelContext` by the names that DeepSpeed knows."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+
+    def get_model_parallel_rank(self) -> int:
+        """Index of this rank in its replica."""
+        return self._context.model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of ranks of a replica."""
+        return self._context.model.size
+
+    def get_model_parallel_group(self) -> Any:
+        """Handle of the group of one replica."""
+        return self._context.model.handle
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Index of this rank among those that share each layer."""
+        return self._context.tp.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Number of ranks that share each layer."""
+        return self._context.tp.size
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        """Handle of the group that shares each layer."""
+        return self._context.tp.handle
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Global rank of the first of those that share each layer."""
+        return self._context.tp.ranks[0]
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """Index of the stage of this rank."""
+        return self._context.pp.rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Number of pipeline stages."""
+        return self._context.pp.size
+
+    def get_pipeline_model_parallel_group(self) -> Any:
+        """Handle of the group of the stages of one replica."""
+        return self._context.pp.handle
+
+    def get_data_parallel_rank(self) -> int:
+        """Index of this rank among the replicas."""
+        return self._context.dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of replicas."""
+        return self._context.dp.size
+
+    def get_data_parallel_group(self) -> Any:
+        """Handle of the group of replicas."""
+        return self._context.dp.handle
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the group of replicas."""
+        return self._context.dp.ranks
+
+
+def mark_split(parameters: Iterable[Parameter]) -> None:
+    """Tell DeepSpeed which parameters are split over tp; the others count once in a norm."""
+    for parameter in parameters:
+        vars(parameter)["tensor_model_parallel"] = partition_of(parameter) is not None

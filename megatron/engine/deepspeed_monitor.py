@@ -1,0 +1,26 @@
+"""What DeepSpeed's monitors (CSV files, Weights & Biases, Comet) are told of a step.
+
+DeepSpeed itself tells them of learning rate and loss scale. The loss that it sees is scaled for the
+backward pass, and of one replica, so the true one comes from here. TensorBoard needs none of this:
+it is written by the loop.
+"""
+
+from typing import Any
+
+from megatron.engine.base import StepReport
+
+
+def tell_monitors(runtime: Any, report: StepReport) -> None:
+    """Hand loss and gradient norm of a step to the monitors of DeepSpeed's engine, where enabled.
+
+    Points are at samples consumed, as DeepSpeed's own. The same call on every rank; one writes.
+    """
+    if not runtime.monitor.enabled:
+        return
+    at = runtime.global_samples
+    runtime.monitor.write_events(
+        [
+            ("Train/Samples/train_loss", report.loss, at),
+            ("Train/Samples/grad_norm", report.grad_norm, at),
+        ]
+    )

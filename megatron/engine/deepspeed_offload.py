@@ -1,0 +1,87 @@
+"""Which update rule works on weights that ZeRO has moved to the CPU.
+
+DeepSpeed's CPUAdam is compiled at its first use. Where it does not build, torch's AdamW does the
+same, slower; all ranks use the same of the two, because their roundings differ.
+"""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.utils import cpp_extension
+
+from megatron import log
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.engine.deepspeed_start import async_io_builds, quietly
+from megatron.errors import ConfigError, MachineError
+from megatron.mpu.collectives import all_gather_object
+from megatron.mpu.context import Group
+
+_EXTENSION = "cpu_adam"
+
+
+def cpu_adam_for(
+    offloaded: bool, wanted: bool, optimizer: OptimizerConfig, world: Group
+) -> Any | None:
+    """DeepSpeed's CPUAdam where offloaded weights are to be updated by it; None: by torch's rule.
+
+    Compiles it if it has to; all ranks call this together.
+    """
+    if not offloaded or optimizer.optimizer is not OptimizerKind.ADAM:
+        return None
+    if not wanted:
+        log.info("offloaded weights are updated by torch's AdamW, as asked for")
+        return None
+    # First all look for a lock, then all build: the lock of one must not look stale to another.
+    locked = [text for text in all_gather_object(_stale_lock(), world) if text is not None]
+    reasons = locked or [
+        text for text in all_gather_object(_why_not_built(), world) if text is not None
+    ]
+    if reasons:
+        log.warning(
+            f"DeepSpeed's CPUAdam cannot be used ({reasons[0]}): offloaded weights are updated by "
+            "torch's AdamW, which takes longer"
+        )
+        return None
+    log.info("offloaded weights are updated by DeepSpeed's CPUAdam")
+    return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+
+
+def refuse_nvme(offload_optimizer: str, offload_param: str) -> None:
+    """What cannot be kept on NVMe here.
+
+    Raises:
+        MachineError: DeepSpeed's asynchronous I/O does not build.
+        ConfigError: the optimizer's state is to be there, where no checkpoint would find it.
+    """
+    if "nvme" not in (offload_optimizer, offload_param):
+        return
+    if not async_io_builds():
+        raise MachineError(
+            "nothing can be offloaded to NVMe: DeepSpeed's async_io does not build here",
+            found=f"optimizer: {offload_optimizer}, parameters: {offload_param}; libaio or its "
+            "headers are missing",
+            fix="install libaio's development package, or offload to the CPU",
+        )
+    raise ConfigError(
+        "weights and state on NVMe are not saved by this program",
+        found=f"optimizer: {offload_optimizer}, parameters: {offload_param}",
+        fix="offload to the CPU",
+    )
+
+
+def _stale_lock() -> str | None:
+    """A compiler's lock that nobody of this run holds; waiting for it would never end."""
+    lock = Path(cpp_extension._get_build_directory(_EXTENSION, False), "lock")
+    return f"{lock} is left from a compiler that died; remove it" if lock.exists() else None
+
+
+def _why_not_built() -> str | None:
+    builders: ModuleType = importlib.import_module("deepspeed.ops.op_builder")
+    try:
+        with quietly():
+            builders.CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # any failure of a compiler and its tools; it is said, above
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None

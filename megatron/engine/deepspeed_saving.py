@@ -1,0 +1,179 @@
+"""Lets DeepSpeed's engine save in its own layout, with nothing in it that only we can read.
+
+Names and splits of parameters, and what our optimizer keeps at stage 0, are handed over in plain
+values. How the files become a checkpoint is `checkpoint.deepspeed_save`'s business.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.checkpoint.deepspeed_save import ClientState, Door, Live
+from megatron.checkpoint.formats.deepspeed_parameters import KnownParameter, describe_parameter
+from megatron.config.precision import PrecisionConfig
+from megatron.mpu.context import ParallelContext
+from megatron.optimizer.optimizer import MegatronOptimizer
+from megatron.optimizer.param_groups import param_groups
+
+_TIED = "tied_modules."
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+class LossScale(NamedTuple):
+    """The factor on the loss, and the state of what moves it (empty where nothing does)."""
+
+    scale: float
+    state: Mapping[str, float]
+
+
+def live_run(
+    runtime: Any,
+    named: Named,
+    context: ParallelContext,
+    *,
+    precision: PrecisionConfig,
+    loss_scale: LossScale,
+    own: MegatronOptimizer | None,
+) -> Live:
+    """What `save_deepspeed` needs of a run.
+
+    Args:
+        runtime: DeepSpeed's engine.
+        named: the parameters of this rank under our names.
+        own: our optimizer, where it steps instead of DeepSpeed's (stage 0).
+    """
+    theirs = {parameter: name for name, parameter in runtime.module.named_parameters()}
+    known = {theirs[p]: _describe(name, p, theirs[p], context) for name, p in named}
+    groups = param_groups(named, dimensions=lambda p: len(_shape(p)))
+    ordered = [pair for group in groups for pair in group.parameters]
+
+    def write(folder: Path, tag: str, state: ClientState, door: Door) -> None:
+        if own is not None:
+            state = {**state, "optimizer": _as_deepspeed_keeps_it(own, ordered, loss_scale)}
+        with _through(runtime, door), _plain_scale(runtime.optimizer, loss_scale, precision):
+            runtime.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+
+    return Live(known, tuple(theirs[p] for _, p in ordered), write)
+
+
+def _describe(
+    name: str, parameter: Parameter, theirs: str, context: ParallelContext
+) -> KnownParameter:
+    return describe_parameter(
+        name, parameter, _shape(parameter), tp=context.tp.size, tied=theirs.startswith(_TIED)
+    )
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@contextmanager
+def _through(runtime: Any, door: Door) -> Iterator[None]:
+    """Let every file that DeepSpeed writes pass the door."""
+    before = runtime.checkpoint_engine
+    runtime.checkpoint_engine = _Writer(before, door)
+    try:
+        yield
+    finally:
+        runtime.checkpoint_engine = before
+
+
+class _Writer:
+    """DeepSpeed's writer of files, but for the writing."""
+
+    def __init__(self, replaced: Any, door: Door) -> None:
+        self._replaced, self._door = replaced, door
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replaced, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file, durably; an error is kept until all ranks are done."""
+        self._door.save(state_dict, path)
+
+
+@contextmanager
+def _plain_scale(
+    optimizer: Any, loss_scale: LossScale, precision: PrecisionConfig
+) -> Iterator[None]:
+    """DeepSpeed pickles its loss scale as an object: one of its own classes, for others to read."""
+    if not hasattr(optimizer, "loss_scaler"):
+        yield
+        return
+    before = optimizer.loss_scaler
+    optimizer.loss_scaler = _deepspeed_scale(loss_scale, precision)
+    try:
+        yield
+    finally:
+        optimizer.loss_scaler = before
+
+
+def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> Any:
+    scales = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+    scale, state = loss_scale
+    if not state:
+        return scales.LossScaler(scale=scale)
+    made = scales.DynamicLossScaler(
+        init_scale=scale,
+        scale_window=precision.loss_scale_window,
+        min_scale=precision.min_loss_scale,
+        delayed_shift=precision.hysteresis,
+        consecutive_hysteresis=False,
+    )
+    made.cur_iter = int(state["good_iterations"])
+    made.cur_hysteresis = int(state["overflows_left"])
+    return made
+
+
+def _as_deepspeed_keeps_it(
+    own: MegatronOptimizer, ordered: Named, loss_scale: LossScale
+) -> dict[str, Any]:
+    """Our optimizer's state in the form that DeepSpeed's has without ZeRO."""
+    named, steps = own.named_state(), float(own.scalars()["steps"])
+    numbers = {name: at for at, (name, _) in enumerate(ordered)}
+    state = {
+        numbers[name]: {"step": torch.tensor(steps)}
+        | {kind: _compact(value) for kind, value in kinds.items() if kind != "master"}
+        for name, kinds in named.items()
+    }
+    groups = [
+        {"params": [numbers[name] for name, _ in group.parameters]}
+        for group in param_groups(ordered)
+    ]
+    base: dict[str, Any] = {"state": state, "param_groups": groups}
+    if not any("master" in kinds for kinds in named.values()):
+        return base
+    masters = [
+        [_compact(_master_of(named[name], p)) for name, p in group.parameters]
+        for group in param_groups(ordered)
+    ]
+    scale, dynamic = loss_scale
+    return {
+        "optimizer_state_dict": base,
+        "fp32_groups": masters,
+        "dynamic_loss_scale": bool(dynamic),
+        "cur_scale": scale,
+        "cur_iter": int(dynamic.get("good_iterations", 0)),
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+    }
+
+
+def _master_of(kinds: Mapping[str, Tensor], parameter: Parameter) -> Tensor:
+    return kinds.get("master", parameter)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor alone: of a view, torch.save would write all of the memory that it looks into."""
+    values = tensor.detach()
+    whole = values.untyped_storage().nbytes() == values.numel() * values.element_size()
+    return values if whole else values.clone()

@@ -1,0 +1,130 @@
+"""Brings DeepSpeed up in a process whose groups exist already: its import, its words, its compiler.
+
+DeepSpeed is imported when a run asks for it and never before. Left alone it compiles an extension
+at its first collective (and waits for ever on the lock of a compiler that died), chooses a device
+by itself and prints; none of this happens here.
+"""
+
+import importlib
+import io
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron import device, log
+from megatron.config.deepspeed_version import version_problem
+from megatron.errors import MachineError
+from megatron.mpu.context import ParallelContext
+
+# What DeepSpeed says at every start of a run that is as it should be.
+_EXPECTED = (
+    "untested optimizer",
+    "ZeRO leaf module configuration did not match",
+    "Pipeline parallelism does not support overlapped communication",
+)
+_OLD_NAMES = r".*(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base).*"
+
+
+def start_deepspeed(context: ParallelContext) -> ModuleType:
+    """Import DeepSpeed, and let it use the groups of `context`; may be called again.
+
+    Raises:
+        MachineError: it is not there, of a version that nobody has tested, or for another device.
+    """
+    deepspeed = import_deepspeed()
+    _speak_through_our_log()
+    # Its probe of what could be compiled asks the compiler; "nothing" keeps shm_comm from it.
+    vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = defaultdict(bool)
+    _check_accelerator(deepspeed)
+    if context.world.handle is None:
+        raise MachineError(
+            "DeepSpeed needs a process group, also for one rank",
+            found="a context without torch.distributed",
+            fix="start the run through initialize_megatron(), which makes one",
+        )
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    groups.mpu = groups.mesh_device = None  # of an engine that this process had before
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed
+
+
+def import_deepspeed() -> ModuleType:
+    """The package, of a version that was tested; MachineError names both otherwise."""
+    problem = version_problem()
+    if problem is not None:
+        raise problem
+    speaker = logging.getLogger("DeepSpeed")
+    speaker.disabled = True  # its import sets level and stream, and speaks
+    try:
+        return importlib.import_module("deepspeed")
+    finally:
+        speaker.disabled = False
+
+
+def async_io_builds() -> bool:
+    """Whether DeepSpeed can read and write NVMe here (libaio and its headers); runs a compiler."""
+    builder: Any = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(builder().is_compatible(verbose=False))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What is printed inside, as DeepSpeed does beside its logger, goes to our log as details."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        for line in printed.getvalue().splitlines():
+            log.debug(f"DeepSpeed: {line.rstrip()}")
+
+
+def fp16_is_supported() -> bool:
+    """Whether DeepSpeed computes in float16 on the device of this process."""
+    return bool(import_deepspeed().get_accelerator().is_fp16_supported())
+
+
+class _ToOurLog(logging.Handler):
+    """Says what DeepSpeed says as our own log would, with its name in front."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if any(words in text for words in _EXPECTED):
+            return
+        if record.levelno >= logging.ERROR:
+            log.error(f"DeepSpeed: {text}")
+        elif record.levelno >= logging.WARNING:
+            log.warning(f"DeepSpeed: {text}")
+        else:
+            log.debug(f"DeepSpeed: {text}")
+
+
+def _speak_through_our_log() -> None:
+    speaker = logging.getLogger("DeepSpeed")
+    speaker.handlers = [_ToOurLog()]
+    speaker.setLevel(logging.WARNING)
+    # torch 2.13 warns of every call by an old name; DeepSpeed knows no other.
+    warnings.filterwarnings("ignore", message=_OLD_NAMES, category=FutureWarning)
+
+
+def _check_accelerator(deepspeed: ModuleType) -> None:
+    wanted, chosen = device.current().type, deepspeed.get_accelerator().device_name()
+    if chosen == wanted:
+        return
+    if wanted == "cpu":  # DeepSpeed takes a GPU where there is one, whatever --device says
+        cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+        importlib.import_module("deepspeed.accelerator").set_accelerator(cpu())
+        return
+    raise MachineError(
+        "DeepSpeed and this run are for different devices",
+        found=f"DeepSpeed computes on {chosen}, --device {wanted}, torch {torch.__version__}",
+        fix=f"unset DS_ACCELERATOR, or set it to {wanted}",
+    )

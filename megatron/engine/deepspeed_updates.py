@@ -1,0 +1,398 @@
+"""From summed gradients to new weights under DeepSpeed: who steps, and with which numbers.
+
+At ZeRO stage 0 our own optimizer steps, inside DeepSpeed's: DeepSpeed would begin Adam at its
+second step in half precision, divide fp16 gradients by a loss scale that it never multiplied with,
+and clip pipelines by a norm that misses stages. At stages 1 to 3 DeepSpeed shards, clips and steps,
+with our update rule and our loss scale (its own moves between the norm and the update).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron import log
+from megatron.checkpoint.sharded import ShardedTensor
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
+from megatron.config.run import RunConfig
+from megatron.engine.deepspeed_state import ZeroShards, state_of_shards
+from megatron.engine.state import optimizer_tensors, parameter_tensors
+from megatron.errors import CheckpointError, ConfigError
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.partition import is_sequence_parallel
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.grad_scaler import GradScaler, build_scaler
+from megatron.optimizer.optimizer import MegatronOptimizer, OptimizerReport, build_optimizer
+from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.replicated_grads import reduce_replicated
+from megatron.optimizer.update_rule import fresh_state, update_rule
+
+Named = Sequence[tuple[str, Parameter]]
+
+
+class Updates(Protocol):
+    """What turns the gradients of one step into new weights; all ranks call it together."""
+
+    handed: torch.optim.Optimizer
+    """What `deepspeed.initialize` is given."""
+
+    @property
+    def own(self) -> MegatronOptimizer | None:
+        """Our optimizer, where it steps instead of DeepSpeed's."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by until the update."""
+
+    @property
+    def loss_factor(self) -> float:
+        """What the engine multiplies a loss by itself, before DeepSpeed's `backward`."""
+
+    def adopt(self, runtime: Any) -> None:
+        """Take what `deepspeed.initialize` made of `handed`; once, before the first step."""
+
+    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+        """Prepare for a step of `num_passes` backward passes, with these numbers for its update."""
+
+    def outcome(self) -> OptimizerReport:
+        """What DeepSpeed's `step` has done; once, after every step."""
+
+    def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
+        """The weights, and the optimizer's state if asked, as views."""
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the optimizer's state, as JSON values."""
+
+    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Take over what was read into `tensors`; without optimizer state, only the weights."""
+
+
+def updates_for(
+    config: RunConfig,
+    named: Named,
+    context: ParallelContext,
+    *,
+    stage: int,
+    cpu_adam: Any = None,
+) -> Updates:
+    """How weights are updated at a ZeRO stage.
+
+    Args:
+        named: every trainable parameter of this rank with its global name.
+        cpu_adam: DeepSpeed's class, where offloaded weights are to be updated by it.
+
+    Raises:
+        ConfigError: ZeRO cannot keep the optimizer's state as the flags ask.
+    """
+    if stage == 0:
+        return OwnUpdates(config, named, context)
+    return ZeroUpdates(config, named, context, cpu_adam=cpu_adam)
+
+
+class OwnUpdates:
+    """Our own optimizer behind DeepSpeed's engine, which reduces our buffers of gradients."""
+
+    def __init__(self, config: RunConfig, named: Named, context: ParallelContext) -> None:
+        alone = Group((context.rank,), 0)  # DeepSpeed sums over replicas, not the buffer
+        gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
+        self._named, self._context = named, context
+        self._gradients = GradBuffer(named, alone, gradient_dtype=gradient_dtype)
+        self._optimizer = build_optimizer(
+            named, optimizer=config.optimizer, precision=config.precision, ctx=context
+        )
+        self.handed: torch.optim.Optimizer = _StepsOurs(
+            param_groups(named), self._gradients, self._step, config.optimizer
+        )
+        self._with_zeros = config.logging.log_num_zeros_in_grad
+        self._numbers = (0.0, 0.0)
+        self._report: OptimizerReport | None = None
+
+    @property
+    def own(self) -> MegatronOptimizer:
+        """Our optimizer, which steps instead of DeepSpeed's."""
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by until the update."""
+        return self._optimizer.loss_scale
+
+    @property
+    def loss_factor(self) -> float:
+        """The loss scale: at stage 0 DeepSpeed leaves it to whoever calls `backward`."""
+        return self._optimizer.loss_scale
+
+    def adopt(self, runtime: Any) -> None:
+        """Do nothing: DeepSpeed keeps an optimizer of stage 0 as it is."""
+
+    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+        """Zero the gradients, and note the numbers of this step."""
+        self._gradients.start_step(num_passes)
+        self._numbers = (learning_rate, weight_decay)
+        self._report = None
+
+    def outcome(self) -> OptimizerReport:
+        """What the step has done."""
+        assert self._report is not None  # noqa: S101  # invariant: DeepSpeed has called `_step`
+        return self._report
+
+    def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
+        """The weights, and the optimizer's state if asked, as views."""
+        found = parameter_tensors(self._named, self._context)
+        if optimizer:
+            found += optimizer_tensors(self._named, self._optimizer, self._context)
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """The number of updates, and the loss scale."""
+        return self._optimizer.scalars()
+
+    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Take over what was read into `tensors`."""
+        if optimizer:
+            self._optimizer.load_state(self._optimizer.named_state(), scalars)
+        else:
+            self._optimizer.refresh_masters()
+
+    def _step(self) -> OptimizerReport:
+        self._gradients.finish()
+        reduce_replicated([parameter for _, parameter in self._named], self._context.tp)
+        learning_rate, weight_decay = self._numbers
+        self._report = self._optimizer.step(
+            learning_rate=learning_rate, weight_decay=weight_decay, with_zeros=self._with_zeros
+        )
+        return self._report
+
+
+class ZeroUpdates:
+    """DeepSpeed's ZeRO optimizer around our update rule, whose flat shards are ours by name."""
+
+    def __init__(
+        self, config: RunConfig, named: Named, context: ParallelContext, *, cpu_adam: Any = None
+    ) -> None:
+        _refuse_narrow_state(config.optimizer)
+        self._named, self._context = named, context
+        self._config = config.optimizer
+        # A parameter of stage 3 is empty while it is not in use, so its own shape says nothing.
+        self._groups = param_groups(named, dimensions=_dimensions)
+        self._scaler = build_scaler(config.precision)
+        self._is_cpu_adam = cpu_adam is not None
+        parts = [[parameter for _, parameter in group.parameters] for group in self._groups]
+        self.handed: torch.optim.Optimizer
+        if cpu_adam is None:
+            self.handed = update_rule(parts, config.optimizer)
+        else:
+            self.handed = cpu_adam(
+                [{"params": part} for part in parts],
+                lr=0.0,
+                betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+                eps=config.optimizer.adam_eps,
+                adamw_mode=True,
+            )
+        self._steps = 0
+        self.own = None
+        self._runtime: Any = None
+        _sum_over_tp(named, context.tp)
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by until the update."""
+        return self._scaler.scale
+
+    @property
+    def loss_factor(self) -> float:
+        """1: DeepSpeed's `backward` multiplies with the loss scale that it was given."""
+        return 1.0
+
+    def adopt(self, runtime: Any) -> None:
+        """Give DeepSpeed's shards their state, and DeepSpeed our loss scale."""
+        self._runtime = runtime
+        _reduce_in_buckets(runtime)
+        runtime.optimizer.print_rank_0 = log.debug  # speaks when it is destroyed
+        self._shards = ZeroShards(runtime.optimizer, self._named, self._context)
+        for flat in self._shards.flats:
+            state: dict[str, Any] = fresh_state(flat.master, self._config)
+            if self._is_cpu_adam:
+                state["step"] = 0  # CPUAdam counts in a Python number
+            self.handed.state[flat.master] = state
+        if hasattr(runtime.optimizer, "loss_scaler"):  # its BF16 optimizer has none
+            runtime.optimizer.loss_scaler = _HeldScale(runtime.optimizer.loss_scaler, self._scaler)
+
+    def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
+        """Note the numbers of this step."""
+        del num_passes
+        for group, target in zip(self._groups, self.handed.param_groups):
+            target["lr"] = learning_rate * group.lr_multiplier
+            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+
+    def outcome(self) -> OptimizerReport:
+        """What the step has done, and what follows for the loss scale.
+
+        Raises:
+            NumericsError: the gradients overflow at the smallest loss scale.
+        """
+        applied, scale = bool(self._runtime.was_step_applied()), self._scaler.scale
+        self._scaler.update(overflow=not applied)
+        self._steps += applied
+        return OptimizerReport(
+            applied=applied,
+            finite=applied,
+            grad_norm=float(self._runtime.get_global_grad_norm()),
+            loss_scale=scale,
+            overflow=not applied and self._scaler.expects_overflow,
+        )
+
+    def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
+        """The weights, and the optimizer's state if asked, as views."""
+        found = self._shards.weights()
+        if optimizer:
+            found += state_of_shards(self._shards, self.handed)
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """The number of updates, and the loss scale; spelled as our own optimizer does."""
+        scalars = {"steps": self._steps, "loss_scaler": self._scaler.state_dict()}
+        return scalars | ({"rule": "DeepSpeedCPUAdam"} if self._is_cpu_adam else {})
+
+    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+        """Take over what was read into `tensors`: masters, counts, the loss scale."""
+        self._shards.refresh(masters=not optimizer or not self._shards.has_masters)
+        if not optimizer:
+            return
+        if not isinstance(scalars.get("steps"), int) or "loss_scaler" not in scalars:
+            raise CheckpointError(
+                "the checkpoint lacks the optimizer's number of updates or its loss scale",
+                found=f"fields: {', '.join(sorted(scalars)) or 'none'}",
+                fix="resume from another checkpoint, or use --no-load-optim",
+            )
+        self._scaler.load_state_dict(scalars["loss_scaler"])
+        self._steps = scalars["steps"]
+        for state in self.handed.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(self._steps)
+            elif "step" in state:
+                state["step"] = self._steps
+        if self._is_cpu_adam:
+            _replay_steps(self.handed, self._steps)
+
+
+def _replay_steps(cpu_adam: Any, steps: int) -> None:
+    """Bring CPUAdam to where it was after `steps` updates, to the bit.
+
+    It multiplies powers of its betas up, one update after the other, and where it skips some it
+    takes a power instead, which rounds otherwise. Nothing real is updated here.
+    """
+    nothing = [torch.zeros(1) for _ in range(4)]
+    betas, eps = cpu_adam.defaults["betas"], cpu_adam.defaults["eps"]
+    for step in range(1, steps + 1):
+        cpu_adam.ds_opt_adam.adam_update(
+            cpu_adam.opt_id, step, 0.0, *betas, eps, 0.0, True, *nothing
+        )
+
+
+class _StepsOurs(torch.optim.Optimizer):
+    """What DeepSpeed takes for the optimizer of a model; its step is another's."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        gradients: GradBuffer,
+        step: Any,
+        config: OptimizerConfig,
+    ) -> None:
+        parts = [{"params": [parameter for _, parameter in group.parameters]} for group in groups]
+        # DeepSpeed reports learning rates and momenta of whatever it steps.
+        super().__init__(parts, {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2)})
+        self._gradients, self._take_step = gradients, step
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """What DeepSpeed averages over replicas, and (none) over those that share experts."""
+        return [flat.data for flat in self._gradients.flats], {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never a loss
+        """Clip and update; called by DeepSpeed once gradients are averaged."""
+        del closure
+        report: OptimizerReport = self._take_step()
+        self.overflow, self._global_grad_norm = not report.applied, report.grad_norm
+
+
+class _HeldScale:
+    """A loss scale that stands still while DeepSpeed steps; it moves when the step is over.
+
+    DeepSpeed moves its own between the norm and the update, so that the update after a doubling
+    is made with half of the gradients.
+    """
+
+    def __init__(self, replaced: Any, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self.dynamic: bool = replaced.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor on the loss."""
+        return self._scaler.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss."""
+        return self._scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss as `backward` takes it."""
+        return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
+
+    def update_scale(self, overflow: bool) -> None:
+        """Do nothing: `ZeroUpdates.outcome` moves the scale."""
+
+
+def _reduce_in_buckets(runtime: Any) -> None:
+    """Let `reduce_bucket_size` hold at stage 1 in bf16 too.
+
+    There DeepSpeed sums gradients of 500 million weights at once, whatever the size says, and makes
+    a copy of all of them for that.
+    """
+    size, reduce = runtime.zero_reduce_bucket_size(), runtime.allreduce_no_retain
+
+    def in_buckets(*given: Any, **named: Any) -> None:
+        reduce(*given, **{**named, "numel_per_bucket": size})
+
+    runtime.allreduce_no_retain = in_buckets
+
+
+def _dimensions(parameter: Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _sum_over_tp(named: Iterable[tuple[str, Parameter]], tp: Group) -> None:
+    """Sum the gradient of what tp ranks apply to parts of a sequence, each time it is computed.
+
+    ZeRO takes gradients away during the backward pass, so they cannot be summed after it.
+    """
+    if tp.size == 1:
+        return
+
+    def summed(gradient: Tensor) -> Tensor:
+        return all_reduce(gradient.float(), tp).to(gradient.dtype)
+
+    for _, parameter in named:
+        if is_sequence_parallel(parameter) and parameter.requires_grad:
+            parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
+def _refuse_narrow_state(config: OptimizerConfig) -> None:
+    narrow = [
+        f"--{name.replace('_', '-')} bf16"
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+        if getattr(config, name) is StateDtype.BF16
+    ]
+    if narrow and config.optimizer is OptimizerKind.ADAM:
+        raise ConfigError(
+            "ZeRO keeps the optimizer's state in fp32",
+            found=" ".join(narrow) + " with a ZeRO stage above 0",
+            fix="leave it out, or use --zero-stage 0 or the native engine",
+        )

@@ -1,0 +1,175 @@
+"""How likely a model finds given tokens: log-likelihoods of rows, on any tp x pp x dp grid.
+
+Whoever evaluates without training asks here. Each row is scored exactly once, whatever the batch
+and the number of replicas; logits are never gathered, and the softmax is over the true vocabulary
+in fp32 or wider. Text, tokens and what a score means are the caller's business.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron import device
+from megatron.config.run import RunConfig
+from megatron.engine.base import MicroBatch
+from megatron.engine.cuts import stage_ranges
+from megatron.errors import ConfigError, DataError
+from megatron.model.gpt_model import GPTModel, gpt_carry, gpt_layers, most_positions
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry, ModelBuild
+from megatron.model.stage import Stage, run_layers
+from megatron.mpu.argmax import vocab_parallel_argmax
+from megatron.mpu.collectives import all_gather_object
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.stage_plan import ranges_of_stage
+from megatron.pipeline.executor import Executor, StageWork
+from megatron.pipeline.plan import pipeline_plan
+
+_NOT_SCORED = -1
+
+
+class Row(NamedTuple):
+    """Tokens of which those from `first` on are scored, each given all before it in the row."""
+
+    tokens: tuple[int, ...]
+    first: int
+
+
+class RowScore(NamedTuple):
+    """What a model says of the scored tokens of a row."""
+
+    log_likelihood: float  # natural logarithm of their probability, the sum over tokens
+    is_greedy: bool  # each of them is the one that greedy choice would take
+    num_tokens: int
+
+
+class Scorer:
+    """A GPT on this rank of the grid, ready to score; all ranks make it and call it together.
+
+    Its weights are uninitialised: load them into `stage` first.
+
+    Args:
+        micro_batch_size: rows that one replica looks at together.
+        model: the whole model, where it is there already and there is no pipeline; it is `stage`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        build: ModelBuild,
+        *,
+        micro_batch_size: int,
+        model: GPTModel | None = None,
+    ) -> None:
+        self._build, self._micro_batch_size = build, micro_batch_size
+        self.max_length = most_positions(config.model, build)  # tokens that a row may be read by
+        pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+        specs = gpt_layers(config.model, build)
+        ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
+        self.stage: nn.Module
+        run: Callable[[int, Carry], Carry]
+        if model is not None:
+            assert build.ctx.pp.size == 1  # noqa: S101  # invariant: a whole model has no stages
+            self.stage, run = model, partial(_run_whole, model)
+        else:
+            with torch.device(device.current()):
+                stage = Stage(specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size))
+            self.stage, run = stage, stage.run
+        work = StageWork(run, partial(_scores, build), pipeline.num_chunks)
+        self._executor = Executor(work, build.ctx.pp, schedule=pipeline.schedule)
+
+    def score(self, rows: Sequence[Row]) -> list[RowScore]:
+        """The scores of `rows`, which are the same on every rank, in their order on every rank.
+
+        Raises:
+            ConfigError: a row is longer than the model's positions.
+            DataError: a row has nothing to score, nothing before it, or an unknown token.
+        """
+        for at, row in enumerate(rows):
+            self._check(at, row)
+        # Rows of like length together: shorter ones are filled up to the longest of their batch.
+        order = sorted(range(len(rows)), key=lambda at: (-len(rows[at].tokens), at))
+        size, replicas = self._micro_batch_size, self._build.ctx.dp
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        mine = batches[replicas.rank :: replicas.size]
+        self.stage.eval()
+        found: list[Tensor] = []
+        if mine:  # there may be fewer batches than replicas
+            found = self._executor.evaluate((self._batch(rows, each) for each in mine), len(mine))
+        scored = dict(_by_row(rows, mine, found)) if self._speaks else {}
+        everyone: dict[int, RowScore] = {}
+        for part in all_gather_object(scored, self._build.ctx.world):
+            assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: replicas share out
+            everyone |= part
+        assert len(everyone) == len(rows)  # noqa: S101  # invariant: each row is in one batch
+        return [everyone[at] for at in range(len(rows))]
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank is the one of its replica that says what came out."""
+        return self._build.ctx.pp.is_last and self._build.ctx.tp.is_first
+
+    def _batch(self, rows: Sequence[Row], which: Sequence[int]) -> MicroBatch:
+        """Inputs [b, s] and targets [b, s] of some rows, filled up at the end."""
+        taken = [rows[at] for at in which]
+        length = max(len(row.tokens) for row in taken) - 1
+        if self._build.sequence_parallel:
+            length += -length % self._build.ctx.tp.size
+        # What stands behind a row is seen by none of its tokens, so any token may.
+        inputs = torch.zeros((len(taken), length), dtype=torch.int64)
+        targets = torch.full((len(taken), length), _NOT_SCORED, dtype=torch.int64)
+        for at, row in enumerate(taken):
+            tokens = torch.tensor(row.tokens, dtype=torch.int64)
+            inputs[at, : len(tokens) - 1] = tokens[:-1]
+            targets[at, row.first - 1 : len(tokens) - 1] = tokens[row.first :]
+        here = device.current()
+        return MicroBatch(gpt_carry(inputs.to(here)), (targets.to(here),))
+
+    def _check(self, at: int, row: Row) -> None:
+        tokens, first = row
+        if not 1 <= first < len(tokens):
+            raise DataError(
+                "a row has no token to score, or none before the first one",
+                found=f"row {at}: {len(tokens)} tokens, scored from number {first} on",
+                fix="give each row a token of context, such as the end of a document, and one more",
+            )
+        unknown = [token for token in tokens if not 0 <= token < self._build.vocab.true]
+        if unknown:
+            raise DataError(
+                "a row holds a token that the model does not know",
+                found=f"row {at}: token {unknown[0]}, a vocabulary of {self._build.vocab.true}",
+                fix="use the tokenizer that the model was trained with",
+            )
+        if self.max_length is not None and len(tokens) - 1 > self.max_length:
+            raise ConfigError(
+                "a row is longer than the positions that the model has",
+                found=f"row {at}: {len(tokens) - 1} tokens to read, {self.max_length} positions",
+                fix="cut it into windows",
+            )
+
+
+def _run_whole(model: GPTModel, chunk: int, carry: Carry) -> Carry:
+    return run_layers(model, model.specs, carry)
+
+
+def _scores(build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
+    """For each row [b] the sum of its losses, and how many of its tokens greedy choice misses."""
+    logits, targets = carry[0], labels[0].t()  # [s, b, v/tp], [s, b]
+    losses = vocab_parallel_cross_entropy(
+        logits, targets, ctx=build.ctx, true_vocab_size=build.vocab.true
+    )
+    best = vocab_parallel_argmax(logits, ctx=build.ctx, true_vocab_size=build.vocab.true)
+    missed = (best != targets) & (targets >= 0)
+    return LossSum(losses.sum(dim=0), missed.sum(dim=0).to(losses.dtype))
+
+
+def _by_row(
+    rows: Sequence[Row], batches: Sequence[Sequence[int]], found: Sequence[Tensor]
+) -> Iterator[tuple[int, RowScore]]:
+    for which, scores in zip(batches, found):
+        for at, loss, missed in zip(which, *scores.tolist()):
+            row = rows[at]
+            yield at, RowScore(-loss, not missed, len(row.tokens) - row.first)

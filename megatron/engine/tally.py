@@ -1,0 +1,89 @@
+"""What a step counts and reports: losses and counts over micro-batches, replicas and stages.
+
+One place for all engines, so that they report the same numbers. A model may have several losses;
+each is a mean over what it counts itself, and the sum of the means is minimised.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron import device
+from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepReport
+from megatron.errors import DataError
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import ParallelContext
+from megatron.optimizer.optimizer import OptimizerReport
+
+
+def counts_ahead(
+    task: PretrainTask, ahead: Sequence[MicroBatch], context: ParallelContext
+) -> Tensor:
+    """How much each loss will count in a step, known from the labels alone: [k] float64.
+
+    Sums over replicas.
+
+    Raises:
+        DataError: one of them counts nothing, so there is nothing to divide by.
+    """
+    mine = torch.stack([task.counted(batch.labels).double() for batch in ahead]).sum(0).view(-1)
+    counts = all_reduce(mine, context.dp)
+    check_counts(task, counts.tolist())
+    return counts
+
+
+def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
+    """DataError, with the counts of a whole step, when one of its losses counts nothing."""
+    if all(counts):
+        return
+    if len(counts) == 1:
+        raise DataError(
+            "a global batch has no token that counts",
+            found="a loss mask of zeros",
+            fix="look at --eod-mask-loss and at the training data",
+        )
+    named = ", ".join(f"{name} {count:g}" for name, count in zip(task.losses, counts))
+    raise DataError(
+        "a global batch has nothing that one of its losses counts",
+        found=f"counted of each: {named}",
+        fix="look at the training data, or use a larger --global-batch-size",
+    )
+
+
+class Tally:
+    """Totals and counts of each loss, in float64 and equal on all ranks.
+
+    Args:
+        sums: of every micro-batch its totals and counts, [2] or [2, k]; none but on the last stage.
+    """
+
+    def __init__(
+        self, sums: Sequence[Tensor], task: PretrainTask, context: ParallelContext
+    ) -> None:
+        shape = (2, len(task.losses))
+        mine = torch.zeros(shape, dtype=torch.float64, device=device.current())
+        if sums:
+            mine = torch.stack(list(sums)).double().sum(0).view(shape)
+        both = all_reduce(all_reduce(mine, context.dp), context.pp)
+        self.totals, self.counts = both.tolist()
+
+    def report(self, done: OptimizerReport) -> StepReport:
+        """What one step did, given what its update did."""
+        means = tuple(total / count for total, count in zip(self.totals, self.counts))
+        return StepReport(
+            loss=sum(means),
+            grad_norm=done.grad_norm,
+            skipped=not done.applied,
+            overflow=done.overflow,
+            loss_scale=done.loss_scale,
+            num_zeros=done.num_zeros,
+            means=means if len(means) > 1 else (),
+        )
+
+    def evaluation(self) -> EvaluationSum:
+        """The same as the result of an evaluation."""
+        first, *others = (
+            EvaluationSum(total, round(count)) for total, count in zip(self.totals, self.counts)
+        )
+        return first._replace(others=tuple(others))

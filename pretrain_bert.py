@@ -1,0 +1,100 @@
+"""Pretrain a BERT: `torchrun --nproc-per-node N pretrain_bert.py <flags>`, or `python` alone.
+
+What is here is what makes it BERT: datasets, layers, batch and losses, as one `PretrainTask`. Flags
+are read before anything that imports torch, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.arguments import CommandLineError, parse_args
+from megatron.program import run
+
+if TYPE_CHECKING:
+    from megatron.engine.base import PretrainTask
+
+
+def program() -> None:
+    """Train, and end with the status that the outcome asks for; also installed as a command."""
+    run(main)
+
+
+def main() -> None:
+    """Read the flags, then train."""
+    # Megatron's scripts for BERT name no tokenizer: it is a lower-casing WordPiece unless they do.
+    try:
+        config = parse_args(args_defaults={"tokenizer_type": "BertWordPieceLowerCase"})
+    except CommandLineError as wrong:
+        from megatron.data.program_data import BERT_DATA
+        from megatron.initialize import with_findings_of_checks
+
+        raise with_findings_of_checks(wrong, reads=BERT_DATA) from None
+    from megatron.training import pretrain  # takes seconds, for torch
+
+    pretrain(bert_task(order_head=config.data.bert_binary_head), config)
+
+
+def bert_task(*, order_head: bool = True) -> PretrainTask:
+    """BERT as a value: what is read, what is built, and what is minimised.
+
+    Args:
+        order_head: also guess whether the two segments are in their order
+            (`--bert-no-binary-head` turns it off).
+    """
+    import torch
+    from torch import Tensor
+
+    from megatron.config.model import ModelConfig
+    from megatron.data.bert_batch import bert_batch
+    from megatron.data.program_data import BERT_DATA
+    from megatron.engine.base import BatchOptions, MicroBatch, PretrainTask, RawBatch
+    from megatron.engine.datasets import datasets_of
+    from megatron.model.accounting import bert_flops_per_token
+    from megatron.model.bert_model import bert_carry, bert_layers, bert_loss
+    from megatron.model.losses import LossSum, counted_tokens
+    from megatron.model.specs import Carry, LayerSpec, ModelBuild
+
+    def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
+        """The list, with or without the head that guesses the order."""
+        return bert_layers(config, build, order_head=order_head)
+
+    def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
+        """Name what the loader yields, for the model and for the losses."""
+        cut = bert_batch(raw)
+        order = (cut.swapped,) if order_head else ()
+        return MicroBatch(
+            inputs=bert_carry(cut.tokens, cut.types, cut.padding_mask),
+            labels=(cut.labels, cut.loss_mask, *order),
+        )
+
+    def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
+        """Cross entropy of the words to guess, and of the order of the segments."""
+        return bert_loss(build, carry, *labels)
+
+    def counted(labels: Carry) -> Tensor:
+        """How many words are to be guessed, and in how many rows."""
+        words = counted_tokens(labels[0], labels[1])
+        if not order_head:
+            return words
+        return torch.stack([words, torch.full_like(words, len(labels[2]))])
+
+    def flops(config: ModelConfig, build: ModelBuild) -> int:
+        """What the model needs, so that recomputation does not raise the MFU."""
+        return bert_flops_per_token(config, build.vocab.padded, build.seq_length)
+
+    return PretrainTask(
+        name="bert",
+        reads=BERT_DATA,
+        datasets=datasets_of(BERT_DATA),
+        layers=layers,
+        batch=batch,
+        loss=loss,
+        counted=counted,
+        flops_per_token=flops,
+        losses=("lm loss", "sop loss") if order_head else ("lm loss",),
+    )
+
+
+if __name__ == "__main__":
+    program()

@@ -1,0 +1,1 @@
+"""EleutherAI's lm-eval-harness asks our models, through its public interface."""

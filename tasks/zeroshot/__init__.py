@@ -1,0 +1,1 @@
+"""Evaluation of a GPT as it was pretrained: how well it predicts a text it has not seen."""

@@ -1,0 +1,129 @@
+"""The harness is told what the model says, on every grid; and what is wrong is said."""
+
+import math
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.engine.scoring import Row, RowScore
+from megatron.errors import ConfigError, DataError, NumericsError
+from megatron.initialize import shutdown_megatron
+from tasks.eval_harness.adapter import MegatronLM, check_canary
+from tasks.loading import Grid, LoadedScorer, load_scorer
+from tasks.zeroshot.windows import rolling_windows
+from tests.programs.tasks.models import SAME, tiny_gpt_checkpoint
+from tests.support.ranks import run_on_ranks
+
+TEXTS = ["the cat sat on a mat and it was a fine day for a cat", "a", ""]
+PAIRS = [("the cat", " sat"), ("", "a dog"), ("a dog ran ", "to the cat"), ("it was " * 9, "a")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_gpt_checkpoint(tmp_path_factory.mktemp("gpt"))
+
+
+def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=at)
+        for at, each in enumerate(arguments)
+    ]
+
+
+def asked(folder: str, grid: Grid) -> dict[str, Any]:
+    adapter = MegatronLM(load_scorer(folder, grid=grid, micro_batch_size=2))
+    check_canary(adapter)
+    found = {
+        "pairs": adapter.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True),
+        "texts": adapter.loglikelihood_rolling(
+            requests("loglikelihood_rolling", [(text,) for text in TEXTS])
+        ),
+        "truncated": adapter.truncated,
+    }
+    if grid.pipeline_model_parallel_size == 1:
+        wishes = {"until": ["\n", "t"], "max_gen_toks": 8}
+        found["written"] = adapter.generate_until(
+            requests("generate_until", [("the cat ", wishes), ("", {"max_gen_toks": 4})])
+        )
+    else:
+        with pytest.raises(ConfigError, match="a model in a pipeline scores, but does not write"):
+            adapter.generate_until(requests("generate_until", [("a", {})]))
+    shutdown_megatron()
+    return found
+
+
+@pytest.mark.slow
+def test_every_grid_answers_alike(checkpoint: str) -> None:
+    (alone,) = run_on_ranks(1, asked, checkpoint, Grid())
+    assert len(alone["pairs"]) == len(PAIRS)
+    assert alone["truncated"] > 0
+    assert alone["texts"][2] == 0.0
+    assert "t" not in alone["written"][0]
+    for ranks, grid in ((2, Grid(2, 1)), (2, Grid(1, 2)), (2, Grid())):
+        for found in run_on_ranks(ranks, asked, checkpoint, grid):
+            for (mine, greedy), (theirs, expected) in zip(found["pairs"], alone["pairs"]):
+                assert mine == pytest.approx(theirs, rel=SAME)
+                assert greedy == expected
+            assert found["texts"] == pytest.approx(alone["texts"], rel=SAME)
+            assert found.get("written", alone["written"]) == alone["written"]
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 4), (4, 4), (9, 4), (12, 5), (3, 1)])
+def test_windows_are_those_of_the_harness(count: int, length: int) -> None:
+    tokens = list(range(100, 100 + count))
+    theirs = [
+        make_disjoint_window(pair)
+        for pair in get_rolling_token_windows(tokens, 7, max_seq_len=length, context_len=1)
+    ]
+    ours = rolling_windows(tokens, prefix=7, length=length)
+    assert [(list(r.tokens[: r.first]), list(r.tokens[r.first :])) for r in ours] == theirs
+
+
+class FakeScorer:
+    """Says the same of every row, and less each time if asked to."""
+
+    max_length: int | None = 32
+
+    def __init__(self, answers: list[float]) -> None:
+        self._answers = answers
+
+    def score(self, rows: list[Row]) -> list[RowScore]:
+        return [RowScore(self._answers.pop(0), False, len(row.tokens)) for row in rows]
+
+
+class Letters:
+    name, eod, eod_note = "letters", 0, ""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [1 + ord(letter) % 30 for letter in text]
+
+
+def adapter_of(*answers: float, **changes: Any) -> MegatronLM:
+    tokenizer: Any = Letters()
+    vars(tokenizer).update(changes)
+    scorer: Any = FakeScorer(list(answers))
+    return MegatronLM(LoadedScorer(scorer, None, tokenizer, 8, None))  # type: ignore[arg-type]
+
+
+def test_what_is_no_probability_is_not_handed_over() -> None:
+    pairs = requests("loglikelihood", [("a", "b")])
+    for answer in (math.nan, 0.5):
+        with pytest.raises(NumericsError, match="the model's scores are no probabilities"):
+            adapter_of(answer).loglikelihood(pairs, disable_tqdm=True)
+
+
+def test_a_harness_that_asks_otherwise_dies_at_the_canary() -> None:
+    check_canary(adapter_of(-1.0, -2.0, -1.0, -2.0))
+    with pytest.raises(NumericsError, match="other answers from the model than the model gives"):
+        check_canary(adapter_of(-1.0, -2.0, -2.0, -1.0))
+
+
+def test_requests_that_cannot_be_answered_are_said() -> None:
+    with pytest.raises(DataError, match="a continuation is longer than the model"):
+        adapter_of(-1.0).loglikelihood(requests("loglikelihood", [("a", "b" * 40)]))
+    with pytest.raises(DataError, match="asked for a continuation of nothing"):
+        adapter_of(-1.0)._loglikelihood_tokens([(("a", ""), [1], [])])
+    with pytest.raises(ConfigError, match="puts the end of a document before texts"):
+        adapter_of(eod=None)

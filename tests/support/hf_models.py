@@ -1,0 +1,172 @@
+"""Tiny Hugging Face models for tests, with weights in which every value counts.
+
+What a reader would get wrong: as `transformers` begins a model, biases are zero, norms are one and
+matrices so small that an activation is nearly linear; a wrong GELU or a swapped half would hide.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.source import CheckpointSource
+from megatron.config.fields import from_plain
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.model.gpt_model import GPTModel
+from megatron.model.specs import ModelBuild, VocabSize
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import RandomStreams
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCABULARY, POSITIONS = 53, 64
+# In float32 both sides round a few hundred additions in another order. Logits are of size 1 to 10.
+LOGITS = 1e-5
+
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 56,
+    "max_position_embeddings": POSITIONS,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Name of the case: class of its config, and fields. Each feature of a family is in one of them.
+CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {**_GPT2, "n_inner": 72}),
+    "gpt2, erf, untied": (
+        "GPT2Config",
+        {**_GPT2, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {**_SHAPE, "rotary_pct": 0.5}),
+    "gpt_neox, one after the other": (
+        "GPTNeoXConfig",
+        {
+            **_SHAPE,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama": ("LlamaConfig", _SHAPE),
+    "llama 3.1": (
+        "LlamaConfig",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 2,
+            "rope_theta": 500.0,
+            "rope_scaling": _LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama, biases, wide heads": (
+        "LlamaConfig",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+    ),
+    "mistral": ("MistralConfig", {**_SHAPE, "num_key_value_heads": 2, "sliding_window": 6}),
+    "qwen2": ("Qwen2Config", {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2, window": (
+        "Qwen2Config",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 0,
+        },
+    ),
+    "qwen3": ("Qwen3Config", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
+}
+
+
+def hf_model(case: str, **changes: Any) -> Any:
+    """The model of a case in float32, in evaluation mode; the same values every time."""
+    kind, fields = CASES[case]
+    config = getattr(transformers, kind)(**(fields | changes))
+    # Eager: the window of a fused kernel is another piece of code.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.3 if parameter.dim() == 1 or "emb" in name or "wte" in name else 0.2
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+            if "weight" in name and parameter.dim() == 1:  # a norm
+                parameter.add_(1.0)
+    return model.eval()
+
+
+@functools.cache
+def saved_logits(case: str) -> Tensor:
+    """What `transformers` computes for `tokens()`, [b, s, v]."""
+    with torch.no_grad():
+        return hf_model(case)(tokens()).logits
+
+
+def save_case(case: str, folder: Path, **options: Any) -> Path:
+    """Save the model of a case with transformers' own `save_pretrained`."""
+    hf_model(case).save_pretrained(folder, **options)
+    return folder
+
+
+def tokens(batch: int = 2, length: int = 20) -> Tensor:
+    """Random ids [b, s]."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+
+def our_build(**changes: Any) -> ModelBuild:
+    """float32 on one process."""
+    values: dict[str, Any] = {
+        "ctx": ParallelContext.single(),
+        "vocab": VocabSize(VOCABULARY, VOCABULARY),
+        "seq_length": POSITIONS,
+        "streams": RandomStreams(1, tp_rank=0, dp_rank=0, pp_rank=0),
+        "precision": PrecisionConfig(),
+    }
+    return ModelBuild(**(values | changes))
+
+
+def our_model(
+    source: CheckpointSource, change: Callable[[str, Tensor], Tensor] | None = None
+) -> GPTModel:
+    """Our GPT with the weights of a source, after what `change` does to them by name."""
+    model = GPTModel(from_plain(ModelConfig, source.config["model"]), our_build())
+    state = {
+        name.removeprefix("model/"): source.read(name, whole(description.global_shape))
+        for name, description in source.tensors.items()
+    }
+    if change is not None:
+        state = {name: change(name, tensor) for name, tensor in state.items()}
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def our_logits(model: GPTModel) -> Tensor:
+    """[b, s, v] for `tokens()`."""
+    with torch.no_grad():
+        logits = model(tokens())
+    assert isinstance(logits, Tensor)
+    return logits.transpose(0, 1)

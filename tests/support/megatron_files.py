@@ -1,0 +1,256 @@
+"""Megatron's classic checkpoints, made from a description of the format and nothing of ours.
+
+`whole_model` draws a GPT as whole tensors under Megatron's names; `save_megatron` cuts it for a TP,
+PP and version, and writes files. Row orders of old versions are permuted here by plain indexing, so
+that a mistake in the code under test is not made twice.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small GPT as Megatron's flags describe it."""
+
+    layers: int = 4
+    hidden: int = 16
+    heads: int = 4
+    groups: int = 4
+    ffn: int = 24
+    rows: int = 44  # of the vocabulary, padding included
+    true_rows: int = 41
+    positions: int | None = 12
+    gated: bool = False
+    tied: bool = True
+    bias: bool = True
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        return self.hidden // self.heads
+
+
+def whole_model(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
+    """Every parameter, whole, under the names of version 3, q k v of a group together."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (shape.rows, shape.hidden)
+    }
+    if shape.positions:
+        sizes["embedding.position_embeddings.weight"] = (shape.positions, shape.hidden)
+    fc1 = shape.ffn * (2 if shape.gated else 1)
+    qkv = (shape.heads + 2 * shape.groups) * shape.width
+    for layer in range(shape.layers):
+        for name, size in (
+            ("input_layernorm", (shape.hidden,)),
+            ("self_attention.query_key_value", (qkv, shape.hidden)),
+            ("self_attention.dense", (shape.hidden, shape.hidden)),
+            ("post_attention_layernorm", (shape.hidden,)),
+            ("mlp.dense_h_to_4h", (fc1, shape.hidden)),
+            ("mlp.dense_4h_to_h", (shape.hidden, shape.ffn)),
+        ):
+            sizes[f"encoder.layers.{layer}.{name}.weight"] = size
+            if shape.bias or "layernorm" in name:
+                sizes[f"encoder.layers.{layer}.{name}.bias"] = size[:1]
+    sizes["encoder.final_layernorm.weight"] = sizes["encoder.final_layernorm.bias"] = (
+        shape.hidden,
+    )
+    if not shape.tied:
+        sizes["output_layer.weight"] = (shape.rows, shape.hidden)
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def flags(shape: Shape, tp: int, pp: int) -> dict[str, Any]:
+    """What the run that saved it would have had in `args`."""
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "ffn_hidden_size": shape.ffn,
+        "kv_channels": shape.width,
+        "group_query_attention": shape.groups != shape.heads,
+        "num_query_groups": shape.groups,
+        "max_position_embeddings": shape.positions or 64,
+        "position_embedding_type": "learned_absolute" if shape.positions else "rope",
+        "swiglu": shape.gated,
+        "add_bias_linear": shape.bias,
+        "untie_embeddings_and_output_weights": not shape.tied,
+        "bias_gelu_fusion": True,
+        "seq_length": 12,
+        "padded_vocab_size": shape.rows,
+        "make_vocab_size_divisible_by": 4,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "consumed_train_samples": 80,
+        "consumed_valid_samples": 16,
+        "lr": 1e-3,
+        "train_iters": 100,
+        **shape.args,
+    }
+
+
+def save_megatron(
+    folder: Path,
+    model: Mapping[str, Tensor],
+    shape: Shape,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
+    version: float | None = 3.0,
+    old_names: bool = False,
+    moments: Mapping[str, Mapping[str, Tensor]] | None = None,
+    iteration: int = 10,
+    legacy_files: bool = False,
+) -> Path:
+    """Write `model` as a save of Megatron at iteration 10; `moments`: optimizer kinds, whole."""
+    directory = folder / f"iter_{iteration:07d}"
+    per = shape.layers // (pp * chunks)
+    for stage in range(pp):
+        for rank in range(tp):
+            content: dict[str, Any] = {
+                "args": argparse.Namespace(**flags(shape, tp, pp)),
+                "iteration": iteration,
+                "tokens": 960,
+            }
+            if version is not None:
+                content["checkpoint_version"] = version
+            names: list[tuple[str, str]] = []  # (whole name, local name), in module order
+            for chunk in range(chunks):
+                virtual = chunk * pp + stage
+                mine = list(_of_stage(model, shape, virtual, per, pp * chunks))
+                state: dict[str, Any] = {"language_model": {}}
+                for whole_name, local in mine:
+                    part = cut(whole_name, model[whole_name], shape, rank, tp, version or 0.0)
+                    _put(state, local, part, old_names)
+                names += mine
+                last = virtual == pp * chunks - 1
+                if last and virtual and shape.tied:
+                    word = "embedding.word_embeddings.weight"
+                    part = cut(word, model[word], shape, rank, tp, version or 0.0)
+                    state["word_embeddings_for_head"] = {"weight": part}
+                    names.append((word, "word_embeddings_for_head.weight"))
+                content["model" if chunks == 1 else f"model{chunk}"] = state
+            if moments is not None:
+                content["optimizer"] = _optimizer(
+                    moments, model, names, shape, rank, tp, version or 0.0
+                )
+            path = directory / (
+                f"mp_rank_{rank:02d}" if pp == 1 else f"mp_rank_{rank:02d}_{stage:03d}"
+            )
+            path.mkdir(parents=True)
+            torch.save(
+                content,
+                path / "model_optim_rng.pt",
+                _use_new_zipfile_serialization=not legacy_files,
+            )
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return directory
+
+
+def cut(name: str, whole: Tensor, shape: Shape, rank: int, tp: int, version: float) -> Tensor:
+    """One tensor rank's part, in the row order of `version`."""
+    if "word_embeddings" in name or "output_layer" in name:
+        return whole.chunk(tp)[rank].clone()
+    if "query_key_value" in name:
+        part = whole.chunk(tp)[rank].clone()
+        heads, width = shape.heads // tp, shape.width
+        if version < 1:  # all queries, all keys, all values
+            rows = [
+                head * 3 * width + kind * width + channel
+                for kind in range(3)
+                for head in range(heads)
+                for channel in range(width)
+            ]
+            return part[rows]
+        if version < 2:  # q k v alternate channel by channel
+            rows = [
+                head * 3 * width + kind * width + channel
+                for head in range(heads)
+                for channel in range(width)
+                for kind in range(3)
+            ]
+            return part[rows]
+        return part
+    if "dense_h_to_4h" in name:
+        if not shape.gated:
+            return whole.chunk(tp)[rank].clone()
+        gate, up = whole.chunk(2)
+        parts = [gate.chunk(tp)[rank], up.chunk(tp)[rank]]
+        if "glu_activation" in shape.args:  # bigscience's activation is on the second half
+            parts.reverse()
+        return torch.cat(parts)
+    if name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight")):
+        return whole.chunk(tp, dim=1)[rank].clone()
+    return whole.clone()
+
+
+def _of_stage(
+    model: Mapping[str, Tensor], shape: Shape, virtual: int, per: int, count: int
+) -> Iterator[tuple[str, str]]:
+    for name in model:
+        if name.startswith("embedding.") and virtual == 0:
+            yield name, name
+        elif name.startswith("encoder.layers."):
+            layer, _, rest = name.removeprefix("encoder.layers.").partition(".")
+            if int(layer) // per == virtual:
+                yield name, f"encoder.layers.{int(layer) - virtual * per}.{rest}"
+        elif not name.startswith("embedding.") and virtual == count - 1:
+            yield name, name
+
+
+def _put(state: dict[str, Any], name: str, tensor: Tensor, old_names: bool) -> None:
+    top, _, rest = name.partition(".")
+    into = state["language_model"]
+    if top == "embedding":
+        module, _, leaf = rest.partition(".")
+        into.setdefault("embedding", {}).setdefault(module, {})[leaf] = tensor
+        return
+    if old_names:
+        top = {"encoder": "transformer"}.get(top, top)
+        rest = rest.replace("self_attention", "attention")
+    into.setdefault(top, {})[rest] = tensor
+
+
+def _optimizer(
+    moments: Mapping[str, Mapping[str, Tensor]],
+    model: Mapping[str, Tensor],
+    names: list[tuple[str, str]],
+    shape: Shape,
+    rank: int,
+    tp: int,
+    version: float,
+) -> dict[str, Any]:
+    decayed = [whole for whole, _ in names if model[whole].dim() > 1]
+    spared = [whole for whole, _ in names if model[whole].dim() == 1]
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    masters: list[list[Tensor]] = []
+    for group in (decayed, spared):
+        numbers = []
+        masters.append([])
+        for whole in group:
+            number = len(state)
+            numbers.append(number)
+            state[number] = {
+                kind: cut(whole, values[whole], shape, rank, tp, version)
+                for kind, values in moments.items()
+                if kind != "master"
+            }
+            if "master" in moments:
+                masters[-1].append(cut(whole, moments["master"][whole], shape, rank, tp, version))
+        groups.append({"params": numbers, "lr": 1e-3, "weight_decay": 0.1, "step": 7})
+    inner = {"state": state, "param_groups": groups}
+    if "master" not in moments:
+        return inner
+    scaler = {"scale": torch.tensor([1024.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
+    return {"optimizer": inner, "fp32_from_fp16_params": masters, "grad_scaler": scaler}

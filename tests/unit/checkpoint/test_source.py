@@ -1,0 +1,15 @@
+"""What every format shares: which iteration is written, and options with sensible defaults."""
+
+from megatron.checkpoint.source import SourceOptions, WriteOptions
+from tests.support.sources import MemorySource
+
+
+def test_the_iteration_is_the_one_asked_for_or_the_sources_own_or_0() -> None:
+    source = MemorySource.of_gpt(optimizer=True)
+    assert WriteOptions(iteration=3).iteration_of(source) == 3
+    assert WriteOptions().iteration_of(source) == 10
+    assert WriteOptions().iteration_of(MemorySource.of_gpt()) == 0
+
+
+def test_nothing_is_known_about_the_vocabulary_unless_it_is_said() -> None:
+    assert SourceOptions().vocab_size is None

@@ -1,0 +1,31 @@
+"""What a program reads becomes the three datasets that the loop asks for."""
+
+from pathlib import Path
+
+from megatron.data.bert_dataset import BERTDataset
+from megatron.data.program_data import BERT_DATA
+from megatron.engine.base import DatasetRequest
+from megatron.engine.datasets import datasets_of
+from megatron.initialize import tokenizer_of
+from tests.support.tiny_bert import tiny_bert_run, write_tiny_sentences
+
+
+def test_a_use_that_is_off_has_no_dataset(tmp_path: Path) -> None:
+    config = tiny_bert_run(write_tiny_sentences(tmp_path))
+    waited: list[bool] = []
+    built = datasets_of(BERT_DATA)(
+        DatasetRequest(
+            data=config.data,
+            tokenizer=tokenizer_of(config),
+            num_samples=(40, 8, 0),
+            min_samples=8,
+            seed=1,
+            is_builder=True,
+            wait=lambda: waited.append(True),
+        )
+    )
+    assert isinstance(built.train, BERTDataset)
+    assert len(built.train) >= 40
+    assert len(built.valid) >= 8
+    assert built.test is None
+    assert waited

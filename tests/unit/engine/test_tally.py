@@ -1,0 +1,51 @@
+"""Losses and counts of a step, on one rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.engine.base import EvaluationSum, MicroBatch
+from megatron.engine.tally import Tally, check_counts, counts_ahead
+from megatron.errors import DataError
+from megatron.mpu.context import ParallelContext
+from megatron.optimizer.optimizer import OptimizerReport
+from pretrain_gpt import gpt_task
+
+ALONE = ParallelContext.single()
+TWO = replace(gpt_task(), losses=("words", "order"))
+DONE = OptimizerReport(applied=True, finite=True, grad_norm=2.0, loss_scale=1.0)
+
+
+def labelled(*counted: int) -> list[MicroBatch]:
+    """Micro-batches of 4 tokens, so many of which are counted."""
+    return [
+        MicroBatch((), (torch.zeros(1, 4, dtype=torch.int64), (torch.arange(4) < n)[None].float()))
+        for n in counted
+    ]
+
+
+def test_tokens_are_counted_before_they_are_seen() -> None:
+    assert counts_ahead(gpt_task(), labelled(4, 1, 0), ALONE).tolist() == [5.0]
+
+
+def test_a_step_that_counts_nothing_is_an_error() -> None:
+    with pytest.raises(DataError, match="a global batch has no token that counts"):
+        counts_ahead(gpt_task(), labelled(0, 0), ALONE)
+    with pytest.raises(DataError, match="nothing that one of its losses counts") as error:
+        check_counts(TWO, [3.0, 0.0])
+    assert "words 3, order 0" in str(error.value)
+
+
+def test_a_report_has_means_over_what_was_counted() -> None:
+    sums = [torch.tensor([6.0, 3.0]), torch.tensor([2.0, 1.0])]
+    report = Tally(sums, gpt_task(), ALONE).report(DONE)
+    assert (report.loss, report.means, report.grad_norm, report.skipped) == (2.0, (), 2.0, False)
+
+
+def test_several_losses_are_told_apart_and_added() -> None:
+    sums = [torch.tensor([[6.0, 1.0], [3.0, 2.0]])]
+    tally = Tally(sums, TWO, ALONE)
+    report = tally.report(DONE)
+    assert (report.loss, report.means) == (2.5, (2.0, 0.5))
+    assert tally.evaluation() == EvaluationSum(6.0, 3, (EvaluationSum(1.0, 2),))
