@@ -81,7 +81,7 @@ def latest_iteration(folder: str | Place) -> int:
     present = iterations(folder)
     try:
         with (folder / TRACKER).open("rb") as file:
-            text = file.read(_TRACKER_BYTES).decode("ascii", "replace").strip()
+            text = file.read(_TRACKER_BYTES).decode("ascii", "replace").strip(" \t\r\n")
     except FileNotFoundError:
         raise _no_tracker(folder, present) from None
     if text == "release":

@@ -66,7 +66,8 @@ def locate(path: str | Path, iteration: int | None = None) -> Path:
         CheckpointError: there is no such folder or iteration, or nothing in it is recognised.
     """
     path = Path(path)
-    if iteration is None and recognise(path) is not None:
+    # A folder of ours is what its tracker says, whatever else was put beside the iterations.
+    if iteration is None and not (path / folder.TRACKER).is_file() and recognise(path) is not None:
         return path
     if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():
         return _of_iteration(path, iteration)
