@@ -7,7 +7,7 @@ by more than a line, the feature is in the wrong place.
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -106,12 +106,19 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         _announce(task, runtime, build, engine, duration, progress)
         first = progress.iteration
         save = partial(_save, engine, runtime, sources, saves, data)
+        if config.training.eval_only:
+            progress = data.validate(engine, progress, report)
+            data.test(engine, progress, report)
+            return progress
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, report)
         report.begin()
         while (reason := stop.reason(progress, steps_done=progress.iteration - first)) is None:
             saves.look()
             plan = plan_step(config, batches, duration, progress, curriculum)
+            if (skipped := _range_of(progress.iteration + 1, config.training.skipped)) is not None:
+                progress = _pass_over(training_batches, plan, progress, skipped)
+                continue
             cut = map(partial(shortened, length=plan.seq_length), training_batches)
             result = engine.train_step(cut if curriculum else training_batches, plan)
             progress = progress.after(
@@ -181,6 +188,29 @@ def plan_step(
             config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
         ),
         seq_length=curriculum.length_at(progress.iteration) if curriculum else whole,
+    )
+
+
+def _range_of(iteration: int, ranges: Sequence[range]) -> range | None:
+    return next((each for each in ranges if iteration in each), None)
+
+
+def _pass_over(
+    batches: Iterator[RawBatch], plan: StepPlan, progress: Progress, skipped: range
+) -> Progress:
+    """Read what an iteration would have trained on, and train nothing."""
+    for _ in range(plan.num_microbatches):
+        next(batches)
+    if progress.iteration + 1 == skipped[-1]:
+        log.info(
+            f"Skipped iterations {skipped[0]} to {skipped[-1]} due to "
+            "--skip-train-iteration-range flag."
+        )
+    return progress.after(
+        samples=plan.global_batch_size,
+        tokens=plan.global_batch_size * plan.seq_length,
+        skipped=True,
+        nonfinite=False,
     )
 
 

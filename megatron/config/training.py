@@ -14,6 +14,7 @@ from megatron.config.activations import (
 )
 from megatron.config.curriculum import CurriculumSchedule, curriculum_problems
 from megatron.config.fields import check_field, flag, raise_all
+from megatron.config.skips import skip_problems, skipped_ranges
 from megatron.errors import ConfigError
 
 
@@ -67,6 +68,14 @@ class TrainingConfig:
     eval_interval: int = flag(1000, help="iterations between evaluations; 0 for only at the end")
     eval_iters: int = flag(100, help="global batches per evaluation; 0 turns evaluation off")
     eval_at_start: bool = flag(False, help="evaluate also before the first iteration")
+    eval_only: bool = flag(
+        False,
+        help="evaluate what --load holds on the validation and the test data, and train nothing",
+        aliases=("--skip-train",),
+    )
+    skip_train_iteration_range: tuple[str, ...] | None = flag(
+        None, help="iterations whose data are passed over untrained, as 100-120 200-200"
+    )
     exit_interval: int | None = flag(None, help="stop at a multiple of this many iterations")
     exit_duration_in_mins: float | None = flag(None, help="stop after this many minutes")
     exit_signal_handler: bool = flag(True, help="on SIGTERM save a checkpoint and exit")
@@ -129,7 +138,19 @@ class TrainingConfig:
             offload_layers=ALL_LAYERS if self.checkpoint_in_cpu else self.cpu_offloading_num_layers,
         )
 
+    @property
+    def skipped(self) -> tuple[range, ...]:
+        """Iterations, counted from 1, whose data are passed over."""
+        return skipped_ranges(self.skip_train_iteration_range or ())
+
     def _problems(self) -> Iterator[ConfigError]:
+        yield from skip_problems(self.skip_train_iteration_range or ())
+        if self.eval_only and not self.eval_iters:
+            yield ConfigError(
+                "an evaluation alone was asked for, and evaluation is off",
+                found="--eval-only, --eval-iters 0",
+                fix="use --eval-iters 10, or as many global batches as you like",
+            )
         yield from activation_problems(self)
         yield from curriculum_problems(self)
         for name in (

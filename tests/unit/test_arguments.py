@@ -67,7 +67,7 @@ def test_help_ends_the_program_well(capsys: pytest.CaptureFixture[str]) -> None:
 def test_everything_that_is_wrong_is_reported_together() -> None:
     errors = problems_of(
         "--num-layrs", "4", "--seed", "x", "--hidden-dropout", "2", "--batch-size", "8",
-        "--eval-only", "--model-preset", "gpt", "--min-lr", "1",
+        "--use-bnb-optimizer", "--model-preset", "gpt", "--min-lr", "1",
     )  # fmt: skip
     assert [error.problem for error in errors] == [
         "this flag was removed long ago",
