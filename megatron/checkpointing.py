@@ -38,7 +38,7 @@ from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
 from megatron.config.deepspeed_json import recorded_json
 from megatron.config.engine import EngineConfig
-from megatron.config.fields import from_plain, plain_default
+from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
@@ -410,8 +410,10 @@ def _differences(
     """Fields of `group` whose saved and present values differ: (name, saved, present)."""
     theirs, ours = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
     if group == "model":
-        theirs, ours = from_plain(ModelConfig, theirs).meaning(), config.model.meaning()
-    elif isinstance(opened, ForeignCheckpoint):
+        saved = from_plain(ModelConfig, theirs)
+        theirs = to_plain(saved)
+        return [(n, theirs[n], ours[n]) for n in config.model.fields_that_differ(saved)]
+    if isinstance(opened, ForeignCheckpoint):
         ours = {name: ours[name] for name in theirs}  # of other flags it knows nothing
     for name in ours.keys() - theirs.keys():
         # A version that did not have the flag behaved as its default says.

@@ -338,7 +338,7 @@ class ModelConfig:
         does not apply (frequencies where nothing rotates) is left out.
         """
         fields = to_plain(self)
-        for spelling in ("swiglu", "squared_relu", "openai_gelu", "onnx_safe"):
+        for spelling in _ACTIVATION_FLAGS:
             del fields[spelling]
         fields |= {
             "ffn_hidden_size": self.ffn_width,
@@ -353,6 +353,18 @@ class ModelConfig:
         elif not self.use_rope_scaling:
             fields = {n: v for n, v in fields.items() if not n.startswith("rope_scaling_")}
         return fields
+
+    def fields_that_differ(self, other: "ModelConfig") -> list[str]:
+        """The fields, as they were spelled, that make `other` another network than this one."""
+        mine, theirs = self.meaning(), other.meaning()
+        names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
+        if names & {"activation", "glu_activation"}:
+            names |= set(_ACTIVATION_FLAGS)
+        ours, others = to_plain(self), to_plain(other)
+        return [name for name in sorted(names & ours.keys()) if ours[name] != others[name]]
+
+
+_ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
 
 
 def _positive(name: str, value: int) -> Iterator[ConfigError]:

@@ -250,10 +250,10 @@ BAD_FLAGS: Sequence[tuple[str, str, int, type[MegatronError], Sequence[str]]] = 
     ),
     (
         "a flag of a later version",
-        "--zero-stage 2",
+        "--use-bnb-optimizer",
         1,
         ConfigError,
-        ["a feature that this version does not have", "found: --zero-stage"],
+        ["a feature that this version does not have", "found: --use-bnb-optimizer"],
     ),
 )
 

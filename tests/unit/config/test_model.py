@@ -219,3 +219,14 @@ def test_switches_of_the_newer_families_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         ModelConfig(**SMALL, **values)
+
+
+def test_what_makes_another_network_is_named_as_it_was_spelled() -> None:
+    base = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    plain = ModelConfig(**base)
+    assert plain.fields_that_differ(ModelConfig(**base, kv_channels=8, openai_gelu=True)) == []
+    gated = ModelConfig(**(base | {"hidden_size": 64}), swiglu=True)
+    assert plain.fields_that_differ(gated) == ["hidden_size", "swiglu"]
+    assert gated.fields_that_differ(plain) == ["hidden_size", "swiglu"]
+    rotary = ModelConfig(**base, position_embedding_type=PositionEmbedding.ROPE, rotary_base=5.0)
+    assert plain.fields_that_differ(rotary) == ["position_embedding_type", "rotary_base"]
