@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     log.configure(0, 1, level="error")
     state, target = make_state(flags.mib * MIB, seed=1), make_state(flags.mib * MIB, seed=2)
     size = bytes_of(state)
+    if flags.dir is not None:
+        flags.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=flags.dir) as place:
         rounds = [measure(Path(place), state, target, turn) for turn in range(flags.rounds)]
     summary = summarize(rounds, size)
