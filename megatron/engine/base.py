@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron import device
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
@@ -19,6 +20,15 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
+
+
+def on_device(raw: RawBatch) -> RawBatch:
+    """What a data loader yields, where this rank computes.
+
+    From pinned memory the copy to a GPU runs beside the kernels that were launched before.
+    """
+    here = device.current()
+    return {name: tensor.to(here, non_blocking=True) for name, tensor in raw.items()}
 
 
 class MicroBatch(NamedTuple):

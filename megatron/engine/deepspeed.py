@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron import device, log
+from megatron import log
 from megatron.checkpoint.deepspeed_save import Live
 from megatron.config.deepspeed_json import DeepSpeedPlan, deepspeed_plan
 from megatron.config.run import RunConfig
@@ -27,6 +27,7 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
+    on_device,
 )
 from megatron.engine.deepspeed_grid import Grid, mark_split
 from megatron.engine.deepspeed_model import WholeModel, sharer, weights_saved_by_reference
@@ -220,10 +221,7 @@ class DeepSpeedEngine:
         return runtime
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        # From pinned memory the copy to a GPU runs beside the kernels that were launched before.
-        here = device.current()
-        raw = {name: tensor.to(here, non_blocking=True) for name, tensor in next(batches).items()}
-        return self._task.batch(raw, self._batch_options)
+        return self._task.batch(on_device(next(batches)), self._batch_options)
 
     def _values(self, parameter: Any) -> Tensor:
         """What this rank keeps of a weight."""

@@ -24,6 +24,7 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
+    on_device,
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
@@ -175,10 +176,7 @@ class NativeEngine:
         self._tied.sum_gradients()
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        # From pinned memory the copy to a GPU runs beside the kernels that were launched before.
-        here = device.current()
-        raw = {name: tensor.to(here, non_blocking=True) for name, tensor in next(batches).items()}
-        return self._task.batch(raw, self._batch_options)
+        return self._task.batch(on_device(next(batches)), self._batch_options)
 
 
 def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron import device, log
+from megatron import log
 from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.data.program_data import BERT_DATA
-from megatron.engine.base import MicroBatch, PretrainTask, RawBatch
+from megatron.engine.base import MicroBatch, PretrainTask, RawBatch, on_device
 from megatron.engine.datasets import datasets_of
 from megatron.engine.native import NativeEngine
 from megatron.global_vars import Runtime
@@ -142,9 +142,8 @@ class FineTuning:
         )
 
     def _microbatch(self, rows: Rows, which: list[int]) -> MicroBatch:
-        size, here = self._config.training.micro_batch_size, device.current()
-        raw = rows.take(which, size=size)
-        return microbatch({name: tensor.to(here) for name, tensor in raw.items()})
+        size = self._config.training.micro_batch_size
+        return microbatch(on_device(rows.take(which, size=size)))
 
 
 def task_of(question: Question) -> PretrainTask:
