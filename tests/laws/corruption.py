@@ -33,6 +33,7 @@ from megatron.engine.base import Engine
 from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.progress import Progress
+from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import MODELS, Record, tiny_run, train, train_all, whole, write_tiny_corpus
 
@@ -431,14 +432,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 def write(page: Path, lines: Sequence[str]) -> None:
     """Put `lines` between the marks of a page."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not (begin and end):
-        raise ValueError(f"{page} has no place for the table: {MARKS[0]} ... {MARKS[1]}")
-    page.write_text(
-        f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}", encoding="utf-8"
-    )
+    write_between(page, lines, MARKS)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from megatron.checkpoint.retention import Retention
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
+from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
 from tests.support.save_faults import MOMENTS, kill_after, kill_this_process, moments_of
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
@@ -221,11 +222,7 @@ def table(results: Sequence[Result]) -> list[str]:
 
 def write(page: Path, lines: Sequence[str]) -> None:
     """Put `lines` between the marks of a page."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    body = "\n".join([MARKS[0], "", *lines, "", MARKS[1]])
-    page.write_text(f"{before}{body}{after}", encoding="utf-8")
+    write_between(page, lines, MARKS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ docs/parallelism.md. The fast slice, and what shows that a difference is seen, i
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from tests.support.matrix import (
     runs_of,
     train_named,
 )
+from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record, write_tiny_corpus
 
@@ -176,13 +176,7 @@ def _pairs(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], str]:
 
 def write(page: Path, lines: Sequence[str]) -> None:
     """Put `lines` between the marks of a page."""
-    begin, end = MARKS
-    text = page.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"{page} has no place for the matrix: {begin} ... {end}")
-    body = "\n".join([begin, "", *lines, "", end])
-    page.write_text(pattern.sub(lambda _: body, text), encoding="utf-8")
+    write_between(page, lines, MARKS, what="the matrix")
 
 
 def _parser() -> argparse.ArgumentParser:
