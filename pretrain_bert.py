@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.arguments import CommandLineError, parse_args
+from megatron.command import pretrain_from_flags
 from megatron.program import run
 
 if TYPE_CHECKING:
@@ -23,16 +23,10 @@ def program() -> None:
 def main() -> None:
     """Read the flags, then train."""
     # Megatron's scripts for BERT name no tokenizer: it is a lower-casing WordPiece unless they do.
-    try:
-        config = parse_args(args_defaults={"tokenizer_type": "BertWordPieceLowerCase"})
-    except CommandLineError as wrong:
-        from megatron.data.program_data import BERT_DATA
-        from megatron.initialize import with_findings_of_checks
-
-        raise with_findings_of_checks(wrong, reads=BERT_DATA) from None
-    from megatron.training import pretrain  # takes seconds, for torch
-
-    pretrain(bert_task(order_head=config.data.bert_binary_head), config)
+    pretrain_from_flags(
+        lambda config: bert_task(order_head=config.data.bert_binary_head),
+        tokenizer_type="BertWordPieceLowerCase",
+    )
 
 
 def bert_task(*, order_head: bool = True) -> PretrainTask:

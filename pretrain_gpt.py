@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.arguments import CommandLineError, parse_args
+from megatron.command import pretrain_from_flags
 from megatron.program import run
 
 if TYPE_CHECKING:
@@ -23,15 +23,7 @@ def program() -> None:
 def main() -> None:
     """Read the flags, then train."""
     # Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
-    try:
-        config = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    except CommandLineError as wrong:
-        from megatron.initialize import with_findings_of_checks
-
-        raise with_findings_of_checks(wrong) from None
-    from megatron.training import pretrain  # takes seconds, for torch
-
-    pretrain(gpt_task(), config)
+    pretrain_from_flags(lambda _: gpt_task(), tokenizer_type="GPT2BPETokenizer")
 
 
 def gpt_task() -> PretrainTask:

@@ -7,7 +7,7 @@ by more than a line, the feature is in the wrong place.
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,31 +18,25 @@ from megatron.arguments import ExtraArgsProvider
 from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
 from megatron.config.curriculum import Curriculum
-from megatron.config.data import DataLoaderKind
 from megatron.config.deepspeed_json import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
 from megatron.data.data_sources import announce_shared_corpora, data_sources
 from megatron.data.gpt_batch import shortened
-from megatron.data.loaders import build_data_loader
-from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
 from megatron.engine.build import build_engine
-from megatron.errors import DataError
 from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.loop.anomaly import check_numbers
-from megatron.loop.evaluate import evaluate
+from megatron.loop.data_feed import DataFeed
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
-from megatron.mpu.data import broadcast_batch
-from megatron.mpu.meeting import Meeting
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.preflight.agreement import agree_on_data, agree_on_state
-from megatron.preflight.lengths import batch_schedule, num_samples, token_count
+from megatron.preflight.lengths import batch_schedule, token_count
 from megatron.preflight.lengths import curriculum as curriculum_of
 from megatron.preflight.lengths import duration as duration_of
 from megatron.progress import BatchSchedule, Duration, Progress
@@ -90,13 +84,11 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     duration = duration_of(config, batches)
     curriculum = curriculum_of(config)
     build = model_build(runtime)
-    sources = data_sources(config.data)
-    agree_on_data(sources, context.world)
-    announce_shared_corpora(config.data, sources)
+    sources = _agreed_sources(config, context.world)
     with ExitStack() as resources:
         engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
         progress = load_checkpoint(config, engine, runtime, sources)
-        data = resources.enter_context(closing(DataFeed(task, runtime, batches, duration)))
+        data = resources.enter_context(closing(_data_feed(task, runtime, duration)))
         training_batches = data.training(progress)
         report = resources.enter_context(_step_log(task, runtime, build, duration, progress))
         stop = StopConditions(config.training, duration, context.world)
@@ -147,12 +139,20 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         return progress
 
 
+def _agreed_sources(config: RunConfig, world: Group) -> dict[str, str]:
+    """The files that all ranks read, by what they hold."""
+    sources = data_sources(config.data)
+    agree_on_data(sources, world)
+    announce_shared_corpora(config.data, sources)
+    return sources
+
+
 def _save(
     engine: Engine,
     runtime: Runtime,
     sources: Mapping[str, str],
     saves: BackgroundSaves,
-    data: "DataFeed",
+    data: DataFeed,
     progress: Progress,
 ) -> None:
     """A checkpoint says what was trained on, so that has to be what was there at the start."""
@@ -224,176 +224,10 @@ def state_of(progress: Progress, engine: Engine) -> dict[str, object]:
     return progress.to_plain() | {"loss scale": engine.loss_scale}
 
 
-class DataFeed:
-    """The datasets of a run, and the iterators over them that survive a resume."""
-
-    def __init__(
-        self, task: PretrainTask, runtime: Runtime, batches: BatchSchedule, duration: Duration
-    ) -> None:
-        config, context = runtime.config, runtime.context
-        self._config, self._context, self._batches = config, context, batches
-        self._total_samples = duration.total_samples
-        patience_s = 60 * config.launch.distributed_timeout_minutes
-        meeting = Meeting(context.world, patience_s=patience_s)
-        self._datasets = task.datasets(
-            DatasetRequest(
-                data=config.data,
-                tokenizer=runtime.tokenizer,
-                num_samples=num_samples(config.training, duration, batches.global_batch_size),
-                min_samples=batches.global_batch_size,
-                seed=config.training.seed,
-                is_builder=runtime.launch.local_rank == 0,
-                wait=meeting.wait,
-                beat=meeting.beat,
-            )
-        )
-        announce_worker_budget(
-            WorkerLoad(
-                num_workers=config.data.num_workers,
-                loaders=sum(len(_by_name(named, "")) for named in self._datasets),
-                readers=max(1, runtime.launch.local_world_size // context.tp.size),
-                batch_bytes=config.training.micro_batch_size * (config.data.seq_length + 1) * 8,
-            )
-        )
-        self._valid: dict[str, Iterator[RawBatch]] | None = None
-        self._validated: tuple[int, float] | None = None  # at which iteration, with what loss
-        self._readers: list[Generator[RawBatch, None, None]] = []
-
-    def close(self) -> None:
-        """End the processes that read ahead, now rather than when memory is next collected."""
-        while self._readers:
-            self._readers.pop().close()
-
-    def training(self, progress: Progress) -> Iterator[RawBatch]:
-        """Micro-batches of this replica from where the run stands.
-
-        Raises:
-            DataError: the samples are read in order, once, and there are fewer than the run takes.
-        """
-        held, wanted = len(self._datasets.train), self._total_samples
-        if self._config.data.dataloader_type is DataLoaderKind.SINGLE and held < wanted:
-            raise DataError(
-                "the training data holds fewer samples than the run takes",
-                found=f"{held} samples, read once in order; the run takes {wanted}",
-                fix="train on fewer samples, give more data, or use --dataloader-type cyclic",
-            )
-        return self._batches_of(self._datasets.train, progress.consumed_samples)
-
-    def check_unchanged(self) -> None:
-        """Raise DataError if a file of any dataset was replaced, truncated or appended to."""
-        for named in self._datasets:
-            for dataset in _by_name(named, "").values():
-                dataset.check_unchanged()
-
-    def validate(self, engine: Engine, progress: Progress, report: StepLog) -> Progress:
-        """Evaluate on each group of validation data; the next call goes on with later samples.
-
-        Groups advance alike, so one counter says where all of them are.
-        """
-        groups = _by_name(self._datasets.valid, "validation")
-        if not groups or not self._config.training.eval_iters:
-            return progress
-        if self._valid is None:
-            # Over and over: a run that is prolonged, or evaluates more often than when it began,
-            # needs more samples than were planned, and must not end for want of them.
-            self._valid = {
-                name: self._batches_of(dataset, progress.consumed_valid_samples, over_and_over=True)
-                for name, dataset in groups.items()
-            }
-        means = [
-            self._evaluate(name, engine, batches, progress, report)
-            for name, batches in self._valid.items()
-        ]
-        self._validated = (progress.iteration, means[0])
-        samples = self._config.training.eval_iters * self._batches.global_batch_size
-        return progress.after_evaluation(samples=samples)
-
-    def validation_loss(self, progress: Progress) -> float | None:
-        """The loss of the weights as they are now on the first group; None if not evaluated."""
-        if self._validated is None or self._validated[0] != progress.iteration:
-            return None
-        return self._validated[1] if math.isfinite(self._validated[1]) else None
-
-    def test(self, engine: Engine, progress: Progress, report: StepLog) -> None:
-        """Evaluate once on each group of test data."""
-        if not self._config.training.eval_iters:
-            return
-        for name, dataset in _by_name(self._datasets.test, "test").items():
-            self._evaluate(name, engine, self._batches_of(dataset, 0), progress, report)
-
-    def _evaluate(
-        self,
-        name: str,
-        engine: Engine,
-        batches: Iterator[RawBatch],
-        progress: Progress,
-        report: StepLog,
-    ) -> float:
-        iterations, size = self._config.training.eval_iters, self._batches.global_batch_size
-        microbatches = size // (self._config.training.micro_batch_size * self._context.dp.size)
-        result = evaluate(engine, batches, iterations=iterations, microbatches=microbatches)
-        report.evaluation(name, result, progress)
-        return result.mean
-
-    def _batches_of(
-        self, dataset: Any, consumed: int, *, over_and_over: bool = False
-    ) -> Iterator[RawBatch]:
-        """Micro-batches over the tensor-parallel group; only its first rank reads."""
-        mine = self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
-        if mine is not None:
-            self._readers.append(mine)
-        return _shared(mine, self._context.tp)
-
-    def _epochs(
-        self, dataset: Any, consumed: int, over_and_over: bool
-    ) -> Generator[RawBatch, None, None]:
-        """Epoch after epoch for the cyclic order; the single order ends with its index."""
-        context, training, data = self._context, self._config.training, self._config.data
-        step = training.micro_batch_size * context.dp.size
-        single = data.dataloader_type is DataLoaderKind.SINGLE
-        # Whole global batches, so that every layout starts again at the same sample.
-        turn = len(dataset) - len(dataset) % self._batches.global_batch_size
-        while True:
-            if single and over_and_over:
-                consumed %= turn
-            loader = build_data_loader(
-                dataset,
-                consumed_samples=consumed,
-                micro_batch_size=training.micro_batch_size,
-                data_parallel_rank=context.dp.rank,
-                data_parallel_size=context.dp.size,
-                num_workers=data.num_workers,
-                kind=data.dataloader_type.value,
-                seed=training.seed,
-            )
-            for batch in loader:
-                consumed += step
-                yield batch
-                if single and over_and_over and consumed == turn:
-                    break
-            if single and not over_and_over:
-                return
-
-
-def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
-    """Datasets by the name of their group; a single one has the name of its use."""
-    if datasets is None:
-        return {}
-    return datasets if isinstance(datasets, Mapping) else {name: datasets}
-
-
-def _shared(batches: Iterator[RawBatch] | None, tensor_parallel: Group) -> Iterator[RawBatch]:
-    while True:
-        batch = None
-        if batches is not None:
-            batch = next(batches, None)
-            if batch is None:
-                raise DataError(
-                    "the data ended before the run did",
-                    found="an exhausted data loader",
-                    fix="this is a mistake in counting samples; please report it with your flags",
-                )
-        yield broadcast_batch(None if batch is None else dict(batch), tensor_parallel)
+def _data_feed(task: PretrainTask, runtime: Runtime, duration: Duration) -> DataFeed:
+    return DataFeed(
+        task, runtime.config, runtime.context, runtime.launch, runtime.tokenizer, duration
+    )
 
 
 def _step_log(

@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"initialize"}),
     frozenset({"checkpointing"}),
     frozenset({"training"}),
+    frozenset({"command"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PROGRAMS = ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert")

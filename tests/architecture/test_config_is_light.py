@@ -11,7 +11,13 @@ import pytest
 from tests.architecture.source_tree import MEGATRON, ROOT, imports, sources, write_tree
 
 HEAVY = ("torch", "numpy")
-LIGHT_MODULES = ("megatron", "megatron.config.run", "megatron.arguments", "megatron.program")
+LIGHT_MODULES = (
+    "megatron",
+    "megatron.config.run",
+    "megatron.arguments",
+    "megatron.program",
+    "megatron.command",
+)
 
 
 def heavy_imports(package: Path) -> Iterator[str]:

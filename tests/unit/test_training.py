@@ -1,27 +1,22 @@
-"""The loop's own parts: the plan of a step, intervals, the feed of data, and whose words count."""
+"""The loop's own parts: the plan of a step, intervals, and whose words count."""
 
 import dataclasses
 import multiprocessing
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import megatron.training
 from megatron.config.curriculum import Curriculum, CurriculumSchedule
-from megatron.data.worker_budget import WorkerLoad
-from megatron.engine.base import DatasetRequest, Datasets, EvaluationSum, StepPlan
-from megatron.errors import DataError
+from megatron.engine.base import DatasetRequest, Datasets, StepPlan
 from megatron.preflight.lengths import batch_schedule, duration
 from megatron.progress import Progress
-from megatron.training import DataFeed, due, plan_step, pretrain, state_of
+from megatron.training import due, plan_step, pretrain, state_of
 from pretrain_gpt import gpt_task
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, train_all, write_tiny_corpus
-from tests.unit.engine.engines import runtime_of, tiny_engine
+from tests.unit.engine.engines import tiny_engine
 
 
 def test_a_plan_depends_on_the_progress_alone() -> None:
@@ -79,163 +74,6 @@ def test_the_state_that_ranks_compare_is_what_decides_the_next_step() -> None:
     assert state["loss scale"] == 2.0**32
     assert (state["iteration"], state["consumed_samples"]) == (3, 24)
     assert "nonfinite_in_a_row" in state
-
-
-class Numbers:
-    """Samples that say their own number."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"text": np.full(17, index, dtype=np.int64)}
-
-
-def feed_of(*, count: int = 10, consumed: int = 0, take: int, **flags: Any) -> list[list[int]]:
-    config = tiny_run("nowhere", micro_batch_size=2, **flags)
-    task = dataclasses.replace(gpt_task(), datasets=lambda _: Datasets(Numbers(count), None, None))
-    batches = batch_schedule(config.training, 1)
-    feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
-    iterator = feed.training(Progress(consumed_samples=consumed))
-    taken = [next(iterator)["text"][:, 0].tolist() for _ in range(take)]
-    feed.close()
-    return taken
-
-
-def test_a_cyclic_feed_goes_on_for_epochs_and_can_be_picked_up_anywhere() -> None:
-    whole = feed_of(take=15, dataloader_type="cyclic")
-    epochs = [sorted(chain.from_iterable(whole[at : at + 5])) for at in (0, 5, 10)]
-    assert epochs == [list(range(10))] * 3
-    assert whole[:5] != whole[5:10], "each epoch has an order of its own"
-    for taken in range(15):
-        rest = feed_of(take=15 - taken, consumed=2 * taken, dataloader_type="cyclic")
-        assert rest == whole[taken:]
-
-
-def test_a_feed_in_order_ends_with_its_index_and_says_so() -> None:
-    assert feed_of(count=40, take=5) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    with pytest.raises(DataError, match="the data ended before the run did"):
-        feed_of(count=40, take=21)
-
-
-def test_data_too_short_for_the_run_is_refused_before_the_first_step() -> None:
-    with pytest.raises(DataError, match="holds fewer samples than the run takes") as raised:
-        feed_of(count=39, take=1)
-    assert "39 samples, read once in order; the run takes 40" in str(raised.value)
-    assert len(feed_of(count=39, take=1, dataloader_type="cyclic")) == 1
-
-
-def test_validation_data_in_order_starts_over_where_it_ends() -> None:
-    config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=2, eval_iters=2)
-    splits = Datasets(Numbers(2), Numbers(7), None)
-    task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
-    batches = batch_schedule(config.training, 1)
-    engine = Listening()
-    for consumed in (0, 4):  # the second as after a resume
-        progress = Progress(consumed_valid_samples=consumed)
-        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
-        for _ in range(2):
-            progress = feed.validate(engine, progress, SILENT)  # type: ignore[arg-type]
-        assert progress.consumed_valid_samples == consumed + 8
-    # Sample 6 fills no step. Two evaluations from 0, then two from where the first of them ended.
-    assert engine.heard == [[0, 1], [2, 3], [4, 5], [0, 1], [4, 5], [0, 1], [2, 3], [4, 5]]
-
-
-def test_each_named_group_is_evaluated_alone_and_they_advance_alike() -> None:
-    config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=2, eval_iters=1)
-    splits = Datasets(Numbers(2), {"V": Numbers(4), "W": Numbers(6)}, {"X": Numbers(2)})
-    task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
-    batches = batch_schedule(config.training, 1)
-    engine, said = Listening(), Silent()
-    progress = Progress()
-    for _ in range(2):  # the second as after a resume
-        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
-        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
-        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
-    feed.test(engine, progress, said)  # type: ignore[arg-type]
-    assert progress.consumed_valid_samples == 8
-    assert said.names == ["V", "W"] * 4 + ["X"]
-    v, w = engine.heard[:8:2], engine.heard[1:8:2]
-    assert v == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    assert w == [[0, 1], [2, 3], [4, 5], [0, 1]]
-    assert engine.heard[8:] == [[0, 1]]
-
-
-def test_workers_of_all_loaders_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[WorkerLoad] = []
-    monkeypatch.setattr(megatron.training, "announce_worker_budget", seen.append)
-    config = tiny_run("nowhere", micro_batch_size=2, num_workers=3)
-    batches = batch_schedule(config.training, 1)
-    splits = Datasets(Numbers(2), {"V": Numbers(2), "W": Numbers(2)}, None)
-    task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
-    DataFeed(task, runtime_of(config), batches, duration(config, batches))
-    assert seen == [WorkerLoad(num_workers=3, loaders=3, readers=1, batch_bytes=2 * 17 * 8)]
-
-
-def test_files_of_every_group_are_watched() -> None:
-    class Changed(Numbers):
-        def check_unchanged(self) -> None:
-            raise DataError("changed", fix="do not")
-
-    class Same(Numbers):
-        def check_unchanged(self) -> None:
-            pass
-
-    config = tiny_run("nowhere", micro_batch_size=2)
-    batches = batch_schedule(config.training, 1)
-    for last in (Same, Changed):
-        splits = Datasets(Same(2), {"V": Same(2), "W": last(2)}, None)
-        task = dataclasses.replace(gpt_task(), datasets=lambda _, splits=splits: splits)
-        feed = DataFeed(task, runtime_of(config), batches, duration(config, batches))
-        if last is Same:
-            feed.check_unchanged()
-        else:
-            with pytest.raises(DataError, match="changed"):
-                feed.check_unchanged()
-
-
-class Listening:
-    """An engine that only writes down what it is to evaluate on."""
-
-    def __init__(self) -> None:
-        self.heard: list[list[int]] = []
-
-    def evaluate(self, batches: Iterator[Any], num_microbatches: int) -> EvaluationSum:
-        self.heard += [next(batches)["text"][:, 0].tolist() for _ in range(num_microbatches)]
-        return EvaluationSum(1.0, 1)
-
-
-class Silent:
-    """A log that says nothing, and remembers of what."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def evaluation(self, name: str, *args: Any) -> None:
-        self.names.append(name)
-
-
-SILENT = Silent()
-
-
-def test_the_request_says_what_the_run_needs() -> None:
-    asked: list[DatasetRequest] = []
-
-    def note(request: DatasetRequest) -> Datasets:
-        asked.append(request)
-        return Datasets(Numbers(1), None, None)
-
-    config = tiny_run("nowhere", train_iters=6, eval_iters=2, eval_interval=4, seed=7)
-    batches = batch_schedule(config.training, 1)
-    task = dataclasses.replace(gpt_task(), datasets=note)
-    DataFeed(task, runtime_of(config), batches, duration(config, batches))
-    assert asked[0].num_samples == (48, 2 * 16, 16)
-    assert (asked[0].min_samples, asked[0].seed, asked[0].is_builder) == (8, 7, True)
 
 
 def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) -> None:

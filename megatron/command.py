@@ -1,0 +1,41 @@
+"""The main of a pretraining program: flags first, then whatever takes seconds to import.
+
+So `--help` and mistakes are answered at once. What else such a program is stands in its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron.arguments import CommandLineError, parse_args
+from megatron.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.engine.base import PretrainTask
+
+
+def pretrain_from_flags(
+    task_of: Callable[[RunConfig], PretrainTask], *, tokenizer_type: str
+) -> None:
+    """Read the command line and train what `task_of` makes of it.
+
+    Args:
+        task_of: called once the flags are known; whatever imports torch is imported by it.
+        tokenizer_type: of scripts that name none.
+
+    Raises:
+        PreflightError: with all that is wrong with the flags, and what the checks find in those
+            that can be read.
+    """
+    try:
+        config = parse_args(args_defaults={"tokenizer_type": tokenizer_type})
+    except CommandLineError as wrong:
+        if wrong.config is None:
+            raise
+        from megatron.initialize import with_findings_of_checks
+
+        raise with_findings_of_checks(wrong, reads=task_of(wrong.config).reads) from None
+    from megatron.training import pretrain
+
+    pretrain(task_of(config), config)

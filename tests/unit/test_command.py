@@ -1,0 +1,58 @@
+"""The main of a pretraining program: what is trained, and what is said of wrong flags."""
+
+from typing import Any
+
+import pytest
+
+import megatron.initialize
+import megatron.training
+from megatron.arguments import CommandLineError
+from megatron.command import pretrain_from_flags
+from megatron.config.run import RunConfig
+from megatron.engine.base import PretrainTask
+from megatron.errors import PreflightError
+from pretrain_bert import bert_task
+from tests.unit.config.groups import COMMAND
+
+TOKENIZER = "BertWordPieceLowerCase"
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[RunConfig]:
+    """Start the program on a command line; with which flags the task was asked for."""
+    asked: list[RunConfig] = []
+
+    def task_of(config: RunConfig) -> PretrainTask:
+        asked.append(config)
+        return bert_task(order_head=config.data.bert_binary_head)
+
+    monkeypatch.setattr("sys.argv", ["pretrain_bert.py", *words])
+    pretrain_from_flags(task_of, tokenizer_type=TOKENIZER)
+    return asked
+
+
+def test_the_flags_decide_the_task_and_both_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(megatron.training, "pretrain", lambda *args: given.append(args))
+    at = COMMAND.index("--tokenizer-type")
+    words = [*COMMAND[:at], *COMMAND[at + 2 :], "--bert-no-binary-head"]
+    (config,) = run_with(monkeypatch, *words)
+    assert config.tokenizer.tokenizer_type == TOKENIZER
+    ((task, trained),) = given
+    assert trained is config
+    assert task.losses == ("lm loss",)
+
+
+def test_mistakes_are_said_with_what_the_checks_of_this_program_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(PreflightError, match="num-layerz") as raised:
+        run_with(monkeypatch, *COMMAND, "--num-layerz", "2")
+    said = str(raised.value)
+    assert "corpus.idx" in said, "a file is missing too"
+    assert "the tokenizer lacks tokens that masking needs" in said, "a BERT's data, not a GPT's"
+
+
+def test_flags_that_cannot_be_read_are_said_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = COMMAND.index("--num-layers")
+    with pytest.raises(CommandLineError, match="num-layers"):
+        run_with(monkeypatch, *COMMAND[:at], *COMMAND[at + 2 :])
