@@ -16,6 +16,7 @@ from typing import Any
 from megatron import device, log
 from megatron.arguments import ExtraArgsProvider
 from megatron.checkpoint.background import BackgroundSaves
+from megatron.checkpoint.shared_view import refuse_separate_disks
 from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
 from megatron.config.curriculum import Curriculum
 from megatron.config.deepspeed_json import deepspeed_plan, recorded_json
@@ -84,7 +85,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
     duration = duration_of(config, batches)
     curriculum = curriculum_of(config)
     build = model_build(runtime)
-    sources = _agreed_sources(config, context.world)
+    sources = _agree_on_files(config, runtime)
     with ExitStack() as resources:
         engine = build_engine(config, task, build, runtime.tokenizer, runtime.timers)
         progress = load_checkpoint(config, engine, runtime, sources)
@@ -139,8 +140,11 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         return progress
 
 
-def _agreed_sources(config: RunConfig, world: Group) -> dict[str, str]:
-    """The files that all ranks read, by what they hold."""
+def _agree_on_files(config: RunConfig, runtime: Runtime) -> dict[str, str]:
+    """That all ranks read the same data, of which the digests, and save into one folder."""
+    world = runtime.context.world
+    if config.checkpoint.save is not None and runtime.launch.local_world_size < world.size:
+        refuse_separate_disks(config.checkpoint.save, runtime.context)
     sources = data_sources(config.data)
     agree_on_data(sources, world)
     announce_shared_corpora(config.data, sources)

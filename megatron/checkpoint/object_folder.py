@@ -76,7 +76,7 @@ def delete(directory: RemotePath, content: Manifest) -> None:
 
 
 def probe(folder: RemotePath) -> None:
-    """Write a small object, read it back, list it and delete it.
+    """Write a small object, read it back, list it, replace it and delete it.
 
     Raises:
         OSError: one of these does not work.
@@ -88,6 +88,9 @@ def probe(folder: RemotePath) -> None:
             raise OSError(5, "an object is not what was just written to it", str(object_))
         if object_.name not in [found.name for found in folder.iterdir()]:
             raise OSError(5, "an object that was just written is not listed", str(object_))
+        write_file(object_, b"probe again")  # as every save replaces the tracker
+        if object_.read_bytes() != b"probe again":
+            raise OSError(5, "an object that was just replaced is read as it was", str(object_))
     finally:
         object_.unlink(missing_ok=True)
 

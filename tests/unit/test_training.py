@@ -10,13 +10,14 @@ import pytest
 import megatron.training
 from megatron.config.curriculum import Curriculum, CurriculumSchedule
 from megatron.engine.base import DatasetRequest, Datasets, StepPlan
+from megatron.mpu.context import Group
 from megatron.preflight.lengths import batch_schedule, duration
 from megatron.progress import Progress
 from megatron.training import due, plan_step, pretrain, state_of
 from pretrain_gpt import gpt_task
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, train_all, write_tiny_corpus
-from tests.unit.engine.engines import tiny_engine
+from tests.unit.engine.engines import runtime_of, tiny_engine
 
 
 def test_a_plan_depends_on_the_progress_alone() -> None:
@@ -94,6 +95,26 @@ def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) ->
     assert given[0] == dataclasses.replace(task, datasets=datasets, layers=layers)
     assert given[2] is task
     assert given[1] == given[3] == "shutdown"
+
+
+@pytest.mark.parametrize(("ranks_here", "asked"), [(1, ["runs/a"]), (2, [])])
+def test_several_nodes_have_to_see_one_folder_before_they_train(
+    ranks_here: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(
+        megatron.training, "refuse_separate_disks", lambda folder, ctx: looked.append(folder)
+    )
+    monkeypatch.setattr(megatron.training, "data_sources", lambda data: {})
+    monkeypatch.setattr(megatron.training, "agree_on_data", lambda sources, world: None)
+    monkeypatch.setattr(megatron.training, "announce_shared_corpora", lambda data, sources: None)
+    for save in ("runs/a", None):
+        runtime = runtime_of(tiny_run("nowhere", save=save))
+        context = dataclasses.replace(runtime.context, world=Group((0, 1), 0))
+        launch = dataclasses.replace(runtime.launch, world_size=2, local_world_size=ranks_here)
+        there = dataclasses.replace(runtime, context=context, launch=launch)
+        megatron.training._agree_on_files(there.config, there)
+    assert looked == asked
 
 
 def two_runs_and_their_workers(corpus: str, save: str) -> tuple[list[Any], int]:

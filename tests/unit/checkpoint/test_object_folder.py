@@ -242,6 +242,9 @@ def test_a_store_that_forgets_or_hides_is_found_at_the_start(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(there), "iterdir", lambda path: iter(()))
         assert "is not listed" in str(folders.probe_writable(there))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(there), "read_bytes", lambda path: b"probe")
+        assert "just replaced is read as it was" in str(folders.probe_writable(there))
     assert folders.probe_writable(there) is None
     assert list(there.iterdir()) == []
     assert folders.probe_writable("nowhere://x/y") is not None

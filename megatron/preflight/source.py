@@ -1,0 +1,32 @@
+"""Digests of the code that this process runs, so that ranks can compare them.
+
+A version number says nothing of a checkout that was edited on one node and not on the others. What
+is hashed is the text on disk: edits after a process began are not what it runs, and are hashed too.
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+import megatron
+
+
+def source_digests() -> dict[str, str]:
+    """Of this package's Python files, and of the program that was started where it has a file."""
+    package = Path(megatron.__file__).parent
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    return {
+        "code of megatron": digest_of(package, package.rglob("*.py")),
+        "code of the program": digest_of(Path(program).parent, [Path(program)]) if program else "",
+    }
+
+
+def digest_of(root: Path, files: Iterable[Path]) -> str:
+    """16 hex digits over names below `root` and contents; the order of `files` does not matter."""
+    digest = xxhash.xxh3_64()
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):
+        text = path.read_bytes()
+        digest.update(f"{name} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
