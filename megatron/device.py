@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron import host
 from megatron.errors import MachineError
 
 
@@ -107,6 +108,14 @@ def peak_memory_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free_memory_bytes() -> int | None:
+    """Bytes that tensors may still take: of the GPU, or of the host; None where nobody tells."""
+    if _CURRENT.device.type == "cuda":
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, and unused
+        return torch.cuda.mem_get_info()[0] + held
+    return host.available_memory_bytes()
 
 
 def name() -> str:

@@ -11,6 +11,7 @@ from tests.architecture.source_tree import Source, imports, sources
 
 LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"errors"}),  # on its own, so that everybody may raise one
+    frozenset({"host"}),
     frozenset({"log", "device", "atomic"}),
     frozenset({"config", "progress", "timers"}),
     frozenset({"mpu", "ops", "data", "tokenizer"}),

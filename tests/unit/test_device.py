@@ -42,6 +42,8 @@ def two_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("set_rng_state", None),
         ("memory_allocated", 5),
         ("max_memory_allocated", 7),
+        ("memory_reserved", 9),
+        ("mem_get_info", (100, 200)),
         ("get_device_name", "Some GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, record(name, answer))
@@ -70,6 +72,7 @@ def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     device.select("cpu")
     assert device.memory_allocated_bytes() > RESIDENT_AT_LEAST_BYTES
     assert device.peak_memory_bytes() > RESIDENT_AT_LEAST_BYTES
+    assert device.free_memory_bytes() is not None
 
 
 def test_a_cuda_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +105,7 @@ def test_questions_go_to_the_selected_device(two_cuda_devices: dict[str, Any]) -
     assert two_cuda_devices["set_rng_state"][1] == here[0]
     assert device.default_generator() == "second"
     assert device.memory_allocated_bytes() == 5
+    assert device.free_memory_bytes() == 100 + (9 - 5)
     assert device.peak_memory_bytes() == 7
     assert device.name() == "Some GPU"
     assert not device.bf16_is_supported()

@@ -1,0 +1,125 @@
+"""What this process may use of its host: CPUs, memory, and memory shared between processes.
+
+What a reader would get wrong: a container that may use 4 CPUs and 8 GiB still shows all of the
+host's, and only its cgroup says so. Nothing here raises: a system that does not tell has no limit.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
+_MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_MEMORY = Path("/proc/meminfo")
+
+
+def usable_cpus() -> float:
+    """CPUs that this process may use: the fewer of its affinity and its cgroup's quota."""
+    # macOS has no affinity; there every processor may be used.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = float(len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
+    quota = cgroup_cpus(_MOUNT, _MEMBERSHIP)
+    return cpus if quota is None else min(cpus, quota)
+
+
+def available_memory_bytes() -> int | None:
+    """Bytes that processes may still take without swapping; None where the system does not tell.
+
+    The less of what the kernel calls available and what the cgroup leaves. Pages of files count as
+    free, since they are given up when memory is short.
+    """
+    told = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMORY) or "", flags=re.MULTILINE)
+    both = (int(told[1]) * 1024 if told else None, cgroup_memory_bytes(_MOUNT, _MEMBERSHIP))
+    return min((size for size in both if size is not None), default=None)
+
+
+def cgroup_cpus(mount: Path, membership: Path) -> float | None:
+    """CPUs that the quota of this process's cgroup allows, None without one; never raises.
+
+    Every group from the process's own up to the mount counts (cgroups v1 and v2), since the
+    tightest quota holds; in a container the process's own path is often not mounted.
+    """
+    quotas = [
+        quota
+        for top, path in _hierarchies(mount, membership, "cpu")
+        for folder in _up_to(top, path)
+        if (quota := _quota(folder)) is not None
+    ]
+    return min(quotas, default=None)
+
+
+def cgroup_memory_bytes(mount: Path, membership: Path) -> int | None:
+    """Bytes that the limits of this process's cgroups leave, None without one; never raises."""
+    left = [
+        room
+        for top, path in _hierarchies(mount, membership, "memory")
+        for folder in _up_to(top, path)
+        if (room := _room(folder)) is not None
+    ]
+    return min(left, default=None)
+
+
+def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
+    """Free bytes where workers hand over batches; None where the system has no such place."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _hierarchies(mount: Path, membership: Path, wanted: str) -> Iterator[tuple[Path, str]]:
+    """The mounted hierarchies that may limit `wanted`, with this process's path in each."""
+    for line in (_text(membership) or "").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:  # v2, alone or beside v1 ("unified")
+            yield mount, path
+            yield mount / "unified", path
+        elif wanted in controllers.split(","):
+            yield mount / controllers, path
+            yield mount / wanted, path
+
+
+def _up_to(top: Path, path: str) -> Iterator[Path]:
+    folder = top / path.strip("/")
+    yield folder
+    while folder != top and folder != folder.parent:
+        folder = folder.parent
+        yield folder
+
+
+def _quota(folder: Path) -> float | None:
+    both = _text(folder / "cpu.max")
+    if both is not None:
+        quota, period = [*both.split(), "", ""][:2]
+    else:
+        quota = _text(folder / "cpu.cfs_quota_us") or ""
+        period = _text(folder / "cpu.cfs_period_us") or ""
+    try:
+        cpus = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None  # "max", or no quota here
+    return cpus if cpus > 0 else None  # v1 says -1 for none
+
+
+def _room(folder: Path) -> int | None:
+    """What a group leaves of its limit, pages of files given up; None without a limit."""
+    new = (folder / "memory.max").exists()
+    limit = _text(folder / ("memory.max" if new else "memory.limit_in_bytes"))
+    usage = _text(folder / ("memory.current" if new else "memory.usage_in_bytes"))
+    files = r"^(?:in)?active_file (\d+)$" if new else r"^total_(?:in)?active_file (\d+)$"
+    stat = _text(folder / "memory.stat") or ""
+    try:
+        most, used = int(limit or ""), int(usage or "")
+    except ValueError:
+        return None  # "max", or no limit here
+    pages = sum(map(int, re.findall(files, stat, flags=re.MULTILINE)))
+    return max(0, most - max(0, used - pages))
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,168 @@
+"""Quotas and limits are read from folders as kernels lay them out."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron import host
+from megatron.host import (
+    available_memory_bytes,
+    cgroup_cpus,
+    cgroup_memory_bytes,
+    shared_memory_bytes,
+    usable_cpus,
+)
+
+
+def tree(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return folder / "cgroup", folder / "membership"
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, None),
+        ({"membership": "0::/job\n", "cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"membership": "0::/job\n", "cgroup/job/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "membership": "0::/slice/job\n",
+                "cgroup/slice/job/cpu.max": "max 100000\n",
+                "cgroup/slice/cpu.max": "400000 100000\n",
+                "cgroup/cpu.max": "800000 100000\n",
+            },
+            4.0,
+        ),
+        # In a container: the path is that of the host, and only the mount is there.
+        ({"membership": "0::/../../host/path\n", "cgroup/cpu.max": "200000 100000"}, 2.0),
+        ({"membership": "0::/\n", "cgroup/cpu.max": "200000 100000"}, 2.0),
+        (
+            {
+                "membership": "5:cpuset:/a\n4:cpu,cpuacct:/docker/x\n",
+                "cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "50000\n",
+                "cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        (
+            {
+                "membership": "4:cpu,cpuacct:/docker/x\n",
+                "cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+                "cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "membership": "4:cpu:/x\n",
+                "cgroup/cpu/x/cpu.cfs_quota_us": "-1\n",
+                "cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        (
+            {
+                "membership": "1:name=systemd:/x\n0::/x\n",
+                "cgroup/unified/x/cpu.max": "100000 100000",
+            },
+            1.0,
+        ),
+        ({"membership": "garbage\n0::/x\n", "cgroup/x/cpu.max": "1 0\n"}, None),
+        ({"membership": "0::/x\n", "cgroup/x/cpu.max": "\n"}, None),
+    ],
+)
+def test_the_tightest_quota_of_either_version_holds(
+    tmp_path: Path, files: dict[str, str], cpus: float | None
+) -> None:
+    assert cgroup_cpus(*tree(tmp_path, files)) == cpus
+
+
+def test_a_machine_without_cgroups_has_no_quota(tmp_path: Path) -> None:
+    assert cgroup_cpus(tmp_path / "none", tmp_path / "none either") is None
+
+
+def test_affinity_and_quota_are_both_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    for quota, cpus in ((None, 3.0), (1.5, 1.5), (8.0, 3.0)):
+        monkeypatch.setattr(host, "cgroup_cpus", lambda *_, quota=quota: quota)
+        assert usable_cpus() == cpus
+
+
+def test_where_there_is_no_affinity_every_processor_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    monkeypatch.setattr(host, "cgroup_cpus", lambda *_: None)
+    assert usable_cpus() == 5.0
+
+
+NEW = "anon 70\nfile 25\nactive_file 10\ninactive_file 15\nshmem 5\n"
+OLD = "inactive_file 1\nactive_file 1\ntotal_inactive_file 15\ntotal_active_file 10\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        (
+            {
+                "membership": "0::/job\n",
+                "cgroup/job/memory.max": "200\n",
+                "cgroup/job/memory.current": "100\n",
+                "cgroup/job/memory.stat": NEW,
+            },
+            200 - (100 - 25),
+        ),
+        (
+            {
+                "membership": "0::/job\n",
+                "cgroup/job/memory.max": "max\n",
+                "cgroup/job/memory.current": "100\n",
+                "cgroup/memory.max": "120\n",
+                "cgroup/memory.current": "110\n",
+            },
+            10,
+        ),
+        (
+            {
+                "membership": "4:memory:/docker/x\n3:cpu:/\n",
+                "cgroup/memory/docker/x/memory.limit_in_bytes": "200\n",
+                "cgroup/memory/docker/x/memory.usage_in_bytes": "250\n",
+                "cgroup/memory/docker/x/memory.stat": OLD,
+            },
+            0,
+        ),
+        ({"membership": "4:cpu:/x\n", "cgroup/memory/x/memory.limit_in_bytes": "2\n"}, None),
+    ],
+)
+def test_pages_of_files_count_as_free_under_a_limit_of_memory(
+    tmp_path: Path, files: dict[str, str], left: int | None
+) -> None:
+    assert cgroup_memory_bytes(*tree(tmp_path, files)) == left
+
+
+def test_the_less_of_the_kernel_s_word_and_the_cgroup_s_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:    20 kB\n")
+    monkeypatch.setattr(host, "_MEMORY", memory)
+    for limit, expected in ((None, 20 * 1024), (30 * 1024, 20 * 1024), (5, 5)):
+        monkeypatch.setattr(host, "cgroup_memory_bytes", lambda *_, limit=limit: limit)
+        assert available_memory_bytes() == expected
+    memory.write_text("nothing\n")
+    assert available_memory_bytes() == 5
+    monkeypatch.setattr(host, "cgroup_memory_bytes", lambda *_: None)
+    assert available_memory_bytes() is None
+
+
+def test_shared_memory_is_measured_where_there_is_some(tmp_path: Path) -> None:
+    assert shared_memory_bytes(tmp_path / "none") is None
+    free = shared_memory_bytes(tmp_path)
+    assert free is not None
+    assert free > 0
