@@ -110,6 +110,13 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def total_memory_bytes(index: int) -> int | None:
+    """All the memory of one CUDA device; None where there is no such device."""
+    if not cuda_is_available() or index >= device_count():
+        return None
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
 def free_memory_bytes() -> int | None:
     """Bytes that tensors may still take: of the GPU, or of the host; None where nobody tells."""
     if _CURRENT.device.type == "cuda":

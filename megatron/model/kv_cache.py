@@ -5,8 +5,13 @@ length need no padding on the left: what lies beyond a row's own position is mas
 overwritten as the row grows.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from megatron.device import free_memory_bytes
+from megatron.errors import MachineError
 
 
 class KVCache:
@@ -14,6 +19,9 @@ class KVCache:
 
     `length` is how many positions may hold something, the same for all rows; a row's own length
     is known only by its position ids.
+
+    Raises:
+        MachineError: it is larger than the memory that is free.
     """
 
     def __init__(
@@ -28,6 +36,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (layers, batch, groups, capacity, head_width)  # [layers, b, g/tp, capacity, d]
+        _refuse_too_large(2 * math.prod(shape) * dtype.itemsize, batch=batch, capacity=capacity)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0
@@ -65,3 +74,19 @@ class KVCache:
         self.keys[layer][self._rows, :, at] = keys[:, :, 0]
         self.values[layer][self._rows, :, at] = values[:, :, 0]
         return self.keys[layer, :, :, : self.length], self.values[layer, :, :, : self.length]
+
+
+def _refuse_too_large(size: int, *, batch: int, capacity: int) -> None:
+    # The system gives memory out before it is there: without this the run ends when it is filled.
+    free = free_memory_bytes()
+    if free is None or size <= free:
+        return
+    rows = batch * free // size
+    raise MachineError(
+        "the keys and values of a generation do not fit into memory",
+        found=f"{batch} rows of {capacity} tokens take {size / 2**30:.2f} GiB; "
+        f"{free / 2**30:.2f} GiB are free",
+        fix=f"generate for at most {rows} rows at a time"
+        if rows
+        else f"generate at most {capacity * free // (size // batch)} tokens with their prompt",
+    )

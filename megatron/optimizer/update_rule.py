@@ -37,21 +37,24 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     other, and a lack of memory shows at once. Zeros change no result: the first update of torch
     starts from zeros too (SGD's momentum from 0 * momentum + gradient).
     """
-    if config.optimizer is OptimizerKind.SGD:
-        kinds = {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
-    else:
-        kinds = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     state: dict[str, Tensor] = {
         kind: torch.zeros_like(
             weight, dtype=torch.bfloat16 if kept is StateDtype.BF16 else weight.dtype
         )
-        for kind, kept in kinds.items()
+        for kind, kept in state_kinds(config).items()
     }
     if config.optimizer is OptimizerKind.ADAM:
         # float32 counts exactly to 2^24 updates; fused rules want it beside the weight
         where = weight.device if _has_fused_rules(weight) else torch.device("cpu")
         state["step"] = torch.zeros((), dtype=torch.float32, device=where)
     return state
+
+
+def state_kinds(config: OptimizerConfig) -> dict[str, StateDtype]:
+    """What is kept of each weight between updates; FP32 stands for the dtype of the weight."""
+    if config.optimizer is OptimizerKind.SGD:
+        return {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
+    return {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
 
 
 def _has_fused_rules(weight: Tensor) -> bool:

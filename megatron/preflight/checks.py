@@ -1,6 +1,6 @@
 """The list of checks that run before training, in the order in which they are reported."""
 
-from megatron.preflight import checkpoint, config, data, deepspeed, machine
+from megatron.preflight import checkpoint, config, data, deepspeed, machine, memory
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     config.intervals_make_sense,
     config.tokenizer_knows_ends_of_documents,
     machine.save_folder_can_be_written,
+    memory.weights_and_state_fit_in_memory,
     data.tokenizer_has_what_the_data_need,
     data.corpora_open_and_are_whole,
     data.corpora_fit_the_tokenizer,

@@ -65,12 +65,15 @@ def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronEr
 
 def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
     """The middle of the MLP is shared out evenly."""
-    width, tp = plan.config.model.ffn_width, plan.config.parallel.tensor_model_parallel_size
+    model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
+    width, flag = model.ffn_width, "--ffn-hidden-size"
+    if model.has_experts:
+        width, flag = model.expert_width, "--moe-ffn-hidden-size"
     if width % tp:
         yield ConfigError(
             "the MLP cannot be shared out evenly over the tensor-parallel ranks",
-            found=f"--ffn-hidden-size {width}, --tensor-model-parallel-size {tp}",
-            fix=f"use --ffn-hidden-size {width // tp * tp or tp}",
+            found=f"{flag} {width}, --tensor-model-parallel-size {tp}",
+            fix=f"use {flag} {width // tp * tp or tp}",
         )
 
 
@@ -118,15 +121,25 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
 
 def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
     """The padded vocabulary holds every token and splits over the tensor-parallel ranks."""
-    if plan.tokenizer is not None:
-        tokenizer = plan.config.tokenizer
-        padded_vocab_size(
-            true_vocab_size(plan.tokenizer.vocab_size, tokenizer.true_vocab_size),
-            divisible_by=tokenizer.make_vocab_size_divisible_by,
-            tp=plan.config.parallel.tensor_model_parallel_size,
-            pad_to=tokenizer.pad_vocab_size_to,
-        )
+    padded_vocabulary(plan)
     yield from ()
+
+
+def padded_vocabulary(plan: RunPlan) -> int | None:
+    """Rows of the word embedding; None without a tokenizer.
+
+    Raises:
+        ConfigError: they do not split over the tensor-parallel ranks.
+    """
+    if plan.tokenizer is None:
+        return None
+    flags = plan.config.tokenizer
+    return padded_vocab_size(
+        true_vocab_size(plan.tokenizer.vocab_size, flags.true_vocab_size),
+        divisible_by=flags.make_vocab_size_divisible_by,
+        tp=plan.config.parallel.tensor_model_parallel_size,
+        pad_to=flags.pad_vocab_size_to,
+    )
 
 
 def batch_splits_into_microbatches(plan: RunPlan) -> Iterator[MegatronError]:

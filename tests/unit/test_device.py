@@ -44,6 +44,7 @@ def two_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("max_memory_allocated", 7),
         ("memory_reserved", 9),
         ("mem_get_info", (100, 200)),
+        ("get_device_properties", SimpleNamespace(total_memory=200)),
         ("get_device_name", "Some GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, record(name, answer))
@@ -106,6 +107,7 @@ def test_questions_go_to_the_selected_device(two_cuda_devices: dict[str, Any]) -
     assert device.default_generator() == "second"
     assert device.memory_allocated_bytes() == 5
     assert device.free_memory_bytes() == 100 + (9 - 5)
+    assert [device.total_memory_bytes(index) for index in (1, 2)] == [200, None]
     assert device.peak_memory_bytes() == 7
     assert device.name() == "Some GPU"
     assert not device.bf16_is_supported()

@@ -1,0 +1,95 @@
+"""Whether the memory of a rank can hold what training keeps: weights, gradients, optimizer state.
+
+A lower bound, so that nothing is refused that could run: an even share of the model, without
+activations. What a reader would get wrong: ranks on CPUs share the memory of their host.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron import device, host
+from megatron.config.optimizer import StateDtype
+from megatron.config.precision import Precision
+from megatron.config.run import RunConfig
+from megatron.config.runtime import DeviceKind
+from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.model.accounting import parameter_count
+from megatron.optimizer.update_rule import state_kinds
+from megatron.preflight.config import padded_vocabulary
+from megatron.preflight.run import RunPlan
+
+_WIDTH = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBytes:
+    """Bytes that a rank keeps for the whole of a run, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1) -> KeptBytes:
+    """What the native engine keeps of so many parameters.
+
+    Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
+    state, and in half precision an fp32 copy of the weights, of 1 / `optimizer_shards` of them.
+    """
+    width = _WIDTH[config.precision.precision]
+    half = config.precision.precision.is_half
+    kinds = state_kinds(config.optimizer).values()
+    own = 4 if half else width
+    state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds) + (4 if half else 0)
+    return KeptBytes(
+        weights=parameters * width,
+        gradients=parameters * _WIDTH[config.precision.gradient_precision],
+        optimizer=parameters * state // optimizer_shards,
+    )
+
+
+def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
+    """There is room for what a rank keeps: a kernel short of it ends the run without a word."""
+    config, replicas = plan.config, plan.data_parallel_size
+    if config.engine.deepspeed or replicas is None:
+        return  # DeepSpeed shares out and offloads by rules of its own
+    try:
+        rows = padded_vocabulary(plan)
+    except ConfigError:
+        return  # vocabulary_pads_to_an_even_size says it
+    on_host = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
+    room = (
+        host.available_memory_bytes()
+        if on_host
+        else device.total_memory_bytes(plan.launch.device_index)
+    )
+    if room is None or rows is None:
+        return
+    ranks = plan.launch.local_world_size if on_host else 1
+    parameters = parameter_count(config.model, rows, config.data.seq_length)
+    mine = parameters // plan.model_ranks
+    shared = config.parallel.use_distributed_optimizer
+    kept = kept_bytes(config, mine, optimizer_shards=replicas if shared else 1)
+    if ranks * kept.total <= room:
+        return
+    least = kept_bytes(config, mine, optimizer_shards=replicas)
+    yield MachineError(
+        "the weights and what training keeps of them do not fit into memory",
+        found=f"about {_gib(kept.total)} on a rank (weights {_gib(kept.weights)}, gradients "
+        f"{_gib(kept.gradients)}, optimizer {_gib(kept.optimizer)})"
+        + (f" on each of {ranks} ranks of this host" if ranks > 1 else "")
+        + f"; {_gib(room)} are there",
+        fix="add --use-distributed-optimizer"
+        if not shared and ranks * least.total <= room
+        else f"spread the model over more than {plan.model_ranks} ranks "
+        "(--tensor-model-parallel-size, --pipeline-model-parallel-size), or train a smaller one",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,90 @@
+"""What training keeps is counted in full, and compared with the memory that is there."""
+
+from typing import Any
+
+import pytest
+
+from megatron import device, host
+from megatron.model.accounting import parameter_count
+from megatron.preflight.config import padded_vocabulary
+from megatron.preflight.memory import kept_bytes, weights_and_state_fit_in_memory
+from tests.support.tiny import tiny_run
+from tests.unit.engine.engines import tiny_engine
+from tests.unit.preflight.plans import found, only, plan
+
+CHECK = weights_and_state_fit_in_memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "per_parameter"),
+    [
+        ({}, 8 + 8 + 16),
+        ({"fp64": False}, 4 + 4 + 8),
+        ({"bf16": True}, 2 + 4 + 8 + 4),
+        ({"bf16": True, "exp_avg_dtype": "bf16"}, 2 + 4 + (2 + 4) + 4),
+        ({"optimizer": "sgd"}, 8 + 8 + 8),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 8 + 8),
+    ],
+)
+def test_it_is_what_an_engine_of_these_flags_holds(
+    flags: dict[str, Any], per_parameter: int
+) -> None:
+    kept = kept_bytes(tiny_run("nowhere", **flags), 1000)
+    assert kept.total == 1000 * per_parameter
+    engine = tiny_engine(**flags, make_vocab_size_divisible_by=1)  # no rows that are not stored
+    parameters = sum(p.numel() for p in engine.stage.parameters())
+    held = sum(
+        part.view.numel() * part.view.element_size()
+        for tensor in engine.state(optimizer=True).tensors
+        for part in tensor.parts
+    )
+    gradients = kept.gradients // 1000 * parameters
+    assert held + gradients == per_parameter * parameters
+
+
+def test_replicas_share_the_optimizer_s_state_alone() -> None:
+    config = tiny_run("nowhere")
+    whole, shared = kept_bytes(config, 100), kept_bytes(config, 100, optimizer_shards=4)
+    assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
+    assert shared.optimizer == whole.optimizer // 4
+
+
+def needed(ranks: int = 1, **flags: Any) -> int:
+    """Bytes that all ranks of the host keep."""
+    asked = plan(world_size=ranks, **flags)
+    rows = padded_vocabulary(asked)
+    assert rows is not None
+    parameters = parameter_count(asked.config.model, rows, asked.config.data.seq_length)
+    return ranks * kept_bytes(asked.config, parameters // asked.model_ranks).total
+
+
+def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed())
+    assert found(CHECK, plan()) == []
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed() - 1)
+    only(found(CHECK, plan()), "do not fit into memory", "(weights 0.00 GiB", "spread the model")
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: None)
+    assert found(CHECK, plan()) == []
+
+
+def test_ranks_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed(2) - 1)
+    said = found(CHECK, plan(world_size=2))
+    only(said, "on each of 2 ranks of this host", "fix: add --use-distributed-optimizer")
+    assert found(CHECK, plan(world_size=2, use_distributed_optimizer=True)) == []
+    assert found(CHECK, plan(world_size=2, tensor_model_parallel_size=2)) == []
+
+
+def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(device, "total_memory_bytes", lambda index: needed() - (index == 1))
+    asked = plan(world_size=2, device="auto")
+    assert found(CHECK, asked) == []
+
+
+def test_what_another_check_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: 0)
+    assert found(CHECK, plan(world_size=3, tensor_model_parallel_size=2)) == []
+    assert (
+        found(CHECK, plan(world_size=2, tensor_model_parallel_size=2, pad_vocab_size_to=129)) == []
+    )
