@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store  # torch.distributed's own, which has no type there
@@ -27,6 +28,7 @@ _LINGER_S = 5.0  # how long a rank whose end the others must not take for theirs
 _PRECEDENCE_S = 0.5  # the rank that failed ends first, since launchers call the first the cause
 _LINGER_POLL_S = 0.05
 _LONGEST_MESSAGE = 4000
+_FRAMES_SHOWN = 8  # innermost ones of the place where a rank was ended
 
 
 class Failure(NamedTuple):
@@ -128,8 +130,19 @@ class PeerWatch:
         )
 
 
+def main_thread_stack() -> str:
+    """Where the main thread is now, innermost line last.
+
+    What other ranks waited for is on the rank that was not waiting itself.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "  (the main thread is over)"
+    return "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES_SHOWN:])).rstrip()
+
+
 def _end_process(error: PeerError, store: Store) -> None:
-    log.error(str(error))
+    log.error(f"{error}\nthis rank was here:\n{main_thread_stack()}")
     with contextlib.suppress(RuntimeError):  # the store is gone; there is nobody left to tell
         store.add(_CLOSED, 1)
     sys.stdout.flush()

@@ -56,6 +56,27 @@ def all_end_well() -> None:
     watch.close()
 
 
+def one_stalls_and_one_gives_up_on_it() -> None:
+    ctx, watch = watch_over_tcp()
+    if ctx.rank == 1:
+        watch.announce("timed out while waiting for rank 0")
+        time.sleep(30)
+    read_a_file_that_hangs()
+
+
+def read_a_file_that_hangs() -> None:
+    time.sleep(30)
+
+
+def test_a_rank_that_stalls_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="rank 0 of 2 died with exit code 76"):
+        run_on_ranks(2, one_stalls_and_one_gives_up_on_it)
+    said = capfd.readouterr().err
+    assert "rank 1 said: timed out while waiting for rank 0" in said
+    assert "this rank was here:" in said
+    assert "in read_a_file_that_hangs" in said
+
+
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
 def test_a_rank_stuck_in_a_barrier_ends_soon(rank_that_fails: int) -> None:
     stuck = 1 - rank_that_fails
