@@ -9,8 +9,8 @@ DATA ?=
 ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
-# Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` into
-# docs/checkpoints.md.
+# Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` and
+# `make test-damage` theirs into docs/checkpoints.md.
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
@@ -22,10 +22,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-matrix test-faults quick gates bench docs clean
+.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard quick gates bench docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 venv: $(READY)  ## make .venv with everything that training and the tests need
 
@@ -48,8 +48,14 @@ test: gates  ## everything that has to pass: gates, then all tests
 test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
 
-test-faults: $(READY)  ## kills at every moment of a save and flipped bits; WRITE=1 keeps the table
+test-faults: $(READY)  ## kills at every moment of a save, in every format; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.kill_grid $(if $(WRITE),--write)
+
+test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
+	@$(BIN)/python -m tests.laws.corruption $(if $(WRITE),--write)
+
+test-reshard: $(READY)  ## every layout's checkpoint loaded at every other layout, 281 pairs
+	@$(BIN)/python -m tests.laws.reshard
 
 quick: gates  ## the gates and the tests that start no processes
 	@$(BIN)/python -m pytest -q tests/architecture tests/unit

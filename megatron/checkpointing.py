@@ -6,26 +6,22 @@ damaged or of another model is an error on every rank. How bytes are kept is lef
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
+from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, rng, source_formats, storage
+from megatron.checkpoint import model_kind, rng, storage
+from megatron.checkpoint.agreement import together
 from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpoint.deepspeed_save import save_deepspeed
-from megatron.checkpoint.folder import missing_iteration
 from megatron.checkpoint.foreign import (
-    OURS,
     ForeignCheckpoint,
     check_resumable,
-    format_in,
     is_foreign,
     open_foreign,
+)
+from megatron.checkpoint.inference_config import (
+    OF_TRAINING,
 )
 from megatron.checkpoint.megatron_save import save_megatron
 from megatron.checkpoint.retention import Retention
@@ -33,31 +29,23 @@ from megatron.checkpoint.saving import Saved
 from megatron.checkpoint.selection import Selection, choose
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_config import completed_config
 from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
 from megatron.config.deepspeed_json import recorded_json
-from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
-from megatron.config.runtime import DeviceKind
 from megatron.data.data_sources import changed_sources
-from megatron.device import current
-from megatron.engine.base import Engine
-from megatron.engine.state import model_tensors
+from megatron.engine.base import Engine, PretrainTask
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
-from megatron.initialize import initialize_megatron, reseed
-from megatron.model.gpt_model import GPTModel
+from megatron.initialize import reseed
 from megatron.model.specs import ModelBuild, VocabSize
-from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checkpoint import starts_fresh_if_empty
-from megatron.preflight.checks import MODEL_CHECKS
 from megatron.progress import Progress
-from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
+from megatron.tokenizer import fingerprint
+from megatron.tokenizer.tokenizer import padded_vocab_size, true_vocab_size
 
 NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
@@ -70,10 +58,7 @@ _SAID_IF_CHANGED = (
 # how it is trained or begun, not what its weights mean.
 _FREE_MODEL_FIELDS = frozenset(
     {
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "init_method_xavier_uniform",
+        *OF_TRAINING,
         "max_position_embeddings",  # where it matters, the table's shape differs and is refused
     }
 )
@@ -106,14 +91,15 @@ def save_checkpoint(
         config=config.to_plain() | _recorded(config, runtime.context.dp.size),
         scalars=state.scalars,
         generators=rng.capture(runtime.streams) if flags.save_rng else None,
-        data=sources,
+        data={**sources, **_vocabulary_source(runtime)},
         validation_loss=validation_loss,
+        model_kind=engine.task.name,
     )
     at, rule = progress.iteration, Retention(flags.keep_last, flags.keep_every, flags.keep_best)
     if flags.checkpoint_format is CheckpointFormatName.MEGATRON:
-        log.info(str(_save_as_megatron(flags.save, snapshot, at, runtime)))
+        log.info(str(_save_as_megatron(flags.save, snapshot, at, rule, runtime)))
     elif flags.checkpoint_format is CheckpointFormatName.DEEPSPEED:
-        log.info(str(_save_as_deepspeed(flags.save, snapshot, at, engine, runtime)))
+        log.info(str(_save_as_deepspeed(flags.save, snapshot, at, rule, engine, runtime)))
     elif flags.async_save and saves is not None:
         saves.start(flags.save, snapshot, iteration=at, retention=rule)
     else:
@@ -121,7 +107,22 @@ def save_checkpoint(
         log.info(str(storage.save(flags.save, snapshot, iteration=at, ctx=context, retention=rule)))
 
 
-def _save_as_megatron(folder: str, snapshot: Snapshot, at: int, runtime: Runtime) -> Saved:
+def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves) -> None:
+    """Under --async-save, begin to make the host memory that saves are copied to.
+
+    All ranks call this together, once the engine is built.
+
+    Raises:
+        ConfigError: a host has not so much left. The same on every rank.
+    """
+    flags = config.checkpoint
+    if flags.async_save and flags.save is not None:
+        saves.reserve(engine.state(optimizer=flags.save_optim).tensors)
+
+
+def _save_as_megatron(
+    folder: str, snapshot: Snapshot, at: int, rule: Retention, runtime: Runtime
+) -> Saved:
     plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
     return save_megatron(
         folder,
@@ -129,12 +130,13 @@ def _save_as_megatron(folder: str, snapshot: Snapshot, at: int, runtime: Runtime
         iteration=at,
         ctx=runtime.context,
         num_chunks=plan.num_chunks,
-        padded_rows=_vocabulary(runtime).padded,
+        padded_rows=vocabulary(runtime).padded,
+        retention=rule,
     )
 
 
 def _save_as_deepspeed(
-    folder: str, snapshot: Snapshot, at: int, engine: Engine, runtime: Runtime
+    folder: str, snapshot: Snapshot, at: int, rule: Retention, engine: Engine, runtime: Runtime
 ) -> Saved:
     live = getattr(engine, "live", None)
     if live is None:
@@ -143,7 +145,8 @@ def _save_as_deepspeed(
             found="--checkpoint-format deepspeed without --deepspeed",
             fix="add --deepspeed, or drop --checkpoint-format",
         )
-    return save_deepspeed(folder, snapshot, live(), iteration=at, ctx=runtime.context)
+    context = runtime.context
+    return save_deepspeed(folder, snapshot, live(), iteration=at, ctx=context, retention=rule)
 
 
 def load_checkpoint(
@@ -166,14 +169,17 @@ def load_checkpoint(
         return Progress()
     opened = _opened(flags, runtime)
     selection = Selection(flags.load_only, flags.load_except)
-    _refuse_another_model(opened, config, is_partial=selection.is_partial)
+    _refuse_another_kind(opened, engine.task, is_partial=selection.is_partial)
+    is_any_model = selection.is_partial and not engine.task.begins_with
+    _refuse_another_model(opened, config, is_partial=is_any_model)
     with_optimizer = flags.load_optim and not flags.finetune
     prefixes = ("model/", "optimizer/") if with_optimizer else ("model/",)
     state = engine.state(optimizer=with_optimizer)
+    _refuse_other_heads(opened, selection, state.tensors)
+    cast = not with_optimizer and _may_cast(opened, engine.task)
     if selection.is_partial:
-        _read_part(opened, selection, state.tensors)
+        _read_part(opened, selection, state.tensors, cast=cast)
     else:
-        cast = isinstance(opened, ForeignCheckpoint) and not with_optimizer
         opened.read_into(state.tensors, prefixes=prefixes, cast=cast)
     engine.restored(opened.manifest.scalars, optimizer=with_optimizer)
     if isinstance(opened, ForeignCheckpoint):
@@ -184,43 +190,56 @@ def load_checkpoint(
         return Progress()
     if flags.load_rng:
         _restore_generators(opened, runtime)
-    _say_what_changed(opened, config, sources)
+    _say_what_changed(opened, config, {**sources, **_vocabulary_source(runtime)})
     return Progress.from_plain(dict(opened.manifest.progress))
 
 
 def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenCheckpoint | ForeignCheckpoint:
-    context = runtime.context
-    if is_foreign(flags.load or "", flags.load_iteration, ctx=context):
-        foreign = open_foreign(
-            flags.load or "",
-            flags.load_iteration,
-            ctx=context,
-            options=SourceOptions(vocab_size=_vocabulary(runtime).true),
-            verification=flags.checkpoint_verify,
-        )
-        log.info(f"{foreign.directory} is a checkpoint of format {foreign.source.format_name}")
-        if flags.load_fallback is not None:
-            log.info("--load-fallback has no effect here: it is for our own format alone")
+    def open_at(iteration: int | None) -> OpenCheckpoint | ForeignCheckpoint:
+        return _open_at(flags, iteration, runtime)
+
+    folder, wanted = flags.load or "", flags.load_iteration
+    if flags.load_fallback is None:
+        opened = open_at(wanted)
+    else:
+        opened = storage.open_or_previous(folder, wanted, open_at, ctx=runtime.context)
+    if isinstance(opened, ForeignCheckpoint):
+        log.info(f"{opened.directory} is a checkpoint of format {opened.source.format_name}")
         if not flags.finetune:
-            check_resumable(foreign)
-        return foreign
-    open_ = storage.open_checkpoint if flags.load_fallback is None else storage.open_or_previous
-    return open_(
-        flags.load or "", flags.load_iteration, ctx=context, verification=flags.checkpoint_verify
-    )
+            check_resumable(opened)
+    return opened
+
+
+def _open_at(
+    flags: CheckpointConfig, iteration: int | None, runtime: Runtime
+) -> OpenCheckpoint | ForeignCheckpoint:
+    folder, context, verification = flags.load or "", runtime.context, flags.checkpoint_verify
+    if not is_foreign(folder, iteration, ctx=context):
+        return storage.open_checkpoint(folder, iteration, ctx=context, verification=verification)
+    options = SourceOptions(vocab_size=vocabulary(runtime).true)
+    return open_foreign(folder, iteration, ctx=context, options=options, verification=verification)
 
 
 def _read_part(
     opened: OpenCheckpoint | ForeignCheckpoint,
     selection: Selection,
     tensors: Sequence[ShardedTensor],
+    *,
+    cast: bool,
 ) -> None:
     """Fill what the patterns name, and say what became of every parameter."""
     choice = choose(selection, tensors, opened.manifest.tensors, ctx=opened.ctx)
     targets = [tensor for tensor in tensors if selection.takes(tensor.name)]
-    cast = isinstance(opened, ForeignCheckpoint)  # weights alone, to begin with
     opened.read_into(targets, only=selection.takes, cast=cast)
     log.info(str(choice))
+
+
+def _may_cast(opened: OpenCheckpoint | ForeignCheckpoint, task: PretrainTask) -> bool:
+    """Whether weights to begin with may be in another precision than this run's.
+
+    A task that begins with another run's model has its own; elsewhere it would be a mistake.
+    """
+    return isinstance(opened, ForeignCheckpoint) or bool(task.begins_with)
 
 
 def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
@@ -229,98 +248,9 @@ def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
     return {RECORDED_JSON: given} if given else {}
 
 
-class LoadedModel(NamedTuple):
-    """A model with the weights of a checkpoint, and what is needed to use it."""
-
-    model: GPTModel
-    tokenizer: Tokenizer
-    config: RunConfig
-    ctx: ParallelContext
-
-
-def load_model_for_inference(
-    folder: str | Path,
-    iteration: int | None = None,
-    *,
-    tensor_model_parallel_size: int = 1,
-    device: str | None = None,
-) -> LoadedModel:
-    """Build the GPT of a checkpoint from the flags stored in it, and fill in its weights.
-
-    Initialises this process (all ranks call it together). Weights are in the precision they were
-    trained in, whatever the layout was.
-
-    Args:
-        iteration: which checkpoint of `folder`; the latest when not given.
-        device: "cpu" or "cuda"; as in training when not given.
-
-    Raises:
-        CheckpointError: missing, damaged, or the flags in it are not of this version.
-    """
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor_model_parallel_size)
-    runtime = initialize_for_inference(folder, iteration, parallel=parallel, device=device)
-    build = model_build(runtime)
-    with torch.device(current()):
-        model = GPTModel(runtime.config.model, build)
-    load_weights(model, folder, iteration, runtime)
-    model.eval()
-    return LoadedModel(model, runtime.tokenizer, runtime.config, runtime.context)
-
-
-def initialize_for_inference(
-    folder: str | Path,
-    iteration: int | None = None,
-    *,
-    parallel: ParallelConfig,
-    device: str | None = None,
-) -> Runtime:
-    """Initialise this process for the model of a checkpoint, on a grid of its own.
-
-    All ranks call this together; arguments and errors are those of `load_model_for_inference`.
-    """
-    stored = stored_config(folder, iteration)
-    launch = replace(stored.launch, distributed_backend=None)
-    if device is not None:
-        launch = replace(launch, device=DeviceKind(device))
-    config = replace(
-        stored,
-        parallel=parallel,
-        checkpoint=CheckpointConfig(load=str(folder)),
-        engine=EngineConfig(),
-        launch=launch,
-    )
-    return initialize_megatron(config, checks=MODEL_CHECKS)
-
-
-def load_weights(
-    module: nn.Module, folder: str | Path, iteration: int | None, runtime: Runtime
-) -> None:
-    """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format."""
-    context = runtime.context
-    opened: OpenCheckpoint | ForeignCheckpoint
-    if is_foreign(folder, iteration, ctx=context):
-        options = SourceOptions(vocab_size=_vocabulary(runtime).true)
-        opened = open_foreign(folder, iteration, ctx=context, options=options)
-    else:
-        opened = storage.open_checkpoint(folder, iteration, ctx=context)
-    opened.read_into(model_tensors(module, runtime.context), prefixes=("model/",))
-
-
-def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
-    """The flags of the run that wrote a checkpoint, read without touching its tensors.
-
-    Of another format: what it knows of them, and our defaults for the rest.
-    """
-    folder = Path(folder)
-    if format_in(folder, iteration) != OURS:
-        with source_formats.open_source(folder, iteration) as source:
-            return RunConfig.from_plain(completed_config(source))
-    at = storage.latest_iteration(folder) if iteration is None else iteration
-    directory = folder / storage.iteration_name(at)
-    if not directory.is_dir():
-        raise missing_iteration(folder, at)
-    content, _ = manifest.load(directory)
-    return RunConfig.from_plain(content.config)
+def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
+    """What a checkpoint remembers of the tokenizer."""
+    return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
 
 
 def model_build(runtime: Runtime) -> ModelBuild:
@@ -334,7 +264,7 @@ def model_build(runtime: Runtime) -> ModelBuild:
         )
     return ModelBuild(
         ctx=runtime.context,
-        vocab=_vocabulary(runtime),
+        vocab=vocabulary(runtime),
         seq_length=config.data.seq_length,
         streams=runtime.streams,
         precision=config.precision,
@@ -343,7 +273,8 @@ def model_build(runtime: Runtime) -> ModelBuild:
     )
 
 
-def _vocabulary(runtime: Runtime) -> VocabSize:
+def vocabulary(runtime: Runtime) -> VocabSize:
+    """How many tokens the model of a run knows, and how many rows its table has."""
     flags = runtime.config.tokenizer
     true = true_vocab_size(runtime.tokenizer.vocab_size, flags.true_vocab_size)
     padded = padded_vocab_size(
@@ -353,6 +284,32 @@ def _vocabulary(runtime: Runtime) -> VocabSize:
         pad_to=flags.pad_vocab_size_to,
     )
     return VocabSize(true, padded)
+
+
+def _refuse_another_kind(
+    opened: OpenCheckpoint | ForeignCheckpoint, task: PretrainTask, *, is_partial: bool
+) -> None:
+    saved = opened.manifest.kind
+    if is_partial and task.begins_with:
+        if saved != task.name and saved not in task.begins_with:
+            model_kind.refuse_kind(saved, task.begins_with[0], where=opened.directory)
+        return
+    if is_partial and model_kind.differ(saved, task.name):
+        log.warning(f"loading parts of another kind of model: {saved} into {task.name}")
+        return
+    model_kind.refuse_kind(saved, task.name, where=opened.directory)
+
+
+def _refuse_other_heads(
+    opened: OpenCheckpoint | ForeignCheckpoint,
+    selection: Selection,
+    tensors: Sequence[ShardedTensor],
+) -> None:
+    """Of what is to be loaded; a rank of a pipeline holds some of the heads alone."""
+    mine = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
+    told = together(opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine))
+    saved = filter(selection.takes, opened.manifest.tensors)
+    model_kind.refuse_heads(saved, frozenset().union(*told), where=opened.directory)
 
 
 def _refuse_another_model(

@@ -55,6 +55,7 @@ from megatron.preflight.environment import (
     tell_libraries,
 )
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
+from megatron.preflight.source import source_digests
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
@@ -85,7 +86,7 @@ def initialize_megatron(
     """
     site = _caller()
     refuse_second_initialisation(site)
-    launch = _launch()
+    launch = launch_of_process()
     log.configure(launch.rank, launch.world_size)
     if config is None:
         try:
@@ -138,7 +139,7 @@ def with_findings_of_checks(
     if wrong.config is None:
         return wrong
     tokenizer, tokenizer_error = _try_tokenizer(wrong.config)
-    plan = RunPlan(wrong.config, _launch(), tokenizer, tokenizer_error, reads)
+    plan = RunPlan(wrong.config, launch_of_process(), tokenizer, tokenizer_error, reads)
     said = {str(finding.error) for finding in wrong.findings}  # DeepSpeed's file is read by both
     more = [each for each in collect_findings(plan, checks) if str(each.error) not in said]
     return PreflightError([*wrong.findings, *more])
@@ -182,7 +183,7 @@ def is_initialised() -> bool:
     return True
 
 
-def _launch() -> Launch:
+def launch_of_process() -> Launch:
     """Who this process is: by the launcher, and by a process group that is there already.
 
     Without a launcher, the ranks of such a group are taken to be on one node.
@@ -312,6 +313,7 @@ def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
         "flags": config.fingerprint(),
         "DeepSpeed's JSON": hashlib.sha256(given.encode()).hexdigest()[:16],
         "megatron": megatron.__version__,
+        **source_digests(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "byte order": sys.byteorder,

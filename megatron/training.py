@@ -17,7 +17,12 @@ from megatron import device, log
 from megatron.arguments import ExtraArgsProvider
 from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpoint.shared_view import refuse_separate_disks
-from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
+from megatron.checkpointing import (
+    load_checkpoint,
+    model_build,
+    reserve_for_saves,
+    save_checkpoint,
+)
 from megatron.config.curriculum import Curriculum
 from megatron.config.deepspeed_json import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
@@ -105,6 +110,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
             return progress
         if config.training.eval_at_start and not first:
             progress = data.validate(engine, progress, report)
+        reserve_for_saves(config, engine, saves)
         report.begin()
         while (reason := stop.reason(progress, steps_done=progress.iteration - first)) is None:
             saves.look()

@@ -1,18 +1,21 @@
-"""A trained model made ready for a task, from the flags that its checkpoint holds."""
+"""A trained GPT made ready for a task: the model of a checkpoint, spread and used as flags say."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.checkpointing import initialize_for_inference, load_weights, model_build
-from megatron.config.parallel import ParallelConfig
+from megatron.checkpoint.inference_config import Values
+from megatron.checkpointing import model_build
 from megatron.device import current
+from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer
-from megatron.errors import CheckpointError
+from megatron.inference import NOTHING_GIVEN, initialize_for_inference, load_weights
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.tokenizer.tokenizer import Tokenizer
+
+MICRO_BATCH_SIZE = 8  # rows that a replica reads together where no flag says
 
 
 class LoadedScorer(NamedTuple):
@@ -21,44 +24,42 @@ class LoadedScorer(NamedTuple):
     scorer: Scorer
     model: GPTModel | None  # the whole of it, which can write too; None in a pipeline
     tokenizer: Tokenizer
-    seq_length: int  # that it was trained with
+    seq_length: int  # tokens of a window: of --seq-length, or of training
     ctx: ParallelContext
+    asked_length: int | None = None  # --seq-length, where it was given
 
-
-class Grid(NamedTuple):
-    """Over how many ranks the model is spread; what is left over are replicas."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
+    @property
+    def longest(self) -> int | None:
+        """Tokens that a row may be read by; None: there is no end."""
+        return self.scorer.max_length if self.asked_length is None else self.asked_length
 
 
 def load_scorer(
-    folder: str | Path,
-    iteration: int | None = None,
-    *,
-    grid: Grid | None = None,
-    micro_batch_size: int = 8,
-    device: str | None = None,
+    folder: str | Path, iteration: int | None = None, *, given: Values = NOTHING_GIVEN
 ) -> LoadedScorer:
     """The GPT of a checkpoint on this rank's part of the grid; all ranks call it together.
 
+    Args:
+        given: flags beside the checkpoint's, by the fields of a run: the grid, the precision, the
+            micro-batch size (`MICRO_BATCH_SIZE` when not given), the length of a window.
+
     Raises:
-        CheckpointError: missing, damaged, or not of a GPT.
+        CheckpointError: missing, damaged, not of a GPT, or of another model than flags say.
+        MachineError: there is too little memory for the weights.
     """
-    parallel = ParallelConfig(**(grid or Grid())._asdict())
-    runtime = initialize_for_inference(folder, iteration, parallel=parallel, device=device)
+    runtime = initialize_for_inference(folder, iteration, given=given)
     build = model_build(runtime)
+    memory = EvaluationMemory(runtime.config, build, ranks_of_host=runtime.launch.local_world_size)
+    memory.check_weights()
+    size = given.get("micro_batch_size", MICRO_BATCH_SIZE)
     model = None
     if build.ctx.pp.size == 1:
         with torch.device(current()):
             model = GPTModel(runtime.config.model, build)
         model.eval()
-    scorer = Scorer(runtime.config, build, micro_batch_size=micro_batch_size, model=model)
-    try:
-        load_weights(scorer.stage, folder, iteration, runtime)
-    except CheckpointError as error:
-        error.add_note("this task takes a GPT: checkpoints of other models do not fit it")
-        raise
-    return LoadedScorer(
-        scorer, model, runtime.tokenizer, runtime.config.data.seq_length, runtime.context
-    )
+    scorer = Scorer(runtime.config, build, micro_batch_size=size, memory=memory, model=model)
+    load_weights(scorer.stage, folder, iteration, runtime)
+    asked = given.get("seq_length")
+    asked = None if asked == -1 else asked
+    length = runtime.config.data.seq_length if asked is None else asked
+    return LoadedScorer(scorer, model, runtime.tokenizer, length, runtime.context, asked)

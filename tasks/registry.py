@@ -68,6 +68,11 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             name: Task(_FINETUNE, f"a BERT learns {about}", _METRICS)
             for name, about in _GLUE.items()
         },
+        "ENSEMBLE-CLASSIFIER": Task(
+            "tasks.finetune.ensemble_program:main",
+            "predictions of several fine-tuned models are joined into one",
+            _METRICS,
+        ),
         "LM-EVAL": Task(
             "tasks.eval_harness.program:main",
             "a GPT answers the tasks of EleutherAI's lm-eval-harness",
@@ -76,6 +81,8 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "LAMBADA": Task(_ZEROSHOT, "a GPT guesses the last word of passages (accuracy)"),
         "WIKITEXT103": Task(_ZEROSHOT, "a GPT's perplexity on text in WikiText's form"),
         "PERPLEXITY": Task(_ZEROSHOT, "a GPT's perplexity on any text, as it is"),
+        "LOGLIKELIHOOD": Task(_ZEROSHOT, "how likely a GPT finds given continuations of contexts"),
+        "CHOICE": Task(_ZEROSHOT, "which of several choices a GPT finds likeliest (accuracy)"),
     }
 )
 

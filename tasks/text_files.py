@@ -1,8 +1,14 @@
 """Text files as a task reads them, with errors that name the file."""
 
+import difflib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.errors import DataError
+
+_SHOWN = 60  # characters of what is wrong
 
 
 def read_text(path: Path) -> str:
@@ -26,3 +32,67 @@ def read_text(path: Path) -> str:
             found=f"{path}: {error}",
             fix="give a text file in UTF-8",
         ) from error
+
+
+class Record(NamedTuple):
+    """One line of JSON, and where it stands."""
+
+    where: str  # file:line
+    fields: Mapping[str, Any]
+
+    def text(self, key: str) -> str:
+        """The text in field `key`; DataError for anything else."""
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a text")
+        return value
+
+    def value(self, key: str) -> Any:
+        """Whatever is in field `key`; DataError with the nearest names when it is not there."""
+        if key in self.fields:
+            return self.fields[key]
+        near = difflib.get_close_matches(key, self.fields, n=1, cutoff=0.5)
+        raise DataError(
+            "a line lacks a field that the task reads",
+            found=f"{self.where}: no {key!r}; it has {', '.join(map(repr, self.fields)) or 'none'}",
+            fix=f"call it {key!r}" + (f", or read {near[0]!r} by its flag" if near else ""),
+        )
+
+    def wrong(self, key: str, expected: str) -> DataError:
+        """The error for a field that holds something else than `expected`."""
+        return DataError(
+            f"a field is not {expected}",
+            found=f"{self.where}: {key!r} is {json.dumps(self.fields[key])[:_SHOWN]}",
+            fix=f"give {expected}",
+        )
+
+
+def read_records(files: Sequence[str]) -> list[Record]:
+    """The JSON objects of files with one on each line; DataError with file and line."""
+    records = []
+    for name in files:
+        # Not splitlines(): it also breaks at characters that belong to a text, such as U+2028.
+        for number, line in enumerate(read_text(Path(name)).split("\n"), start=1):
+            if line.strip():
+                records.append(record_of(line, f"{name}:{number}"))
+    if not records:
+        raise DataError(
+            "there is nothing to evaluate", found=", ".join(files), fix="give lines of JSON objects"
+        )
+    return records
+
+
+def record_of(line: str, where: str) -> Record:
+    """The JSON object that a text is, or DataError."""
+    try:
+        fields = json.loads(line)
+        reason = f"it is a {type(fields).__name__}"
+    except (ValueError, RecursionError) as error:
+        fields, reason = None, str(error)
+    if not isinstance(fields, dict):
+        raise DataError(
+            "a line is not a JSON object",
+            found=f"{where}: {line[:_SHOWN]!r} ({reason})",
+            fix='give lines such as {"text": "..."}',
+        )
+    return Record(where, fields)

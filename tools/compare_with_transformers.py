@@ -9,10 +9,10 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from megatron import log
 from megatron.checkpoint import source_formats
+from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.formats.hf_families.family import Sizes
 from megatron.checkpoint.formats.huggingface import HuggingFaceSource
 from megatron.checkpoint.safetensors_io import dtype_of
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
@@ -30,8 +32,10 @@ from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.model.bert_model import bert_carry, bert_layers, classification_layers
 from megatron.model.gpt_model import GPTModel
-from megatron.model.specs import ModelBuild, VocabSize
+from megatron.model.specs import LayerSpec, ModelBuild, VocabSize
+from megatron.model.stage import Stage, run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.program import run
@@ -43,23 +47,71 @@ TOLERANCE = 1e-4
 _SEED = 1234
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How far apart the logits of the two are."""
+Outputs = Mapping[str, Tensor]  # what a model computes, by what it is called here
 
-    largest: float  # logit of transformers
-    apart: float  # largest difference
-    tokens: int
+
+class Inputs(NamedTuple):
+    """Rows of tokens, all int64 [b, s]; a BERT has two segments, and padding at the end of one."""
+
+    tokens: Tensor
+    types: Tensor
+    padding_mask: Tensor
+
+    @classmethod
+    def drawn(cls, sizes: Sizes) -> "Inputs":
+        """Random tokens that are the same each time."""
+        length = min(LENGTH, sizes.positions)
+        generator = torch.Generator().manual_seed(_SEED)
+        tokens = torch.randint(0, sizes.vocab_rows, (ROWS, length), generator=generator)
+        types, mask = torch.zeros_like(tokens), torch.ones_like(tokens)
+        if sizes.heads is not None:
+            types[:, length // 2 :] = 1
+            mask[-1, length - length // 4 :] = 0
+        return cls(tokens, types, mask)
+
+
+class Apart(NamedTuple):
+    """One output: the largest value of transformers, and the largest difference."""
+
+    largest: float
+    apart: float
 
     @property
     def is_equal(self) -> bool:
         """Whether the difference is no more than rounding."""
         return self.apart <= TOLERANCE * max(self.largest, 1.0)
 
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far apart the outputs of the two are."""
+
+    outputs: Mapping[str, Apart]
+    tokens: int
+
+    @classmethod
+    def of(cls, ours: Outputs, theirs: Outputs, tokens: int) -> "Comparison":
+        """Compare what has the same name."""
+        outputs = {
+            name: Apart(float(value.abs().max()), float((ours[name] - value).abs().max()))
+            for name, value in theirs.items()
+        }
+        return cls(outputs, tokens)
+
+    @property
+    def worst(self) -> Apart:
+        """The output that is furthest apart, for its size."""
+        return max(self.outputs.values(), key=lambda one: one.apart / max(one.largest, 1.0))
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no difference is more than rounding."""
+        return self.worst.is_equal
+
     def __str__(self) -> str:
         return (
-            f"logits of {self.tokens} tokens differ by at most {self.apart:.1e} "
-            f"(the largest is {self.largest:.3g})"
+            f"{', '.join(self.outputs)} of {self.tokens} tokens differ by at most "
+            f"{self.worst.apart:.1e} (the largest is {self.worst.largest:.3g})"
         )
 
 
@@ -81,7 +133,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
-    """Compare the logits of `source` and of the Hugging Face folder made from it.
+    """Compare what `source` and the Hugging Face folder made from it compute.
+
+    Of a GPT that are logits; of a BERT hidden states, pooled rows and the scores of its heads.
 
     None, which is said in the log, where `transformers` is not installed.
 
@@ -95,15 +149,12 @@ def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
         )
         return None
     with HuggingFaceSource(folder, SourceOptions()) as exported:
-        rows, dtypes = exported.sizes.vocab_rows, exported.tensors
-        length = min(LENGTH, exported.sizes.positions)
-        generator = torch.Generator().manual_seed(_SEED)
-        tokens = torch.randint(0, rows, (ROWS, length), generator=generator)
+        sizes, dtypes = exported.sizes, exported.tensors
         # Rounded as the export rounds, so that what is left is how it is computed.
         rounded = {name: dtype_of(found.dtype_code) for name, found in dtypes.items()}
-    ours = _our_logits(source, tokens, rows, rounded)
-    theirs = _their_logits(folder, tokens)
-    found = Comparison(float(theirs.abs().max()), float((ours - theirs).abs().max()), ROWS * length)
+    inputs = Inputs.drawn(sizes)
+    ours = our_outputs(source, inputs, sizes, rounded)
+    found = Comparison.of(ours, their_outputs(folder, inputs, sizes), inputs.tokens.numel())
     if not found.is_equal:
         raise CheckpointError(
             "transformers does not compute from the exported folder what this program computes",
@@ -114,40 +165,110 @@ def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
     return found
 
 
-def _our_logits(
-    source: CheckpointSource, tokens: Tensor, rows: int, rounded: dict[str, torch.dtype]
-) -> Tensor:
-    """[b, s, v] in float32."""
+@torch.no_grad()
+def our_outputs(
+    source: CheckpointSource, inputs: Inputs, sizes: Sizes, rounded: Mapping[str, torch.dtype]
+) -> Outputs:
+    """What our model computes in float32 from the weights of `source`, [b, s, ..] or [b, ..].
+
+    Args:
+        rounded: the types to which tensors are rounded before, by name.
+    """
     build = ModelBuild(
         ctx=ParallelContext.single(),
-        vocab=VocabSize(rows, rows),
-        seq_length=tokens.shape[1],
+        vocab=VocabSize(sizes.vocab_rows, sizes.vocab_rows),
+        seq_length=sizes.positions,  # the rows of a learned table, where no flag says them
         streams=RandomStreams(_SEED, tp_rank=0, dp_rank=0, pp_rank=0),
         precision=PrecisionConfig(),
     )
     config = from_plain(ModelConfig, source.config["model"])
-    with torch.device("meta"):
-        model = GPTModel(config, build)
     state = {}
     for name, dtype in rounded.items():
         stored = source.read(name, whole(source.tensors[name].global_shape))
         state[name.removeprefix("model/")] = stored.to(dtype).float()
-    model.load_state_dict(state, assign=True)
-    logits = model.eval()(tokens)
-    assert isinstance(logits, Tensor)  # noqa: S101  # invariant: no labels were given
-    return logits.transpose(0, 1)
+    if sizes.heads is None:
+        with torch.device("meta"):
+            model = GPTModel(config, build)
+        model.load_state_dict(state, assign=True)
+        logits = model.eval()(inputs.tokens)
+        assert isinstance(logits, Tensor)  # noqa: S101  # invariant: no labels were given
+        return {"logits": logits.transpose(0, 1)}
+    specs = _bert_specs(config, build, sizes.heads)
+    with torch.device("meta"):
+        stage = Stage(specs)
+    stage.load_state_dict(state, assign=True)
+    return _bert_outputs(stage.eval(), specs, inputs)
 
 
-def _their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """[b, s, v] in float32."""
+def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> list[LayerSpec]:
+    """The layers of a BERT that has these heads, which may be fewer than one that is trained."""
+    if heads.classes:
+        return list(classification_layers(config, build, num_classes=heads.classes))
+    absent = set() if heads.order else {"order_head"}
+    if not heads.words:
+        absent |= {"lm_head", "output", "output_bias"}
+    layers = bert_layers(config, build, order_head=heads.pooler)
+    return [
+        spec
+        for spec in layers
+        if spec.name not in absent and (heads.words or spec.call != "logits")
+    ]
+
+
+def _bert_outputs(stage: Stage, specs: Sequence[LayerSpec], inputs: Inputs) -> Outputs:
+    """What the heads are given and what they make of it; of hidden states those of true tokens."""
+    carry = bert_carry(*inputs)
+    true = inputs.padding_mask.bool()
+    found: dict[str, Tensor] = {}
+    for spec in specs:
+        carry = run_layers(stage, [spec], carry)
+        if spec.name == "final_norm":
+            found["hidden states"] = carry[0].transpose(0, 1)[true]
+        elif spec.name == "pooler":
+            found["pooled rows"] = carry[1]
+        elif spec.name == "order_head":
+            found["order scores"] = carry[1]
+        elif spec.name == "output_bias":
+            found["word scores"] = carry[0].transpose(0, 1)[true]
+        elif spec.name == "classification_head":
+            found["class scores"] = carry[0]
+    return found
+
+
+@torch.no_grad()
+def their_outputs(folder: Path, inputs: Inputs, sizes: Sizes) -> Outputs:
+    """What transformers computes in float32 from the weights in `folder`, in the same shapes."""
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-    logits: Tensor = model.eval()(tokens).logits
-    return logits
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
+    if sizes.heads is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        return {"logits": model.eval()(inputs.tokens).logits}
+    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    model = getattr(transformers, name).from_pretrained(folder, **options).eval()
+    given = {
+        "input_ids": inputs.tokens,
+        "token_type_ids": inputs.types,
+        "attention_mask": inputs.padding_mask,
+    }
+    true = inputs.padding_mask.bool()
+    base = model.base_model(**given)
+    found: dict[str, Tensor] = {"hidden states": base.last_hidden_state[true]}
+    heads = sizes.heads
+    if heads.pooler and base.pooler_output is not None:
+        found["pooled rows"] = base.pooler_output
+    if not (heads.words or heads.order or heads.classes):
+        return found
+    scores = model(**given)
+    if heads.words and heads.order:
+        return found | {
+            "word scores": scores.prediction_logits[true],
+            "order scores": scores.seq_relationship_logits,
+        }
+    if heads.words:
+        return found | {"word scores": scores.logits[true]}
+    return found | {"class scores" if heads.classes else "order scores": scores.logits}
 
 
 if __name__ == "__main__":

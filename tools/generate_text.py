@@ -1,8 +1,8 @@
 """Continue prompts with a trained GPT: `python -m tools.generate_text --load FOLDER --prompt TEXT`.
 
-The checkpoint holds the run's configuration, so model and tokenizer need no flags of their own.
-Under torchrun with --tensor-model-parallel-size N the model is split over N ranks, which need not
-be the number it was trained on; rank 0 prints.
+The checkpoint holds the run's configuration, so model and tokenizer need no flags of their own;
+those that are given are compared with it. Under torchrun with --tensor-model-parallel-size N the
+model is split over N ranks, which need not be the number it was trained on; rank 0 prints.
 """
 
 import argparse
@@ -17,14 +17,15 @@ if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import atomic
-from megatron.checkpointing import load_model_for_inference
 from megatron.errors import ConfigError, DataError
 from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
+from megatron.inference import load_model_for_inference
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
 from megatron.program import run
 from megatron.tokenizer.protocol import Tokenizer
+from tools.model_flags import add_model_flags, read_flags
 
 INTERACTIVE_PROMPT = "> "
 
@@ -45,17 +46,12 @@ class Continuation:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, load the model, and print a continuation of every prompt."""
-    args = parser().parse_args(argv)
+    args, choice = read_flags(parser(), argv)
     prompts = _prompts(args)
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
     )
-    loaded = load_model_for_inference(
-        args.load,
-        args.iteration,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        device=args.device,
-    )
+    loaded = load_model_for_inference(choice.folder, choice.iteration, given=choice.given)
 
     def continue_(texts: Sequence[str], batch: int) -> list[Continuation]:
         repeated = [text for text in texts for _ in range(args.num_samples)]
@@ -96,9 +92,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="generate_text", description="Continue prompts with a trained GPT.", allow_abbrev=False
     )
+    add_model_flags(made)
     add = made.add_argument
-    add("--load", required=True, metavar="FOLDER", help="checkpoint folder of a run")
-    add("--iteration", type=int, help="which checkpoint; when not given the latest")
     add("--prompt", action="append", default=[], metavar="TEXT", help=_PROMPT_HELP)
     add("--prompt-file", metavar="FILE", help="one prompt per line, blank lines left out")
     add("--interactive", action="store_true", help="ask for prompts until the end of input")
@@ -110,8 +105,6 @@ def parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all [0]")
     add("--top-p", type=float, default=0.0, help=_TOP_P_HELP)
     add("--seed", type=int, default=1234, help="seed of the draws [1234]")
-    add("--tensor-model-parallel-size", type=int, default=1, help=_TP_HELP)
-    add("--device", choices=("cpu", "cuda"), help="where to compute; when not given as in training")
     add("--json", action="store_true", help="one line of JSON per sample")
     add("--output", metavar="FILE", help="write the samples there too, and nothing else")
     return made
@@ -119,7 +112,6 @@ def parser() -> argparse.ArgumentParser:
 
 _PROMPT_HELP = "text to continue, repeatable; an empty one starts a new document"
 _TOP_P_HELP = "only the likeliest tokens that together have probability p; 0: all [0]"
-_TP_HELP = "ranks that share the model, under torchrun [1]"
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -2,8 +2,9 @@
 
     python tools/inspect_checkpoint.py SAVE [--iteration N] [--verify] [--json]
 
-Checkpoints of our own format need no torch, and no tensor is read unless asked to verify. Those of
-other formats (Megatron-LM, DeepSpeed, Hugging Face) are told by the names and shapes that they
+SAVE is what --load takes: a folder, or an address such as s3://BUCKET/FOLDER. Checkpoints of our
+own format need no torch, and no tensor is read unless asked to verify. Those of other formats
+(Megatron-LM, DeepSpeed, Hugging Face; in folders alone) are told by the names and shapes that they
 would have here. Exit code 66 when the checkpoint is missing or damaged.
 """
 
@@ -17,19 +18,29 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file: its own folder is on the path, ours is not
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint import folder, manifest, verify
+from megatron.checkpoint import folder, manifest, store, verify
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.safetensors_header import tensor_bytes
+from megatron.checkpoint.store import Place
+from megatron.errors import CheckpointError
 from megatron.program import run
 
 
 def main() -> None:
     """Read the arguments, then print what the checkpoint holds."""
     arguments = _arguments()
-    directory = _directory(arguments.folder, arguments.iteration)
-    if directory is None:
-        _foreign(arguments)
-        return
+    there = store.place(arguments.folder)
+    try:
+        directory = _directory(there, arguments.iteration)
+    except CheckpointError as error:
+        if not isinstance(there, Path):  # other formats are read from folders alone
+            raise
+        _foreign(there, arguments, error)
+    else:
+        _ours(directory, arguments)
+
+
+def _ours(directory: Place, arguments: argparse.Namespace) -> None:
     content, _ = manifest.load(directory)
     damages = verify.wrong_sizes(directory, content, content.files)
     if arguments.verify:
@@ -46,31 +57,34 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, help="a --save folder, or one iteration's folder")
+    parser.add_argument("folder", help="a --save folder or address, or that of one iteration in it")
     parser.add_argument("--iteration", type=int, help="iteration to look at (default: the latest)")
     parser.add_argument("--verify", action="store_true", help="check every file's digest")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser.parse_args()
 
 
-def _directory(path: Path, iteration: int | None) -> Path | None:
-    """The folder of a checkpoint of ours; None when there is something else in `path`."""
+def _directory(path: Place, iteration: int | None) -> Place:
+    """The folder of a checkpoint of ours; CheckpointError when there is none in `path`."""
     if iteration is None and (path / manifest.NAME).is_file():
         return path
-    if path.is_dir() and not any(path.glob(f"iter_*/{manifest.NAME}")) and any(path.iterdir()):
-        return None
     wanted = folder.latest_iteration(path) if iteration is None else iteration
     directory = path / folder.iteration_name(wanted)
     if not directory.is_dir():
         raise folder.missing_iteration(path, wanted)
+    if not (directory / manifest.NAME).is_file():
+        raise manifest.missing(directory)
     return directory
 
 
-def _foreign(arguments: argparse.Namespace) -> None:
+def _foreign(path: Path, arguments: argparse.Namespace, no_ours: CheckpointError) -> None:
     """Say what a checkpoint of another format holds, under our names."""
-    from megatron.checkpoint import source_formats  # needs torch, which ours does not
+    try:
+        from megatron.checkpoint import source_formats  # needs torch, which ours does not
+    except ModuleNotFoundError:
+        raise no_ours from None
 
-    with source_formats.open_source(arguments.folder, arguments.iteration) as source:
+    with source_formats.open_source(path, arguments.iteration) as source:
         if arguments.verify:
             source.verify()
         described = source.tensors
@@ -79,6 +93,7 @@ def _foreign(arguments: argparse.Namespace) -> None:
             facts = {
                 "directory": str(source.directory),
                 "format": source.format_name,
+                "kind": source.kind,
                 "progress": dict(source.progress),
                 "scalars": dict(source.scalars),
                 "config": {name: dict(group) for name, group in source.config.items()},
@@ -96,6 +111,7 @@ def _foreign(arguments: argparse.Namespace) -> None:
         lines = [
             f"{source.directory}",
             f"format: {source.format_name}, as it would be loaded",
+            f"kind of model: {source.kind}",
             f"progress: {json.dumps(dict(source.progress))}",
             f"scalars: {json.dumps(dict(source.scalars))}",
             f"model: {json.dumps(source.config.get('model', {}))}",
@@ -107,10 +123,11 @@ def _foreign(arguments: argparse.Namespace) -> None:
             print("verified, as far as the format can be")
 
 
-def _plain(directory: Path, content: Manifest) -> dict[str, Any]:
+def _plain(directory: Place, content: Manifest) -> dict[str, Any]:
     return {
         "directory": str(directory),
         "iteration": content.iteration,
+        "kind": content.kind,
         "created": content.created,
         "written_by": dict(content.written_by),
         "layout": {**content.layout._asdict(), "world": content.layout.world},
@@ -133,7 +150,7 @@ def _plain(directory: Path, content: Manifest) -> dict[str, Any]:
     }
 
 
-def _lines(directory: Path, content: Manifest) -> list[str]:
+def _lines(directory: Place, content: Manifest) -> list[str]:
     layout = content.layout
     writers = ", ".join(f"{name} {version}" for name, version in content.written_by.items())
     total = sum(tensor.bytes for tensor in content.tensors.values())
@@ -141,6 +158,7 @@ def _lines(directory: Path, content: Manifest) -> list[str]:
         f"{directory}",
         f"iteration {content.iteration}, written {content.created} by {writers}",
         f"layout: tp {layout.tp}, pp {layout.pp}, dp {layout.dp} ({layout.world} ranks)",
+        f"kind of model: {content.kind}",
         f"config fingerprint: {content.config_fingerprint}",
         f"progress: {json.dumps(content.progress)}",
         f"scalars: {json.dumps(content.scalars)}",

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
+from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from megatron.program import run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -23,7 +23,7 @@ HEAD = """\
 # Flags
 
 Written by `make docs` from the dataclasses in `megatron/config/` and the tables in
-`megatron/arguments.py`; edit those. `pretrain_gpt.py --help` shows the same.
+`megatron/config/spellings.py`; edit those. `pretrain_gpt.py --help` shows the same.
 
 A switch is on when it is named alone; `--flag true` and `--flag false` are accepted too, and
 `--no-flag` turns it off. Flags cannot be shortened. A flag that is nowhere on this page is an

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import reshard
+from megatron.checkpoint import model_kind, reshard
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.source import CheckpointSource, SourceBase
@@ -54,6 +54,11 @@ class AveragedSource(SourceBase):
         return self._last.config
 
     @property
+    def kind(self) -> str:
+        """The kind of model, which is the same of all."""
+        return self._last.kind
+
+    @property
     def progress(self) -> Mapping[str, Any]:
         """How far the last one was."""
         return self._last.progress
@@ -83,6 +88,9 @@ def _weights(source: CheckpointSource) -> dict[str, TensorDescription]:
 
 
 def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
+    model_kind.refuse_kind(
+        source.kind, last.kind, where=source.directory, wants=f"an average with {last.directory}"
+    )
     ours, theirs = _weights(last), _weights(source)
     problems = reshard.mismatches(theirs, ours)
     problems += reshard.unexpected(theirs, ours, ("model/",))

@@ -3,16 +3,17 @@
 A thread of each rank writes and never communicates. All agreement happens on the main thread, in
 `look` between two steps: whether all have written, then whether rank 0 has put the checkpoint in
 place. So no message of a save can come between those of the training. One save is under way at a
-time; a failure is raised by the next `look`, the same on every rank.
+time; a failure is raised by the next `look`, the same on every rank. Memory for the copy is made
+by such a thread too, when the run begins, so that no save has to wait for it.
 """
 
 import contextvars
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +21,14 @@ from megatron import device, log
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.durable import CANCELLED
 from megatron.checkpoint.formats.base import WrittenPart
-from megatron.checkpoint.host_copy import HostMemory
+from megatron.checkpoint.host_copy import HostMemory, copied_bytes, memory_taken
 from megatron.checkpoint.retention import KEEP_ALL, Retention
-from megatron.checkpoint.saving import Saved, Stage, on_first, prepare, writing
-from megatron.checkpoint.sharded import Snapshot
+from megatron.checkpoint.saving import Saved, Stage, on_first, prepare, share_of, writing
+from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 from megatron.checkpoint.store import Place
-from megatron.errors import MegatronError
+from megatron.checkpoint.threads import fair_threads, this_host
+from megatron.errors import ConfigError, MegatronError
+from megatron.host import available_memory_bytes
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 
@@ -95,6 +98,14 @@ class _Flight:
         self.is_writing = True  # else rank 0 puts the checkpoint in place
 
 
+class _Wanted(NamedTuple):
+    """Host memory that one rank wants, and what its host has left, where that is told."""
+
+    host: str
+    bytes: int
+    free: int | None
+
+
 class BackgroundSaves:
     """The saves of one run; make one on every rank, and call each method on all ranks together.
 
@@ -105,6 +116,7 @@ class BackgroundSaves:
     def __init__(self, ctx: ParallelContext) -> None:
         self._ctx, self._memory = ctx, HostMemory()
         self._flight: _Flight | None = None
+        self._making: _Work | None = None  # memory, while a thread asks the system for it
 
     def __enter__(self) -> "BackgroundSaves":
         return self
@@ -116,6 +128,9 @@ class BackgroundSaves:
         trace: TracebackType | None,
     ) -> None:
         flight, self._flight = self._flight, None
+        if self._making is not None:
+            self._making.cancel()
+            self._making.join(_LEAVE_S)
         if flight is None:
             return
         if flight.is_writing:
@@ -125,6 +140,41 @@ class BackgroundSaves:
             )
             flight.work.cancel()
         flight.work.join(_LEAVE_S)  # putting it in place takes moments
+
+    def reserve(self, tensors: Iterable[ShardedTensor], *, format_name: str = "sharded") -> None:
+        """Begin to make the host memory that saves of such `tensors` are copied to.
+
+        A thread goes on with it, and the first `start` waits until it is there. Without this call
+        the first save makes it.
+
+        Raises:
+            ConfigError: the ranks of a host want more than it has left. The same on every rank.
+            CheckpointError: ranks do not fit together. The same on every rank.
+        """
+        ctx = self._ctx
+        share = share_of(
+            Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx, format_name=format_name
+        )
+        size = copied_bytes(share)
+        doing = "looking for the host memory that --async-save needs"
+
+        def look() -> _Wanted:
+            return _Wanted(this_host(), memory_taken(size), available_memory_bytes())
+
+        wanted = together(ctx, doing, look)
+        together(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
+        self._memory.threads = fair_threads([one.host for one in wanted], ctx.rank)
+        self._making = _Work(lambda: self._memory.make_room(size))
+
+    def wait_for_memory(self) -> None:
+        """Return when the memory that `reserve` asked for is there; does not communicate.
+
+        Raises:
+            MachineError: the system refuses it.
+        """
+        if self._making is not None:
+            self._making.result()
+            self._making = None
 
     def start(
         self,
@@ -162,6 +212,7 @@ class BackgroundSaves:
         )
 
         def take() -> Snapshot:
+            self.wait_for_memory()
             share = stage.form.share(snapshot, stage.plan, rank=ctx.rank)
             return self._memory.copy_of(share)
 
@@ -250,3 +301,15 @@ class BackgroundSaves:
         saved = saved._replace(seconds=seconds, stalled=flight.stalled)
         log.info(str(saved))
         return saved
+
+
+def _require_memory(wanted: list[_Wanted], rank: int) -> None:
+    here = [one for one in wanted if one.host == wanted[rank].host]
+    needed = sum(one.bytes for one in here)
+    free = min((one.free for one in here if one.free is not None), default=None)
+    if free is not None and needed > free:
+        raise ConfigError(
+            "the host has no memory for the copy of the state that --async-save writes from",
+            found=f"{needed:,} bytes wanted by {len(here)} of its ranks, {free:,} free",
+            fix="drop --async-save, or spread the run over more hosts",
+        )

@@ -12,19 +12,13 @@ The folder appears by one rename, after all ranks are done and rank 0 has read i
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-import megatron
-from megatron.checkpoint import durable, manifest, verify
 from megatron.checkpoint import folder as folders
+from megatron.checkpoint import torch_file
 from megatron.checkpoint.agreement import together
-from megatron.checkpoint.formats import deepspeed_files
 from megatron.checkpoint.formats.deepspeed import DeepSpeedSource
-from megatron.checkpoint.formats.deepspeed_facts import SEAL
 from megatron.checkpoint.formats.deepspeed_parameters import (
     RECORD,
     UNIVERSAL_INFO,
@@ -33,12 +27,13 @@ from megatron.checkpoint.formats.deepspeed_parameters import (
     merged,
     universal_info,
 )
-from megatron.checkpoint.formats.sharded import write_generators
-from megatron.checkpoint.manifest import FileRecord, Layout, Manifest
-from megatron.checkpoint.saving import Saved, on_first, writing
+from megatron.checkpoint.manifest import FileRecord, Layout
+from megatron.checkpoint.retention import KEEP_ALL, Retention
+from megatron.checkpoint.saving import Saved, on_first
+from megatron.checkpoint.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 
 DEEPSPEED_TRACKER = "latest"
@@ -77,13 +72,25 @@ class Door:
         if self.error is not None:
             return
         try:
-            self.files[Path(path).name] = deepspeed_files.save(Path(path), content)
+            self.files[Path(path).name] = torch_file.save(Path(path), content)
         except Exception as error:  # is told to all ranks after the last barrier
             self.error = error
 
+    def result(self) -> Mapping[str, FileRecord]:
+        """What has come through; raises what was kept."""
+        if self.error is not None:
+            raise self.error
+        return self.files
+
 
 def save_deepspeed(
-    folder: str, snapshot: Snapshot, live: Live, *, iteration: int, ctx: ParallelContext
+    folder: str,
+    snapshot: Snapshot,
+    live: Live,
+    *,
+    iteration: int,
+    ctx: ParallelContext,
+    retention: Retention = KEEP_ALL,
 ) -> Saved:
     """Write the state of a DeepSpeed engine into `folder`, and make it the latest there.
 
@@ -103,7 +110,7 @@ def save_deepspeed(
     parameters = together(ctx, "naming what to save", lambda: merged(offer for offer, _ in offers))[
         0
     ]
-    name = f"global_step{iteration}"
+    name = folders.deepspeed_name(iteration)
 
     def make() -> str:
         folders.begin(there)
@@ -115,19 +122,20 @@ def save_deepspeed(
     stage = there / on_first(ctx, "making room for the checkpoint", make)
     state = _client_state(snapshot, live, parameters, iteration, ctx)
     door = Door()
-    try:
-        _let_write(live, there, stage.name, state, door)
-        parts = together(ctx, writing(iteration), lambda: _finish(stage, snapshot, door, ctx.rank))
-        content = _manifest(snapshot, parts, iteration, ctx)
-        on_first(ctx, "reading the checkpoint back", lambda: _seal(stage, content, snapshot))
-    except MegatronError:
-        on_first(ctx, "removing what was written", lambda: folders.remove(stage))
-        raise
-    directory = on_first(
-        ctx, "putting the checkpoint in place", lambda: _commit(stage, there / name, iteration)
+    _let_write(live, there, stage.name, state, door)
+    save = SealedSave(
+        ctx=ctx,
+        stage=stage,
+        snapshot=snapshot,
+        iteration=iteration,
+        retention=retention,
+        started=started,
     )
-    seconds = time.monotonic() - started
-    return Saved(iteration, directory, content.bytes, seconds, seconds, ())
+    return save.complete(
+        door.result,
+        commit=lambda: _commit(stage, there / name, iteration),
+        look=lambda: _look(stage, snapshot),
+    )
 
 
 def _let_write(live: Live, there: Path, tag: str, state: ClientState, door: Door) -> None:
@@ -136,13 +144,6 @@ def _let_write(live: Live, there: Path, tag: str, state: ClientState, door: Door
         live.write(there, tag, state, door)
     except Exception as error:  # is told to all ranks at the next step
         door.error = door.error or error
-
-
-class _Part(NamedTuple):
-    """What one rank has written."""
-
-    files: Mapping[str, FileRecord]
-    generators: str | None
 
 
 def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
@@ -167,9 +168,10 @@ def _client_state(
     iteration: int,
     ctx: ParallelContext,
 ) -> ClientState:
+    grid = ctx.topology
     record = RunRecord(
         iteration=iteration,
-        layout=_layout(ctx),
+        layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
         progress=snapshot.progress,
         config=snapshot.config,
         scalars=snapshot.scalars,
@@ -192,39 +194,8 @@ def _layout(ctx: ParallelContext) -> Layout:
     return Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp)
 
 
-def _finish(stage: Path, snapshot: Snapshot, door: Door, rank: int) -> _Part:
-    if door.error is not None:
-        raise door.error
-    files, generators = dict(door.files), None
-    if snapshot.generators is not None:
-        generators = f"generators-{rank:05d}.safetensors"
-        files[generators] = write_generators(stage / generators, snapshot.generators)
-    return _Part(files, generators)
-
-
-def _manifest(
-    snapshot: Snapshot, parts: list[_Part], iteration: int, ctx: ParallelContext
-) -> Manifest:
-    return Manifest(
-        iteration=iteration,
-        layout=_layout(ctx),
-        progress=snapshot.progress,
-        scalars=snapshot.scalars,
-        config=snapshot.config,
-        tensors={},  # DeepSpeed's files say where they are
-        files={name: record for part in parts for name, record in part.files.items()},
-        generators=tuple(part.generators for part in parts if part.generators is not None),
-        written_by={"megatron": megatron.__version__, "torch": torch.__version__},
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        data=snapshot.data,
-        validation_loss=snapshot.validation_loss,
-    )
-
-
-def _seal(stage: Path, content: Manifest, snapshot: Snapshot) -> None:
-    """Rank 0 opens what was written as a reader would, and writes every file's digest beside."""
-    if damages := verify.wrong_sizes(stage, content, content.files):
-        raise verify.damage_error(stage, damages)
+def _look(stage: Path, snapshot: Snapshot) -> None:
+    """Rank 0 opens what was written as a reader would, and compares it with the run."""
     with DeepSpeedSource(stage, SourceOptions()) as source:
         mine = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
         wrong = [
@@ -238,9 +209,6 @@ def _seal(stage: Path, content: Manifest, snapshot: Snapshot) -> None:
                 found=f"{wrong[0]} and {len(wrong) - 1} more of {len(mine)} tensors",
                 fix="this is a defect: report it; save with --checkpoint-format sharded meanwhile",
             )
-    text = manifest.encode(content)
-    manifest.decode(text, stage / SEAL)
-    durable.write_file(stage / SEAL, text)
 
 
 def _commit(stage: Path, final: Path, iteration: int) -> Path:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -25,11 +25,14 @@ from megatron.checkpoint.store import Place, RemotePath, place
 from megatron.errors import CheckpointError, MachineError, MegatronError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # Megatron's word for weights without an iteration
 _ITERATION = re.compile(r"iter_(\d{7}|[1-9]\d{7,})")
+_DEEPSPEED = re.compile(r"global_step(0|[1-9]\d*)")
 _LEFTOVER = re.compile(
     r"\.(iter_\d{7,}|global_step\d+(?:_universal)?)\.(partial|replaced|removed)-[0-9a-f]{8}"
 )
-_TRACKER_BESIDE = re.compile(re.escape(f".{TRACKER}.") + "[0-9a-f]{8}")
+# A tracker of ours or DeepSpeed's that a save had not put in place yet.
+_TRACKER_BESIDE = re.compile(rf"\.({re.escape(TRACKER)}|latest|latest_universal)\.[0-9a-f]{{8}}")
 _ANY_CHECKPOINT = re.compile(r"iter_\d+|release|global_step\d+.*|latest|mp_rank_\d+.*")
 _TRACKER_BYTES = 64
 
@@ -47,17 +50,35 @@ def iterations(folder: Place) -> list[int]:
     return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
 
 
+def deepspeed_name(iteration: int) -> str:
+    """The name of the folder of one iteration in DeepSpeed's layout: `global_step100`."""
+    return f"global_step{iteration}"
+
+
+def deepspeed_iterations(folder: Place) -> list[int]:
+    """The iterations that were saved in DeepSpeed's layout, oldest first."""
+    if not isinstance(folder, Path) or not folder.is_dir():
+        return []
+    found = [(_DEEPSPEED.fullmatch(entry.name), entry) for entry in folder.iterdir()]
+    return sorted(int(match[1]) for match, entry in found if match and entry.is_dir())
+
+
 def never_held_a_checkpoint(folder: str | Place) -> bool:
     """Whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever there.
 
     True for a folder that does not exist, and for one in which only a first save was cut short.
     """
     folder = place(folder)
-    if isinstance(folder, Path) and not os.path.lexists(folder):
-        return True
-    if not folder.is_dir():
-        return isinstance(folder, RemotePath)  # without objects there is no folder
-    for name in _names(folder):
+    if isinstance(folder, RemotePath) and not folder.is_dir():
+        return True  # without objects there is no folder
+    # Looked at once: the probe of another rank may make it and remove it again meanwhile.
+    try:
+        names = _names(folder)
+    except FileNotFoundError:
+        return not folder.is_symlink()  # a link to what is not mounted is no fresh start
+    except NotADirectoryError:
+        return not os.path.lexists(str(folder))
+    for name in names:
         moved = _LEFTOVER.fullmatch(name)
         if name == TRACKER or _ANY_CHECKPOINT.fullmatch(name) or (moved and moved[2] != "partial"):
             return False
@@ -68,8 +89,16 @@ def _names(folder: Place) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def latest_iteration(folder: str | Place) -> int:
+def saved_iterations(folder: Place) -> list[int]:
+    """The iterations that have a folder in any layout, oldest first."""
+    return sorted({*iterations(folder), *deepspeed_iterations(folder)})
+
+
+def latest_iteration(folder: str | Place, *, of: Sequence[int] | None = None) -> int:
     """The iteration that the tracker file names.
+
+    Args:
+        of: the iterations that count as being there; those of `iterations` when not given.
 
     Raises:
         CheckpointError: there is no such folder, it never held a checkpoint, its tracker is
@@ -78,13 +107,12 @@ def latest_iteration(folder: str | Place) -> int:
     folder = place(folder)
     if not folder.is_dir():
         raise _no_folder(folder)
-    present = iterations(folder)
+    present = iterations(folder) if of is None else list(of)
     try:
-        with (folder / TRACKER).open("rb") as file:
-            text = file.read(_TRACKER_BYTES).decode("ascii", "replace").strip(" \t\r\n")
+        text = _tracker_text(folder)
     except FileNotFoundError:
         raise _no_tracker(folder, present) from None
-    if text == "release":
+    if text == RELEASE:
         raise CheckpointError(
             "the tracker file names a release checkpoint that is not there, or of no known format",
             found=f"{folder / TRACKER}",
@@ -99,6 +127,16 @@ def latest_iteration(folder: str | Place) -> int:
     if int(text) not in present:
         raise missing_iteration(folder, int(text))
     return int(text)
+
+
+def names_release(folder: Place) -> bool:
+    """Whether the tracker file names a release, which is no iteration."""
+    return (folder / TRACKER).is_file() and _tracker_text(folder) == RELEASE
+
+
+def _tracker_text(folder: Place) -> str:
+    with (folder / TRACKER).open("rb") as file:
+        return file.read(_TRACKER_BYTES).decode("ascii", "replace").strip(" \t\r\n")
 
 
 def _no_folder(folder: Place) -> CheckpointError:
@@ -355,40 +393,51 @@ def sweep(folder: Path) -> None:
 def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
     """Delete what `rule` makes redundant by the whole checkpoint of `newest`.
 
-    Whole: a valid manifest, and every file of its length. Iterations after `newest` (of a run
-    that was rolled back) are neither counted nor touched. A folder goes only if its manifest is
-    readable and of its iteration, and it holds nothing that the manifest does not name. Returns
-    what was deleted.
+    Whole: a valid manifest (in another framework's layout: a seal), and every file of its length.
+    Iterations after `newest` (of a run that was rolled back) are neither counted nor touched. A
+    folder goes only if its manifest is readable and of its iteration, and it holds nothing that the
+    manifest does not name. Returns what was deleted.
     """
-    contents: dict[int, Manifest] = {}
+    contents: dict[int, tuple[Place, Manifest]] = {}
     found: list[Found] = []
-    for iteration in reversed([i for i in iterations(folder) if i <= newest]):
+    for iteration, directory in _latest_first(folder, newest):
         # Of what stays or goes whatever it holds, no file is looked at.
         counts = sum(f.is_whole for f in found) < (rule.last or 0) or rule.best is not None
         if not counts and rule.every is not None and iteration % rule.every == 0:
             continue
-        directory = folder / iteration_name(iteration)
         content = _content(directory)
         if content is not None and content.iteration == iteration:
-            contents[iteration] = content
+            contents[iteration] = directory, content
             whole = counts and not verify.wrong_sizes(directory, content, content.files)
             found.append(Found(iteration, whole, content.validation_loss))
     retired = []
     for iteration in redundant(found, rule, newest=newest):
-        directory = folder / iteration_name(iteration)
-        if foreign := _foreign(directory, contents[iteration]):
+        directory, content = contents[iteration]
+        if foreign := _foreign(directory, content):
             log.warning_once(
                 f"foreign {directory}",
                 f"{directory} is not deleted: it holds {foreign}, which is no part of it",
             )
             continue
-        _delete(directory, contents[iteration])
+        _delete(directory, content)
         retired.append(iteration)
     return retired
 
 
+def _latest_first(folder: Place, newest: int) -> list[tuple[int, Place]]:
+    """Every iteration up to `newest` in the folder that it is loaded from."""
+    found: dict[int, Place] = {}
+    for iteration in deepspeed_iterations(folder):
+        found[iteration] = folder / deepspeed_name(iteration)
+    for iteration in iterations(folder):  # of both it is this one that is loaded
+        found[iteration] = folder / iteration_name(iteration)
+    return sorted(((i, place) for i, place in found.items() if i <= newest), reverse=True)
+
+
 def _content(directory: Place) -> Manifest | None:
     try:
+        if isinstance(directory, Path) and not (directory / manifest.NAME).is_file():
+            return manifest.load_seal(directory)
         return manifest.load(directory)[0]
     except (CheckpointError, OSError):
         return None
@@ -398,8 +447,19 @@ def _foreign(directory: Place, content: Manifest) -> str | None:
     """Something in a checkpoint's folder that its manifest does not name."""
     if directory.is_symlink():
         return "a link to another place"
-    named = {manifest.NAME, *content.files}
-    return next((name for name in _names(directory) if name not in named), None)
+    named = {manifest.NAME, manifest.SEAL, *content.files}
+    return next((name for name in _files(directory) if name not in named), None)
+
+
+def _files(directory: Place) -> Iterator[str]:
+    """Names of files in a folder and one below it; of folders, where there is anything else."""
+    entries: list[Place] = [*directory.iterdir()]
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        inner: list[Place] = [*entry.iterdir()] if is_folder else []
+        yield from sorted(f"{entry.name}/{file.name}" for file in inner)
+        if not inner:
+            yield entry.name
 
 
 def _delete(directory: Place, content: Manifest) -> None:

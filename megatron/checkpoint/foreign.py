@@ -8,7 +8,7 @@ optimizer state it can only begin a run.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +124,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
         written_by={} if seal is None else seal.written_by,
         created="" if seal is None else seal.created,
         data={} if seal is None else seal.data,
+        model_kind=source.kind,
     )
 
 
@@ -135,6 +136,7 @@ class ForeignCheckpoint:
     manifest: Manifest
     ctx: ParallelContext
     verification: Verification
+    _verified: list[bool] = field(default_factory=list, repr=False)
 
     @property
     def directory(self) -> Path:
@@ -163,14 +165,24 @@ class ForeignCheckpoint:
         saved = filter(only, self.manifest.tensors)
         if extra := reshard.unexpected(saved, frozenset().union(*named), prefixes):
             raise reshard.mismatch_error(extra)
-        if self.verification is Verification.FULL:
-            share, of = self.ctx.rank, self.ctx.world.size
-            together(
-                self.ctx,
-                "checking the checkpoint's files",
-                lambda: self.source.verify(share=share, of=of),
-            )
+        self.verify_all()
         together(self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values())))
+
+    def verify_all(self) -> None:
+        """Check every file once, shared out over the ranks, as far as the format lets one tell.
+
+        Raises:
+            CheckpointError: what is damaged. The same on every rank.
+        """
+        if self._verified or self.verification is not Verification.FULL:
+            return
+        share, of = self.ctx.rank, self.ctx.world.size
+        together(
+            self.ctx,
+            "checking the checkpoint's files",
+            lambda: self.source.verify(share=share, of=of),
+        )
+        self._verified.append(True)
 
     def read_generators(self) -> GeneratorStates:
         """This rank's random states; first ask `rng.why_not_restorable` whether they fit.

@@ -25,13 +25,13 @@ def gpt_tensors(config: ModelConfig, *, vocab_rows: int, positions: int | None) 
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {WORD_TABLE: (vocab_rows, hidden)}
     if config.embed_layernorm:
-        shapes |= _norm("embedding.norm", hidden, config)
+        shapes |= norm_shapes("embedding.norm", hidden, config)
     if config.position_embedding_type is PositionEmbedding.LEARNED:
         assert positions is not None  # noqa: S101  # invariant: callers read the table's rows
         shapes[POSITION_TABLE] = (positions, hidden)
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block(config)}
-    shapes |= _norm("final_norm", hidden, config)
+    shapes |= norm_shapes("final_norm", hidden, config)
     if not config.tied:
         shapes[HEAD] = (vocab_rows, hidden)
     return shapes
@@ -41,30 +41,38 @@ def _block(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, width = config.hidden_size, config.head_width
     heads, groups = config.num_attention_heads, config.query_groups
     bias = config.add_bias_linear
-    middle = (1 if config.glu is None else 2) * config.ffn_width
-    yield from _norm("input_norm", hidden, config).items()
-    yield from _linear(
+    halves = 1 if config.glu is None else 2
+    yield from norm_shapes("input_norm", hidden, config).items()
+    yield from linear_shapes(
         "attention.qkv", (heads + 2 * groups) * width, hidden, bias=bias or config.add_qkv_bias
     )
     if config.qk_layernorm:
-        yield from _norm("attention.query_norm", width, config).items()
-        yield from _norm("attention.key_norm", width, config).items()
-    yield from _linear("attention.output", hidden, heads * width, bias=bias)
-    yield from _norm("post_attention_norm", hidden, config).items()
-    yield from _linear("mlp.fc1", middle, hidden, bias=bias)
-    yield from _linear("mlp.fc2", hidden, config.ffn_width, bias=bias)
+        yield from norm_shapes("attention.query_norm", width, config).items()
+        yield from norm_shapes("attention.key_norm", width, config).items()
+    yield from linear_shapes("attention.output", hidden, heads * width, bias=bias)
+    yield from norm_shapes("post_attention_norm", hidden, config).items()
+    if config.has_experts:
+        experts, width = config.num_experts or 1, config.expert_width
+        yield "mlp.router.weight", (experts, hidden)
+        yield "mlp.experts.fc1.weight", (experts, halves * width, hidden)
+        yield "mlp.experts.fc2.weight", (experts, hidden, width)
+        return
+    yield from linear_shapes("mlp.fc1", halves * config.ffn_width, hidden, bias=bias)
+    yield from linear_shapes("mlp.fc2", hidden, config.ffn_width, bias=bias)
 
 
-def _norm(name: str, width: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def norm_shapes(name: str, width: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The parameters of the norm `name` over `width` channels."""
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
     if config.normalization is Normalization.LAYER_NORM:
         shapes[f"{name}.bias"] = (width,)
     return shapes
 
 
-def _linear(
+def linear_shapes(
     name: str, outputs: int, inputs: int, *, bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The parameters of the linear layer `name`."""
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)

@@ -15,15 +15,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import xxhash
 
+from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box, describe, tiling_fault, whole
 from megatron.checkpoint.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.store import Place
 from megatron.errors import CheckpointError
 
 NAME = "manifest.json"
+SEAL = "megatron.json"  # the same, beside files in another framework's layout
 FORMAT = "megatron-verified/sharded"
 VERSION = 1
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # one folder, no way out of it
+# One folder or one below it, no way out of it.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SELF = '"manifest_xxh3": "{}"'
 
@@ -81,7 +84,8 @@ class Manifest:
 
     `generators` names one file per rank, in rank order; it is empty when none were saved.
     `written_by` maps "megatron" and "torch" to versions. `created` is UTC, ISO 8601.
-    `validation_loss` is that of these very weights, if they were evaluated.
+    `validation_loss` is that of these very weights, if they were evaluated. `model_kind` is what
+    was trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
     """
 
     iteration: int
@@ -98,6 +102,12 @@ class Manifest:
         default_factory=dict
     )  # what was read: names of files to digests
     validation_loss: float | None = None
+    model_kind: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of model: the one that is recorded, else the one that names tell."""
+        return self.model_kind or model_kind.told_by(self.tensors)
 
     @cached_property
     def config_fingerprint(self) -> str:
@@ -160,6 +170,7 @@ def _plain_head(manifest: Manifest) -> dict[str, Any]:
         "config": dict(manifest.config),
         "data": dict(manifest.data),
         "validation_loss": manifest.validation_loss,
+        "model_kind": manifest.model_kind,
         "generators": list(manifest.generators),
     }
 
@@ -187,18 +198,29 @@ def load(directory: Place) -> tuple[Manifest, str]:
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(
-            "a checkpoint folder has no manifest",
-            found=f"{directory} holds {_listing(directory)}",
-            fix="it was not written by this framework, or was copied in part: "
-            "copy it whole, or load another iteration",
-        ) from error
+        raise missing(directory) from error
     return decode(text, path), str(xxhash.xxh3_128_hexdigest(text))
 
 
-def _listing(directory: Place) -> str:
-    names = sorted(entry.name for entry in directory.iterdir())[:5]
-    return ", ".join(names) if names else "nothing"
+def load_seal(directory: Place) -> Manifest | None:
+    """The manifest of a folder in another framework's layout; None where a run of ours wrote none.
+
+    Raises:
+        CheckpointError: as for `load`, but that it is missing.
+    """
+    path = directory / SEAL
+    return decode(path.read_bytes(), path) if path.is_file() else None
+
+
+def missing(directory: Place) -> CheckpointError:
+    """The error for the folder of an iteration in which there is no manifest."""
+    names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:5])
+    return CheckpointError(
+        "a checkpoint folder has no manifest",
+        found=f"{directory / NAME}: no such file; beside it: {names or 'nothing'}",
+        fix="without it nothing says what the other files are: copy the folder whole, with that "
+        "file, or load another iteration",
+    )
 
 
 def decode(text: bytes, path: Place) -> Manifest:
@@ -278,6 +300,7 @@ class _Parser:
             validation_loss=None
             if fields.get("validation_loss") is None
             else get(fields, "validation_loss", float),
+            model_kind=None if fields.get("model_kind") is None else get(fields, "model_kind", str),
         )
         if min(manifest.layout) < 1 or layout.get("world") != manifest.layout.world:
             raise self.error(f"layout {layout}")

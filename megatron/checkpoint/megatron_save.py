@@ -1,8 +1,9 @@
 """A running job saves in Megatron-LM's layout: each model-parallel rank writes the file of its own.
 
 Replica 0 writes, from what it holds: its stage and its tensor-parallel part are the ones that
-Megatron would have there too. One verdict, one rename, the tracker last, as for our own format.
-Converting afterwards (`tools/convert_checkpoint.py`) also changes the layout; this does not.
+Megatron would have there too. Random states of all ranks and digests lie beside, where Megatron
+does not look. One verdict, one rename, the tracker last, as for our own format. Converting
+afterwards (`tools/convert_checkpoint.py`) also changes the layout; this does not.
 """
 
 import time
@@ -17,11 +18,16 @@ from megatron.checkpoint.agreement import together
 from megatron.checkpoint.boxes import Box, describe, overlap
 from megatron.checkpoint.formats import megatron_writer
 from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.saving import Saved, on_first, writing
+from megatron.checkpoint.manifest import FileRecord
+from megatron.checkpoint.retention import KEEP_ALL, Retention
+from megatron.checkpoint.saving import Saved, on_first
+from megatron.checkpoint.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import SourceBase
-from megatron.errors import CheckpointError, MegatronError
+from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
+
+_GENERATOR_BYTES = 1 << 16  # of the random states of one rank
 
 
 class LiveSource(SourceBase):
@@ -74,6 +80,7 @@ def save_megatron(
     ctx: ParallelContext,
     num_chunks: int,
     padded_rows: int,
+    retention: Retention = KEEP_ALL,
 ) -> Saved:
     """Write `snapshot` into `folder` as Megatron would, and make it the latest there.
 
@@ -87,15 +94,9 @@ def save_megatron(
         CheckpointError: the same on every rank. The former checkpoint is as it was.
     """
     started = time.monotonic()
-    mine = {
-        name: TensorDescription(tensor.dtype_code, tensor.global_shape)
-        for name, tensor in snapshot.by_name().items()
-    }
-    offers = together(ctx, "describing what to save", lambda: mine)
-    described = {name: known for offer in offers for name, known in offer.items()}
+    described = _described(snapshot, ctx)
     source = LiveSource(snapshot, described)
-    grid = ctx.topology
-
+    grid, there = ctx.topology, Path(folder)
     layout = together(
         ctx,
         "planning Megatron's files",
@@ -103,18 +104,18 @@ def save_megatron(
             source, tp=grid.tp, pp=grid.pp, chunks=num_chunks, padded_rows=padded_rows
         ),
     )[0]
-    there = Path(folder)
 
     def make() -> str:
         folders.begin(there)
-        folders.require_space(there, megatron_writer.needed_bytes(described, layout))
+        needed = megatron_writer.needed_bytes(described, layout)
+        folders.require_space(there, needed + ctx.world.size * _GENERATOR_BYTES)
         return folders.make_stage(there, iteration).name
 
     stage = there / on_first(ctx, "making room for the checkpoint", make)
 
-    def write() -> int:
+    def write() -> Mapping[str, FileRecord]:
         if not ctx.dp.is_first:
-            return 0
+            return {}
         content = megatron_writer.rank_content(
             source,
             layout,
@@ -125,13 +126,22 @@ def save_megatron(
         )
         return megatron_writer.write_rank(stage, layout, content, tp=ctx.tp.rank, pp=ctx.pp.rank)
 
-    try:
-        sizes = together(ctx, writing(iteration), write)
-    except MegatronError:
-        on_first(ctx, "removing what was written", lambda: folders.remove(stage))
-        raise
-    directory = on_first(
-        ctx, "putting the checkpoint in place", lambda: megatron_writer.commit(stage, iteration)
+    save = SealedSave(
+        ctx=ctx,
+        stage=stage,
+        snapshot=snapshot,
+        iteration=iteration,
+        retention=retention,
+        started=started,
     )
-    seconds = time.monotonic() - started
-    return Saved(iteration, directory, sum(sizes), seconds, seconds, ())
+    return save.complete(write, commit=lambda: megatron_writer.commit(stage, iteration))
+
+
+def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDescription]:
+    """What all ranks hold together."""
+    mine = {
+        name: TensorDescription(tensor.dtype_code, tensor.global_shape)
+        for name, tensor in snapshot.by_name().items()
+    }
+    offers = together(ctx, "describing what to save", lambda: mine)
+    return {name: known for offer in offers for name, known in offer.items()}

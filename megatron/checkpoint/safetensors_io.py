@@ -1,11 +1,13 @@
 """Tensors to and from safetensors files, a bounded block at a time, digested while written.
 
-Writing needs no second copy of the data and reading only touches the rows that are asked for;
-neither holds more than one block (or one row, where that is larger) in host memory. Headers and
-their validation live in `safetensors_header`.
+Writing needs no second copy of the data, and reading only touches the rows that are asked for and
+goes straight into the target where that lies in host memory as in the file; neither holds more than
+one block (or one row, where that is larger). Headers and their validation live in
+`safetensors_header`.
 """
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint import safetensors_header as headers
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.store import NewFile, Place, create
+from megatron.checkpoint.store import NewFile, Place, create, read_at
 from megatron.errors import CheckpointError
 
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -34,7 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 8 << 20
 
 
 class Written(NamedTuple):
@@ -91,7 +93,7 @@ def write_stream(
     """
 
     def fill(file: NewFile) -> tuple[str, ...]:
-        digests = []
+        digests, held = [], _Held()
         file.write(headers.encode(described, metadata or {}))
         for (name, code, shape), tensor in zip(described, tensors, strict=True):
             if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
@@ -102,7 +104,7 @@ def write_stream(
                     fix="the checkpoint that it is read from is damaged: copy it again",
                 )
             digest = xxhash.xxh3_128()
-            for block in _blocks(tensor):
+            for block in _blocks(tensor, held):
                 digest.update(block)
                 file.write(block)
             digests.append(str(digest.hexdigest()))
@@ -113,25 +115,49 @@ def write_stream(
     return Written(created.bytes, created.xxh3, digests)
 
 
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The row-major bytes of `tensor`, wherever and however strided it is."""
+class _Held(threading.local):
+    """Memory of each thread for a block, kept: new memory takes longer than what is done with it.
+
+    Pinned where a GPU copies to it or from it.
+    """
+
+    _bytes: Tensor | None = None
+
+    def block(self, size: int, *, like: Tensor) -> Tensor:
+        """Room for `size` bytes, to be copied to the device of `like` or from there."""
+        pinned = like.device.type == "cuda"
+        if self._bytes is None or self._bytes.numel() < size or self._bytes.is_pinned() != pinned:
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        return self._bytes[:size]
+
+
+def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
+    """The row-major bytes of `tensor`, wherever and however strided it is; one block at a time."""
     if tensor.numel() == 0:
         return
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     row_bytes = max(1, rows.element_size() * math.prod(rows.shape[1:]))
     step = max(1, _BLOCK_BYTES // row_bytes)
     for at in range(0, rows.shape[0], step):
-        block = rows[at : at + step].to("cpu").contiguous()
+        block = rows[at : at + step]
+        if block.device.type != "cpu" or not block.is_contiguous():
+            size = block.element_size() * block.numel()
+            copied = held.block(size, like=block).view(block.dtype).view(block.shape)
+            block = copied.copy_(block)
         yield block.view(-1).view(torch.uint8).numpy().data
 
 
 class Reader:
-    """An open safetensors file whose header has been checked against its length."""
+    """An open safetensors file whose header has been checked against its length.
+
+    Several threads may read from it.
+    """
 
     def __init__(self, path: Place) -> None:
         self.path = path
         self.header = headers.read(path)
         self._file = path.open("rb", buffering=0)
+        self._held = _Held()
 
     def __enter__(self) -> "Reader":
         return self
@@ -154,8 +180,10 @@ class Reader:
         `target` may be strided, on a device, or of another dtype.
         """
         entry = self.header.entries[name]
+        dtype = _DTYPES[entry.dtype]
         shape, start = entry.shape or (1,), entry.start
         offset, lengths = box.offset or (0,), box.shape or (1,)
+        target = target.detach()
         target = target.reshape(1) if target.dim() == 0 else target
         item = headers.ITEM_BYTES[entry.dtype]
         while len(shape) > 1 and lengths[0] == 1:  # one row: its columns are the rows to read
@@ -164,31 +192,35 @@ class Reader:
         row_bytes = item * math.prod(shape[1:])
         step = max(1, _BLOCK_BYTES // max(1, row_bytes))
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], lengths[1:]))
+        as_stored = target.device.type == "cpu" and target.dtype == dtype
+        as_stored = as_stored and target.is_contiguous() and lengths[1:] == shape[1:]
         for done in range(0, lengths[0], step):
-            count = min(step, lengths[0] - done)
-            data = self._bytes(start + (offset[0] + done) * row_bytes, count * row_bytes)
-            block = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(count, *shape[1:])
-            target[done : done + count].copy_(block[(slice(None), *columns)])
+            rows = target[done : done + step]
+            at, count = start + (offset[0] + done) * row_bytes, rows.shape[0]
+            if as_stored:
+                self._fill(at, rows.view(-1).view(torch.uint8))
+                continue
+            data = self._held.block(count * row_bytes, like=target)
+            self._fill(at, data)
+            rows.copy_(data.view(dtype).view(count, *shape[1:])[(slice(None), *columns)])
 
     def tensor(self, name: str) -> Tensor:
         """The whole stored tensor, on the CPU."""
         entry = self.header.entries[name]
-        whole = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+        whole = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="cpu")
         if whole.numel():
             self.read_into(name, Box((0,) * len(entry.shape), entry.shape), whole)
         return whole
 
-    def _bytes(self, start: int, count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        self._file.seek(start)
+    def _fill(self, start: int, target: Tensor) -> None:
+        """The bytes from `start` on into all of `target`, which is contiguous and of bytes."""
+        view = target.numpy().data
         while view:
-            got = self._file.readinto(view)
+            got = read_at(self._file, view, start)
             if not got:
                 raise CheckpointError(
                     "a checkpoint file became shorter while it was being read",
-                    found=f"{self.path}: nothing at byte {start + count - len(view)}",
+                    found=f"{self.path}: nothing at byte {start}",
                     fix="see that no other job writes there, and load again",
                 )
-            view = view[got:]
-        return data
+            view, start = view[got:], start + got

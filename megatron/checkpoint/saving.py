@@ -128,14 +128,8 @@ class Stage:
             ) from error
 
     def retire(self) -> tuple[int, ...]:
-        """The new checkpoint is safe by now, so trouble with the old ones is only said."""
-        if self.retention.last is None:
-            return ()
-        try:
-            return tuple(folders.retire(self.folder, self.retention, newest=self.iteration))
-        except OSError as error:
-            log.warning(f"older checkpoints in {self.folder} could not be removed: {error}")
-            return ()
+        """As the function of this name."""
+        return retire(self.folder, self.retention, newest=self.iteration)
 
     def discard(self) -> None:
         """Remove what was written; nobody may be writing any more."""
@@ -157,20 +151,35 @@ class Stage:
             )
             for name, known in self.plan.tensors.items()
         }
-        return Manifest(
-            iteration=self.iteration,
-            layout=self.layout,
-            progress=snapshot.progress,
-            scalars=snapshot.scalars,
-            config=snapshot.config,
-            tensors=tensors,
-            files={name: record for part in parts for name, record in part.files.items()},
-            generators=tuple(part.generators for part in parts if part.generators is not None),
-            written_by={"megatron": megatron.__version__, "torch": torch.__version__},
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            data=snapshot.data,
-            validation_loss=snapshot.validation_loss,
+        return manifest_of(
+            snapshot, parts, iteration=self.iteration, layout=self.layout, tensors=tensors
         )
+
+
+def manifest_of(
+    snapshot: Snapshot,
+    parts: Sequence[WrittenPart],
+    *,
+    iteration: int,
+    layout: Layout,
+    tensors: Mapping[str, SavedTensor],
+) -> Manifest:
+    """The manifest of what all ranks have written; `parts` are in rank order."""
+    return Manifest(
+        iteration=iteration,
+        layout=layout,
+        progress=snapshot.progress,
+        scalars=snapshot.scalars,
+        config=snapshot.config,
+        tensors=tensors,
+        files={name: record for part in parts for name, record in part.files.items()},
+        generators=tuple(part.generators for part in parts if part.generators is not None),
+        written_by={"megatron": megatron.__version__, "torch": torch.__version__},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        data=snapshot.data,
+        validation_loss=snapshot.validation_loss,
+        model_kind=snapshot.model_kind,
+    )
 
 
 def _place(piece: manifest.SavedPiece) -> tuple[int, ...]:
@@ -218,9 +227,34 @@ def save(
     return stage.saved(directory, size, retired)
 
 
+def share_of(snapshot: Snapshot, *, ctx: ParallelContext, format_name: str = "sharded") -> Snapshot:
+    """What this rank would write of such a snapshot; all ranks call this together.
+
+    Raises:
+        CheckpointError: ranks do not fit together. The same on every rank.
+    """
+    form = formats.get(format_name)
+    offers = together(ctx, "describing what will be saved", lambda: form.describe(snapshot))
+    return form.share(snapshot, form.plan_write(offers), rank=ctx.rank)
+
+
 def writing(iteration: int) -> str:
     """What ranks are doing that write their parts, for messages."""
     return f"writing the checkpoint of iteration {iteration}"
+
+
+def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ...]:
+    """Delete what the checkpoint of `newest` makes redundant.
+
+    That one is safe by now, so trouble with the old ones is only said.
+    """
+    if retention.last is None:
+        return ()
+    try:
+        return tuple(folders.retire(folder, retention, newest=newest))
+    except OSError as error:
+        log.warning(f"older checkpoints in {folder} could not be removed: {error}")
+        return ()
 
 
 def on_first(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:

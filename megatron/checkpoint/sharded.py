@@ -159,6 +159,7 @@ class Snapshot:
     generators: GeneratorStates | None = None
     data: Mapping[str, str] = field(default_factory=dict)  # what was read, by the names of files
     validation_loss: float | None = None  # of these weights, where they were evaluated
+    model_kind: str | None = None  # `PretrainTask.name`
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """The tensors by name; CheckpointError when two have the same."""

@@ -13,8 +13,10 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.manifest import Manifest
 
 
 class CheckpointSource(Protocol):
@@ -39,6 +41,10 @@ class CheckpointSource(Protocol):
     @property
     def progress(self) -> Mapping[str, Any]:
         """`Progress.to_plain()` as far as the format knows it; empty for bare weights."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, as `model_kind` knows it; told by names where nothing records it."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
@@ -73,8 +79,23 @@ class CheckpointSource(Protocol):
         """Close it."""
 
 
+class _Named(Protocol):
+    seal: Manifest | None
+
+    @property
+    def tensors(self) -> Mapping[str, TensorDescription]: ...
+
+
 class SourceBase:
-    """What a source need not write again: closing, and files that have no digests to check."""
+    """What a source need not write again: closing, files without digests, a kind told by names."""
+
+    seal: Manifest | None = None  # what a run of ours says beside the files of another format
+
+    @property
+    def kind(self: "_Named") -> str:
+        """The kind of model: what a run of ours trained, or what names of parameters tell."""
+        recorded = None if self.seal is None else self.seal.model_kind
+        return recorded or model_kind.told_by(self.tensors)
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Check nothing: the format has nothing to check its files by."""

@@ -5,6 +5,7 @@ takes our defaults here, so that programs which build a model from a checkpoint'
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.source import CheckpointSource
@@ -19,15 +20,23 @@ _STAND_INS: Mapping[str, Mapping[str, Any]] = {
     "schedule": {"lr": 1e-4},
 }
 _WORD_TABLE = "model/embedding.word.weight"
+NOTHING: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
-def completed_config(source: CheckpointSource) -> dict[str, dict[str, Any]]:
+def completed_config(
+    source: CheckpointSource, said: Mapping[str, Mapping[str, Any]] = NOTHING
+) -> dict[str, dict[str, Any]]:
     """The config of `source` with every group and field, as `RunConfig.to_plain` gives it.
+
+    Args:
+        said: groups of what it may not say about itself; where it does, it is right.
 
     Raises:
         CheckpointError: it does not know the shape of its model, or contradicts itself.
     """
-    groups = {name: dict(source.config.get(name, {})) for name in GROUPS}
+    groups: dict[str, dict[str, Any]] = {
+        name: {**said.get(name, {}), **source.config.get(name, {})} for name in GROUPS
+    }
     for name, values in _STAND_INS.items():
         for field, value in values.items():
             groups[name].setdefault(field, value)
@@ -44,7 +53,8 @@ def completed_config(source: CheckpointSource) -> dict[str, dict[str, Any]]:
         raise CheckpointError(
             "the checkpoint does not say enough about its model to stand on its own",
             found=f"{source.directory} ({source.format_name}): {error.problem}; {error.found}",
-            fix="load it in training with the flags of its model (--load FOLDER --finetune)",
+            fix="load it with the flags of its model beside it (--num-layers ..), in training with "
+            "--load FOLDER --finetune",
         ) from error
     beside = {name: dict(values) for name, values in source.config.items() if name not in GROUPS}
     return beside | whole.to_plain()

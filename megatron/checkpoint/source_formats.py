@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint import folder
+from megatron.checkpoint import folder, manifest
 from megatron.checkpoint.formats import (
     deepspeed,
     huggingface,
@@ -28,11 +28,11 @@ FORMATS: tuple[SourceFormat, ...] = (
     huggingface.FORMAT,
 )
 
-RELEASE = "release"
 # Tracker files that hold the name of a folder beside them.
 FOLDER_TRACKERS = ("latest", "latest_universal")
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TRACKER_BYTES = 256
+_OURS = re.compile(r"shard-\d{5}-of-.*\.safetensors")
 
 
 def get(name: str) -> SourceFormat:
@@ -106,24 +106,26 @@ def refuse_overlap(load: Path, save: Path) -> None:
 
 def unrecognised(directory: Path) -> CheckpointError:
     """The error for a folder that holds a checkpoint of no format that this program knows."""
-    names = sorted(entry.name for entry in directory.iterdir())[:5]
+    names = sorted(entry.name for entry in directory.iterdir())
+    if any(_OURS.fullmatch(name) for name in names):
+        return manifest.missing(directory)
     return CheckpointError(
         "the folder holds no checkpoint that this program reads",
-        found=f"{directory} with {', '.join(names) or 'nothing in it'}",
+        found=f"{directory} with {', '.join(names[:5]) or 'nothing in it'}",
         fix="give a folder of one of these formats, copied whole: "
         + ", ".join(form.name for form in FORMATS),
     )
 
 
 def _of_iteration(path: Path, iteration: int | None) -> Path:
-    if iteration is None and _tracker_text(path / folder.TRACKER) == RELEASE:
-        if not (path / RELEASE).is_dir():
+    if iteration is None and _tracker_text(path / folder.TRACKER) == folder.RELEASE:
+        if not (path / folder.RELEASE).is_dir():
             raise CheckpointError(
                 "the tracker file names a release checkpoint that is not there",
-                found=f"no {RELEASE} beside {path / folder.TRACKER}",
+                found=f"no {folder.RELEASE} beside {path / folder.TRACKER}",
                 fix="copy the folder whole, or name an iteration that is there in that file",
             )
-        return path / RELEASE
+        return path / folder.RELEASE
     if (theirs := _of_deepspeed(path, iteration)) is not None:
         return theirs
     wanted = folder.latest_iteration(path) if iteration is None else iteration

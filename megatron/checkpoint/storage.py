@@ -5,11 +5,9 @@ was saved at. `save` is here too, for whoever does both; its steps are `saving`'
 load, and when, is the program's policy, not ours.
 """
 
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron import log
 from megatron.checkpoint import folder as folders
@@ -27,6 +25,7 @@ from megatron.checkpoint.manifest import Layout, Manifest
 from megatron.checkpoint.saving import Saved, on_first, save
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.checkpoint.store import Place, place
+from megatron.checkpoint.threads import fair_threads, this_host
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -44,8 +43,6 @@ __all__ = [
     "probe_writable",
     "save",
 ]
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells containers called "localhost" apart
 
 
 class _Seen(NamedTuple):
@@ -93,7 +90,7 @@ def open_checkpoint(
             )
         manifests.append(content)
         directories.append(directory)
-        return _Seen(wanted, digest, manifest.VERSION, content.layout, _host())
+        return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
 
     seen = together(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
@@ -131,17 +128,31 @@ def _warn_of_newer(folder: Place, opened: int, asked: int | None) -> None:
         )
 
 
+class Verifiable(Protocol):
+    """A checkpoint that can be checked before anything is read."""
+
+    def verify_all(self) -> None:
+        """CheckpointError, the same on every rank, where a file is damaged."""
+
+
+C = TypeVar("C", bound=Verifiable)
+
+
 def open_or_previous(
     folder: str | Place,
-    iteration: int | None = None,
+    iteration: int | None,
+    open_at: Callable[[int | None], C],
     *,
     ctx: ParallelContext,
-    verification: Verification = Verification.FULL,
-) -> "OpenCheckpoint":
+) -> C:
     """The checkpoint that is asked for, or the newest whole one before it, which is said loudly.
 
-    Each is verified before it is taken: every file, in the way that `verification` says. With a
-    tracker that is missing or garbled the newest whole one of all is taken.
+    Each is verified before it is taken. With a tracker that is missing or garbled the newest whole
+    one of all is taken. Where no iterations are told apart (a checkpoint's own folder, a release)
+    there is nothing to fall back to.
+
+    Args:
+        open_at: opens the checkpoint of an iteration, of whatever format; None: the folder's own.
 
     Raises:
         CheckpointError: none is whole; with what is wrong with each. The same on every rank.
@@ -149,13 +160,13 @@ def open_or_previous(
 
     def look() -> list[int]:
         there = place(folder)
-        present = folders.iterations(there)
-        if not present:
-            latest_iteration(there)  # what it raises is the reason
+        present = folders.saved_iterations(there)
+        if not present or (iteration is None and folders.names_release(there)):
+            return []
         wanted = iteration
         if wanted is None:
             try:
-                wanted = latest_iteration(there)
+                wanted = latest_iteration(there, of=present)
             except CheckpointError as error:
                 refused.append(f"the tracker file: {_short(error)}")
                 return present[::-1]
@@ -165,9 +176,11 @@ def open_or_previous(
     # One list for all, in case they do not see the same.
     candidates = on_first(ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused))
     wanted, refused = candidates
+    if not wanted:
+        return open_at(iteration)
     for at in wanted:
         try:
-            opened = open_checkpoint(folder, at, ctx=ctx, verification=verification)
+            opened = open_at(at)
             opened.verify_all()
         except CheckpointError as error:  # the same on every rank
             refused.append(f"iteration {at}: {_short(error)}")
@@ -188,11 +201,6 @@ def open_or_previous(
 
 def _short(error: CheckpointError) -> str:
     return f"{error.problem} ({' '.join(str(error.found).split())})"
-
-
-def _host() -> str:
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return f"{socket.gethostname()} {boot}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +258,8 @@ class OpenCheckpoint:
         if extra := reshard.unexpected(saved, wanted, prefixes):
             raise reshard.mismatch_error(extra)
         self._verify([files for _, files in agreed], others=True)
-        together(self.ctx, "reading the checkpoint", plans[0].fill)
+        threads = fair_threads(self.hosts, self.ctx.rank)
+        together(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
         """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
@@ -300,8 +309,10 @@ class OpenCheckpoint:
         shares = verify.shares(sizes, left, self.hosts)
 
         def check() -> None:
-            mine = shares[self.ctx.rank]
-            if damages := verify.wrong_digests(self.directory, self.manifest, mine):
+            mine, threads = shares[self.ctx.rank], fair_threads(self.hosts, self.ctx.rank)
+            if damages := verify.wrong_digests(
+                self.directory, self.manifest, mine, threads=threads
+            ):
                 raise verify.damage_error(self.directory, damages)
 
         together(self.ctx, "checking the checkpoint's files", check)

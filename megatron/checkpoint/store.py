@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,8 @@ from megatron.errors import ConfigError
 T = TypeVar("T")
 
 PART_BYTES = 64 << 20  # of an upload; S3 takes 10,000 parts, so a file of up to 640 GB
-_READ_BYTES = 8 << 20
+_READ_BYTES = 8 << 20  # of an object; each read is a request
+_CACHED_BYTES = 1 << 20  # of a file; so much is still in the cache of the core when it is digested
 _TRIES = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0  # doubled after each try
 _TIMEOUT_S = 20.0  # for a server to answer
@@ -263,13 +265,16 @@ class RemoteReader:
         self._at = at
         return at
 
+    def read_at(self, start: int, count: int) -> bytes:
+        """The `count` bytes from `start` on, fewer at the end; several threads may ask."""
+        stop, path = min(self._size, start + count), self._path
+        if stop <= start:
+            return b""
+        return bytes(path.attempt(lambda: path.fs.cat_file(path._at, start=start, end=stop)))
+
     def read(self, count: int = -1) -> bytes:
         """The next `count` bytes (all that are left when negative), fewer at the end."""
-        stop = self._size if count < 0 else min(self._size, self._at + count)
-        if stop <= self._at:
-            return b""
-        path, start = self._path, self._at
-        data: bytes = path.attempt(lambda: path.fs.cat_file(path._at, start=start, end=stop))
+        data = self.read_at(self._at, self._size if count < 0 else count)
         self._at += len(data)
         return data
 
@@ -324,6 +329,18 @@ def write_file(path: Place, data: bytes) -> None:
     create(path, lambda file: file.write(data))
 
 
+def read_at(file: "FileIO | RemoteReader", target: memoryview, start: int) -> int:
+    """Fill `target` from byte `start` of an unbuffered file on; returns how many bytes came.
+
+    Where the file stands does not matter and stays, so several threads may read one file.
+    """
+    if isinstance(file, RemoteReader):
+        data = file.read_at(start, len(target))
+        target[: len(data)] = data
+        return len(data)
+    return os.preadv(file.fileno(), [target], start)
+
+
 def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
     """Bytes and xxh3-128 digest of a file, read in chunks.
 
@@ -331,10 +348,13 @@ def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
         from_disk: ask the system to forget what it holds of the file in memory.
     """
     total, digest = 0, xxhash.xxh3_128()
-    buffer = bytearray(_READ_BYTES)
+    buffer = bytearray(_CACHED_BYTES if isinstance(path, Path) else _READ_BYTES)
     with path.open("rb", buffering=0) as file:
-        if from_disk and not isinstance(file, RemoteReader):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not isinstance(file, RemoteReader) and hasattr(os, "posix_fadvise"):  # not on macOS
+            if from_disk:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # The system reads further ahead, so that the disk works on while a block is digested.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             total += count

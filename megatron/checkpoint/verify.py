@@ -12,6 +12,7 @@ import xxhash
 from megatron.checkpoint import safetensors_header, store
 from megatron.checkpoint.manifest import FileRecord, Manifest, entry_name
 from megatron.checkpoint.store import Place
+from megatron.checkpoint.threads import in_threads
 from megatron.errors import CheckpointError
 
 _BLOCK_BYTES = 4 << 20
@@ -42,19 +43,25 @@ def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> l
     return damages
 
 
-def wrong_digests(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
-    """Files among `names` whose length or content differs from what was written."""
-    damages = []
-    for name in names:
+def wrong_digests(
+    directory: Place, manifest: Manifest, names: Iterable[str], *, threads: int = 1
+) -> list[Damage]:
+    """Files among `names` whose length or content differs from what was written.
+
+    As many as `threads` are read at the same time.
+    """
+
+    def look(name: str) -> list[Damage]:
         if bad := wrong_sizes(directory, manifest, [name]):
-            damages += bad
-            continue
+            return bad
         _, digest = store.digest_of(directory / name)
         expected = manifest.files[name].xxh3
-        if digest != expected:
-            hit = tuple(_damaged_tensors(directory, manifest, name))
-            damages.append(Damage(name, f"xxh3 {expected}", f"xxh3 {digest}", hit))
-    return damages
+        if digest == expected:
+            return []
+        hit = tuple(_damaged_tensors(directory, manifest, name))
+        return [Damage(name, f"xxh3 {expected}", f"xxh3 {digest}", hit)]
+
+    return [bad for found in in_threads(look, list(names), threads) for bad in found]
 
 
 def _damaged_tensors(directory: Place, manifest: Manifest, file: str) -> Iterable[str]:

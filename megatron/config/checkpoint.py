@@ -120,13 +120,11 @@ class CheckpointConfig:
         yield from self._problems_of_loading()
 
     def _problems_of_retention(self) -> Iterator[ConfigError]:
-        ours = self.checkpoint_format is CheckpointFormatName.SHARDED
-        alone = {"--async-save": self.async_save, "--keep-last": self.keep_last is not None}
-        if not ours and (found := [name for name, given in alone.items() if given]):
+        if self.async_save and self.checkpoint_format is not CheckpointFormatName.SHARDED:
             yield ConfigError(
-                "only checkpoints of our own format are written beside the training, or removed",
-                found=f"--checkpoint-format {self.checkpoint_format} with {', '.join(found)}",
-                fix=f"drop {' and '.join(found)}, or --checkpoint-format",
+                "only checkpoints of our own format are written beside the training",
+                found=f"--checkpoint-format {self.checkpoint_format} with --async-save",
+                fix="drop --async-save, or --checkpoint-format",
             )
         more = {"--keep-every": self.keep_every, "--keep-best": self.keep_best}
         asked = [f"{name} {value}" for name, value in more.items() if value is not None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, expert_problems
 from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
 from megatron.errors import ConfigError
 
@@ -155,6 +156,31 @@ class ModelConfig:
         0.02, help="standard deviation of initial weights; / sqrt(2 layers) at residual outputs"
     )
     init_method_xavier_uniform: bool = flag(False, help="draw initial weights from Xavier uniform")
+    num_experts: int | None = flag(
+        None,
+        help="MLPs in every layer, of which each token takes moe-router-topk; not set or 1: one "
+        "that all tokens take",
+    )
+    moe_router_topk: int = flag(2, help="experts that each token takes", aliases=("--topk",))
+    moe_ffn_hidden_size: int | None = flag(
+        None, help="width of an expert; when not set as the MLP of a dense model"
+    )
+    moe_router_pre_softmax: bool = flag(
+        False,
+        help="shares of a token's experts are their probabilities among all experts, which sum to "
+        "less than 1; otherwise among those that it takes, as in Mixtral",
+    )
+    moe_router_load_balancing_type: str = flag(
+        NO_BALANCE,
+        help=f"what keeps experts equally busy: {NO_BALANCE}, or {PER_SEQUENCE}, a loss of each "
+        "sequence by itself (arXiv 2412.19437, eq. 17)",
+    )
+    moe_aux_loss_coeff: float = flag(
+        0.0, help="weight of the loss that balances experts", aliases=("--moe-loss-coeff",)
+    )
+    moe_z_loss_coeff: float = flag(
+        0.0, help="weight of the loss that keeps the router's scores small (arXiv 2202.08906)"
+    )
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -169,6 +195,8 @@ class ModelConfig:
             "max_position_embeddings",
             "sliding_window",
             "rope_scaling_original_length",
+            "num_experts",
+            "moe_ffn_hidden_size",
         ):
             if getattr(self, name) is not None:
                 yield from _positive(name, getattr(self, name))
@@ -205,6 +233,7 @@ class ModelConfig:
                 fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
             )
         yield from self._rope_scaling_problems()
+        yield from expert_problems(self)
         if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
             yield ConfigError(
                 "with attention and MLP side by side there is no one norm to take a residual after",
@@ -312,6 +341,27 @@ class ModelConfig:
         return 4 * self.hidden_size
 
     @property
+    def has_experts(self) -> bool:
+        """Whether every layer has several MLPs, of which a token takes some."""
+        return self.num_experts is not None and self.num_experts > 1
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the middle of one expert; with a gated unit, of each of its two halves."""
+        return self.moe_ffn_hidden_size or self.ffn_width
+
+    @property
+    def balance_weight(self) -> float:
+        """Weight of the loss that looks at each sequence by itself, 0 where there is none."""
+        balanced = self.moe_router_load_balancing_type == PER_SEQUENCE
+        return self.moe_aux_loss_coeff if self.has_experts and balanced else 0.0
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether routers add a loss of their own to that of the task."""
+        return self.has_experts and (self.balance_weight > 0 or self.moe_z_loss_coeff > 0)
+
+    @property
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -352,7 +402,14 @@ class ModelConfig:
             fields = {n: v for n, v in fields.items() if not n.startswith(("rotary_", "rope_"))}
         elif not self.use_rope_scaling:
             fields = {n: v for n, v in fields.items() if not n.startswith("rope_scaling_")}
-        return fields
+        return self._meaning_of_experts(fields)
+
+    def _meaning_of_experts(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if not self.has_experts:
+            return {n: v for n, v in fields.items() if n not in _EXPERT_FLAGS}
+        for name in (*_ROUTER_LOSSES, "ffn_hidden_size"):
+            del fields[name]
+        return fields | {"moe_ffn_hidden_size": self.expert_width}
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
         """The fields, as they were spelled, that make `other` another network than this one."""
@@ -360,11 +417,19 @@ class ModelConfig:
         names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
         if names & {"activation", "glu_activation"}:
             names |= set(_ACTIVATION_FLAGS)
+        if names & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
+            names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
         ours, others = to_plain(self), to_plain(other)
         return [name for name in sorted(names & ours.keys()) if ours[name] != others[name]]
 
 
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
+# Those of training, which do not change what a given set of weights computes.
+_ROUTER_LOSSES = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+_EXPERT_FLAGS = (
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
+    *_ROUTER_LOSSES,
+)
 
 
 def _positive(name: str, value: int) -> Iterator[ConfigError]:

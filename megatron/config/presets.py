@@ -2,7 +2,8 @@
 
 A flag on the command line wins over the preset. Shapes are those of the published models: GPT-2
 (Radford et al. 2019), GPT-3 (arXiv 2005.14165, table 2.1), LLaMA (arXiv 2302.13971), Llama 2 and 3
-(arXiv 2307.09288, 2407.21783). Models whose blocks differ in more than shape are not in it.
+(arXiv 2307.09288, 2407.21783), Mixtral (arXiv 2401.04088, table 1). Models whose blocks differ in
+more than shape are not in it.
 """
 
 from collections.abc import Mapping
@@ -67,6 +68,17 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "llama3-70b": _llama(
             80, 8192, 64, 28672, seq_length=8192, num_query_groups=8, rotary_base=500000.0
+        ),
+        "mixtral-8x7b": _llama(
+            32,
+            4096,
+            32,
+            14336,
+            seq_length=32768,
+            num_query_groups=8,
+            rotary_base=1e6,
+            num_experts=8,
+            moe_router_topk=2,
         ),
     }
 )

@@ -94,7 +94,7 @@ class TrainingConfig:
         None,
         help="uniform: layers recomputed as one; block: layers of each virtual stage that are "
         "recomputed; 1 if not set",
-        aliases=("--checkpoint-num-layers",),
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None, help="under selective: any of core_attn mlp layernorm; core_attn if not set"

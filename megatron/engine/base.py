@@ -20,6 +20,8 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
+# What is read off the last carry of a micro-batch, given its labels: two tensors of one shape.
+Measure = Callable[[Carry, Carry], LossSum]
 
 
 def on_device(raw: RawBatch) -> RawBatch:
@@ -75,6 +77,7 @@ class PretrainTask:
     """A training program as one value: what is read, what is built, and what is minimised.
 
     Attributes:
+        name: the kind of model, which checkpoints record and are compared by (`gpt`, `bert` ..).
         reads: which kind of dataset the flags ask for, as the checks before training know it.
         datasets: makes the three datasets.
         layers: the model as a list (`gpt_layers`).
@@ -83,6 +86,8 @@ class PretrainTask:
         counted: how much `loss` counts, which the labels alone decide: its `count`.
         losses: the names of the losses, one for each sum of `loss`.
         flops_per_token: model FLOPs of one token's forward and backward pass, for the MFU.
+        begins_with: kinds of models of which it takes a part to begin with, where it is made to go
+            on from another one; of those, the flags of the model have to be its own.
     """
 
     name: str
@@ -94,6 +99,7 @@ class PretrainTask:
     counted: Callable[[Carry], Tensor]
     flops_per_token: Callable[[ModelConfig, ModelBuild], float]
     losses: tuple[str, ...] = ("lm loss",)
+    begins_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ class StepReport:
     loss_scale: float = 1.0
     num_zeros: int | None = None
     means: tuple[float, ...] = ()  # of each loss, where there are several
+    # Mean over sequences and layers, without its weight: 1 where experts are equally busy.
+    load_balancing_loss: float | None = None
 
     @property
     def each_loss(self) -> tuple[float, ...]:
@@ -158,6 +166,10 @@ class Engine(Protocol):
     """Owns the model, its gradients and the optimizer for one run."""
 
     @property
+    def task(self) -> PretrainTask:
+        """What is trained; checkpoints record its name."""
+
+    @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by before its backward pass."""
 
@@ -166,6 +178,14 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """The loss over `num_microbatches` of this replica and as many of each other one."""
+
+    def measure(
+        self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
+    ) -> list[Tensor]:
+        """What `measure` says of so many micro-batches, in their order, with dropout off.
+
+        Each is [2, ...], total above count, on the ranks of the last stage; nothing on the others.
+        """
 
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""

@@ -22,6 +22,7 @@ from megatron.engine.base import (
     BatchOptions,
     EngineState,
     EvaluationSum,
+    Measure,
     MicroBatch,
     PretrainTask,
     RawBatch,
@@ -37,7 +38,7 @@ from megatron.engine.deepspeed_saving import LossScale, live_run
 from megatron.engine.deepspeed_start import quietly, start_deepspeed
 from megatron.engine.deepspeed_state import partition_range
 from megatron.engine.deepspeed_updates import Updates, updates_for
-from megatron.engine.tally import Tally, counts_ahead
+from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import partition_of
 from megatron.optimizer.agreement import check_equal
@@ -93,6 +94,11 @@ class DeepSpeedEngine:
         self._updates.adopt(self.runtime)
 
     @property
+    def task(self) -> PretrainTask:
+        """What is trained."""
+        return self._task
+
+    @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by before its backward pass."""
         return self._updates.loss_scale
@@ -111,6 +117,7 @@ class DeepSpeedEngine:
         )
         # DeepSpeed averages gradients over replicas, and is told to divide by nothing else.
         factors = self._updates.loss_factor * self._context.dp.size / counts
+        self._weigh_router_losses(plan)
         self.runtime.train()
         sums = []
         with weights_saved_by_reference(self.plan.stage):
@@ -126,9 +133,15 @@ class DeepSpeedEngine:
         with self._timers("optimizer"):
             self.runtime.step()
             done = self._updates.outcome()
-        report = Tally(sums, self._task, self._context).report(done)
+        balance = balance_of_experts(self._config.model, self._build, plan)
+        report = Tally(sums, self._task, self._context).report(done, balance=balance)
         tell_monitors(self.runtime, report)
         return report
+
+    def _weigh_router_losses(self, plan: StepPlan) -> None:
+        """They count sequences, and pass by what DeepSpeed multiplies the loss of the task with."""
+        replicas = self._context.dp.size
+        self._build.router_loss.value = self.loss_scale * replicas / plan.global_batch_size
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
@@ -139,6 +152,19 @@ class DeepSpeedEngine:
             inputs, labels = self._next(batches)
             sums.append(torch.stack(self.runtime.module(inputs, labels)))
         return Tally(sums, self._task, self._context).evaluation()
+
+    @torch.no_grad()
+    def measure(
+        self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
+    ) -> list[Tensor]:
+        """What `measure` says of `num_microbatches` of this replica."""
+        self.runtime.eval()
+        found = []
+        with self.runtime.module.measured_by(measure):
+            for _ in range(num_microbatches):
+                inputs, labels = self._next(batches)
+                found.append(torch.stack(self.runtime.module(inputs, labels)))
+        return found
 
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""

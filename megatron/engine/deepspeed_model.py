@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron import device
-from megatron.engine.base import PretrainTask
+from megatron.engine.base import Measure, PretrainTask
 from megatron.model.init import initialize_parameters
+from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import assemble, run_layers
 
@@ -42,7 +43,8 @@ class WholeModel(nn.Module):
         share: Share | None = None,
     ) -> None:
         super().__init__()
-        self._specs, self._task, self._build = tuple(specs), task, build
+        self._specs = tuple(specs)
+        self._loss: Measure = partial(_loss_of, task, build)
         for spec in specs:
             if spec.name in dict(self.named_modules()):
                 continue
@@ -54,8 +56,17 @@ class WholeModel(nn.Module):
     def forward(self, inputs: Carry, labels: Carry) -> tuple[Tensor, Tensor]:
         """The sum of the losses of one micro-batch, and how many tokens were counted."""
         carry = run_layers(self, self._specs, inputs)
-        loss = self._task.loss(carry, labels, self._build)
+        loss = self._loss(carry, labels)
         return loss.total, loss.count
+
+    @contextmanager
+    def measured_by(self, measure: Measure) -> Iterator[None]:
+        """While inside, what the module returns is what `measure` says instead of the loss."""
+        before, self._loss = self._loss, measure
+        try:
+            yield
+        finally:
+            self._loss = before
 
     def used_elsewhere(self) -> Iterator[nn.Parameter]:
         """Parameters that some layer uses without being called (a tied embedding's)."""
@@ -111,6 +122,10 @@ def _filled(spec: LayerSpec, build: ModelBuild, *, seed: int) -> nn.Module:
 
 def _itself(layer: nn.Module) -> nn.Module:
     return layer
+
+
+def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
+    return task.loss(carry, labels, build)
 
 
 def _zero_padding(parameter: Any) -> None:

@@ -15,12 +15,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.config.run import RunConfig
-from megatron.engine.base import EvaluationSum, PretrainTask, RawBatch, StepPlan, StepReport
+from megatron.engine.base import (
+    EvaluationSum,
+    Measure,
+    PretrainTask,
+    RawBatch,
+    StepPlan,
+    StepReport,
+)
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.deepspeed import DeepSpeedEngine, handed_json
 from megatron.engine.deepspeed_monitor import tell_monitors
 from megatron.engine.deepspeed_start import quietly
-from megatron.engine.tally import Tally, counts_ahead
+from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import Stage
@@ -45,9 +52,12 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._updates.begin(count, learning_rate=plan.learning_rate, weight_decay=plan.weight_decay)
         # DeepSpeed averages over replicas, and its pipeline over micro-batches.
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
+        self._weigh_router_losses(plan)
         with self._loss.multiplied_by(factors) as sums:
             self.runtime.train_on(taken)
-        report = Tally(sums, self._task, self._context).report(self._updates.outcome())
+        balance = balance_of_experts(self._config.model, self._build, plan)
+        tally = Tally(sums, self._task, self._context)
+        report = tally.report(self._updates.outcome(), balance=balance)
         tell_monitors(self.runtime, report)
         return report
 
@@ -57,6 +67,15 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         with self._loss.multiplied_by(torch.ones(())) as sums:
             self.runtime.evaluate_on(taken)
         return Tally(sums, self._task, self._context).evaluation()
+
+    def measure(
+        self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
+    ) -> list[Tensor]:
+        """What `measure` says of `num_microbatches` of this replica, on the last stage."""
+        taken = [self._next(batches) for _ in range(num_microbatches)]
+        with self._loss.replaced_by(measure) as found:
+            self.runtime.evaluate_on(taken)
+        return found
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold bit by bit: replicas, unsplit weights, tied weights."""
@@ -99,6 +118,7 @@ class TokenLoss:
 
     def __init__(self, task: PretrainTask, build: ModelBuild) -> None:
         self._task, self._build = task, build
+        self._measure: Measure | None = None
         self._factors: Tensor | None = None
         self._sums: list[Tensor] = []
 
@@ -109,8 +129,19 @@ class TokenLoss:
         yield self._sums
         self._factors = None
 
+    @contextmanager
+    def replaced_by(self, measure: Measure) -> Iterator[list[Tensor]]:
+        """While inside, `measure` is asked instead of the loss; gives all that it says."""
+        self._measure, self._sums = measure, []
+        yield self._sums
+        self._measure = None
+
     def __call__(self, carry: Carry, labels: Carry) -> Tensor:
         """The sum of the losses of one micro-batch, multiplied; one number."""
+        if self._measure is not None:
+            total, count = self._measure(carry, labels)
+            self._sums.append(torch.stack([total.detach(), count.detach()]))
+            return total.sum()
         assert self._factors is not None  # noqa: S101  # invariant: DeepSpeed calls it in a step
         total, count = self._task.loss(carry, labels, self._build)
         self._sums.append(torch.stack([total.detach(), count.detach()]))

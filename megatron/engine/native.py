@@ -19,6 +19,7 @@ from megatron.engine.base import (
     BatchOptions,
     EngineState,
     EvaluationSum,
+    Measure,
     MicroBatch,
     PretrainTask,
     RawBatch,
@@ -28,7 +29,7 @@ from megatron.engine.base import (
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
-from megatron.engine.tally import Tally, check_counts, counts_ahead
+from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
@@ -98,6 +99,11 @@ class NativeEngine:
         )
 
     @property
+    def task(self) -> PretrainTask:
+        """What is trained."""
+        return self._task
+
+    @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied by before its backward pass."""
         return self.optimizer.loss_scale
@@ -112,12 +118,17 @@ class NativeEngine:
         # Any constant would do here; this one keeps half-precision gradients near their mean.
         nominal_tokens = plan.global_batch_size * plan.seq_length
         microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
-        scale: float | Tensor = self.loss_scale / nominal_tokens
-        if len(self._task.losses) > 1:
+        factor = self.loss_scale / nominal_tokens
+        scale: float | Tensor = factor
+        several = len(self._task.losses) > 1
+        if several or self._config.model.has_router_loss:
             ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
+            microbatches = iter(ahead)
             counts = counts_ahead(self._task, ahead, self._context)
-            # So that one division by the first's count is right: each counts different things.
-            microbatches, scale = iter(ahead), scale * counts[0] / counts
+            # So that one division by the first's count is right: each counts different things,
+            # and the loss of a router counts sequences.
+            self._build.router_loss.value = factor * float(counts[0]) / plan.global_batch_size
+            scale = factor * counts[0] / counts if several else factor
         sums = self._executor.train(microbatches, plan.num_microbatches, scale=scale)
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
@@ -130,7 +141,8 @@ class NativeEngine:
                 grad_multiplier=nominal_tokens / tally.counts[0],
                 with_zeros=self._config.logging.log_num_zeros_in_grad,
             )
-        return tally.report(done)
+        balance = balance_of_experts(self._config.model, self._build, plan)
+        return tally.report(done, balance=balance)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
@@ -138,6 +150,17 @@ class NativeEngine:
         self.stage.eval()
         sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
         return Tally(sums, self._task, self._context).evaluation()
+
+    @torch.no_grad()
+    def measure(
+        self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
+    ) -> list[Tensor]:
+        """What `measure` says of `num_microbatches` of this replica, on the last stage."""
+        self.stage.eval()
+        pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
+        work = StageWork(self.stage.run, measure, pipeline.num_chunks)
+        reader = Executor(work, self._context.pp, schedule=pipeline.schedule)
+        return reader.evaluate(map(self._next, repeat(batches)), num_microbatches)
 
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""

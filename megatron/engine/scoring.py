@@ -16,6 +16,7 @@ from megatron import device
 from megatron.config.run import RunConfig
 from megatron.engine.base import MicroBatch
 from megatron.engine.cuts import stage_ranges
+from megatron.engine.evaluation_memory import EvaluationMemory, halved, is_out_of_memory, ran_out
 from megatron.errors import ConfigError, DataError
 from megatron.model.gpt_model import GPTModel, gpt_carry, gpt_layers, most_positions
 from megatron.model.losses import LossSum
@@ -52,7 +53,8 @@ class Scorer:
     Its weights are uninitialised: load them into `stage` first.
 
     Args:
-        micro_batch_size: rows that one replica looks at together.
+        micro_batch_size: rows that one replica looks at together, at most.
+        memory: what says whether rows fit; without it they are taken to.
         model: the whole model, where it is there already and there is no pipeline; it is `stage`.
     """
 
@@ -62,9 +64,10 @@ class Scorer:
         build: ModelBuild,
         *,
         micro_batch_size: int,
+        memory: EvaluationMemory | None = None,
         model: GPTModel | None = None,
     ) -> None:
-        self._build, self._micro_batch_size = build, micro_batch_size
+        self._build, self.micro_batch_size, self._memory = build, micro_batch_size, memory
         self.max_length = most_positions(config.model, build)  # tokens that a row may be read by
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)
         specs = gpt_layers(config.model, build)
@@ -84,28 +87,55 @@ class Scorer:
     def score(self, rows: Sequence[Row]) -> list[RowScore]:
         """The scores of `rows`, which are the same on every rank, in their order on every rank.
 
+        A replica that is one rank and runs out of memory makes all of them go on with half the
+        rows at a time, which is said; scores do not depend on it.
+
         Raises:
             ConfigError: a row is longer than the model's positions.
             DataError: a row has nothing to score, nothing before it, or an unknown token.
+            MachineError: rows do not fit into memory.
         """
         for at, row in enumerate(rows):
             self._check(at, row)
-        # Rows of like length together: shorter ones are filled up to the longest of their batch.
-        order = sorted(range(len(rows)), key=lambda at: (-len(rows[at].tokens), at))
-        size, replicas = self._micro_batch_size, self._build.ctx.dp
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        mine = batches[replicas.rank :: replicas.size]
         self.stage.eval()
-        found: list[Tensor] = []
-        if mine:  # there may be fewer batches than replicas
-            found = self._executor.evaluate((self._batch(rows, each) for each in mine), len(mine))
-        scored = dict(_by_row(rows, mine, found)) if self._speaks else {}
         everyone: dict[int, RowScore] = {}
-        for part in all_gather_object(scored, self._build.ctx.world):
-            assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: replicas share out
-            everyone |= part
-        assert len(everyone) == len(rows)  # noqa: S101  # invariant: each row is in one batch
+        # Rows of like length together: shorter ones are filled up to the longest of their batch.
+        waiting = sorted(range(len(rows)), key=lambda at: (-len(rows[at].tokens), at))
+        size = self.micro_batch_size
+        while waiting:
+            longest = len(rows[waiting[0]].tokens) - 1
+            if self._memory is not None:
+                size = self._memory.agreed_rows(min(size, len(waiting)), longest)
+            told = all_gather_object(self._score_some(rows, waiting, size), self._build.ctx.world)
+            for part in told:
+                if part is not None:
+                    assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: shared out
+                    everyone |= part
+            waiting = [at for at in waiting if at not in everyone]
+            if waiting:
+                size = halved(size, longest, [at for at, part in enumerate(told) if part is None])
         return [everyone[at] for at in range(len(rows))]
+
+    def _score_some(
+        self, rows: Sequence[Row], which: Sequence[int], size: int
+    ) -> dict[int, RowScore] | None:
+        """What this rank says of its share of some rows; None: it ran out of memory."""
+        replicas = self._build.ctx.dp
+        batches = [which[start : start + size] for start in range(0, len(which), size)]
+        mine = batches[replicas.rank :: replicas.size]
+        found: list[Tensor] = []
+        try:
+            if mine:  # there may be fewer batches than replicas
+                each = (self._batch(rows, batch) for batch in mine)
+                found = self._executor.evaluate(each, len(mine))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._build.ctx.tp.size * self._build.ctx.pp.size > 1:
+                # The ranks that share the model wait inside of it for what will not come.
+                raise ran_out(size, len(rows[which[0]].tokens) - 1) from error
+            return None
+        return dict(_by_row(rows, mine, found)) if self._speaks else {}
 
     @property
     def _speaks(self) -> bool:

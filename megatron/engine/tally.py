@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron import device
-from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepReport
+from megatron.config.model import ModelConfig
+from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepPlan, StepReport
 from megatron.errors import DataError
+from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.optimizer import OptimizerReport
@@ -51,6 +53,22 @@ def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
     )
 
 
+def balance_of_experts(config: ModelConfig, build: ModelBuild, plan: StepPlan) -> float | None:
+    """The loss that balances experts, a mean over the sequences and layers of a step.
+
+    Without its weight, and equal on all ranks; None where there is none.
+    """
+    if config.balance_weight == 0:
+        return None
+    noted, ctx = build.router_loss.taken(), build.ctx
+    mine = torch.zeros((), dtype=torch.float64, device=device.current())
+    mine = mine if noted is None else noted.double()
+    total = all_reduce(all_reduce(mine, ctx.dp), ctx.pp)
+    if build.sequence_parallel:  # each rank has summands, of its part of the sequences
+        total = all_reduce(total, ctx.tp)
+    return float(total) / (plan.global_batch_size * config.num_layers)
+
+
 class Tally:
     """Totals and counts of each loss, in float64 and equal on all ranks.
 
@@ -68,8 +86,8 @@ class Tally:
         both = all_reduce(all_reduce(mine, context.dp), context.pp)
         self.totals, self.counts = both.tolist()
 
-    def report(self, done: OptimizerReport) -> StepReport:
-        """What one step did, given what its update did."""
+    def report(self, done: OptimizerReport, *, balance: float | None = None) -> StepReport:
+        """What one step did, given what its update did and how busy experts were."""
         means = tuple(total / count for total, count in zip(self.totals, self.counts))
         return StepReport(
             loss=sum(means),
@@ -79,6 +97,7 @@ class Tally:
             loss_scale=done.loss_scale,
             num_zeros=done.num_zeros,
             means=means if len(means) > 1 else (),
+            load_balancing_loss=balance,
         )
 
     def evaluation(self) -> EvaluationSum:

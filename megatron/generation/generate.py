@@ -5,7 +5,7 @@ the same arguments and gets the same tokens: scores are gathered on all of them,
 the group's first rank counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ class Generation:
     """What followed one prompt: the new tokens, without the prompt and without the eod."""
 
     tokens: tuple[int, ...]
-    finish_reason: Literal["eod", "length"]
+    finish_reason: Literal["eod", "length", "stop"]
 
 
 @torch.no_grad()
@@ -38,9 +38,11 @@ def generate(
     eod: int | None,
     seed: int,
     ctx: ParallelContext,
+    stop: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
 
+    It also ends with the token after which `stop` of its new tokens is true; all ranks ask alike.
     The model computes in evaluation mode and gets its mode back. The cache takes
     2 x layers x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for
     the length of the call.
@@ -53,7 +55,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        rows = _Rows(model, prompts, max_new_tokens=max_new_tokens, eod=eod)
+        rows = _Rows(model, prompts, max_new_tokens=max_new_tokens, eod=eod, stop=stop)
         generator = torch.Generator(rows.device).manual_seed(seed)
         scores = rows.read_prompts()
         while True:
@@ -75,12 +77,13 @@ class _Rows:
         *,
         max_new_tokens: int,
         eod: int | None,
+        stop: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
-        self._model, self._prompts, self._eod = model, prompts, eod
+        self._model, self._prompts, self._eod, self._stop = model, prompts, eod, stop
         self._max_new_tokens = max_new_tokens
         self._lengths = [len(prompt) for prompt in prompts]
         self._new: list[list[int]] = [[] for _ in prompts]
-        self._ended = [False] * len(prompts)
+        self._ended: list[Literal["eod", "stop"] | None] = [None] * len(prompts)
         self.device = next(model.parameters()).device
         self._cache: KVCache = model.new_cache(
             batch=len(prompts), capacity=max(self._lengths) + max_new_tokens
@@ -109,10 +112,14 @@ class _Rows:
     def take(self, chosen: list[int]) -> bool:
         """Note the chosen tokens; whether all rows are done."""
         for row, token in enumerate(chosen):
+            if self._ended[row] is not None:
+                continue
             if token == self._eod:
-                self._ended[row] = True
-            elif not self._ended[row]:
-                self._new[row].append(token)
+                self._ended[row] = "eod"
+                continue
+            self._new[row].append(token)
+            if self._stop is not None and self._stop(self._new[row]):
+                self._ended[row] = "stop"
         return all(
             ended or len(new) == self._max_new_tokens for ended, new in zip(self._ended, self._new)
         )
@@ -120,8 +127,7 @@ class _Rows:
     def results(self) -> list[Generation]:
         """What every row became."""
         return [
-            Generation(tuple(new), "eod" if ended else "length")
-            for new, ended in zip(self._new, self._ended)
+            Generation(tuple(new), ended or "length") for new, ended in zip(self._new, self._ended)
         ]
 
 

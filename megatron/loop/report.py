@@ -216,6 +216,8 @@ class StepLog:
         parts += [f"loss scale: {report.loss_scale:.1f}", f"grad norm: {report.grad_norm:.3f}"]
         if report.num_zeros is not None:
             parts.append(f"num zeros: {report.num_zeros:.1f}")
+        if report.load_balancing_loss is not None:
+            parts.append(f"load_balancing_loss: {report.load_balancing_loss:.6E}")
         parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
         if self._with_length:
             parts.append(f"curriculum seqlen: {plan.seq_length:5d}")
@@ -256,6 +258,8 @@ class StepLog:
             numbers["loss-scale/loss-scale"] = report.loss_scale
         if report.num_zeros is not None:
             numbers["num-zeros/num-zeros"] = report.num_zeros
+        if report.load_balancing_loss is not None:
+            numbers["load-balancing-loss/load-balancing-loss"] = report.load_balancing_loss
         for name, value in extra.items():
             tag = name.replace("_", "-")
             numbers[f"{tag}/{tag}"] = value

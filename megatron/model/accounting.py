@@ -4,7 +4,7 @@ Nothing is built. The parameter count is exact; FLOPs follow a named convention;
 estimate for people and preflight, which leaves out what a framework and fragmentation add.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import Precision, PrecisionConfig
@@ -14,14 +14,17 @@ FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix
 _BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 
 
-def parameter_count(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:
+def parameter_count(
+    config: ModelConfig, vocab_rows: int, seq_length: int, *, active: bool = False
+) -> int:
     """Number of parameters of the whole model whose vocabulary has `vocab_rows` rows.
 
     Give the true size for the number that papers quote, the padded one for what is stored.
-    `seq_length` is the size of a position table that the config leaves open.
+    `seq_length` is the size of a position table that the config leaves open. With `active` only
+    those experts count that one token takes.
     """
     head = 0 if config.tied else vocab_rows * config.hidden_size
-    blocks = config.num_layers * _block_parameters(config)
+    blocks = config.num_layers * _block_parameters(config, active=active)
     return _embedding_parameters(config, vocab_rows, seq_length) + blocks + _norm(config) + head
 
 
@@ -32,17 +35,17 @@ def flops_per_token(
 
     Convention: PaLM appendix B (Chowdhery et al. 2022, arXiv 2204.02311), 6 N + 12 L a d s, with
     N the weights that multiply something: embedding look-ups are left out, the head over the
-    padded vocabulary is in. Two per multiply-add; backward is twice forward. Attention is counted
-    in full, although the causal half is never needed (Megatron-LM has counted half of it since
-    2025: its numbers are lower for long sequences). Norms, softmax and activations do not count.
+    padded vocabulary is in, and so are the router and those experts that a token takes. Two per
+    multiply-add; backward is twice forward. Attention is counted in full, although the causal half
+    is never needed (Megatron-LM has counted half of it since 2025: its numbers are lower for long
+    sequences). Norms, softmax and activations do not count.
 
     With `recompute` the second forward pass of every block is counted too: what the hardware does
     (HFU), where the number without it is what the model needs (MFU).
     """
     h, width = config.hidden_size, config.head_width
-    queries, keys = config.num_attention_heads * width, config.query_groups * width
-    fc1 = (2 if config.glu is not None else 1) * config.ffn_width
-    weights = h * (queries + 2 * keys) + queries * h + h * fc1 + config.ffn_width * h
+    queries = config.num_attention_heads * width
+    weights = _block_weights(config, active=True)
     scores = 2 * seq_length * queries  # q k^T, and probabilities times v
     block_forward = 2 * (weights + scores)
     passes = 4 if recompute else 3
@@ -104,6 +107,23 @@ def memory_bytes(
     return max(ends, key=lambda end: end.total)
 
 
+def forward_bytes(
+    config: ModelConfig, vocab: VocabSize, precision: PrecisionConfig, share: RankShare
+) -> int:
+    """Estimated bytes alive at once in a forward pass that keeps nothing, on the fullest rank.
+
+    Beside the weights: the stream, and the larger of what one block computes and, on the last
+    stage, of the logits [s, b, v/tp] with their softmax in fp32 or wider.
+    """
+    size = _BYTES[precision.precision]
+    tokens = share.seq_length * share.micro_batch_size
+    stream = config.hidden_size * (4 if precision.fp32_residual_connection else size)
+    stream //= share.tp if share.sequence_parallel else 1
+    block = _block_activations(replace(config, hidden_dropout=0.0), size, share)
+    scores = vocab.padded // share.tp * (size + max(size, 4))
+    return tokens * (2 * stream + max(block, scores))
+
+
 def _stage_bytes(
     config: ModelConfig,
     vocab: VocabSize,
@@ -161,11 +181,20 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
         split += queries + keys  # rotated copies
     if config.qk_layernorm:
         split += queries + keys  # normed copies
-    gated = config.glu is not None
-    split += (4 if gated else 2) * config.ffn_width  # gate, up, act(gate), product
+    kept = 4 if config.glu is not None else 2  # gate, up, act(gate), product
     masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
     whole = 4 * config.hidden_size * size + masks
-    return whole // (share.tp if share.sequence_parallel else 1) + split * size // share.tp
+    if config.has_experts:
+        taken = config.moe_router_topk
+        split += taken * kept * config.expert_width
+        # Its rows, sorted by expert, and what each of its experts made of it: both are whole on
+        # every rank, sequence parallelism or not. Shares and scores are negligible.
+        gathered = 2 * taken * config.hidden_size * size
+    else:
+        split += kept * config.ffn_width
+        gathered = 0
+    whole //= share.tp if share.sequence_parallel else 1
+    return whole + gathered + split * size // share.tp
 
 
 def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:
@@ -175,11 +204,11 @@ def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int)
     return count + (_norm(config) if config.embed_layernorm else 0)
 
 
-def _block_parameters(config: ModelConfig) -> int:
+def _block_parameters(config: ModelConfig, *, active: bool = False) -> int:
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     fc1 = (2 if config.glu is not None else 1) * config.ffn_width
-    weights = h * (queries + 2 * keys) + queries * h + h * fc1 + config.ffn_width * h
+    weights = _block_weights(config, active=active)
     biases = 0
     if config.add_bias_linear or config.add_qkv_bias:
         biases += queries + 2 * keys
@@ -187,6 +216,19 @@ def _block_parameters(config: ModelConfig) -> int:
         biases += h + fc1 + h
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
     return weights + biases + head_norms + 2 * _norm(config)
+
+
+def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
+    """Elements of the matrices of a block; with `active` of those that one token meets."""
+    h, width = config.hidden_size, config.head_width
+    queries, keys = config.num_attention_heads * width, config.query_groups * width
+    attention = h * (queries + 2 * keys) + queries * h
+    matrices = 3 if config.glu is not None else 2
+    if not config.has_experts:
+        return attention + matrices * h * config.ffn_width
+    experts = config.num_experts or 1
+    met = config.moe_router_topk if active else experts
+    return attention + experts * h + met * matrices * h * config.expert_width
 
 
 def _norm(config: ModelConfig) -> int:

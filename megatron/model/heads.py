@@ -97,7 +97,10 @@ class Pooler(nn.Module):
         first = hidden[0]
         if self._split:
             # The first token is on the first rank; a sum in which the others are zero shares it.
-            first = first if self._tp.is_first else torch.zeros_like(first)
+            # The zeros come from what is there, so that every rank has a backward pass through the
+            # layers below and takes part in their communication.
+            if not self._tp.is_first:
+                first = first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0)
             first = reduce_from_tp(first, self._tp)
         return (hidden, torch.tanh(self.dense(first)))
 

@@ -71,8 +71,9 @@ def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
     if init.kind == "normal":
         true.normal_(0.0, init.std, generator=generator)
     elif init.kind == "xavier_uniform":
-        # Glorot and Bengio 2010, eq. 16.
-        bound = math.sqrt(6.0 / (true.shape[0] + true.shape[-1]))
+        # Glorot and Bengio 2010, eq. 16; of a stack of matrices each is one.
+        rows = true.shape[0] if true.dim() < 3 else true.shape[-2]
+        bound = math.sqrt(6.0 / (rows + true.shape[-1]))
         true.uniform_(-bound, bound, generator=generator)
     else:
         true.fill_(1.0 if init.kind == "ones" else 0.0)

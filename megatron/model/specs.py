@@ -4,7 +4,7 @@ A layer takes a carry and returns a carry, so that a pipeline may cut the list a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,27 @@ class LayerSpec:
     memory: ActivationMemory | None = None
 
 
+@dataclass(slots=True)
+class RouterLoss:
+    """What whoever runs backward passes and the routers of this rank tell each other.
+
+    `value` is what the losses of routers are multiplied by, set before a step, since only there is
+    known what the loss of the task is divided by; None: nobody has.
+    """
+
+    value: float | None = None
+    _balance: Tensor | None = None
+
+    def note(self, balance: Tensor) -> None:
+        """Add a sum over sequences, of one layer in one backward pass: a scalar."""
+        self._balance = balance if self._balance is None else self._balance + balance
+
+    def taken(self) -> Tensor | None:
+        """The sum of what was noted since the last time; None where nothing was."""
+        balance, self._balance = self._balance, None
+        return balance
+
+
 @dataclass(frozen=True, slots=True)
 class ModelBuild:
     """What the layers of one rank need beside the shape of the network."""
@@ -62,6 +83,7 @@ class ModelBuild:
     precision: PrecisionConfig
     sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
+    router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
 
     @property
     def memory(self) -> ActivationMemory:

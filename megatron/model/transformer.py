@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import HiddenDropout
 from megatron.model.geometry import AttentionGeometry
-from megatron.model.mlp import MLP
+from megatron.model.moe import build_feed_forward
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.recompute import forgetting, recompute
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.input_norm = build_norm(config, build)
         self.attention = SelfAttention(config, build, layer=layer)
         self.post_attention_norm = build_norm(config, build)
-        self.mlp = MLP(config, build)
+        self.mlp = build_feed_forward(config, build)
         self.dropout = HiddenDropout(
             config.hidden_dropout, build.streams, sequence_parallel=build.sequence_parallel
         )

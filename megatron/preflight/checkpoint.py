@@ -7,7 +7,6 @@ from megatron.checkpoint import folder, source_formats, storage
 from megatron.checkpoint.foreign import OURS
 from megatron.checkpoint.store import place
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
-from megatron.data.program_data import BERT_DATA
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.run import RunPlan
@@ -27,7 +26,7 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
         return
     if flags.load_iteration is not None:
         _require_iteration(flags, flags.load_iteration)
-    elif flags.load_fallback is None or not folder.iterations(place(flags.load)):
+    elif flags.load_fallback is None or not folder.saved_iterations(place(flags.load)):
         storage.latest_iteration(flags.load)
     yield from ()
 
@@ -46,7 +45,7 @@ def _is_foreign(flags: CheckpointConfig) -> bool:
 
 def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:
     there = place(flags.load or "")
-    present = folder.iterations(there)
+    present = folder.saved_iterations(there)
     can_fall_back = flags.load_fallback is not None and any(i < iteration for i in present)
     if iteration not in present and not can_fall_back:
         raise folder.missing_iteration(there, iteration)
@@ -87,8 +86,8 @@ def megatron_files_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
         found.append("--deepspeed")
     if not isinstance(place(flags.save), Path):
         found.append(f"--save {flags.save}")
-    if plan.reads is BERT_DATA:
-        found.append("a model that is no GPT")
+    if config.model.has_experts:
+        found.append(f"--num-experts {config.model.num_experts}")
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     if len(set(pipeline.counts)) > 1 or pipeline.by_parameters or pipeline.costs is not None:
         found.append("pipeline stages of unequal length")

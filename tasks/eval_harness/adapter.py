@@ -12,31 +12,34 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
+from megatron.data.chat_template import CHATML, LEARNED_ROLE, ChatTemplate, Message
 from megatron.engine.scoring import Row
-from megatron.errors import ConfigError, DataError, NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.generation.generate import generate
-from megatron.generation.sampling import SamplingParams
+from megatron.model.gpt_model import GPTModel
+from megatron.mpu.collectives import all_gather_object
+from tasks.eval_harness.writing import Wishes, fitting, wishes_of
 from tasks.loading import LoadedScorer
+from tasks.zeroshot.pairs import checked_scores, row_of
 from tasks.zeroshot.windows import rolling_windows
 
 _CANARY = (("one two", " three"), ("two one", " one three"))
 _CLOSE = 1e-5  # of numbers that were computed twice, in other batches
-_MOST_NEW = 256  # tokens, where a task does not say
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     """A loaded GPT; rows are cut from the left where they are longer than the model."""
 
-    def __init__(self, loaded: LoadedScorer) -> None:
+    def __init__(self, loaded: LoadedScorer, template: ChatTemplate | None = None) -> None:
         super().__init__()
-        self._loaded = loaded
+        self._loaded, self._template = loaded, template
         if loaded.tokenizer.eod is None:
             raise ConfigError(
                 "the harness puts the end of a document before texts, and there is none",
                 found=f"{loaded.tokenizer.name}: {loaded.tokenizer.eod_note}",
                 fix="evaluate a model with an end-of-document token",
             )
-        self._length = loaded.scorer.max_length or loaded.seq_length
+        self._length = loaded.longest or loaded.seq_length
         self.truncated = 0
 
     @property
@@ -59,7 +62,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        rows = [self._row(context, continuation) for _, context, continuation in requests]
+        rows = [
+            self._row(at, context, continuation)
+            for at, (_, context, continuation) in enumerate(requests)
+        ]
         return self._scored(rows)
 
     def loglikelihood_rolling(
@@ -85,59 +91,99 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 found="a task that lets the model write, --pipeline-model-parallel-size above 1",
                 fix="spread it with --tensor-model-parallel-size instead",
             )
-        return [self._written(*request.args) for request in requests]
+        texts = [
+            (self.tok_encode(context) or [self.eot_token_id], wishes_of(wishes))
+            for context, wishes in (request.args for request in requests)
+        ]
+        prompts = [fitting(tokens, wishes, self._length) for tokens, wishes in texts]
+        self.truncated += sum(len(tokens) > len(p) for (tokens, _), p in zip(texts, prompts))
+        batches = self._batches([wishes for _, wishes in texts], prompts)
+        replicas = self._loaded.ctx.dp
+        mine: dict[int, str] = {}
+        for which in batches[replicas.rank :: replicas.size]:
+            wishes = texts[which[0]][1]
+            mine |= zip(which, self._written(model, [prompts[at] for at in which], wishes, which))
+        everyone: dict[int, str] = {}
+        for part in all_gather_object(mine, self._loaded.ctx.world):
+            everyone |= part
+        return [everyone[at] for at in range(len(requests))]
 
-    def _written(self, context: str, wishes: dict[str, Any]) -> str:
-        stops = wishes.get("until") or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
-        new = int(wishes.get("max_gen_toks", _MOST_NEW))
-        temperature = float(wishes.get("temperature", 0.0) or 0.0)
-        greedy = not wishes.get("do_sample", temperature > 0) or temperature == 0
-        params = SamplingParams(greedy=True) if greedy else SamplingParams(temperature=temperature)
-        tokens = self.tok_encode(context) or [self.eot_token_id]
-        model = self._loaded.model
-        assert model is not None  # noqa: S101  # invariant: generate_until looked
-        (done,) = generate(
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages as the chosen template writes them, up to where the model goes on."""
+        template = self._template
+        if template is None:
+            raise ConfigError(
+                "messages were to be written, and no template was chosen",
+                found="no --apply-chat-template",
+                fix=f"add --apply-chat-template {CHATML.name}",
+            )
+        messages = [Message(turn["role"], turn["content"]) for turn in chat_history]
+        pieces = template.render(messages)
+        if add_generation_prompt and any(piece.then_eod for piece in pieces):
+            raise ConfigError(
+                f"the template {template.name} ends answers with a token that is no text",
+                found=f"{len(messages)} messages, an answer among them",
+                fix=f"use --apply-chat-template {CHATML.name}, or --num-fewshot 0",
+            )
+        text = "".join(piece.text for piece in pieces)
+        if add_generation_prompt:
+            return text + template.header(LEARNED_ROLE)
+        return text.removesuffix(template.between).removesuffix(template.end)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The name of the template, which stands for its text in the record of an evaluation."""
+        return None if self._template is None else self._template.name
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What texts are cut by, and how dialogues are written."""
+        return f"{self._loaded.tokenizer.name} {self.chat_template() or ''}".strip()
+
+    def _batches(self, wishes: Sequence[Wishes], prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Requests that are written together: of equal wishes and like length, and not by lot.
+
+        What is drawn depends on the rows beside it, so that each is drawn alone.
+        """
+        order = sorted(range(len(wishes)), key=lambda at: (-len(prompts[at]), at))
+        greedy: dict[Wishes, list[int]] = {}
+        alone = []
+        for at in order:
+            if wishes[at].params.greedy:
+                greedy.setdefault(wishes[at], []).append(at)
+            else:
+                alone.append([at])
+        size = self._loaded.scorer.micro_batch_size
+        return alone + [
+            which[start : start + size]
+            for which in greedy.values()
+            for start in range(0, len(which), size)
+        ]
+
+    def _written(
+        self, model: GPTModel, prompts: list[list[int]], wishes: Wishes, which: Sequence[int]
+    ) -> list[str]:
+        spell = self._loaded.tokenizer.detokenize
+        done = generate(
             model,
-            [tokens[-max(self._length - new, 1) :]],
-            max_new_tokens=new,
-            params=params,
+            prompts,
+            max_new_tokens=wishes.new_tokens,
+            params=wishes.params,
             eod=self.eot_token_id,
-            seed=0,
+            seed=which[0],
             ctx=self._loaded.ctx,
+            stop=(lambda new: wishes.is_over(spell(new))) if wishes.until else None,
         )
-        text = self._loaded.tokenizer.detokenize(done.tokens)
-        ends = [at for stop in stops if stop and (at := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+        return [wishes.cut(spell(one.tokens)) for one in done]
 
-    def _row(self, context: Sequence[int], continuation: Sequence[int]) -> Row:
-        if not context or not continuation:
-            raise DataError(
-                "the harness asked for a continuation of nothing, or for nothing",
-                found=f"{len(context)} tokens of context, {len(continuation)} to score",
-                fix="look at the task's texts",
-            )
-        if len(continuation) > self._length:
-            raise DataError(
-                "a continuation is longer than the model",
-                found=f"{len(continuation)} tokens, {self._length} positions",
-                fix="leave the example out, or use a task with shorter answers",
-            )
-        tokens = (*context, *continuation)
-        if len(tokens) > self._length + 1:
-            self.truncated += 1
-            tokens = tokens[-self._length - 1 :]
-        return Row(tokens, len(tokens) - len(continuation))
+    def _row(self, at: int, context: Sequence[int], continuation: Sequence[int]) -> Row:
+        row, is_cut = row_of(context, continuation, self._length, at=at)
+        self.truncated += is_cut
+        return row
 
     def _scored(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        scores = self._loaded.scorer.score(rows)
-        wrong = [at for at, score in enumerate(scores) if not score.log_likelihood <= 0]
-        if wrong:
-            raise NumericsError(
-                "the model's scores are no probabilities",
-                found=f"log-likelihood {scores[wrong[0]].log_likelihood} of row {wrong[0]}",
-                fix="look at the weights: they hold numbers that are not finite",
-            )
+        scores = checked_scores(self._loaded.scorer.score(rows))
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
 

@@ -1,12 +1,12 @@
 """lm-eval: tasks of EleutherAI's harness on a GPT of ours, on any grid.
 
-Tasks from local files work offline: give their folder with --include-path.
+Tasks from local files work offline: give their folder with --include-path. Flags that the harness's
+own program has are spelled as there too, with underscores.
 """
 
 import argparse
-import json
+import difflib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -14,74 +14,137 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from megatron import log
+from megatron.data.chat_template import TEMPLATES
 from megatron.errors import ConfigError
 from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary
 from tasks.eval_harness.interface import check_interface, check_version
-from tasks.loading import Grid, load_scorer
-from tools.text_output import write_text_files
+from tasks.loading import load_scorer
+from tasks.results import check_output, write_result
+from tasks.zeroshot.program import add_row_flags
+from tools.model_flags import add_model_flags, read_flags
+
+# Of the scripts of bigscience that evaluate; what they ask for happens here anyway.
+_NO_EFFECT = {
+    "--adaptive_seq_len": "rows are as long as their texts",
+    "--intermed_results": "results are written once, whole",
+    "--micro_bs_multiplier": "a pipeline is filled with all rows there are",
+}
+_WITH_VALUE = ("--micro_bs_multiplier",)
 
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read the flags, check the harness, evaluate, and print the results on rank 0."""
-    flags = _parser(name).parse_args(argv)
+    flags, choice = read_flags(_parser(name), argv)
+    check_output(flags.output)
     check_version(lm_eval.__version__)
     check_interface(TemplateLM)
     manager = TaskManager(include_path=flags.include_path, include_defaults=not flags.only_included)
-    known = set(manager.all_tasks)
-    unknown = [task for task in flags.tasks if task not in known]
-    if unknown:
-        raise ConfigError(
-            "the harness has no such task",
-            found=f"--tasks {', '.join(unknown)}; {len(known)} are known",
-            fix="give the folder of its .yaml with --include-path",
-        )
-    loaded = load_scorer(
-        flags.load,
-        flags.iteration,
-        grid=Grid(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size),
-        micro_batch_size=flags.micro_batch_size,
-        device=flags.device,
-    )
+    tasks = _tasks(flags.tasks, set(manager.all_tasks))
+    loaded = load_scorer(choice.folder, choice.iteration, given=choice.given)
     try:
-        adapter = MegatronLM(loaded)
+        template = flags.apply_chat_template
+        adapter = MegatronLM(loaded, None if template is None else TEMPLATES[template])
         check_canary(adapter)
         results = lm_eval.simple_evaluate(
             model=adapter,
-            tasks=list(flags.tasks),
+            tasks=tasks,
             num_fewshot=flags.num_fewshot,
             limit=flags.limit,
             task_manager=manager,
-            bootstrap_iters=0,
+            bootstrap_iters=flags.bootstrap_iters,
             log_samples=flags.output is not None,
+            gen_kwargs=",".join(flags.gen_kwargs) if flags.gen_kwargs else None,
+            system_instruction=flags.system_instruction,
+            apply_chat_template=template is not None,
+            fewshot_as_multiturn=template is not None,
         )
         if loaded.ctx.rank == 0:
-            _say(results, adapter, flags.output)
+            _say(results, adapter)
+            write_result(flags.output, results)
     finally:
         shutdown_megatron()
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"tasks.main --task {name}", allow_abbrev=False)
+    add_model_flags(made)
+    add_row_flags(made)
     add = made.add_argument
-    add("--load", required=True, metavar="FOLDER", help="folder of checkpoints of a GPT")
-    add("--iteration", type=int, help="which of them; the newest when not given")
-    add("--tasks", nargs="+", required=True, help="names of the harness's tasks")
-    add("--include-path", metavar="FOLDER", help="tasks of your own: .yaml files")
+    add(
+        "--tasks",
+        "--task_list",
+        nargs="+",
+        required=True,
+        help="names of the harness's tasks, with spaces or commas between",
+    )
+    add("--include-path", "--include_path", metavar="FOLDER", help="tasks of your own: .yaml files")
     add("--only-included", action="store_true", help="do not look for the harness's own tasks")
     add(
-        "--num-fewshot", type=int, help="examples before each question; the task's own if not given"
+        "--num-fewshot",
+        "--num_fewshot",
+        type=int,
+        help="examples before each question; the task's own if not given",
     )
-    add("--limit", type=int, help="only so many documents of each task, for a trial")
-    add("--micro-batch-size", type=int, default=8, help="rows that a replica reads together [8]")
-    add("--tensor-model-parallel-size", type=int, default=1, help="ranks that share a layer [1]")
-    add("--pipeline-model-parallel-size", type=int, default=1, help="ranks that share layers [1]")
-    add("--device", choices=("cpu", "cuda"), help="as in training when not given")
-    add("--output", metavar="FILE", help="write results and samples there, as JSON")
+    add("--limit", type=float, help="only so many documents of each task, or below 1 their share")
+    add(
+        "--gen-kwargs",
+        "--gen_kwargs",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="how the model writes, where the task says otherwise: max_gen_toks=64 temperature=0",
+    )
+    add(
+        "--apply-chat-template",
+        "--apply_chat_template",
+        choices=tuple(TEMPLATES),
+        help="write questions as dialogues, as tools/preprocess_sft.py does",
+    )
+    add("--system-instruction", "--system_instruction", help="text that opens each question")
+    add(
+        "--bootstrap-iters",
+        "--bootstrap_iters",
+        type=int,
+        default=0,
+        help="samples that standard errors are estimated by; 0: none are [0]",
+    )
+    add(
+        "--output",
+        "--output_path",
+        "--results_path",
+        metavar="FILE",
+        help="write results and samples there, as JSON",
+    )
+    add("--eval_fp32", dest="fp32", action="store_true", help=argparse.SUPPRESS)
+    for word in _NO_EFFECT:
+        add(word, nargs=1 if word in _WITH_VALUE else 0, action=_Said, help=argparse.SUPPRESS)
     return made
 
 
-def _say(results: dict[str, Any], adapter: MegatronLM, output: str | None) -> None:
+class _Said(argparse.Action):
+    """A flag without effect, which is said."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        given = " ".join([str(option), *(values or ())])
+        log.info(f"{given}: accepted, has no effect here because {_NO_EFFECT[str(option)]}")
+
+
+def _tasks(named: Sequence[str], known: set[str]) -> list[str]:
+    """The tasks that were asked for; ConfigError when the harness does not know one."""
+    tasks = [task for words in named for task in words.split(",") if task]
+    unknown = [task for task in tasks if task not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.7)
+        raise ConfigError(
+            "the harness has no such task",
+            found=f"--tasks {', '.join(unknown)}; {len(known)} are known",
+            fix=(f"did you mean {' or '.join(near)}? " if near else "")
+            + "give the folder of its .yaml with --include-path",
+        )
+    return tasks
+
+
+def _say(results: dict[str, Any], adapter: MegatronLM) -> None:
     for task, metrics in results["results"].items():
         said = " | ".join(
             f"{metric}: {value:.4f}"
@@ -91,6 +154,3 @@ def _say(results: dict[str, Any], adapter: MegatronLM, output: str | None) -> No
         log.info(f" {task} | {said} |")
     if adapter.truncated:
         log.warning(f"{adapter.truncated} rows were longer than the model and were cut in front")
-    if output is not None:
-        text = json.dumps(results, indent=1, default=str)
-        write_text_files({Path(output): text + "\n"})

@@ -1,7 +1,10 @@
 """What a task is about: examples of one or several rows, and how their scores are judged."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_CHOICES = "ABCDEFGH"
 
 
 class Pair(NamedTuple):
@@ -18,6 +21,12 @@ class Example(NamedTuple):
     rows: tuple[Pair, ...]
     label: float | None  # a class or the right row, by number; a grade; None: not known
 
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that differ between examples of different texts."""
+        texts = "\x1e".join("\x1f".join(text or "" for text in row) for row in self.rows)
+        return hashlib.sha256(texts.encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True)
 class Question:
@@ -27,11 +36,13 @@ class Question:
         labels: the classes by name, in the order of their numbers; none for grades and choices.
         num_choices: rows of an example, one of which is right; 1: the classes are of one row.
         metrics: names of `metrics.METRICS`; the first one decides which model is the best.
+        highest: of grades, which begin at 0.
     """
 
     labels: tuple[str, ...] = ()
     num_choices: int = 1
     metrics: tuple[str, ...] = ("accuracy",)
+    highest: float = 5.0
 
     @property
     def is_grade(self) -> bool:
@@ -42,3 +53,12 @@ class Question:
     def num_scores(self) -> int:
         """Scores that the model gives to a row."""
         return max(len(self.labels), 1)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What may be decided, by name; nothing where a grade is wanted."""
+        return () if self.is_grade else self.labels or tuple(_CHOICES[: self.num_choices])
+
+    def spelled(self, decision: float) -> str:
+        """A decision or a label as files show it."""
+        return f"{decision:.9g}" if self.is_grade else self.answers[int(decision)]

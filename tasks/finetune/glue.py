@@ -5,16 +5,17 @@ JSON lines. A column or a label that is not as expected is an error with file an
 """
 
 import difflib
-import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from megatron import log
 from megatron.errors import DataError
 from tasks.finetune.examples import Example, Pair, Question
-from tasks.text_files import read_text
+from tasks.text_files import read_records, read_text
 
 _NO_AGREEMENT = "-"  # the label of pairs of NLI that the annotators did not agree on
 
@@ -70,19 +71,29 @@ TASKS: Mapping[str, GlueTask] = MappingProxyType(
 )
 
 
-def read_glue(task: GlueTask, files: Sequence[str]) -> list[Example]:
+def read_glue(task: GlueTask, files: Sequence[str], *, needs_labels: bool = False) -> list[Example]:
     """The examples of some files, in order; raises DataError.
 
     Test files have no labels. Pairs of NLI without agreement are left out, and counted in the log.
+
+    Args:
+        needs_labels: a file without the column of labels is an error.
     """
     examples: list[Example] = []
+    wanted = (*task.texts, task.label) if needs_labels else task.texts
     left_out = 0
     for name in files:
-        for where, row in _rows(Path(name), task):
+        for where, row in _rows(Path(name), task, wanted):
             if row.get(task.label) == _NO_AGREEMENT:
                 left_out += 1
                 continue
             examples.append(_example(task, where, row))
+            if needs_labels and examples[-1].label is None:
+                raise DataError(
+                    "an example has no label, and training needs it",
+                    found=f"{where}: nothing in {task.label}",
+                    fix="leave the line out",
+                )
     if left_out:
         log.info(f"{left_out} pairs that the annotators did not agree on are left out")
     if not examples:
@@ -90,16 +101,20 @@ def read_glue(task: GlueTask, files: Sequence[str]) -> list[Example]:
     return examples
 
 
-def _rows(path: Path, task: GlueTask) -> Iterator[tuple[str, Mapping[str, str]]]:
+def _rows(
+    path: Path, task: GlueTask, wanted: Sequence[str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each line as values by column, and where it stands."""
-    lines = read_text(path).split("\n")
     if path.suffix == ".jsonl":
-        yield from _json_rows(path, task, lines)
+        for where, fields in read_records([str(path)]):
+            _check_columns(where, wanted, list(fields))
+            yield where, fields
         return
+    lines = read_text(path).split("\n")
     first = lines[0].rstrip("\r").split("\t")
     has_header = any(text in first for text in task.texts)
     names = first if has_header or task.header is None else list(task.header)
-    _check_columns(path, task, names)
+    _check_columns(str(path), wanted, names)
     for number, line in enumerate(lines[has_header or task.header is None :], start=1):
         if not line.strip():
             continue
@@ -114,35 +129,20 @@ def _rows(path: Path, task: GlueTask) -> Iterator[tuple[str, Mapping[str, str]]]
         yield where, dict(zip(names, values))
 
 
-def _json_rows(
-    path: Path, task: GlueTask, lines: Sequence[str]
-) -> Iterator[tuple[str, Mapping[str, str]]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                "a line is not JSON", found=f"{path}:{number}: {error}", fix="repair the line"
-            ) from None
-        _check_columns(path, task, list(row))
-        yield f"{path}:{number}", row
-
-
-def _check_columns(path: Path, task: GlueTask, names: Sequence[str]) -> None:
-    missing = [text for text in task.texts if text not in names]
+def _check_columns(where: str, wanted: Sequence[str], names: Sequence[str]) -> None:
+    missing = [name for name in wanted if name not in names]
     if missing:
-        near = [difflib.get_close_matches(text, names, n=1, cutoff=0.0) for text in missing]
+        near = [difflib.get_close_matches(name, names, n=1, cutoff=0.0) for name in missing]
         raise DataError(
             "a file lacks a column of its task",
-            found=f"{path} has {', '.join(names)}; wanted {', '.join(missing)}; nearest: "
+            found=f"{where} has {', '.join(names)}; wanted {', '.join(missing)}; nearest: "
             + ", ".join(match[0] for match in near if match),
-            fix="give the file as GLUE hands it out, or rename its columns",
+            fix="give the file as GLUE hands it out, or rename its columns; files of tests, which "
+            "have no labels, can be judged with --epochs 0",
         )
 
 
-def _example(task: GlueTask, where: str, row: Mapping[str, str]) -> Example:
+def _example(task: GlueTask, where: str, row: Mapping[str, Any]) -> Example:
     texts = [str(row[name]).strip() for name in task.texts]
     empty = [name for name, text in zip(task.texts, texts) if not text]
     if empty:
@@ -156,23 +156,32 @@ def _example(task: GlueTask, where: str, row: Mapping[str, str]) -> Example:
     return Example(uid, (pair,), _label(task, where, row.get(task.label)))
 
 
-def _label(task: GlueTask, where: str, text: str | None) -> float | None:
-    if text is None:
+def _label(task: GlueTask, where: str, value: object) -> float | None:
+    if value is None:
         return None
-    if task.question.is_grade:
-        try:
-            return float(text)
-        except ValueError:
-            raise DataError(
-                "a grade is not a number", found=f"{where}: {text!r}", fix="repair the line"
-            ) from None
-    labels = task.question.labels
-    if text not in labels:
-        near = difflib.get_close_matches(text, labels, n=1, cutoff=0.0)
+    text, question = str(value), task.question
+    if question.is_grade:
+        return _grade(where, text, question.highest)
+    if text not in question.labels:
+        near = difflib.get_close_matches(text, question.labels, n=1, cutoff=0.0)
         raise DataError(
             "a label is not one of its task",
-            found=f"{where}: {text!r}; wanted one of {', '.join(labels)}"
+            found=f"{where}: {text!r}; wanted one of {', '.join(question.labels)}"
             + (f"; nearest: {near[0]}" if near else ""),
             fix="repair the line, or choose the task that the file is of",
         )
-    return labels.index(text)
+    return question.labels.index(text)
+
+
+def _grade(where: str, text: str, highest: float) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= highest:
+        raise DataError(
+            "a grade is not a number of its task",
+            found=f"{where}: {text!r}; wanted 0 to {highest:g}",
+            fix="repair the line, or choose the task that the file is of",
+        )
+    return found

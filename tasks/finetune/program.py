@@ -1,122 +1,99 @@
 """GLUE's tasks, SNLI and RACE: fine-tune a pretrained BERT, judge it, and write what it decides.
 
 The flags are those of pretrain_bert.py, and of the run that pretrained the model; `--epochs 0`
-judges without training. Under torchrun it runs on any tensor x pipeline x data grid.
+judges without training. Under torchrun it runs on any tensor x pipeline x data grid, by either
+engine.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron import log
-from megatron.arguments import parse_args
-from megatron.config.run import RunConfig
 from megatron.data.program_data import BERT_DATA
-from megatron.errors import ConfigError
-from megatron.initialize import initialize_megatron, shutdown_megatron
-from megatron.preflight.checks import MODEL_CHECKS
-from tasks.finetune.examples import Example, Question
+from megatron.initialize import initialize_megatron, launch_of_process, shutdown_megatron
+from megatron.preflight import data
+from megatron.preflight.checks import CHECKS
+from megatron.preflight.run import Check
+from tasks.finetune.examples import Example
+from tasks.finetune.flags import read_flags
 from tasks.finetune.glue import TASKS, read_glue
-from tasks.finetune.order import num_batches
-from tasks.finetune.race import QUESTION, read_race
+from tasks.finetune.judging import Judged, Part, spelled
+from tasks.finetune.predictions import prediction_of, written
+from tasks.finetune.questions import QUESTIONS, RACE
+from tasks.finetune.race import read_race
 from tasks.finetune.rows import Rows, make_rows
-from tasks.finetune.training import FineTuning, Judged, Outcome, finetuning_config
+from tasks.finetune.start import finetuning_config, start_of
+from tasks.finetune.training import FineTuning, Outcome, say_parts
+from tasks.results import check_output, write_result
 from tools.text_output import write_text_files
 
-RACE = "RACE"
+# Those of pretraining but what is about corpora, which are not read here.
+FINETUNE_CHECKS: tuple[Check, ...] = tuple(
+    check for check in CHECKS if check.__module__ != data.__name__
+)
 
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read flags and files, train if asked, judge, and write predictions."""
-    own, rest = _parser(name).parse_known_args(argv)
-    config = parse_args(
-        rest,
-        args_defaults={
-            "tokenizer_type": "BertWordPieceLowerCase",
-            "data_path": ("no corpus",),  # examples are read instead
-            "train_iters": 1,  # as many as the epochs have; known when the examples are
-            "eval_iters": 0,
-        },
-    )
-    _check(own, config)
-    question = QUESTION if name == RACE else TASKS[name].question
-    train, valid = _read(name, own.train_data or ()), _read(name, own.valid_data)
-    size = config.training.global_batch_size or 1
+    own, config = read_flags(name, argv)
+    check_output(own.output)
+    check_output(own.predictions, "--predictions")
+    question = QUESTIONS[name]
+    start = start_of(config.checkpoint, pretrained=own.pretrained_checkpoint, epochs=own.epochs)
+    start = start._replace(load_except=tuple(own.load_except))
+    learns = own.epochs > 0
+    train = _read(name, own.train_data, needs_labels=True) if learns else []
+    valid, parts = _read_parts(name, own.valid_data, needs_labels=learns)
     config = finetuning_config(
-        config,
-        pretrained=own.pretrained_checkpoint,
-        iterations=max(1, own.epochs * num_batches(len(train), size)),
+        config, start, launch=launch_of_process(), epochs=own.epochs, examples=len(train)
     )
-    runtime = initialize_megatron(config, checks=MODEL_CHECKS, reads=BERT_DATA)
+    runtime = initialize_megatron(config, checks=FINETUNE_CHECKS, reads=BERT_DATA)
     try:
-        rows = [
+        made = [
             make_rows(part, runtime.tokenizer, seq_length=config.data.seq_length)
             for part in (train, valid)
             if part
         ]
-        _say_truncation(rows)
-        tuning = FineTuning(config, runtime, question)
+        _say_truncation(made)
+        tuning, rows = FineTuning(config, runtime, question, start), made[-1]
+        outcome = None
         if own.epochs:
-            _say(name, tuning.train(rows[0], rows[-1], epochs=own.epochs))
-        judged = tuning.judge(rows[-1])
-        _conclude(name, judged, rows[-1], question, own, is_speaker=runtime.context.rank == 0)
+            outcome = tuning.train(made[0], rows, parts, epochs=own.epochs)
+            if outcome.stopped is not None:
+                log.info(f"stopped: {outcome.stopped}; --load of the same --save goes on")
+                return
+            _say_best(name, outcome)
+        judged = tuning.judge(rows) if outcome is None else outcome.best
+        metrics = spelled(judged.metrics) or "no labels to compare with"
+        log.info(f" {name} | examples: {len(rows)} | {metrics} |")
+        say_parts(judged, parts, question, rows, name)
+        if runtime.context.rank == 0:
+            _write(own, name, judged, (valid, rows, parts), outcome)
     finally:
         shutdown_megatron()
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=f"tasks.main --task {name}",
-        allow_abbrev=False,
-        epilog="All flags of pretrain_bert.py go here too (--num-layers, --lr, --save ...).",
-    )
-    add = made.add_argument
-    add("--train-data", nargs="+", metavar="FILE", help="files to train on")
-    add("--valid-data", nargs="+", required=True, metavar="FILE", help="files to judge by")
-    add("--epochs", type=int, default=3, help="passes over the training files; 0: judge only [3]")
-    add("--pretrained-checkpoint", metavar="FOLDER", help="a pretrained BERT to begin with")
-    add("--predictions", metavar="FILE", help="write there what is decided of --valid-data")
-    add("--output", metavar="FILE", help="write the metrics there, as JSON")
-    return made
+def _read(name: str, files: Sequence[str], *, needs_labels: bool) -> list[Example]:
+    if name == RACE:
+        return read_race(files, needs_labels=needs_labels)
+    return read_glue(TASKS[name], files, needs_labels=needs_labels)
 
 
-def _check(own: argparse.Namespace, config: RunConfig) -> None:
-    if own.epochs < 0:
-        raise ConfigError(
-            "epochs are negative", found=f"--epochs {own.epochs}", fix="use 0 to judge only"
-        )
-    if own.epochs and not own.train_data:
-        raise ConfigError(
-            "there is nothing to train on",
-            found=f"--epochs {own.epochs} without --train-data",
-            fix="add --train-data FILE, or use --epochs 0",
-        )
-    if own.pretrained_checkpoint is None and config.checkpoint.load is None:
-        raise ConfigError(
-            "fine-tuning begins with a model that was trained",
-            found="neither --pretrained-checkpoint nor --load",
-            fix="add --pretrained-checkpoint FOLDER, or --load FOLDER of a fine-tuned model",
-        )
-    if own.pretrained_checkpoint is not None and config.checkpoint.load is not None:
-        raise ConfigError(
-            "two models are given to begin with",
-            found=f"--pretrained-checkpoint {own.pretrained_checkpoint}, "
-            f"--load {config.checkpoint.load}",
-            fix="give one of the two",
-        )
-    if config.engine.deepspeed:
-        raise ConfigError(
-            "fine-tuning knows the native engine alone",
-            found="--deepspeed",
-            fix="leave it out; a checkpoint that DeepSpeed trained loads all the same",
-        )
-
-
-def _read(name: str, files: Sequence[str]) -> list[Example]:
-    if not files:
-        return []
-    return read_race(files) if name == RACE else read_glue(TASKS[name], files)
+def _read_parts(
+    name: str, files: Sequence[str], *, needs_labels: bool
+) -> tuple[list[Example], tuple[Part, ...]]:
+    """All examples of some files, and which are of which file."""
+    stems = [Path(file).stem for file in files]
+    names = stems if len(set(stems)) == len(stems) else list(files)
+    examples: list[Example] = []
+    parts = []
+    for file, called in zip(files, names):
+        read = _read(name, [file], needs_labels=needs_labels)
+        parts.append(Part(called, range(len(examples), len(examples) + len(read))))
+        examples += read
+    return examples, tuple(parts)
 
 
 def _say_truncation(parts: Sequence[Rows]) -> None:
@@ -131,42 +108,36 @@ def _say_truncation(parts: Sequence[Rows]) -> None:
         )
 
 
-def _say(name: str, outcome: Outcome) -> None:
-    said = " | ".join(f"{metric}: {value:.4f}" for metric, value in outcome.metrics.items())
+def _say_best(name: str, outcome: Outcome) -> None:
+    said = spelled(outcome.best.metrics)
     log.info(f" best of {name}: epoch {outcome.best_epoch} | {said} |")
 
 
-def _conclude(
+def _write(
+    own: argparse.Namespace,
     name: str,
     judged: Judged,
-    rows: Rows,
-    question: Question,
-    own: argparse.Namespace,
-    *,
-    is_speaker: bool,
+    of: tuple[Sequence[Example], Rows, tuple[Part, ...]],
+    outcome: Outcome | None,
 ) -> None:
-    """Say the metrics of the model as it is now, and write the files that were asked for."""
-    known = " | ".join(f"{metric}: {value:.4f}" for metric, value in judged.metrics.items())
-    log.info(f" {name} | examples: {len(rows)} | {known or 'no labels to compare with'} |")
-    if not is_speaker:
-        return
-    files = {}
+    """The files that were asked for."""
+    (examples, rows, parts), question = of, QUESTIONS[name]
     if own.predictions is not None:
-        files[Path(own.predictions)] = _table(judged, rows, question)
-    if own.output is not None:
-        result = {"task": name, "examples": len(rows), **judged.metrics}
-        files[Path(own.output)] = json.dumps(result, indent=1) + "\n"
-    write_text_files(files)
-
-
-def _table(judged: Judged, rows: Rows, question: Question) -> str:
-    """One line for each example: as the file names it, what is decided, and all scores."""
-    lines = ["uid\tprediction\tscores"]
-    for uid, decision, scores in zip(rows.uids, judged.decisions(question), judged.scores.tolist()):
-        said = f"{decision:g}"
-        if question.labels:
-            said = question.labels[int(decision)]
-        elif question.num_choices > 1:
-            said = "ABCDEFGH"[int(decision)]
-        lines.append(f"{uid}\t{said}\t{' '.join(f'{score:.6g}' for score in scores)}")
-    return "\n".join(lines) + "\n"
+        places = [part.name for part in parts for _ in part.examples]
+        table = [
+            prediction_of(question, example, scores, place)
+            for example, scores, place in zip(examples, judged.scores.tolist(), places, strict=True)
+        ]
+        write_text_files({Path(own.predictions): written(name, question, table)})
+    result: dict[str, Any] = {"task": name, "examples": len(rows), **judged.metrics}
+    if len(parts) > 1:
+        result["files"] = {
+            part.name: {
+                "examples": len(part.examples),
+                **judged.metrics_of(part, question, rows.labels),
+            }
+            for part in parts
+        }
+    if outcome is not None:
+        result["best_epoch"] = outcome.best_epoch
+    write_result(own.output, result)

@@ -1,31 +1,34 @@
 """RACE (Lai et al. 2017): a passage, a question, and four answers of which one is right."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.errors import DataError
 from tasks.finetune.examples import Example, Pair, Question
-from tasks.text_files import read_text
+from tasks.text_files import Record, read_text, record_of
 
 CHOICES = 4
 QUESTION = Question(num_choices=CHOICES)
 _KEYS = ("article", "questions", "options", "answers")
 
 
-def read_race(paths: Sequence[str]) -> list[Example]:
+def read_race(paths: Sequence[str], *, needs_labels: bool = False) -> list[Example]:
     """The questions of files, or of all .txt and .json files in folders; raises DataError.
 
     A file is one JSON object, or several, one a line: article, questions, options, answers.
+
+    Args:
+        needs_labels: a passage without answers is an error.
     """
     examples = []
     for file in _files(paths):
         text = read_text(file)
-        lines = text.splitlines() if _is_lines(text) else [text]
+        lines = text.split("\n") if _is_lines(text) else [text]
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                examples += _questions(f"{file}:{number}", line)
+                record = record_of(line, f"{file}:{number}")
+                examples += _questions(record, _KEYS if needs_labels else _KEYS[:3])
     if not examples:
         raise DataError("there is no question", found=", ".join(paths), fix="check the files")
     return examples
@@ -51,29 +54,35 @@ def _is_lines(text: str) -> bool:
         return False
 
 
-def _questions(where: str, text: str) -> list[Example]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise DataError(
-            "a file of RACE is not JSON", found=f"{where}: {error}", fix="give it as it was made"
-        ) from None
-    missing = [key for key in _KEYS[:3] if key not in content]
+def _questions(record: Record, wanted: Sequence[str]) -> list[Example]:
+    where, content = record
+    missing = [key for key in wanted if key not in content]
     if missing:
         raise DataError(
             "a passage of RACE lacks a part",
             found=f"{where} has {', '.join(content)}; wanted {', '.join(missing)}",
-            fix="give the files as RACE hands them out",
+            fix="give the files as RACE hands them out; those without answers can be judged with "
+            "--epochs 0",
         )
-    return [_example(where, content, at) for at in range(len(content["questions"]))]
+    article, questions = record.text("article"), content["questions"]
+    if not isinstance(questions, list) or not all(isinstance(each, str) for each in questions):
+        raise record.wrong("questions", "a list of texts")
+    for key in ("options", "answers"):
+        listed = content.get(key, [""] * len(questions))
+        if not isinstance(listed, list) or len(listed) != len(questions):
+            raise record.wrong(key, f"a list with one entry for each of {len(questions)} questions")
+    if not article.strip():
+        raise _empty(where, "article")
+    return [_example(record, article, at) for at in range(len(questions))]
 
 
-def _example(where: str, content: Mapping[str, Any], at: int) -> Example:
+def _example(record: Record, article: str, at: int) -> Example:
+    where, content = record
     options, question = content["options"][at], content["questions"][at]
-    if len(options) != CHOICES:
+    if not isinstance(options, list) or len(options) != CHOICES:
         raise DataError(
             f"a question of RACE has not {CHOICES} answers",
-            found=f"{where}, question {at}: {len(options)}",
+            found=f"{where}, question {at}: {options}",
             fix="leave the question out",
         )
     answers = content.get("answers")
@@ -86,8 +95,16 @@ def _example(where: str, content: Mapping[str, Any], at: int) -> Example:
                 fix="repair the file",
             )
         label = "ABCD".index(answers[at])
-    rows = tuple(Pair(_asked(question, option), content["article"]) for option in options)
-    return Example(f"{where}#{at}", rows, label)
+    asked = [_asked(question, str(option)) for option in options]
+    if not all(text.strip() for text in asked):
+        raise _empty(where, f"question {at}")
+    return Example(f"{where}#{at}", tuple(Pair(text, article) for text in asked), label)
+
+
+def _empty(where: str, what: str) -> DataError:
+    return DataError(
+        "an example has an empty text", found=f"{where}: nothing in {what}", fix="leave it out"
+    )
 
 
 def _asked(question: str, option: str) -> str:

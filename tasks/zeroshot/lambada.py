@@ -1,16 +1,15 @@
 """LAMBADA (Paperno et al. 2016): the last word of a passage, guessed from all that is before it."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron import log
 from megatron.engine.scoring import Row
 from megatron.errors import DataError
 from megatron.tokenizer.protocol import Tokenizer
 from tasks.loading import LoadedScorer
-from tasks.text_files import read_text
+from tasks.text_files import read_records
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,10 @@ class LambadaResult:
         """The share of the passages."""
         return self.correct / self.total
 
+    def numbers(self) -> dict[str, Any]:
+        """What a file of results holds."""
+        return {**asdict(self), "accuracy": self.accuracy}
+
     def describe(self) -> str:
         """One line, as Megatron-LM prints it."""
         return (
@@ -35,17 +38,8 @@ class LambadaResult:
 
 
 def read_passages(files: Sequence[str]) -> list[str]:
-    """The texts of JSON lines; DataError with file and line for any that is none."""
-    passages = []
-    for name in files:
-        for number, line in enumerate(read_text(Path(name)).splitlines(), start=1):
-            if line.strip():
-                passages.append(_text_of(line, f"{name}:{number}"))
-    if not passages:
-        raise DataError(
-            "there is no passage to evaluate", found=", ".join(files), fix="give JSON lines"
-        )
-    return passages
+    """The texts of JSON lines; DataError with file and line for any that has none."""
+    return [record.text("text") for record in read_records(files)]
 
 
 def evaluate_lambada(
@@ -67,7 +61,7 @@ def evaluate_lambada(
                 fix="leave it out of the file",
             )
         tokens = (*context, *answer)
-        room = loaded.scorer.max_length
+        room = loaded.longest
         if room is not None and len(tokens) - 1 > room:
             tokens, truncated = tokens[-room - 1 :], truncated + 1
         rows.append(Row(tokens, len(tokens) - len(answer)))
@@ -86,21 +80,3 @@ def _split(tokenizer: Tokenizer, text: str, *, strict: bool) -> tuple[list[int],
         return [], []
     before = text[: text.rfind(words[-1])].strip()
     return list(tokenizer.tokenize(before)), list(tokenizer.tokenize(" " + words[-1]))
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "a line is not a JSON object with a text",
-            found=f"{where}: {line[:60]!r} ({type(error).__name__}: {error})",
-            fix='give lines such as {"text": "..."}',
-        ) from None
-    if not isinstance(text, str):
-        raise DataError(
-            "a passage is not a text",
-            found=f"{where}: {type(text).__name__}",
-            fix='give lines such as {"text": "..."}',
-        )
-    return text

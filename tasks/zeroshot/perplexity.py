@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import DataError
 from tasks.loading import LoadedScorer
@@ -34,6 +35,14 @@ class PerplexityResult:
         """The same per word, which models of any vocabulary can be compared by."""
         return math.exp(min(_MOST, self.loss * self.token_ratio))
 
+    def numbers(self) -> dict[str, Any]:
+        """What a file of results holds."""
+        derived = {
+            "perplexity": self.perplexity,
+            "adjusted_perplexity": self.adjusted_perplexity,
+        }
+        return {**asdict(self), **derived}
+
     def describe(self) -> str:
         """One line, as Megatron-LM prints it."""
         return (
@@ -56,7 +65,6 @@ def evaluate_perplexity(
     texts: Sequence[str],
     *,
     step: int | None = None,
-    length: int | None = None,
     is_wikitext: bool = False,
 ) -> PerplexityResult:
     """Score every token of every text but its first one, once.
@@ -64,10 +72,9 @@ def evaluate_perplexity(
     Args:
         step: tokens that each further window scores (`overlapping_windows`); None: `USUAL_STEP`, or
             all of a window that is shorter.
-        length: tokens of a window; those of training when None.
         is_wikitext: take WikiText's spaces out before.
     """
-    length = length or loaded.seq_length
+    length = loaded.seq_length
     step = step or min(USUAL_STEP, length)
     rows, all_tokens, words = [], 0, 0
     for at, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""LAMBADA, WIKITEXT103 and PERPLEXITY: a GPT scores text that it has not seen.
+"""LAMBADA, WIKITEXT103, PERPLEXITY, LOGLIKELIHOOD and CHOICE: a GPT scores text it has not seen.
 
 Model and tokenizer are those of the checkpoint. Under torchrun the model is spread over
 --tensor-model-parallel-size x --pipeline-model-parallel-size ranks and the rows over the replicas
@@ -6,116 +6,173 @@ that are left; results do not depend on any of that.
 """
 
 import argparse
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from megatron import log
 from megatron.errors import ConfigError
-from tasks.loading import Grid, LoadedScorer, load_scorer
-from tasks.zeroshot.lambada import LambadaResult, evaluate_lambada, read_passages
-from tasks.zeroshot.perplexity import (
-    USUAL_STEP,
-    PerplexityResult,
-    evaluate_perplexity,
-    read_texts,
+from megatron.initialize import shutdown_megatron
+from tasks.loading import MICRO_BATCH_SIZE, LoadedScorer, load_scorer
+from tasks.results import check_output, write_result
+from tasks.zeroshot.lambada import evaluate_lambada, read_passages
+from tasks.zeroshot.pairs import (
+    Keys,
+    evaluate_choices,
+    evaluate_pairs,
+    read_pairs,
+    read_questions,
 )
-from tools.text_output import write_text_files
+from tasks.zeroshot.perplexity import USUAL_STEP, evaluate_perplexity, read_texts
+from tools.model_flags import add_model_flags, read_flags
 
-LAMBADA, WIKITEXT103 = "LAMBADA", "WIKITEXT103"
+
+class Result(Protocol):
+    """What an evaluation found."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+
+    def numbers(self) -> dict[str, Any]:
+        """What a file of results holds."""
+
+
+Evaluate = Callable[[LoadedScorer], Result]
+
+
+class _Task(NamedTuple):
+    """One task: its files, its own flags, and what is read before a model is loaded."""
+
+    files: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    prepare: Callable[[argparse.Namespace], Evaluate]
 
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read the flags, evaluate, and print the result on rank 0."""
-    flags = parser(name).parse_args(argv)
-    _check(name, flags)
+    own, choice = read_flags(parser(name), argv)
+    check_output(own.output)
     # Files are read before the model: what is wrong with them is known within a second.
-    passages = read_passages(flags.valid_data) if name == LAMBADA else []
-    texts = [] if name == LAMBADA else read_texts(flags.valid_data)
-    loaded = load_scorer(
-        flags.load,
-        flags.iteration,
-        grid=Grid(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size),
-        micro_batch_size=flags.micro_batch_size,
-        device=flags.device,
-    )
-    result: LambadaResult | PerplexityResult
-    if name == LAMBADA:
-        result = evaluate_lambada(loaded, passages, strict=flags.strict_lambada)
-    else:
-        result = evaluate_perplexity(
-            loaded,
-            texts,
-            step=flags.overlapping_eval,
-            length=flags.seq_length,
-            is_wikitext=name == WIKITEXT103,
-        )
-    _say(name, result, loaded, flags.output)
+    evaluate = _TASKS[name].prepare(own)
+    loaded = load_scorer(choice.folder, choice.iteration, given=choice.given)
+    try:
+        result = evaluate(loaded)
+        words = f" validation results on {name} | {result.describe()}"
+        log.info("\n".join(["-" * len(words), words, "-" * len(words)]))
+        if loaded.ctx.rank == 0:
+            write_result(own.output, {"task": name, **result.numbers()})
+    finally:
+        shutdown_megatron()
 
 
 def parser(name: str) -> argparse.ArgumentParser:
-    """The flags of one of the three tasks."""
+    """The flags of one of the tasks."""
     made = argparse.ArgumentParser(prog=f"tasks.main --task {name}", allow_abbrev=False)
+    add_model_flags(made)
+    add_row_flags(made)
     add = made.add_argument
-    add("--load", required=True, metavar="FOLDER", help="folder of checkpoints of a GPT")
-    add("--iteration", type=int, help="which of them; the newest when not given")
-    add(
-        "--valid-data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines with a text each" if name == LAMBADA else "text files, one text each",
-    )
-    add("--micro-batch-size", type=int, default=8, help="rows that a replica reads together [8]")
-    add("--tensor-model-parallel-size", type=int, default=1, help="ranks that share a layer [1]")
-    add("--pipeline-model-parallel-size", type=int, default=1, help="ranks that share layers [1]")
-    add("--device", choices=("cpu", "cuda"), help="as in training when not given")
+    add("--valid-data", nargs="+", required=True, metavar="FILE", help=_TASKS[name].files)
     add("--output", metavar="FILE", help="also write the result there, as JSON")
-    if name == LAMBADA:
-        add(
-            "--strict-lambada",
-            action="store_true",
-            help="the whole last word counts, not its last token alone",
-        )
-    else:
-        add(
-            "--overlapping-eval",
-            type=int,
-            metavar="STEP",
-            help="tokens that each further window scores, the rest of it being context; when not "
-            f"given {USUAL_STEP}, or the whole window where that is shorter",
-        )
-        add("--seq-length", type=int, help="tokens of a window; as in training when not given")
+    _TASKS[name].add_flags(made)
     return made
 
 
-def _check(name: str, flags: argparse.Namespace) -> None:
-    sizes = ["micro_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"]
-    if name != LAMBADA:
-        sizes += ["overlapping_eval", "seq_length"]
-    for size in sizes:
-        value = getattr(flags, size)
-        if value is not None and value < 1:
-            raise ConfigError(
-                "a size is not positive",
-                found=f"--{size.replace('_', '-')} {value}",
-                fix="use a whole number from 1",
-            )
+def add_row_flags(made: argparse.ArgumentParser) -> None:
+    """How many rows are read together, how long they are, and by how many ranks."""
+    add = made.add_argument
+    add(
+        "--micro-batch-size",
+        type=int,
+        metavar="N",
+        help=f"rows that a replica reads together [{MICRO_BATCH_SIZE}]",
+    )
+    add("--seq-length", type=int, metavar="N", help="tokens of a row; as in training if not given")
+    add("--pipeline-model-parallel-size", type=int, metavar="N", help="ranks that share layers [1]")
 
 
-def _say(
-    name: str, result: LambadaResult | PerplexityResult, loaded: LoadedScorer, output: str | None
-) -> None:
-    if loaded.ctx.rank != 0:
-        return
-    words = f" validation results on {name} | {result.describe()}"
-    log.info("\n".join(["-" * len(words), words, "-" * len(words)]))
-    if output is not None:
-        values = {key: value for key, value in asdict(result).items() if _is_json(value)}
-        write_text_files({Path(output): json.dumps({"task": name, **values}, indent=1) + "\n"})
+def _lambada_flags(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--strict-lambada",
+        action="store_true",
+        help="the whole last word counts, not its last token alone",
+    )
 
 
-def _is_json(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def _lambada(own: argparse.Namespace) -> Evaluate:
+    passages = read_passages(own.valid_data)
+    return partial(evaluate_lambada, passages=passages, strict=own.strict_lambada)
+
+
+def _window_flags(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--overlapping-eval",
+        type=int,
+        metavar="STEP",
+        help="tokens that each further window scores, the rest of it being context; when not "
+        f"given {USUAL_STEP}, or the whole window where that is shorter",
+    )
+
+
+def _perplexity(own: argparse.Namespace, *, is_wikitext: bool) -> Evaluate:
+    if own.overlapping_eval is not None and own.overlapping_eval < 1:
+        raise ConfigError(
+            "a size is not positive",
+            found=f"--overlapping-eval {own.overlapping_eval}",
+            fix="use a whole number from 1",
+        )
+    texts = read_texts(own.valid_data)
+    return partial(
+        evaluate_perplexity, texts=texts, step=own.overlapping_eval, is_wikitext=is_wikitext
+    )
+
+
+def _pair_flags(made: argparse.ArgumentParser) -> None:
+    names = Keys()
+    add = made.add_argument
+    add("--context-key", default=names.context, help="field of what is given [%(default)s]")
+    add("--continuation-key", default=names.continuation, help="field of what is scored")
+
+
+def _pairs(own: argparse.Namespace) -> Evaluate:
+    keys = Keys(context=own.context_key, continuation=own.continuation_key)
+    return partial(evaluate_pairs, pairs=read_pairs(own.valid_data, keys))
+
+
+def _choice_flags(made: argparse.ArgumentParser) -> None:
+    names = Keys()
+    add = made.add_argument
+    add("--context-key", default=names.context, help="field of what is given [%(default)s]")
+    add(
+        "--choices-key",
+        nargs="+",
+        default=list(names.choices),
+        metavar="KEY",
+        help="field of the list of choices, or one field for each choice",
+    )
+    add("--label-key", default=names.label, help="field of the right one's number [%(default)s]")
+    add("--delimiter", default=" ", help="what stands between context and choice [a space]")
+
+
+def _choices(own: argparse.Namespace) -> Evaluate:
+    keys = Keys(own.context_key, choices=tuple(own.choices_key), label=own.label_key)
+    questions = read_questions(own.valid_data, keys)
+    return partial(evaluate_choices, questions=questions, delimiter=own.delimiter)
+
+
+_TASKS: Mapping[str, _Task] = {
+    "LAMBADA": _Task("JSON lines with a text each", _lambada_flags, _lambada),
+    "WIKITEXT103": _Task(
+        "text files, one text each", _window_flags, partial(_perplexity, is_wikitext=True)
+    ),
+    "PERPLEXITY": _Task(
+        "text files, one text each", _window_flags, partial(_perplexity, is_wikitext=False)
+    ),
+    "LOGLIKELIHOOD": _Task(
+        "JSON lines with a context and a continuation each", _pair_flags, _pairs
+    ),
+    "CHOICE": _Task(
+        "JSON lines with a context, choices and the number of the right one each",
+        _choice_flags,
+        _choices,
+    ),
+}

@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"global_vars"}),
     frozenset({"initialize"}),
     frozenset({"checkpointing"}),
-    frozenset({"training"}),
+    frozenset({"training", "inference"}),
     frozenset({"command"}),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron import errors
-from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from tests.architecture.layers import LAYERS
 from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
 from tests.architecture.test_flags import every_flag
@@ -157,6 +157,14 @@ def test_what_the_assumptions_page_calls_held_has_a_test() -> None:
 def test_a_claim_without_a_test_is_found() -> None:
     rows = "| M1 | a | held | `a.py:b` | `tests/a.py::test_b` |\n| X2 | a | held: so | |  |\n"
     assert untested_claims(rows + "| L3 | a | not yet | |  |\n") == ["X2"]
+
+
+def test_the_assumptions_page_counts_its_rows() -> None:
+    text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| [A-Z]\d+ \| [^|]+ \| (held|partly|not yet)", text, re.MULTILINE)
+    count = {word: words.count(word) for word in ("held", "partly", "not yet")}
+    said = ", ".join(f"{number} {word}" for word, number in count.items())
+    assert text.endswith(f"\n{len(words)} assumptions: {said}.\n")
 
 
 def test_checks_named_in_the_assumptions_page_exist() -> None:

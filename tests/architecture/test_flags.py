@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.arguments import ALIASES, NO_EFFECT, NOT_YET, REMOVED, _parser
+from megatron.arguments import _parser
 from megatron.config.fields import flag, flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
+from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from tests.architecture.source_tree import MEGATRON, Source, imports, programs, sources, write_tree
 from tools.write_flag_docs import PAGE, page
 

@@ -1,6 +1,7 @@
 """Several ranks: they compare what they run, and can start again in the same processes."""
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,3 +39,19 @@ def test_ranks_with_other_flags_are_named_and_a_retry_works(tmp_path: Path) -> N
     (shared, mine), (shared_too, other) = (draws for _, _, draws in results)
     assert shared == shared_too
     assert mine != other
+
+
+def edited_on_one_node(corpus: str) -> str:
+    code = {"code of megatron": f"{dist.get_rank():016x}", "code of the program": ""}
+    with mock.patch("megatron.initialize.source_digests", return_value=code):
+        try:
+            initialize_megatron(tiny_run(corpus))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_with_other_code_under_one_version_are_named(tmp_path: Path) -> None:
+    for said in run_on_ranks(2, edited_on_one_node, write_tiny_corpus(tmp_path)):
+        assert f"code of megatron: {0:016x} on rank 0, {1:016x} on rank 1" in said
+        assert "same flags, code, Python and torch" in said

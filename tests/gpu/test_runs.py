@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from megatron import device
 from megatron.arguments import parse_args
-from megatron.checkpointing import load_model_for_inference
 from megatron.config.run import RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
+from megatron.inference import load_model_for_inference
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.mpu.collectives import all_reduce
 from megatron.preflight.checks import MODEL_CHECKS

@@ -35,6 +35,10 @@ MODELS = {
         *("--use-parallel-residual", "--qk-layernorm", "--sliding-window", "7"),
         *("--num-query-groups", "2", "--disable-bias-linear", "--add-qkv-bias"),
     ),
+    "mixtral": (
+        *("--num-experts", "4", "--swiglu", "--disable-bias-linear", "--moe-z-loss-coeff", "0.001"),
+        *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+    ),
     "documents": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
     "padded vocabulary": ("--pad-vocab-size-to", "640"),
 }

@@ -1,10 +1,11 @@
 """What a load makes of a damaged checkpoint: flipped bits, files that are cut, swapped, not there.
 
-`python -m tests.laws.corruption` damages the checkpoints of two real runs in one way after another,
-and each time loads into an engine that is ready to train. What counts as found: a CheckpointError
-that names the file, and the tensor where the damage is in one, with every weight, number and
-generator of the run as it was. Exit code 1 if anything else was loaded. `--write` keeps the table
-in docs/checkpoints.md. What happens to files while they are written is kill_grid's.
+`python -m tests.laws.corruption` (or `make test-damage`) damages the checkpoints of two real runs
+in one way after another, and each time loads into an engine that is ready to train. What counts as
+found: a CheckpointError that names the file, and the tensor where the damage is in one, with every
+weight, number and generator of the run as it was. Exit code 1 if anything else was loaded.
+`--write` keeps the table in docs/checkpoints.md. What happens to files while they are written is
+kill_grid's.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from tests.support.tiny import MODELS, Record, tiny_run, train, train_all, whole
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 MARKS = (
-    "<!-- corruption: written by `python -m tests.laws.corruption --write` -->",
+    "<!-- corruption: written by `make test-damage WRITE=1` -->",
     "<!-- corruption: end -->",
 )
 EARLIER, SAVED = 2, 3  # iterations; the tracker names the second, one bit away from the first
@@ -378,9 +379,7 @@ def _swapped(folder: Path, good: Mapping[str, bytes]) -> Iterator[Damage]:
 
 def _deleted(good: Mapping[str, bytes]) -> Iterator[Damage]:
     for name in good:
-        # Without a manifest it is no checkpoint: the folder is named, and what else is in it.
-        named = Path(name).parent.name if kind_of(name) == "manifest" else Path(name).name
-        yield Damage("deleted", name, {name: None}, (named,))
+        yield Damage("deleted", name, {name: None}, (name,))
     everything: Contents = {name: None for name in good if "/" in name}
     yield Damage("deleted", "all files", everything, (folders.iteration_name(SAVED),))
 

@@ -45,6 +45,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "bert_binary_head": False,
     },
+    "experts with a loss of their own": {
+        "num_experts": 4,
+        "ffn_hidden_size": 24,
+        "add_bias_linear": False,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.5,
+    },
 }
 # World size: what each run of it adds to the flags of one process.
 GRIDS: dict[int, list[dict[str, Any]]] = {

@@ -1,49 +1,103 @@
-"""The grid of faults sees what it should: flipped bits are found; without digests they are not."""
+"""The grid of kills loses nothing in any format, and says so where something was lost."""
 
-import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint import storage
-from megatron.config.checkpoint import Verification
+from megatron.checkpoint import folder as folders
 from tests.laws import kill_grid
-from tests.laws.kill_grid import Result
-
-FLIPS = 60
-
-
-def test_every_flipped_bit_is_found_before_a_tensor_changes(tmp_path: Path) -> None:
-    results = list(kill_grid.flipped(tmp_path / "run", FLIPS, random.Random(1)))
-    assert [result for result in results if not result.is_good] == []
-    files = {result.what.rpartition(" of ")[2] for result in results}
-    assert len(results) == FLIPS
-    assert len(files) >= 4, "of every kind"
-
-
-def test_without_digests_flips_of_weights_pass_unnoticed(tmp_path: Path) -> None:
-    """What the law above would say if files were trusted by their lengths."""
-    real = storage.open_checkpoint
-
-    def trusting(folder: Path, **how: object) -> storage.OpenCheckpoint:
-        return real(folder, verification=Verification.SIZE, **how)  # type: ignore[arg-type]
-
-    with patch.object(storage, "open_checkpoint", trusting):
-        results = list(kill_grid.flipped(tmp_path / "run", FLIPS, random.Random(1)))
-    assert sum(not result.is_good for result in results) > FLIPS / 4
+from tests.laws.kill_grid import Ours, Result, Run
+from tests.support.ranks import run_on_ranks
+from tests.support.save_faults import MOMENTS_OF
+from tests.support.tiny import assert_went_on, train_all
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_kill_at_a_random_moment_loses_nothing(tmp_path: Path, beside: bool) -> None:
-    assert kill_grid.killed(tmp_path / "run", beside, 1, 0.02) in ("former", "new")
+    assert Ours(beside=beside).killed(tmp_path / "run", 1, 0.02) in kill_grid.GOOD
+
+
+# A moment of each rank, and one between two of what a commit consists of.
+RUNS = {
+    "megatron": [(1, "half of a file is written"), (0, "the checkpoint has its name")],
+    "deepspeed": [(1, "a file is durable"), (0, "DeepSpeed's new tracker lies beside")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", RUNS)
+def test_a_run_whose_save_in_anothers_layout_was_killed_goes_on_exactly(
+    tmp_path: Path, form: str
+) -> None:
+    run = Run(form, tmp_path / "corpus")
+    for at, (victim, moment) in enumerate(RUNS[form]):
+        assert run.killed(tmp_path / str(at), victim, moment) == "former", moment
+    assert run.killed(tmp_path / "after", 0, _last(form)) == "new"
+
+
+def _last(form: str) -> str:
+    """The latest of the named moments, after which the new one is the latest."""
+    return [name for name, moment in MOMENTS_OF[form].items() if moment.is_committed][-1]
 
 
 def test_a_checkpoint_that_is_not_what_was_saved_is_a_loss(tmp_path: Path) -> None:
     with patch.object(kill_grid, "loaded", side_effect=AssertionError("iteration 100 differs")):
-        found = kill_grid.killed(tmp_path / "run", False, 0, "before the first byte")
+        found = Ours(beside=False).killed(tmp_path / "run", 0, "before the first byte")
     assert found == "lost: iteration 100 differs"
     assert not Result("kind", "what", found).is_good
+
+
+def nobody_dies(*args: Any) -> None:
+    """A body for `run_on_ranks` that has no fault."""
+
+
+def another_fault(*args: Any) -> None:
+    """A body for `run_on_ranks` that fails by itself."""
+    raise ValueError("by itself")
+
+
+@pytest.mark.parametrize(
+    ("body", "found"), [(nobody_dies, "nobody was killed"), (another_fault, "another failure")]
+)
+def test_a_kill_that_did_not_come_is_no_result(body: Callable[..., None], found: str) -> None:
+    told = kill_grid.end_of(body)
+    assert told is not None
+    assert told.startswith(found)
+    assert not Result("kind", "what", told).is_good
+
+
+def test_what_a_later_save_leaves_behind_is_seen(tmp_path: Path) -> None:
+    (tmp_path / ".latest.0123abcd").touch()
+    assert kill_grid.tidied(tmp_path) == "left behind: ['.latest.0123abcd']"
+    folders.sweep(tmp_path)
+    assert kill_grid.tidied(tmp_path) is None
+    assert not tmp_path.exists()
+
+
+def test_a_run_that_does_not_go_on_exactly_is_a_loss(tmp_path: Path) -> None:
+    config = Run("megatron", tmp_path / "corpus").config()
+    model = replace(config.parallel, tensor_model_parallel_size=1)
+    other = replace(config.training, seed=config.training.seed + 1)
+    alone = replace(config, parallel=model)
+    ((*runs,),) = run_on_ranks(1, train_all, [alone, replace(alone, training=other)])
+    whole_run, other_run = [runs[0]], [runs[1]]
+    assert_went_on(whole_run, whole_run, last=kill_grid.STEPS)
+    with pytest.raises(AssertionError, match="steps of 0"):
+        assert_went_on(other_run, whole_run, last=kill_grid.STEPS)
+    other_run[0].steps = whole_run[0].steps
+    with pytest.raises(AssertionError, match=r"model/.* differ"):
+        assert_went_on(other_run, whole_run, last=kill_grid.STEPS)
+
+
+def test_there_is_a_moment_of_every_kind_in_every_format() -> None:
+    for way in kill_grid.ways(Path("nowhere")):
+        assert len(way.moments(0)) >= 15, way.spelled
+        assert len(way.moments(1)) >= 9, way.spelled
+    assert set(MOMENTS_OF) == {"sharded", *kill_grid.FOREIGN}
 
 
 def test_the_table_counts_what_came_of_each_kind(tmp_path: Path) -> None:
@@ -51,12 +105,9 @@ def test_the_table_counts_what_came_of_each_kind(tmp_path: Path) -> None:
         Result("a", "1", "former"),
         Result("a", "2", "new"),
         Result("a", "3", "lost: x"),
-        Result("b", "4", "found"),
+        Result("b", "4", "new"),
     ]
-    assert kill_grid.table(results)[2:] == [
-        "| a | 3 | 1 | 1 | 0 | 1 |",
-        "| b | 1 | 0 | 0 | 1 | 0 |",
-    ]
+    assert kill_grid.table(results)[2:] == ["| a | 3 | 1 | 1 | 1 |", "| b | 1 | 0 | 1 | 0 |"]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{kill_grid.MARKS[0]}\nold\n{kill_grid.MARKS[1]}\nafter\n")
     kill_grid.write(page, ["new"])

@@ -43,6 +43,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "recompute_granularity": "full",
         "train_iters": FULL,
     },
+    "bf16, experts with losses of their own": {
+        **MODELS["mixtral"],
+        **DROPOUT,
+        "bf16": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.01,
+        "train_iters": FULL,
+    },
     "fp32, cyclic, alibi": {
         **MODELS["bloom"],
         **DROPOUT,
@@ -160,7 +169,7 @@ def test_the_runs_above_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
     corpus = write_tiny_corpus(tmp_path / "corpus")
     configs = [tiny_run(corpus, **flags) for flags in RUNS.values()]
     still = [dataclasses.replace(configs[0], model=_without_dropout(configs[0]))]
-    ramp, bf16, fp16, alibi, no_dropout = run_on_ranks(1, train_all, configs + still)[0]
+    ramp, bf16, fp16, experts, alibi, no_dropout = run_on_ranks(1, train_all, configs + still)[0]
     sizes = [plan.global_batch_size for plan in ramp.plans]
     assert sizes == [plan.global_batch_size for plan in alibi.plans] == [4] * 3 + [6] * 2 + [8] * 3
     assert len({plan.learning_rate for plan in ramp.plans}) == FULL
@@ -168,6 +177,7 @@ def test_the_runs_above_are_what_they_are_meant_to_be(tmp_path: Path) -> None:
     assert 0 < fp16.progress.skipped_iterations < HALF
     assert len({step.loss_scale for step in fp16.steps}) > 2
     assert all(step.loss > 0 for step in bf16.steps)
+    assert len({step.load_balancing_loss for step in experts.steps}) == FULL
     rows = [row for batch in bf16.trained_on for row in batch]
     assert len({tuple(row) for row in rows}) == len(rows), "no sample is read twice in an epoch"
 

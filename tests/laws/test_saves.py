@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,13 +20,21 @@ import pytest
 import torch
 
 from megatron import log
-from megatron.checkpoint import durable, manifest, saving
+from megatron.checkpoint import durable, host_copy, manifest, saving
 from megatron.checkpoint import folder as folders
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, MegatronError
 from tests.support.ranks import run_on_ranks
 from tests.support.save_faults import MOMENTS, kill_this_process
-from tests.support.tiny import Record, tiny_run, train, train_all, whole, write_tiny_corpus
+from tests.support.tiny import (
+    Record,
+    assert_went_on,
+    tiny_run,
+    train,
+    train_all,
+    whole,
+    write_tiny_corpus,
+)
 
 STEPS = 6
 RANKS = 2
@@ -36,17 +45,6 @@ def run_of(corpus: str, folder: Path | str, **flags: Any) -> RunConfig:
     """A run that saves every second iteration and goes on from what it saved."""
     given = {"save": str(folder), "load": str(folder), "save_interval": 2, **GRID, **flags}
     return tiny_run(corpus, **given)
-
-
-def check_equal(found: list[Record], straight: list[Record], *, last: int) -> None:
-    """The `last` steps of `straight`, and all of its state at the end, to the bit."""
-    for rank, (one, other) in enumerate(zip(found, straight, strict=True)):
-        assert repr(one.steps) == repr(other.steps[STEPS - last :]), rank
-        assert one.progress == other.progress, rank
-        assert one.scalars == other.scalars, rank
-    state, expected = whole(found), whole(straight)
-    assert state.keys() == expected.keys()
-    assert not [name for name in state if not torch.equal(state[name], expected[name])]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_saves_beside_the_training_change_no_bit_of_it_and_of_what_is_saved(
     configs = [run_of(corpus, waits), run_of(corpus, beside, async_save=True)]
     records = run_on_ranks(RANKS, train_all, configs)
     for which in range(2):
-        check_equal([by_rank[which] for by_rank in records], straight, last=STEPS)
+        assert_went_on([by_rank[which] for by_rank in records], straight, last=STEPS)
     assert contents(waits) == contents(beside)
     assert folders.iterations(beside) == [2, 4, 6]
 
@@ -85,7 +83,7 @@ def test_saves_beside_the_training_change_no_bit_of_it_and_of_what_is_saved(
 def resumed(corpus: str, folder: Path, straight: list[Record], *, at: int, **flags: Any) -> None:
     """Go on in new processes: from iteration `at`, and to the same end as without a break."""
     records = run_on_ranks(RANKS, train_all, [run_of(corpus, folder, **flags)])
-    check_equal([by_rank[0] for by_rank in records], straight, last=STEPS - at)
+    assert_went_on([by_rank[0] for by_rank in records], straight, last=STEPS - at)
 
 
 def train_until_hit(config: RunConfig, moment: str, victim: int, save: int, sign: Path) -> None:
@@ -265,7 +263,7 @@ def test_a_damaged_checkpoint_ends_the_run_or_is_passed_over_loudly(
     after = run_on_ranks(RANKS, say_and_train, config)
     records = [record for record, _ in after if isinstance(record, Record)]
     assert len(records) == RANKS, after
-    check_equal(records, straight, last=STEPS - 2)
+    assert_went_on(records, straight, last=STEPS - 2)
     loud = [words for words in after[0][1] if words.startswith("*** --load-fallback previous")]
     assert len(loud) == 1
     assert "going on from iteration 2" in loud[0]
@@ -278,7 +276,7 @@ def test_any_iteration_can_be_gone_on_from(
     for at in (2, 4):
         config = run_of(corpus, trained, load_iteration=at, save=None, save_interval=None)
         records = run_on_ranks(RANKS, train_all, [config])
-        check_equal([by_rank[0] for by_rank in records], straight, last=STEPS - at)
+        assert_went_on([by_rank[0] for by_rank in records], straight, last=STEPS - at)
 
 
 def loaded_only(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
@@ -350,3 +348,36 @@ def test_best_checkpoints_by_validation_loss_stay(corpus: str, tmp_path: Path) -
 def _on_one_rank(config: RunConfig) -> RunConfig:
     parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=1)
     return dataclasses.replace(config, parallel=parallel)
+
+
+def train_and_note_memory(config: RunConfig) -> list[str]:
+    """The threads that made host memory for copies, in the order in which they did."""
+    made: list[str] = []
+    real = host_copy._touched
+
+    def noted(size: int) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        return real(size)
+
+    with patch.object(host_copy, "_touched", noted):
+        train(config)
+    return made
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"use_distributed_optimizer": True, "tensor_model_parallel_size": 1},
+        {"deepspeed": True, "zero_stage": "1", "tensor_model_parallel_size": 1, "fp64": False},
+        {"deepspeed": True, "zero_stage": "3", "tensor_model_parallel_size": 1, "fp64": False},
+    ],
+    ids=["native", "distributed optimizer", "ZeRO 1", "ZeRO 3"],
+)
+def test_no_save_beside_the_training_makes_memory(
+    corpus: str, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    """What is saved later is what the engine held before its first step, on either engine."""
+    config = run_of(corpus, tmp_path / "run", async_save=True, **flags)
+    assert run_on_ranks(RANKS, train_and_note_memory, config) == [["checkpoint"]] * RANKS
+    assert folders.iterations(tmp_path / "run") == [2, 4, 6]

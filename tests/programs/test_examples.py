@@ -1,5 +1,6 @@
 """Every script in examples/ runs as it is written, at a size that takes seconds."""
 
+import itertools
 import os
 import re
 import sys
@@ -68,6 +69,27 @@ def test_the_example_of_a_bert_makes_what_it_reads(tmp_path: Path) -> None:
     assert "validation loss at iteration 2" in ended.out
     assert (work / "bert" / TRACKER).read_text() == "2\n"
 
+    pairs = ["index\tsentence1\tsentence2\tlabel"]
+    for at, (one, two) in enumerate(itertools.product(animals, animals)):
+        label = "entailment" if one == two else "not_entailment"
+        pairs.append(f"{at}\tThe {one} ran away.\tThe {two} ran away.\t{label}")
+    table = tmp_path / "pairs.tsv"
+    table.write_text("\n".join(pairs) + "\n")
+    shape = "--num-layers 1 --hidden-size 32 --seq-length 80 --lr 1e-3"
+    ended = run_example(
+        "finetune_bert.sh", work, flags=shape, TRAIN=str(table), VALID=str(table), EPOCHS="1"
+    )
+    assert re.search(r"RTE \| examples: 36 \| accuracy: 0\.\d+", ended.out)
+    assert len((work / "predictions.tsv").read_text().splitlines()) == 37
+
+
+def test_the_example_of_an_evaluation_scores_and_exports(work: Path) -> None:
+    text = work / "unseen.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    ended = run_example("evaluate_gpt.sh", work, flags="", TEXT=str(text))
+    assert re.search(r"\| ppl: \d\.\d+E\+0\d \|", ended.out)
+    assert (work / "export" / "config.json").is_file()
+
 
 @pytest.mark.parametrize(
     ("name", "folder", "layout"),
@@ -75,6 +97,7 @@ def test_the_example_of_a_bert_makes_what_it_reads(tmp_path: Path) -> None:
         ("pretrain_gpt_tp.sh", "tp", "tp 2 x pp 1 x dp 1"),
         ("pretrain_gpt_dp.sh", "dp", "tp 1 x pp 1 x dp 2"),
         ("pretrain_llama_style.sh", "llama", "tp 1 x pp 1 x dp 2"),
+        ("pretrain_gpt_moe.sh", "moe", "tp 2 x pp 1 x dp 1"),
         ("pretrain_fim.sh", "fim", "tp 1 x pp 1 x dp 2"),
         ("finetune_chat.sh", "chat", "tp 1 x pp 1 x dp 2"),
     ],

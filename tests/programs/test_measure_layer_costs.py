@@ -26,8 +26,13 @@ def layers_of_five_blocks() -> list[LayerSpec]:
     return [LayerSpec(name, never, block=name.startswith("layers.")) for name in NAMES]  # type: ignore[arg-type]
 
 
-def test_what_it_prints_is_taken_by_the_flag_of_a_run(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tools.measure_layer_costs", *FLAGS.split(), "--repeats", "2"]
+EXPERTS = "--num-experts 3 --disable-bias-linear --moe-z-loss-coeff 0.1"
+
+
+@pytest.mark.parametrize("more", ["", EXPERTS])
+def test_what_it_prints_is_taken_by_the_flag_of_a_run(tmp_path: Path, more: str) -> None:
+    flags = f"{FLAGS} {more} --repeats 2".split()
+    words = [sys.executable, "-m", "tools.measure_layer_costs", *flags]
     ended = run_program(words, cwd=ROOT)
     assert ended.status == 0, ended.text
     lines = ended.out.splitlines()

@@ -39,6 +39,7 @@ _SHAPE = {
     "intermediate_size": 56,
     "max_position_embeddings": POSITIONS,
 }
+_EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -99,6 +100,18 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3Config", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
+    "mixtral": ("MixtralConfig", {**_SHAPE, **_EXPERTS}),
+    "mixtral, window, 3 of 5, tied": (
+        "MixtralConfig",
+        {
+            **_SHAPE,
+            **_EXPERTS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -1,8 +1,8 @@
 """Megatron's classic checkpoints, made from a description of the format and nothing of ours.
 
-`whole_model` draws a GPT as whole tensors under Megatron's names; `save_megatron` cuts it for a TP,
-PP and version, and writes files. Row orders of old versions are permuted here by plain indexing, so
-that a mistake in the code under test is not made twice.
+`whole_model` draws a GPT or BERT as whole tensors under Megatron's names; `save_megatron` cuts it
+for a TP, PP and version, and writes files. Row orders of old versions are permuted here by plain
+indexing, so that a mistake in the code under test is not made twice.
 """
 
 import argparse
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+_HEADS = ("lm_head.", "binary_head.")  # beside the language model
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Shape:
     gated: bool = False
     tied: bool = True
     bias: bool = True
+    bert: bool = False  # with both heads
     args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -45,6 +48,8 @@ def whole_model(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
     }
     if shape.positions:
         sizes["embedding.position_embeddings.weight"] = (shape.positions, shape.hidden)
+    if shape.bert:
+        sizes["embedding.tokentype_embeddings.weight"] = (2, shape.hidden)
     fc1 = shape.ffn * (2 if shape.gated else 1)
     qkv = (shape.heads + 2 * shape.groups) * shape.width
     for layer in range(shape.layers):
@@ -62,8 +67,17 @@ def whole_model(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
     sizes["encoder.final_layernorm.weight"] = sizes["encoder.final_layernorm.bias"] = (
         shape.hidden,
     )
+    if shape.bert:
+        sizes["pooler.dense.weight"] = (shape.hidden, shape.hidden)
+        sizes["pooler.dense.bias"] = (shape.hidden,)
     if not shape.tied:
         sizes["output_layer.weight"] = (shape.rows, shape.hidden)
+    if shape.bert:
+        sizes["lm_head.bias"] = (shape.rows,)
+        sizes["lm_head.dense.weight"] = (shape.hidden, shape.hidden)
+        sizes["lm_head.dense.bias"] = (shape.hidden,)
+        sizes["lm_head.layernorm.weight"] = sizes["lm_head.layernorm.bias"] = (shape.hidden,)
+        sizes["binary_head.weight"], sizes["binary_head.bias"] = (2, shape.hidden), (2,)
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
 
 
@@ -137,8 +151,11 @@ def save_megatron(
                 if last and virtual and shape.tied:
                     word = "embedding.word_embeddings.weight"
                     part = cut(word, model[word], shape, rank, tp, version or 0.0)
+                    # Last in the file; among the modules before a BERT's heads.
                     state["word_embeddings_for_head"] = {"weight": part}
-                    names.append((word, "word_embeddings_for_head.weight"))
+                    heads = [at for at, (name, _) in enumerate(names) if name.startswith(_HEADS)]
+                    at = heads[0] if heads else len(names)
+                    names.insert(at, (word, "word_embeddings_for_head.weight"))
                 content["model" if chunks == 1 else f"model{chunk}"] = state
             if moments is not None:
                 content["optimizer"] = _optimizer(
@@ -159,7 +176,7 @@ def save_megatron(
 
 def cut(name: str, whole: Tensor, shape: Shape, rank: int, tp: int, version: float) -> Tensor:
     """One tensor rank's part, in the row order of `version`."""
-    if "word_embeddings" in name or "output_layer" in name:
+    if "word_embeddings" in name or "output_layer" in name or name == "lm_head.bias":
         return whole.chunk(tp)[rank].clone()
     if "query_key_value" in name:
         part = whole.chunk(tp)[rank].clone()
@@ -210,6 +227,9 @@ def _of_stage(
 
 def _put(state: dict[str, Any], name: str, tensor: Tensor, old_names: bool) -> None:
     top, _, rest = name.partition(".")
+    if name.startswith(_HEADS):
+        state.setdefault(top, {})[rest] = tensor
+        return
     into = state["language_model"]
     if top == "embedding":
         module, _, leaf = rest.partition(".")

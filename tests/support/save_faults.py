@@ -17,10 +17,21 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from megatron import atomic
-from megatron.checkpoint import durable, manifest, safetensors_io, saving, store
+from megatron.checkpoint import (
+    deepspeed_save,
+    durable,
+    manifest,
+    megatron_save,
+    safetensors_io,
+    saving,
+    sealed_save,
+    store,
+    torch_file,
+)
 from megatron.checkpoint import folder as folders
-from megatron.checkpoint.formats import sharded
+from megatron.checkpoint.formats import megatron_writer, sharded
 from megatron.checkpoint.host_copy import HostMemory
+from megatron.checkpoint.sealed_save import SealedSave
 
 Act = Callable[[], None]
 
@@ -104,7 +115,7 @@ def _half_of_a_deletion(act: Act) -> Iterator[None]:
     real = shutil.rmtree
 
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
-        next(Path(path).iterdir()).unlink()
+        next(file for file in Path(path).rglob("*") if file.is_file()).unlink()
         act()
         real(path, *args, **kwargs)
 
@@ -120,6 +131,24 @@ def _is_manifest(path: Path) -> bool:
     return path.name == manifest.NAME
 
 
+def _is_of_torch(path: Path) -> bool:
+    return path.suffix == ".pt"
+
+
+def _is_seal(path: Path) -> bool:
+    return path.name == manifest.SEAL
+
+
+# Where retention deletes.
+_OLDER: Mapping[str, Moment] = {
+    "an older one is hidden": Moment(
+        _after(Path, "rename", call=2), on_first_alone=True, is_committed=True
+    ),
+    "half of an older one is deleted": Moment(
+        _half_of_a_deletion, on_first_alone=True, is_committed=True
+    ),
+}
+# Of our own format.
 MOMENTS: Mapping[str, Moment] = {
     "before the ranks agree on a plan": Moment(_before(saving, "_agree_on_plan")),
     "the plan is made": Moment(_after(saving, "_agree_on_plan")),
@@ -145,22 +174,84 @@ MOMENTS: Mapping[str, Moment] = {
     "the tracker is durable": Moment(
         _after(durable, "replace_file"), on_first_alone=True, is_committed=True
     ),
-    "an older one is hidden": Moment(
-        _after(Path, "rename", call=2), on_first_alone=True, is_committed=True
-    ),
-    "half of an older one is deleted": Moment(
-        _half_of_a_deletion, on_first_alone=True, is_committed=True
-    ),
+    **_OLDER,
     "older ones are gone": Moment(
         _after(saving.Stage, "retire"), on_first_alone=True, is_committed=True
     ),
 }
 
 
-def moments_of(rank: int, *, beside: bool) -> list[str]:
-    """The moments that come on a rank, in a save of either kind."""
+# Of files of torch.save, which write a head, then every tensor.
+_TORCH_FILE: Mapping[str, Moment] = {
+    "half of a head is written": Moment(_half_of_a_write(_is_of_torch)),
+    "half of a file is written": Moment(_half_of_a_write(_is_of_torch, call=20)),
+    "a file is not synced yet": Moment(_before(durable.DurableFile, "__exit__")),
+    "a file is durable": Moment(_after(torch_file, "save")),
+}
+MEGATRON_MOMENTS: Mapping[str, Moment] = {
+    "before the ranks say what they hold": Moment(_before(megatron_save, "together")),
+    "the plan is made": Moment(_after(megatron_save, "together", call=2)),
+    "the stage is made": Moment(_after(folders, "make_stage"), on_first_alone=True),
+    "before the first byte": Moment(_before(megatron_writer, "write_rank")),
+    **_TORCH_FILE,
+    "before the random states": Moment(_before(sealed_save, "write_generators")),
+    "the part is written": Moment(_after(SealedSave, "write_part")),
+    "all have written": Moment(_after(sealed_save, "together")),
+    "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
+    "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),
+    "before the stage is synced": Moment(_before(folders, "publish"), on_first_alone=True),
+    "the checkpoint has its name": Moment(_after(Path, "rename"), on_first_alone=True),
+    "the new tracker lies beside": Moment(_before(os, "replace"), on_first_alone=True),
+    "the tracker names it": Moment(_after(os, "replace"), on_first_alone=True, is_committed=True),
+    "the tracker is durable": Moment(
+        _after(durable, "replace_file"), on_first_alone=True, is_committed=True
+    ),
+    **_OLDER,
+    "older ones are gone": Moment(
+        _after(sealed_save, "retire"), on_first_alone=True, is_committed=True
+    ),
+}
+DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
+    "before the ranks say what they hold": Moment(_before(deepspeed_save, "together")),
+    "the names are known": Moment(_after(deepspeed_save, "together", call=2)),
+    "before DeepSpeed saves": Moment(_before(deepspeed_save, "_let_write")),
+    "before the first byte": Moment(_before(deepspeed_save.Door, "save")),
+    **_TORCH_FILE,
+    "DeepSpeed has saved": Moment(_after(deepspeed_save, "_let_write")),
+    "before the random states": Moment(_before(sealed_save, "write_generators")),
+    "the part is written": Moment(_after(SealedSave, "write_part")),
+    "all have written": Moment(_after(sealed_save, "together")),
+    "before it is read back": Moment(_before(deepspeed_save, "_look"), on_first_alone=True),
+    "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
+    "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),
+    "before the stage is synced": Moment(_before(folders, "publish"), on_first_alone=True),
+    "the checkpoint has its name": Moment(_after(Path, "rename"), on_first_alone=True),
+    "DeepSpeed's new tracker lies beside": Moment(_before(os, "replace"), on_first_alone=True),
+    "DeepSpeed's tracker names it": Moment(_after(os, "replace"), on_first_alone=True),
+    "DeepSpeed's tracker is durable": Moment(_after(durable, "replace_file"), on_first_alone=True),
+    "our tracker names it": Moment(
+        _after(os, "replace", call=2), on_first_alone=True, is_committed=True
+    ),
+    "our tracker is durable": Moment(
+        _after(durable, "replace_file", call=2), on_first_alone=True, is_committed=True
+    ),
+    **_OLDER,
+    "older ones are gone": Moment(
+        _after(sealed_save, "retire"), on_first_alone=True, is_committed=True
+    ),
+}
+# By the names of --checkpoint-format.
+MOMENTS_OF: Mapping[str, Mapping[str, Moment]] = {
+    "sharded": MOMENTS,
+    "megatron": MEGATRON_MOMENTS,
+    "deepspeed": DEEPSPEED_MOMENTS,
+}
+
+
+def moments_of(rank: int, *, beside: bool, of: str = "sharded") -> list[str]:
+    """The moments that come on a rank, in a save of either kind and of the format `of`."""
     return [
         name
-        for name, moment in MOMENTS.items()
+        for name, moment in MOMENTS_OF[of].items()
         if (rank == 0 or not moment.on_first_alone) and (beside or not moment.only_beside)
     ]

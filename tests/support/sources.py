@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.gpt_tensors import gpt_tensors
+from megatron.checkpoint.gpt_tensors import Shapes, gpt_tensors
 from megatron.checkpoint.safetensors_io import code_of
 from megatron.checkpoint.source import CheckpointSource, SourceBase
 from megatron.config.fields import from_plain
@@ -42,6 +43,22 @@ class MemorySource(SourceBase):
         """A GPT of random values; with AdamW's moments and fp32 masters if asked."""
         flags = {**GPT, **model}
         shapes = gpt_tensors(from_plain(ModelConfig, flags), vocab_rows=ROWS, positions=6)
+        return cls._drawn(shapes, flags, optimizer=optimizer, seed=seed)
+
+    @classmethod
+    def of_bert(
+        cls, heads: BertHeads, *, optimizer: bool = False, seed: int = 0, **model: Any
+    ) -> "MemorySource":
+        """A BERT of random values, with these heads."""
+        flags = {**GPT, **model}
+        config = from_plain(ModelConfig, flags)
+        shapes = bert_tensors(config, vocab_rows=ROWS, positions=6, heads=heads)
+        return cls._drawn(shapes, flags, optimizer=optimizer, seed=seed)
+
+    @classmethod
+    def _drawn(
+        cls, shapes: Shapes, flags: Mapping[str, Any], *, optimizer: bool, seed: int
+    ) -> "MemorySource":
         generator = torch.Generator().manual_seed(seed)
         values = {
             f"model/{name}": torch.randn(shape, generator=generator)

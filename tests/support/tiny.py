@@ -124,6 +124,17 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
         "add_qkv_bias": True,
     },
+    "mixtral": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "moe_ffn_hidden_size": 12,
+        "num_experts": 4,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "untie_embeddings_and_output_weights": True,
+        "add_bias_linear": False,
+    },
     "ragged": {
         "reset_position_ids": True,
         "reset_attention_mask": True,
@@ -247,6 +258,18 @@ def whole(records: Sequence[Record], *, prefix: str = "") -> dict[str, Tensor]:
     for name, tensor in result.items():
         assert not tensor.isnan().any(), f"no rank holds all of {name}"
     return result
+
+
+def assert_went_on(resumed: Sequence[Record], straight: Sequence[Record], *, last: int) -> None:
+    """A run did the `last` steps of one that nothing stopped, and ended as that did, to the bit."""
+    for rank, (one, other) in enumerate(zip(resumed, straight, strict=True)):
+        assert repr(one.steps) == repr(other.steps[len(other.steps) - last :]), f"steps of {rank}"
+        assert one.progress == other.progress, f"progress of {rank}"
+        assert one.scalars == other.scalars, f"numbers of {rank}"
+    found, expected = whole(resumed), whole(straight)
+    assert found.keys() == expected.keys()
+    differing = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not differing, f"{differing} differ"
 
 
 def assert_close(found: Sequence[float], expected: Sequence[float], tolerance: float) -> None:

@@ -9,27 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.arguments import (
-    ALIASES,
-    NO_EFFECT,
-    NOT_YET,
-    REMOVED,
     _parser,
     flag_names,
     parse_args,
+    parse_given,
 )
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import DecayStyle
 from megatron.errors import ConfigError, PreflightError
-from tests.unit.config.groups import COMMAND, a_run
-
-
-def problems_of(*words: str, base: list[str] = COMMAND, **keywords: Any) -> list[ConfigError]:
-    """What is wrong with a command line, in the order of the report."""
-    with pytest.raises(PreflightError) as caught:
-        parse_args([*base, *words], **keywords)
-    assert all(finding.check == "command_line" for finding in caught.value.findings)
-    return [finding.error for finding in caught.value.findings]
+from tests.unit.config.groups import COMMAND, a_run, problems_of
 
 
 def test_a_command_line_becomes_a_run() -> None:
@@ -182,52 +171,8 @@ def test_older_names_of_positions_are_understood() -> None:
     assert none.model.position_embedding_type is PositionEmbedding.NONE
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-def test_every_alias_is_taken(alias: str) -> None:
-    wants_value = len(ALIASES[alias]) == 1
-    command = [word for word in COMMAND if word not in ("--data-path", "corpus")]
-    command += [] if alias == "--train-data" else ["--data-path", "corpus"]
-    if alias == "--partition-activations":  # of layers that are recomputed
-        command.append("--checkpoint-activations")
-    config = parse_args([*command, alias, *(["7"] if wants_value else [])])
-    assert config != a_run()
-
-
-@pytest.mark.parametrize("word", NO_EFFECT)
-def test_a_flag_without_effect_is_taken_and_said(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = [NO_EFFECT[word].only or "1"] * abs(NO_EFFECT[word].values)
-    assert parse_args([word, *values, *COMMAND]) == a_run()
-    said = capsys.readouterr().out
-    assert said.startswith(f"{' '.join([word, *values])}: accepted, has no effect here because ")
-    assert NO_EFFECT[word].because in said
-
-
-@pytest.mark.parametrize("word", [word for word, flag in NO_EFFECT.items() if flag.only])
-def test_a_value_that_asks_for_a_missing_feature_is_refused(word: str) -> None:
-    (error,) = problems_of(word, "8")
-    assert error.problem == "this flag is of a feature that this version does not have"
-    assert error.found == f"{word} 8"
-    assert error.fix == f"use {word} {NO_EFFECT[word].only}, or leave it out"
-
-
 def test_an_optional_value_of_a_flag_without_effect_may_be_left_out() -> None:
     assert parse_args(["--lazy-mpu-init", *COMMAND]) == a_run()
-
-
-@pytest.mark.parametrize("word", REMOVED)
-def test_a_flag_removed_long_ago_names_its_successor(word: str) -> None:
-    (error,) = problems_of(word, "8")
-    assert error.problem == "this flag was removed long ago"
-    assert error.fix == f"use {REMOVED[word]}"
-
-
-@pytest.mark.parametrize("word", NOT_YET)
-def test_a_flag_of_a_missing_feature_says_what_to_use(word: str) -> None:
-    (error,) = problems_of(word, "a", "b")
-    assert error.problem == "this flag is of a feature that this version does not have"
-    assert (error.found, error.fix) == (word, f"use {NOT_YET[word]}")
 
 
 def test_a_preset_gives_a_shape_and_typed_flags_win() -> None:
@@ -306,3 +251,16 @@ def test_a_flag_whose_value_no_checkpoint_can_hold_is_refused() -> None:
 def test_every_decay_style_can_be_asked_for(style: str) -> None:
     words = [*COMMAND, "--lr-decay-style", style, "--lr-wsd-decay-iters", "2"]
     assert parse_args(words).schedule.lr_decay_style.value == style
+
+
+def test_only_what_was_given_is_given() -> None:
+    assert parse_given([]) == {}
+    assert parse_given(["--seed", "3", "--no-load-optim"]) == {"seed": 3, "load_optim": False}
+    assert parse_given(["--model-preset", "gpt3-125m", "--num-layers", "3"])["num_layers"] == 3
+    with pytest.raises(PreflightError) as caught:
+        parse_given(["--seed", "three", "--sed", "1", "--batch-size", "2"], beside=["--said"])
+    assert {finding.error.problem for finding in caught.value.findings} == {
+        "a flag was given a value of the wrong kind",
+        "there is no such flag",
+        "this flag was removed long ago",
+    }

@@ -8,24 +8,27 @@ import pytest
 import torch
 
 from megatron.checkpoint import manifest, rng
+from megatron.checkpoint.background import BackgroundSaves
+from megatron.checkpoint.folder import iterations
 from megatron.checkpointing import (
     load_checkpoint,
-    load_model_for_inference,
     model_build,
+    reserve_for_saves,
     save_checkpoint,
-    stored_config,
 )
 from megatron.config.run import RunConfig
-from megatron.engine.base import StepPlan, StepReport
+from megatron.engine.base import PretrainTask, StepPlan, StepReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
+from megatron.inference import load_model_for_inference
 from megatron.mpu.topology import Topology
 from megatron.progress import Progress
+from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
+from tests.support.megatron_files import Shape, save_megatron, whole_model
 from tests.support.models import second_of_two
-from tests.support.ranks import run_on_ranks
-from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
+from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches
 
 PLAN = StepPlan(
@@ -52,8 +55,9 @@ class Run:
     def step(self) -> StepReport:
         return self.engine.train_step(iter(tiny_batches(2)), PLAN)
 
-    def save(self) -> None:
-        save_checkpoint(self.config, self.engine, AT, self.runtime)
+    def save(self, *, at: int | None = None) -> None:
+        progress = AT if at is None else dataclasses.replace(AT, iteration=at)
+        save_checkpoint(self.config, self.engine, progress, self.runtime)
 
     def load(self) -> Progress:
         return load_checkpoint(self.config, self.engine, self.runtime)
@@ -66,10 +70,10 @@ class Run:
         return {**states.tensors, **states.values}
 
 
-def run_of(**flags: Any) -> Run:
+def run_of(task: PretrainTask | None = None, **flags: Any) -> Run:
     runtime = runtime_of(tiny_run("nowhere", log_level="info", hidden_dropout=0.1, **flags))
-    task, build = gpt_task(), model_build(runtime)
-    return Run(runtime, NativeEngine(runtime.config, task, build, runtime.tokenizer))
+    build = model_build(runtime)
+    return Run(runtime, NativeEngine(runtime.config, task or gpt_task(), build, runtime.tokenizer))
 
 
 @pytest.fixture
@@ -161,6 +165,79 @@ def test_another_model_is_refused_before_anything_is_touched(
         run.load()
     assert words in str(caught.value)
     assert equal(before, run.weights())
+
+
+@pytest.fixture
+def bert_folder(tmp_path: Path) -> str:
+    """A checkpoint of a BERT with both heads."""
+    run_of(bert_task(), save=str(tmp_path / "bert")).save()
+    return str(tmp_path / "bert")
+
+
+def test_a_checkpoint_records_what_was_trained(folder: str, bert_folder: str) -> None:
+    for path, kind in ((folder, "gpt"), (bert_folder, "bert")):
+        content, _ = manifest.load(Path(path) / "iter_0000003")
+        assert content.model_kind == content.kind == kind
+
+
+def test_another_kind_of_model_is_refused_by_both_names(folder: str, bert_folder: str) -> None:
+    cases = [
+        (run_of(load=bert_folder), "holds a BERT (kind bert), and this run takes a GPT"),
+        (run_of(bert_task(), load=folder), "holds a GPT (kind gpt), and this run takes a BERT"),
+    ]
+    for run, words in cases:
+        before = run.weights()
+        with pytest.raises(CheckpointError, match="of another kind of model") as caught:
+            run.load()
+        assert words in str(caught.value)
+        assert equal(before, run.weights())
+
+
+def test_the_kind_of_an_older_checkpoint_is_told_by_its_names(bert_folder: str) -> None:
+    path = Path(bert_folder) / "iter_0000003"
+    content, _ = manifest.load(path)
+    older = dataclasses.replace(content, model_kind=None)
+    (path / manifest.NAME).write_bytes(manifest.encode(older))
+    assert run_of(bert_task(), load=bert_folder).load() == AT
+    with pytest.raises(CheckpointError, match="of another kind of model"):
+        run_of(load=bert_folder).load()
+
+
+def test_a_program_for_gpts_refuses_a_bert_before_it_builds_one(bert_folder: str) -> None:
+    with pytest.raises(CheckpointError, match="kind of model than this program takes") as caught:
+        load_model_for_inference(bert_folder, device="cpu")
+    assert "holds a BERT (kind bert), and this program takes a GPT (kind gpt)" in str(caught.value)
+
+
+def test_parts_of_another_kind_may_be_asked_for(bert_folder: str, capsys: Any) -> None:
+    flags = {"load": bert_folder, "finetune": True, "load_only": ("layers.*",)}
+    assert run_of(**flags).load() == Progress()
+    assert "loading parts of another kind of model: bert into gpt" in capsys.readouterr().err
+
+
+def test_a_program_that_begins_with_parts_takes_only_its_own(folder: str, bert_folder: str) -> None:
+    task = dataclasses.replace(bert_task(), name="classifier", begins_with=("bert",))
+    flags = {"finetune": True, "load_only": ("layers.*",)}
+    assert run_of(task, load=bert_folder, **flags).load() == Progress()
+    with pytest.raises(CheckpointError, match="of another kind of model") as said:
+        run_of(task, load=folder, **flags).load()
+    assert "this run takes a BERT (kind bert)" in str(said.value.found)
+    assert run_of(task, load=bert_folder, fp64=False, **flags).load() == Progress()  # is cast
+    with pytest.raises(CheckpointError, match="F64 in the checkpoint and F32 in this run"):
+        run_of(bert_task(), load=bert_folder, fp64=False, **flags).load()
+    with pytest.raises(CheckpointError, match="of another kind of model"):
+        run_of(task, load=bert_folder, finetune=True).load()
+    with pytest.raises(CheckpointError, match="of another model than the flags describe"):
+        run_of(task, load=bert_folder, layernorm_epsilon=1e-3, **flags).load()
+
+
+def test_heads_that_are_not_there_are_said_with_the_flag_that_fits(bert_folder: str) -> None:
+    words_alone = bert_task(order_head=False)
+    with pytest.raises(CheckpointError, match="has other heads than this run") as caught:
+        run_of(words_alone, load=bert_folder).load()
+    assert "drop --bert-no-binary-head" in str(caught.value)
+    without = {"finetune": True, "load_except": ("pooler.*", "order_head.*")}
+    assert run_of(words_alone, load=bert_folder, **without).load() == Progress()
 
 
 def test_flags_that_do_not_change_what_weights_mean_may_differ(folder: str) -> None:
@@ -277,30 +354,6 @@ def test_another_layout_seeds_anew_and_says_so(
     assert "--seed and iteration 3" in said
 
 
-def test_the_flags_of_a_run_are_in_its_checkpoint(folder: str) -> None:
-    assert stored_config(folder) == stored_config(folder, 3)
-    assert stored_config(folder).model == run_of().config.model
-    with pytest.raises(CheckpointError, match="4"):
-        stored_config(folder, 4)
-
-
-def logits_of(folder: str) -> torch.Tensor:
-    loaded = load_model_for_inference(folder, device="cpu")
-    assert not loaded.model.training
-    assert (loaded.config.checkpoint.load, loaded.ctx.world.size) == (folder, 1)
-    assert loaded.tokenizer.vocab_size == 51
-    return next(loaded.model.parameters()).detach().clone()
-
-
-def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
-    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
-    ((record,),) = run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=2)])
-    (embedding,) = run_on_ranks(1, logits_of, save)
-    trained = record.state["model/embedding.word.weight"].pieces[0][1]
-    assert torch.equal(embedding[:51], trained)
-    assert not embedding[51:].any(), "padding rows are zero"
-
-
 def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> None:
     said = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
     assert not model_build(runtime_of(tiny_run("nowhere"))).sequence_parallel
@@ -332,11 +385,47 @@ def test_files_of_megatron_bring_back_weights_state_and_progress(
     assert equal(second.weights(), first.weights())
     told = capsys.readouterr()
     assert "is a checkpoint of format megatron" in told.out
-    assert "saved without random states" in told.err
-    assert first.step().loss != 0
+    assert "random states" not in told.err
+    assert second.step().loss == first.step().loss != 0
     third = run_of(load=first.config.checkpoint.save, finetune=True, load_fallback="previous")
     assert third.load() == Progress()
-    assert "--load-fallback has no effect here" in capsys.readouterr().out
+    assert capsys.readouterr().err == ""
+
+
+def test_from_damaged_files_of_megatron_a_run_goes_back_to_the_ones_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = saved_as_megatron(tmp_path)
+    weights, folder = first.weights(), Path(first.config.checkpoint.save or "")
+    first.step()
+    first.save(at=4)
+    (path,) = folder.glob("iter_0000004/mp_rank_00/model_optim_rng.pt")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"iter_0000004/mp_rank_00/model_optim_rng\.pt: exp"):
+        run_of(load=str(folder)).load()
+    second = run_of(load=str(folder), load_fallback="previous")
+    assert second.load().iteration == 3
+    assert equal(second.weights(), weights)
+    assert "going on from iteration 3 in" in capsys.readouterr().err
+    # Of one checkpoint's own folder there is none before.
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        run_of(load=str(folder / "iter_0000004"), load_fallback="previous").load()
+
+
+def test_of_megatrons_files_the_older_ones_go_and_others_are_left(tmp_path: Path) -> None:
+    run = saved_as_megatron(tmp_path, keep_last=2)
+    folder = Path(run.config.checkpoint.save or "")
+    theirs = save_megatron(folder, whole_model(Shape()), Shape(), iteration=1)
+    for at in (4, 5, 6):
+        run.save(at=at)
+    assert iterations(folder) == [1, 5, 6], "nobody vouches for the first"
+    assert theirs.is_dir()
+    (folder / "iter_0000005" / "mp_rank_00" / "a note").touch()
+    for at in (7, 8):
+        run.save(at=at)
+    assert iterations(folder) == [1, 5, 7, 8]
 
 
 def test_a_foreign_checkpoint_of_another_model_is_refused_by_its_flags(tmp_path: Path) -> None:
@@ -362,6 +451,7 @@ def test_files_that_do_not_name_their_model_are_held_to_names_and_shapes(
     content = torch.load(path, weights_only=False)
     del content["args"]
     torch.save(content, path)
+    (path.parents[1] / "megatron.json").unlink()  # as if Megatron had written it
     second = run_of(load=load, finetune=True)
     second.load()
     assert equal(second.weights(), first.weights())
@@ -396,3 +486,27 @@ def test_only_deepspeeds_engine_saves_in_its_layout(tmp_path: Path) -> None:
     run = run_of(save=str(tmp_path), checkpoint_format="deepspeed")
     with pytest.raises(ConfigError, match="only the DeepSpeed engine saves"):
         run.save()
+
+
+def test_a_run_makes_the_memory_of_its_saves_before_the_first_one(tmp_path: Path) -> None:
+    run = run_of(save=str(tmp_path / "run"), async_save=True)
+    run.step()
+    with BackgroundSaves(run.runtime.context) as saves:
+        reserve_for_saves(run.config, run.engine, saves)
+        saves.wait_for_memory()
+        made = saves._memory._bytes
+        save_checkpoint(run.config, run.engine, AT, run.runtime, saves=saves)
+        assert saves._memory._bytes is made
+        saves.wait()
+    assert iterations(tmp_path / "run") == [3]
+    state = run.engine.state(optimizer=True).tensors
+    assert made.numel() >= sum(part.view.nbytes for one in state for part in one.parts)
+
+
+def test_a_run_whose_saves_wait_or_that_saves_nowhere_makes_no_memory(tmp_path: Path) -> None:
+    for flags in ({"save": str(tmp_path)}, {}):
+        run = run_of(**flags)
+        with BackgroundSaves(run.runtime.context) as saves:
+            reserve_for_saves(run.config, run.engine, saves)
+            saves.wait_for_memory()
+            assert saves._memory._bytes.numel() == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from megatron.checkpoint import manifest
 from megatron.checkpoint.formats.base import CheckpointFormat
 from megatron.checkpoint.formats.sharded import ShardedFormat
 from megatron.checkpoint.store import Place
@@ -29,9 +30,4 @@ def recognise(directory: Place) -> CheckpointFormat:
         candidate = make()
         if candidate.recognise(directory):
             return candidate
-    names = sorted(entry.name for entry in directory.iterdir())[:5]
-    raise CheckpointError(
-        "the folder holds no checkpoint that this program reads",
-        found=f"{directory} with {', '.join(names) or 'nothing in it'}",
-        fix="load an iteration that this program wrote, copied whole",
-    )
+    raise manifest.missing(directory)

@@ -42,10 +42,10 @@ class SharedPlan(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """What one rank will read: which `files`, and the calls that fill the targets."""
+    """What one rank will read: which `files`, and the call that fills the targets, in threads."""
 
     files: frozenset[str]
-    fill: Callable[[], None]
+    fill: Callable[[int], None]
 
 
 class CheckpointFormat(Protocol):

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron import log
-from megatron.checkpoint import manifest, unpickle
-from megatron.checkpoint import verify as verification
+from megatron.checkpoint import seal, unpickle
 from megatron.checkpoint.boxes import Box, from_slices, overlap, whole
 from megatron.checkpoint.formats import deepspeed_files
 from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.formats.deepspeed_facts import SEAL, Facts, FactsSource, scaler_fields
+from megatron.checkpoint.formats.deepspeed_facts import Facts, FactsSource, scaler_fields
 from megatron.checkpoint.formats.deepspeed_files import Folder, grid_of
 from megatron.checkpoint.formats.deepspeed_parameters import RECORD, KnownParameter
 from megatron.checkpoint.formats.deepspeed_shards import (
@@ -31,7 +30,6 @@ from megatron.checkpoint.formats.deepspeed_shards import (
     shape_of_shares,
 )
 from megatron.checkpoint.formats.megatron_names import is_parameter
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.source import SourceFormat, SourceOptions
 from megatron.errors import CheckpointError
@@ -79,7 +77,7 @@ class DeepSpeedSource(FactsSource):
 
     def __init__(self, directory: Path, options: SourceOptions) -> None:
         self.directory = directory
-        self.seal = _seal_of(directory)
+        self.seal = seal.of(directory)
         self._folder = Folder.of(directory)
         first = first_state(directory)
         self.facts = Facts.of(first, options)
@@ -119,9 +117,7 @@ class DeepSpeedSource(FactsSource):
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Compare digests in part `share` of `of` parts of the files, or else torch.save's sums."""
         if self.seal is not None:
-            mine = list(self.seal.files)[share::of]
-            if damages := verification.wrong_digests(self.directory, self.seal, mine):
-                raise verification.damage_error(self.directory, damages)
+            seal.check_digests(self.directory, self.seal, share=share, of=of)
             return
         for path in self._folder.files[share::of]:
             unpickle.check(path)
@@ -232,17 +228,6 @@ class DeepSpeedSource(FactsSource):
                     "of rank 0 is taken"
                 )
                 return
-
-
-def _seal_of(directory: Path) -> Manifest | None:
-    """What our own save wrote about the folder; None where DeepSpeed alone did."""
-    path = directory / SEAL
-    if not path.is_file():
-        return None
-    seal = manifest.decode(path.read_bytes(), path)
-    if damages := verification.wrong_sizes(directory, seal, seal.files):
-        raise verification.damage_error(directory, damages)
-    return seal
 
 
 def first_state(directory: Path) -> Mapping[str, Any]:

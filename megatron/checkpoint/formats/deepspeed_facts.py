@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed_names import known_parameters
 from megatron.checkpoint.formats.deepspeed_parameters import RECORD, KnownParameter, RunRecord
@@ -20,7 +22,6 @@ from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 
-SEAL = "megatron.json"  # beside files that a run of ours wrote: digests, and what they are of
 _LATEST_VERSION = 3.0  # of Megatron's checkpoints, where nobody says
 
 
@@ -107,7 +108,10 @@ class Facts:
         positions = model.max_position_embeddings or length
         if positions is None and POSITION in found:
             positions = found[POSITION][0]
-        return gpt_tensors(model, vocab_rows=rows, positions=positions or 0)
+        if model_kind.told_by(found) == model_kind.GPT:
+            return gpt_tensors(model, vocab_rows=rows, positions=positions or 0)
+        heads = BertHeads.of(found)
+        return bert_tensors(model, vocab_rows=rows, positions=positions or 0, heads=heads)
 
 
 class FactsSource(SourceBase):

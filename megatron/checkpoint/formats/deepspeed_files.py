@@ -1,4 +1,4 @@
-"""The files of a `global_stepN` folder by rank, how they are opened, and made.
+"""The files of a `global_stepN` folder by rank, and how they are opened.
 
 Ranks are numbers: sorted as text, rank 10 would stand before rank 2.
 """
@@ -15,11 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megatron.checkpoint import unpickle
-from megatron.checkpoint.durable import DurableFile
-from megatron.checkpoint.manifest import FileRecord
 from megatron.checkpoint.unpickle import Inert, enum_of
 from megatron.errors import CheckpointError
 
@@ -43,28 +39,6 @@ _STAND_INS: Mapping[str, Any] = {
 def load(path: Path) -> Any:
     """What one of DeepSpeed's files holds, its tensors mapped from the file; no code of it runs."""
     return unpickle.load(path, also=_STAND_INS)
-
-
-def save(path: Path, content: Any) -> FileRecord:
-    """Write a new file as torch.save does, durably."""
-    with DurableFile(path) as file:
-        torch.save(content, _Stream(file))  # type: ignore[arg-type]  # it calls nothing else
-    return FileRecord(file.bytes, file.xxh3)
-
-
-class _Stream:
-    """What torch.save asks of a file."""
-
-    def __init__(self, file: DurableFile) -> None:
-        self._file = file
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append `data`; returns its bytes."""
-        self._file.write(data)
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
 
 
 class Folder(NamedTuple):

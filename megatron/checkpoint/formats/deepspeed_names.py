@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron.checkpoint.bert_tensors import WORD_BIAS
 from megatron.checkpoint.formats.deepspeed_parameters import KnownParameter
 from megatron.checkpoint.formats.megatron_names import (
     BLOCK,
@@ -42,7 +43,7 @@ def known_parameters(
         vocab_rows: the number of tokens; None: nobody says, so no row is taken for padding.
 
     Raises:
-        CheckpointError: names that are not of a GPT of that family.
+        CheckpointError: names that are not of a GPT or BERT of that family.
     """
     names = list(names)
     first = first_block(names)
@@ -53,7 +54,7 @@ def known_parameters(
         raise CheckpointError(
             "the checkpoint has parameters that this program does not know",
             found=", ".join(unknown[:_SHOWN]) + rest,
-            fix="only checkpoints of this program and of Megatron-DeepSpeed's GPT can be read",
+            fix="only checkpoints of this program and of Megatron-DeepSpeed's GPT or BERT are read",
         )
     gated, hidden = is_gated(config), config.get("model", {}).get("hidden_size")
     result = {}
@@ -63,10 +64,19 @@ def known_parameters(
         result[name] = KnownParameter(
             mine,
             partition_of_name(mine, gated=gated),
-            shape=None if rows is None or hidden is None else (rows, hidden),
+            shape=_shape(mine, rows, hidden),
             tied=mine == WORD,
         )
     return result
+
+
+def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] | None:
+    """The whole shape of what has a row for each token; None of all others."""
+    if rows is None:
+        return None
+    if ours == WORD_BIAS:
+        return (rows,)
+    return None if hidden is None else (rows, hidden)
 
 
 def first_block(names: Iterable[str]) -> int:

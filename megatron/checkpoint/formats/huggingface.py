@@ -8,6 +8,7 @@ Only weights are there: no optimizer, no progress. Writing is `huggingface_write
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from megatron.checkpoint.formats import huggingface_tokenizer as tokenizers
 from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.hf_families.family import Family, Sizes
 from megatron.checkpoint.formats.hf_families.fields import Fields
-from megatron.checkpoint.formats.hf_families.layouts import Strip, their_shapes
+from megatron.checkpoint.formats.hf_families.layouts import Strip, flat, their_shapes
 from megatron.checkpoint.formats.hf_families.registry import family_called
 from megatron.checkpoint.formats.huggingface_weights import NAMES, open_weights
 from megatron.checkpoint.formats.huggingface_writer import write_huggingface
@@ -55,15 +56,19 @@ class HuggingFaceSource(SourceBase):
         fields = read_config(directory / CONFIG)
         self.family = family_called(fields.get("model_type"), path=fields.path)
         self.model = _model_config(self.family, fields)
-        self.sizes = self.family.read_sizes(fields)
+        sizes = self.family.read_sizes(fields)
         _say_what_was_not_read(fields)
-        _check_vocabulary(self.sizes, options, fields.path)
+        _check_vocabulary(sizes, options, fields.path)
         self._weights = open_weights(directory)
         try:
-            self._keys = _known_keys(self.family, self._weights.tensors)
+            self._keys = _known_keys(self.family, self._weights.tensors, directory)
+            self._shapes = {
+                key: self._weights.tensors[own].global_shape for key, own in self._keys.items()
+            }
+            self.sizes = replace(sizes, heads=self.family.heads_in(self._shapes))
             self._layouts = self._matched()
             self._tensors = {n: self._described(n) for n in self._layouts}
-            self._check_tied_head()
+            self._check_copies()
         except BaseException:
             self.close()
             raise
@@ -80,7 +85,7 @@ class HuggingFaceSource(SourceBase):
         precision = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
         return {
             "model": to_plain(self.model),
-            "data": {"seq_length": self.sizes.positions},
+            "data": {"seq_length": self.sizes.positions} | _binary_head(self.sizes),
             "tokenizer": tokenizers.described(self.directory, self.sizes.vocab_rows),
             "precision": precision.get(code, {}),
         }
@@ -98,6 +103,17 @@ class HuggingFaceSource(SourceBase):
     def read(self, name: str, box: Box) -> Tensor:
         """The elements `box` of `name`; touches the rows that hold them and no others."""
         layout, result = self._layouts[name], self._empty(name, box)
+        if len(layout.shape) < 3:
+            self._read_rows(layout, box, result)
+            return result
+        (matrix, row, *columns), (_, *lengths) = box.offset, box.shape
+        for at, target in enumerate(result, start=matrix):
+            inside = Box((at * layout.shape[1] + row, *columns), tuple(lengths))
+            self._read_rows(layout, inside, target)
+        return result
+
+    def _read_rows(self, layout: _Layout, box: Box, result: Tensor) -> None:
+        """Fill `result` with the rows and columns `box` of a layout, stacks as one matrix."""
         (first, *columns), (count, *widths) = box.offset, box.shape
         apart: dict[str, list[tuple[int, int, Tensor]]] = {}
         for strip in layout.strips:
@@ -113,7 +129,6 @@ class HuggingFaceSource(SourceBase):
                 self._weights.read_into(key, inside, target)
         for key, wanted in apart.items():
             self._read_columns(key, wanted, columns[0], widths[0])
-        return result
 
     def close(self) -> None:
         """Close the files."""
@@ -139,19 +154,16 @@ class HuggingFaceSource(SourceBase):
         Raises:
             CheckpointError: names and shapes in the files that are not those of the config.
         """
-        shapes = gpt_tensors.gpt_tensors(
-            self.model, vocab_rows=self.sizes.vocab_rows, positions=self.sizes.positions
-        )
+        shapes = self.family.tensors_of(self.model, self.sizes)
         layouts: dict[str, _Layout] = {}
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
-            rule, keys = self.family.rule(name)
-            strips = tuple(rule.strips(self.model, shape[0], keys))
+            rule, keys = self.family.rule(name, self.model)
+            strips = self._stored_strips(tuple(rule.strips(self.model, flat(shape)[0], keys)))
             transposed = rule.transposed and len(shape) == 2
             layouts[_PREFIX + name] = _Layout(shape, strips, transposed)
             expected |= their_shapes(shape, strips, transposed=transposed)
-        spare = set(self.family.head) if self.model.tied else set()
-        stored = {key: self._weights.tensors[own].global_shape for key, own in self._keys.items()}
+        spare, stored = self.family.repeated(self.model), self._shapes
         problems = [
             f"missing: {key}{_nearest(key, stored)}" for key in expected if key not in stored
         ]
@@ -166,8 +178,14 @@ class HuggingFaceSource(SourceBase):
             if key in stored and stored[key] != shape
         ]
         if problems:
-            raise _mismatch(self.directory, self.family, problems)
+            raise _mismatch(self.directory, self.family, self.sizes, problems)
         return layouts
+
+    def _stored_strips(self, strips: tuple[Strip, ...]) -> tuple[Strip, ...]:
+        """Of a tensor that may be there twice, the keys that are."""
+        if not all(strip.key in self.family.copies for strip in strips):
+            return strips
+        return tuple(strip for strip in strips if strip.key in self._keys) or strips[:1]
 
     def _described(self, name: str) -> TensorDescription:
         layout = self._layouts[name]
@@ -182,23 +200,34 @@ class HuggingFaceSource(SourceBase):
             )
         return TensorDescription(codes.pop(), layout.shape)
 
-    def _check_tied_head(self) -> None:
-        """A head that is stored beside the table it is tied to has to be that table."""
-        name = _PREFIX + gpt_tensors.WORD_TABLE
-        heads = [self._keys[key] for key in self.family.head if key in self._keys]
-        if not self.model.tied or not heads:
-            return
-        rows, width = self._tensors[name].global_shape
-        for start in range(0, rows, _COMPARED_ROWS):
-            box = Box((start, 0), (min(_COMPARED_ROWS, rows - start), width))
-            table, head = self.read(name, box), self._empty(name, box)
-            if self._weights.tensors[heads[0]] != self._tensors[name]:
-                raise self._not_tied(heads[0])
-            self._weights.read_into(heads[0], box, head)
-            if not torch.equal(table.view(torch.uint8), head.view(torch.uint8)):
-                raise self._not_tied(heads[0])
+    def _check_copies(self) -> None:
+        """What is stored beside the tensor that it is tied to has to be that tensor."""
+        for key, ours in self.family.repeated(self.model).items():
+            name = _PREFIX + ours
+            if key in self._keys and name in self._tensors and not self._is_copy(key, name):
+                raise self._not_tied(key, ours)
 
-    def _not_tied(self, key: str) -> CheckpointError:
+    def _is_copy(self, key: str, name: str) -> bool:
+        own = self._keys[key]
+        if self._weights.tensors[own] != self._tensors[name]:
+            return False
+        rows, *widths = self._tensors[name].global_shape
+        for start in range(0, rows, _COMPARED_ROWS):
+            count = min(_COMPARED_ROWS, rows - start)
+            box = Box((start, *(0 for _ in widths)), (count, *widths))
+            expected, copy = self.read(name, box), self._empty(name, box)
+            self._weights.read_into(own, box, copy)
+            if not torch.equal(expected.view(torch.uint8), copy.view(torch.uint8)):
+                return False
+        return True
+
+    def _not_tied(self, key: str, ours: str) -> CheckpointError:
+        if ours != gpt_tensors.WORD_TABLE:
+            return CheckpointError(
+                "files hold one tensor of the model twice, with two values",
+                found=f"{self.directory}: {key} and another key of {ours} are not equal",
+                fix="take out the one that is not meant, or save the model anew with transformers",
+            )
         return CheckpointError(
             "the config ties the output projection to the embedding, and the files hold another",
             found=f"{self.directory}: {key} is not the word embedding",
@@ -270,12 +299,13 @@ def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
             fix=f"add --true-vocab-size {sizes.vocab_rows}: rows that no text uses belong to the "
             "model too"
             if sizes.vocab_rows > options.vocab_size
-            else "use the tokenizer of the model",
+            else "use the tokenizer of the model, which has no tokens beside it: --tokenizer-type "
+            f"HFTokenizer --tokenizer-name-or-path {path.parent}",
         )
 
 
-def _known_keys(family: Family, stored: Mapping[str, Any]) -> dict[str, str]:
-    """Names with the family's prefix to names in the files, without buffers.
+def _known_keys(family: Family, stored: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """Names with the family's prefix, as they are spelled now, to names in the files; no buffers.
 
     Files that were saved from a bare base model have no prefix.
     """
@@ -284,14 +314,28 @@ def _known_keys(family: Family, stored: Mapping[str, Any]) -> dict[str, str]:
     for key in stored:
         if family.is_buffer(key):
             continue
-        if key in family.head and family.head[0] not in known:
-            known[family.head[0]] = key
-        else:
-            known[family.prefix + key if bare and key not in family.head else key] = key
+        name = family.respelled(key)
+        if name in family.head and family.head[0] not in known:
+            name = family.head[0]
+        elif bare:
+            name = family.with_prefix(name)
+        if name in known:
+            raise CheckpointError(
+                "files hold one tensor under two spellings of its name",
+                found=f"{directory}: {known[name]} and {key}",
+                fix="save the model anew with transformers: model.save_pretrained(FOLDER)",
+            )
+        known[name] = key
     return known
 
 
-def _mismatch(directory: Path, family: Family, problems: list[str]) -> CheckpointError:
+def _binary_head(sizes: Sizes) -> dict[str, bool]:
+    return {} if sizes.heads is None else {"bert_binary_head": sizes.heads.order}
+
+
+def _mismatch(
+    directory: Path, family: Family, sizes: Sizes, problems: list[str]
+) -> CheckpointError:
     shown = problems[:_SHOWN]
     if len(problems) > _SHOWN:
         shown.append(f"and {len(problems) - _SHOWN} more")
@@ -299,8 +343,8 @@ def _mismatch(directory: Path, family: Family, problems: list[str]) -> Checkpoin
         f"the files of a Hugging Face folder do not hold the {family.model_type} model that its "
         "config describes",
         found=f"{directory}:\n    " + "\n    ".join(shown),
-        fix="take config.json and weights of the same release, of a model for text generation "
-        f"({family.architecture})",
+        fix="take config.json and weights of the same release, of a model such as "
+        f"{family.architecture_of(sizes)}",
     )
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import processors
+
+from megatron import log
 from megatron.checkpoint.durable import write_file
 from megatron.checkpoint.source import WriteOptions
 from megatron.config.data import TokenizerConfig
@@ -25,10 +28,11 @@ from megatron.tokenizer.tokenizer import TokenizerSpec
 # What makes a tokenizer in a folder that may hold gigabytes of other things.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt"),
 )
 _UNNORMALIZED = "a  b\u2460"
 _WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
+_WORD_PIECES = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
 _OF_A_FOLDER = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
 
 
@@ -75,6 +79,12 @@ def described(directory: Path, vocab_rows: int) -> dict[str, Any]:
             "tokenizer_model": str(directory / "tokenizer.model"),
             **rows,
         }
+    if (directory / "vocab.txt").is_file():
+        log.warning(
+            f"{directory / 'vocab.txt'} is not read: ours adds two tokens to a WordPiece, which "
+            "this model has no rows for; a tokenizer.json beside it has none of that "
+            "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
+        )
     # Its end of document is one more than what it is told.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
@@ -124,6 +134,8 @@ def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
         return _of_folder(path if path.is_dir() else path.parent, tokenizer)
     if kind == "GPT2BPETokenizer":
         return _of_gpt2(config, tokenizer)
+    if kind in _WORD_PIECES:
+        return _of_word_piece(tokenizer, lowers=_WORD_PIECES[kind])
     if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         return _of_sentence_piece(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
     raise CheckpointError(
@@ -180,6 +192,32 @@ def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
             "tokenizer_config.json": _json(settings),
         },
         special_ids=_ids(tokenizer),
+    )
+
+
+def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
+    """BERT's vocabulary with the two tokens and the extra ids that ours has behind it."""
+    assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
+    pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+    special = {
+        f"{role}_token": tokenizer.piece(token)
+        for role in ("unk", "sep", "pad", "cls", "mask")
+        if (token := getattr(tokenizer, role)) is not None
+    }
+    # Here [MASK] in a text is text; in transformers it is the mask, so it is said.
+    tokenizer.core.add_special_tokens(list(special.values()))
+    # What begins and ends a row: here the data does it, there the tokenizer.
+    cls, sep = ((special[f"{role}_token"], getattr(tokenizer, role)) for role in ("cls", "sep"))
+    tokenizer.core.post_processor = processors.BertProcessing(sep, cls)
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lowers, **special}
+    return TokenizerFiles(
+        "vocab.txt and a tokenizer.json of it",
+        made={
+            "vocab.txt": "".join(f"{piece}\n" for piece in pieces).encode(),
+            "tokenizer.json": tokenizer.core.to_str(pretty=True).encode(),
+            "tokenizer_config.json": _json(settings),
+        },
+        special_ids={"pad_token_id": tokenizer.pad},
     )
 
 
@@ -242,6 +280,8 @@ def _refuse_extra_ids(tokenizer: Tokenizer) -> None:
 
 
 def _ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    if tokenizer.cls is not None and tokenizer.eod is None:  # BERT's: tokens end no documents
+        return {"pad_token_id": tokenizer.pad}
     return {
         "bos_token_id": tokenizer.eod if tokenizer.bos is None else tokenizer.bos,
         "eos_token_id": tokenizer.eod,

@@ -18,18 +18,19 @@ from torch import Tensor
 from megatron import log
 from megatron.atomic import sync_directory
 from megatron.checkpoint import folder as folders
-from megatron.checkpoint import gpt_tensors, safetensors_io
+from megatron.checkpoint import gpt_tensors, model_kind, safetensors_io
+from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.durable import from_os_error, write_file
 from megatron.checkpoint.formats import huggingface_tokenizer as tokenizers
 from megatron.checkpoint.formats.hf_families.family import Family, Sizes
-from megatron.checkpoint.formats.hf_families.layouts import Strip, their_shapes
+from megatron.checkpoint.formats.hf_families.layouts import Strip, box_of, flat, their_shapes
 from megatron.checkpoint.formats.hf_families.registry import family_for
 from megatron.checkpoint.formats.huggingface_weights import INDEX, SINGLE
 from megatron.checkpoint.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.source import CheckpointSource, WriteOptions
 from megatron.config.fields import from_plain
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.errors import CheckpointError, ConfigError
 
 SHARD_BYTES = 5 * 10**9  # of one file; a larger tensor has a file of its own
@@ -42,7 +43,7 @@ class Part(NamedTuple):
     """Rows of one of our tensors that go into one of theirs."""
 
     name: str
-    columns: tuple[int, ...]  # of our tensor; empty for a vector
+    box: Box  # of our tensor
     strip: Strip
 
 
@@ -64,8 +65,10 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
             the source is damaged. Nothing is left behind then.
     """
     model = model_of(source)
-    family = family_for(model, options.family)
-    targets = plan_targets(source, model, family, options.dtype)
+    kind = model_kind.known(source.kind, source.tensors)
+    family = family_for(model, options.family, kind=kind)
+    sizes = _sizes(source, model, kind)
+    targets = plan_targets(source, model, family, sizes, options.dtype)
     _refuse_existing(save)
     tokenizer = tokenizers.plan(source.config.get("tokenizer", {}), options)
     needed = sum(tensor_bytes(target.dtype_code, target.shape) for target in targets.values())
@@ -75,9 +78,9 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
         folders.require_space(save.parent, needed + _ROOM_BYTES)
         stage.mkdir()
         _write_weights(source, stage, targets, options.max_shard_bytes or SHARD_BYTES)
-        sizes = _sizes(source, model)
         _write_json(stage / "config.json", _config(family, model, sizes, targets, tokenizer))
-        _write_json(stage / "generation_config.json", _generation(tokenizer))
+        if kind == model_kind.GPT:
+            _write_json(stage / "generation_config.json", _generation(tokenizer))
         tokenizer.write(stage)
         sync_directory(stage)
         stage.replace(save)  # an empty folder may be there
@@ -106,7 +109,11 @@ def model_of(source: CheckpointSource) -> ModelConfig:
 
 
 def plan_targets(
-    source: CheckpointSource, model: ModelConfig, family: Family, dtype: str | None = None
+    source: CheckpointSource,
+    model: ModelConfig,
+    family: Family,
+    sizes: Sizes,
+    dtype: str | None = None,
 ) -> dict[str, Target]:
     """Their tensors by name, in the order of the model, and which of our rows each is made of.
 
@@ -118,30 +125,29 @@ def plan_targets(
         for name, description in source.tensors.items()
         if name.startswith(_PREFIX)
     }
-    _compare(source, model, {name: found.global_shape for name, found in stored.items()})
+    expected = family.tensors_of(model, sizes)
+    _compare(source, expected, {name: found.global_shape for name, found in stored.items()})
     targets: dict[str, Target] = {}
     for name, (code, shape) in stored.items():
-        rule, keys = family.rule(name)
-        strips = list(rule.strips(model, shape[0], keys))
+        rule, keys = family.rule(name, model)
+        strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
         for key, theirs in their_shapes(shape, strips, transposed=transposed).items():
             targets[key] = Target(theirs, dtype or code, transposed)
         for strip in strips:
-            targets[strip.key].parts.append(Part(_PREFIX + name, shape[1:], strip))
-    return targets
+            targets[strip.key].parts.append(Part(_PREFIX + name, box_of(shape, strip), strip))
+    return {family.written_key(key, sizes): target for key, target in targets.items()}
 
 
 def read_target(source: CheckpointSource, target: Target) -> Tensor:
     """One of their tensors, put together from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     if len(target.parts) == 1 and not target.transposed:
-        ((name, columns, strip),) = target.parts
-        box = Box((strip.start, *(0 for _ in columns)), (strip.rows, *columns))
-        return source.read(name, box).to(dtype)
+        ((name, box, _),) = target.parts
+        return source.read(name, box).to(dtype).view(target.shape)
     result = torch.empty(target.shape, dtype=dtype)
-    for name, columns, strip in target.parts:
-        box = Box((strip.start, *(0 for _ in columns)), (strip.rows, *columns))
-        rows = source.read(name, box)
+    for name, box, strip in target.parts:
+        rows = source.read(name, box).flatten(0, max(0, len(box.shape) - 2))
         if target.transposed:
             result[:, strip.at : strip.at + strip.rows] = rows.t()
         else:
@@ -187,11 +193,10 @@ def _write_weights(
 
 
 def _compare(
-    source: CheckpointSource, model: ModelConfig, stored: Mapping[str, tuple[int, ...]]
+    source: CheckpointSource,
+    expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
 ) -> None:
-    table = stored.get(gpt_tensors.WORD_TABLE, (0,))
-    positions = stored.get(gpt_tensors.POSITION_TABLE, (0,))
-    expected = gpt_tensors.gpt_tensors(model, vocab_rows=table[0], positions=positions[0])
     problems = [f"missing: {name}" for name in expected if name not in stored]
     problems += [f"unknown: {name}" for name in stored if name not in expected]
     problems += [
@@ -201,10 +206,10 @@ def _compare(
     ]
     if problems:
         raise CheckpointError(
-            "the checkpoint does not hold a whole GPT of the shape that it describes",
+            "the checkpoint does not hold a whole model of the shape that it describes",
             found=f"{source.directory}: {'; '.join(problems[:4])}"
             + (f"; and {len(problems) - 4} more" if len(problems) > 4 else ""),
-            fix="convert a checkpoint of pretrain_gpt, saved whole",
+            fix="convert a checkpoint of pretrain_gpt or pretrain_bert, saved whole",
         )
 
 
@@ -217,12 +222,15 @@ def _refuse_existing(save: Path) -> None:
         )
 
 
-def _sizes(source: CheckpointSource, model: ModelConfig) -> Sizes:
-    tensors = source.tensors
-    rows = tensors[_PREFIX + gpt_tensors.WORD_TABLE].global_shape[0]
-    table = tensors.get(_PREFIX + gpt_tensors.POSITION_TABLE)
-    if table is not None:
-        return Sizes(rows, table.global_shape[0])
+def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
+    tensors = {
+        name.removeprefix(_PREFIX): known.global_shape for name, known in source.tensors.items()
+    }
+    heads = None if kind == model_kind.GPT else BertHeads.of(tensors)
+    rows = tensors.get(gpt_tensors.WORD_TABLE, (0,))[0]
+    table = tensors.get(gpt_tensors.POSITION_TABLE)
+    if table is not None or model.position_embedding_type is PositionEmbedding.LEARNED:
+        return Sizes(rows, (table or (0,))[0], heads)
     trained = source.config.get("data", {}).get("seq_length")
     positions = model.max_position_embeddings or trained
     if positions is None:
@@ -231,7 +239,7 @@ def _sizes(source: CheckpointSource, model: ModelConfig) -> Sizes:
             found=f"{source.directory}: neither max_position_embeddings nor seq_length",
             fix="convert it to the sharded format with --seq-length first",
         )
-    return Sizes(rows, int(positions))
+    return Sizes(rows, int(positions), heads)
 
 
 def _config(
@@ -244,7 +252,7 @@ def _config(
     codes = {target.dtype_code for target in targets.values()}
     table = next(iter(targets.values()))
     return {
-        "architectures": [family.architecture],
+        "architectures": [family.architecture_of(sizes)],
         "model_type": family.model_type,
         **family.write_config(model, sizes),
         "vocab_size": sizes.vocab_rows,

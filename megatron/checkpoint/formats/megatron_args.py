@@ -25,7 +25,7 @@ _SAME_NAME: Mapping[str, tuple[str, ...]] = {
         *("attention_dropout", "init_method_std", "init_method_xavier_uniform"),
         *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
     ),
-    "data": ("seq_length",),
+    "data": ("seq_length", "bert_binary_head"),
     "tokenizer": ("make_vocab_size_divisible_by", "vocab_extra_ids"),
     "training": ("micro_batch_size", "global_batch_size", "seed"),
     "optimizer": (
@@ -65,6 +65,8 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
         CheckpointError: the flags describe a model that ours cannot be.
     """
     given = {name: value for name, value in args.items() if value is not None}
+    if given.get("num_experts") in (1, [1]):  # microsoft's fork says so of a dense model
+        del given["num_experts"]
     _refuse(given)
     groups: Groups = {group: {} for group in _SAME_NAME}
     for theirs, (group, field) in _OTHER_SPELLINGS.items():
@@ -147,6 +149,12 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_ours(model: ModelConfig) -> None:
+    if model.has_experts:
+        raise CheckpointError(
+            "experts are not written in Megatron's format here",
+            found=f"--num-experts {model.num_experts}",
+            fix="write another format: sharded or huggingface",
+        )
     found = [
         flag
         for flag, on in (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.checkpoint import unpickle
-from megatron.checkpoint.formats.megatron_names import is_parameter
+from megatron.checkpoint.formats.megatron_names import is_beside_language_model, is_parameter
 from megatron.errors import CheckpointError
 
 NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the latter beside a file of the optimizer alone
@@ -72,7 +72,8 @@ class RankFile:
             for dotted, value in _flat(self.content[name], ""):
                 if isinstance(value, Tensor) and is_parameter(dotted):
                     found[Key(chunk, _bare(dotted))] = value
-        return found
+        heads_last = sorted(found, key=lambda key: (key.chunk, is_beside_language_model(key.name)))
+        return {key: found[key] for key in heads_last}
 
     @cached_property
     def optimizer(self) -> OptimizerShard | None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron import log
-from megatron.checkpoint import unpickle
+from megatron.checkpoint import seal, unpickle
 from megatron.checkpoint.boxes import Box, from_slices, overlap
+from megatron.checkpoint.folder import RELEASE
 from megatron.checkpoint.formats import megatron_names as names
 from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron_args import config_of_args
@@ -26,7 +27,7 @@ from megatron.checkpoint.formats.megatron_files import (
     RankFile,
     is_megatron,
 )
-from megatron.checkpoint.formats.megatron_writer import RELEASE, write_megatron
+from megatron.checkpoint.formats.megatron_writer import write_megatron
 from megatron.checkpoint.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
 from megatron.errors import CheckpointError
@@ -50,6 +51,7 @@ class MegatronSource(SourceBase):
 
     def __init__(self, directory: Path, options: SourceOptions) -> None:
         self.directory = directory
+        self.seal = seal.of(directory)
         self._files = MegatronFiles(directory)
         first = self._files.rank(0, 0)
         self._config = config_of_args(first.args)
@@ -127,8 +129,11 @@ class MegatronSource(SourceBase):
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Check the sums of part `share` of `of` parts of the files, and that copies are equal."""
-        for path in [*self._files.paths.values()][share::of]:
-            unpickle.check(path)
+        if self.seal is not None:
+            seal.check_digests(self.directory, self.seal, share=share, of=of)
+        else:
+            for path in [*self._files.paths.values()][share::of]:
+                unpickle.check(path)
         for parameter, place in list(self._copies.items())[share::of]:
             for tp in range(self._files.tp):
                 rank = self._files.rank(tp, place.stage)
@@ -168,11 +173,11 @@ class MegatronSource(SourceBase):
                 places[ours] = _Place(stage, key)
         if unknown or names.WORD not in places:
             raise CheckpointError(
-                "the checkpoint is not of a GPT as this program knows it",
+                "the checkpoint is not of a GPT or BERT as this program knows them",
                 found=f"{self.directory} holds {', '.join(unknown[:6])}"
                 if unknown
                 else f"{self.directory} holds no word embedding",
-                fix="only GPT models are read; BERT, T5 and others are not",
+                fix="only GPT and BERT models are read; T5 and others are not",
             )
         self._check_layers(places)
         ordered = dict(sorted(places.items(), key=lambda item: names.module_order(item[0])))

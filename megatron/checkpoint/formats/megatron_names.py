@@ -1,4 +1,4 @@
-"""Names and layouts of Megatron's GPT, in all its spellings, to and from ours: one table.
+"""Names and layouts of Megatron's GPT and BERT, in all spellings, to and from ours: one table.
 
 Everything that descends from Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keeps the
 same parameters under slightly other names and row orders. Layers are counted from 0 within a file
@@ -14,10 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.bert_tensors import (
+    ORDER,
+    POOLER,
+    TYPE_TABLE,
+    WORD_BIAS,
+    WORDS,
+    WORDS_NORM,
+)
 from megatron.mpu.partition import Partition
 
 WORD, POSITION, OUTPUT = "embedding.word.weight", "embedding.position.weight", "output.weight"
 EMBEDDING_NORM = "embedding.norm"
+_TYPES = TYPE_TABLE.removesuffix(".weight")
+_WORD_BIAS = WORD_BIAS.removesuffix(".bias")
 
 # Our module inside a block: its spellings elsewhere; the first is the one that is written.
 _BLOCK: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +61,18 @@ _EDGES: Mapping[str, str] = {
     "embedding.word_embeddings.norm.bias": f"{EMBEDDING_NORM}.bias",
     "embedding.position_embeddings.weight": POSITION,
     "output_layer.weight": OUTPUT,
+    "embedding.tokentype_embeddings.weight": TYPE_TABLE,
+    "lm_head.bias": WORD_BIAS,
 }
+# What stands above a BERT's encoder: our modules and theirs, of which the first is written.
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    POOLER: ("pooler.dense",),
+    WORDS: ("lm_head.dense",),
+    WORDS_NORM: ("lm_head.layernorm", "lm_head.norm"),
+    ORDER: ("binary_head",),
+}
+# Those that lie beside the language model, not in it.
+_BESIDE = ("lm_head.", "binary_head.")
 _TRUNKS = ("encoder", "transformer", "decoder")  # of the blocks: since 2.4, before, and in core
 _FINAL_NORMS = ("final_layernorm", "final_norm")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
@@ -82,20 +103,29 @@ EDGES: Mapping[str, str] = MappingProxyType(
         for norm in _FINAL_NORMS
         for leaf in _LEAVES
     }
+    | {
+        f"{theirs}.{leaf}": f"{ours}.{leaf}"
+        for ours, spellings in _HEADS.items()
+        for theirs in spellings
+        for leaf in _LEAVES
+    }
 )
 """The same outside of blocks, without `module.`, `model.` or `language_model.` before it."""
 
 _TO_BLOCK = {f"{ours}.{leaf}": f"{names[0]}.{leaf}" for ours, names in _BLOCK.items()
              for leaf in _LEAVES}  # fmt: skip
-_MODULES = ("embedding.word", EMBEDDING_NORM, "embedding.position", *_BLOCK, "final_norm", "output")
+_MODULES = (
+    *("embedding.word", EMBEDDING_NORM, "embedding.position", _TYPES),
+    *(*_BLOCK, "final_norm", POOLER, "output", _WORD_BIAS, WORDS, WORDS_NORM, ORDER),
+)
 _TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
 
 
 def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Our name of Megatron's parameter `theirs`; None when this GPT has no such parameter.
+    """Our name of Megatron's parameter `theirs`; None when GPT and BERT have no such parameter.
 
     Args:
-        theirs: dotted, without what stands before `embedding.`, `encoder.` or `output_layer.`.
+        theirs: dotted, without what stands before `embedding.`, `encoder.`, `lm_head.` and so on.
         first_layer: what layer 0 of the file is in the whole model.
     """
     if theirs in EDGES:
@@ -115,7 +145,7 @@ def megatron_name(ours: str, *, first_layer: int = 0) -> str:
 
 
 def is_known(ours: str) -> bool:
-    """Whether Megatron's GPT has a parameter for ours."""
+    """Whether Megatron's GPT or BERT has a parameter for ours."""
     match = _OUR_LAYER.fullmatch(ours)
     return (ours in _TO_EDGE) if match is None else (match[2] in _TO_BLOCK)
 
@@ -129,8 +159,17 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
     part = ours if match is None else match[2]
     module, _, leaf = part.rpartition(".")
     place = _MODULES.index(module)
-    section = 1 if match is not None else 2 * (place > _MODULES.index("embedding.position"))
+    section = 1 if match is not None else 2 * (place > _MODULES.index(_TYPES))
     return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
+
+
+def is_beside_language_model(theirs: str) -> bool:
+    """Whether Megatron's parameter `theirs` is of a BERT's head that is no part of its trunk.
+
+    Modules have those after all others, a last stage's copy of the embedding included; files have
+    that copy last.
+    """
+    return theirs.startswith(_BESIDE)
 
 
 def is_parameter(theirs: str) -> bool:
@@ -142,7 +181,7 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
     """How our model splits the parameter `name` over tp ranks, as Megatron does too."""
     _, _, inside = name.partition("layers.")
     part = inside.partition(".")[2] if inside else name
-    if part in (WORD, OUTPUT, "attention.qkv.weight", "attention.qkv.bias"):
+    if part in (WORD, OUTPUT, WORD_BIAS, "attention.qkv.weight", "attention.qkv.bias"):
         return Partition("tp", dim=0)
     if part in ("mlp.fc1.weight", "mlp.fc1.bias"):
         return Partition("tp", dim=0, blocks=2 if gated else 1)
@@ -153,7 +192,7 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
 
 def has_vocabulary_rows(name: str) -> bool:
     """Whether the rows of the parameter `name` are tokens, padded to divide over tp ranks."""
-    return name in (WORD, OUTPUT)
+    return name in (WORD, OUTPUT, WORD_BIAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ optimizer state, the scheduler's numbers. Random states are not: load it with --
 """
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron import atomic, log
-from megatron.checkpoint import durable
+from megatron.checkpoint import durable, torch_file
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint.boxes import from_slices, overlap, whole
 from megatron.checkpoint.formats import megatron_names as names
 from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron_args import args_of_config
+from megatron.checkpoint.manifest import FileRecord
 from megatron.checkpoint.safetensors_header import tensor_bytes
 from megatron.checkpoint.safetensors_io import dtype_of
 from megatron.checkpoint.source import CheckpointSource, WriteOptions
@@ -29,7 +29,6 @@ from megatron.mpu import partition as partitions
 from megatron.tokenizer.tokenizer import padded_vocab_size
 
 VERSION = 3.0
-RELEASE = "release"
 FILE = "model_optim_rng.pt"
 _MASTER = "master"
 _FILE_BYTES = 1 << 20  # of one file's pickle, and of the file system's own blocks
@@ -85,7 +84,7 @@ def file_layout(
     unknown = [name for name in _parameters(source) if not names.is_known(name)]
     if unknown:
         raise CheckpointError(
-            "only GPT models are written in Megatron's layout",
+            "only GPT and BERT models are written in Megatron's layout",
             found=f"parameters such as {', '.join(unknown[:4])}",
             fix="use --checkpoint-format sharded, or --format sharded of the converter",
         )
@@ -145,10 +144,10 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
         folders.begin(save)
         folders.refuse_existing(save, iteration)
         folders.require_space(save, needed_bytes(described, layout))
-        if not iteration and (save / RELEASE).exists():
+        if not iteration and (save / folders.RELEASE).exists():
             raise CheckpointError(
                 "the folder holds a release already",
-                found=str(save / RELEASE),
+                found=str(save / folders.RELEASE),
                 fix="save to another folder, or remove it",
             )
         stage = folders.make_stage(save, iteration)
@@ -223,9 +222,11 @@ def rank_content(
             )
             for name in mine
         }
-        state: dict[str, Any] = {"language_model": _nested(flat)}
+        heads = {name: part for name, part in flat.items() if names.is_beside_language_model(name)}
+        trunk = {name: part for name, part in flat.items() if name not in heads}
+        state: dict[str, Any] = {"language_model": _nested(trunk), **_nested(heads)}
         if layout.has_head_copy(pp, chunk):
-            mine.append(names.WORD)
+            mine.insert(len(trunk), names.WORD)  # before the heads, as modules are registered
             copy = _part(source, f"model/{names.WORD}", layout, tp)
             state["word_embeddings_for_head"] = {"weight": copy}
         content["model" if layout.chunks == 1 else f"model{chunk}"] = state
@@ -239,24 +240,20 @@ def rank_content(
 
 def write_rank(
     stage: Path, layout: FileLayout, content: Mapping[str, Any], *, tp: int, pp: int
-) -> int:
-    """Write the file of one rank into the folder `stage`, durably; returns its bytes."""
+) -> dict[str, FileRecord]:
+    """Write the file of one rank into the folder `stage`, durably; its record by name."""
     name = f"mp_rank_{tp:02d}" if layout.pp == 1 else f"mp_rank_{tp:02d}_{pp:03d}"
     (stage / name).mkdir()
-    with open(stage / name / FILE, "xb") as file:
-        torch.save(dict(content), file)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
+    record = torch_file.save(stage / name / FILE, dict(content))
     atomic.sync_directory(stage / name)
-    return size
+    return {f"{name}/{FILE}": record}
 
 
 def commit(stage: Path, iteration: int) -> Path:
     """Make the finished `stage` the checkpoint of `iteration`, or the release where that is 0."""
     if iteration:
         return folders.commit(stage, iteration)
-    final = stage.parent / RELEASE
+    final = stage.parent / folders.RELEASE
     token = stage.name[-8:]
     atomic.sync_directory(stage)
     stage.rename(final)

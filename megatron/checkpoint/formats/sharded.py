@@ -28,6 +28,7 @@ from megatron.checkpoint.manifest import FileRecord, Manifest, SavedPiece, entry
 from megatron.checkpoint.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot, by_name
 from megatron.checkpoint.store import Place, name_of_part
+from megatron.checkpoint.threads import in_threads
 from megatron.errors import CheckpointError
 
 _ENTRY_BYTES = 256  # of header for one tensor, beside its name
@@ -168,9 +169,9 @@ class ShardedFormat:
                 )
                 steps[piece.file].append(step)
 
-        def fill() -> None:
+        def fill(threads: int) -> None:
             for file, of_file in steps.items():
-                _read_file(directory / file, of_file)
+                _read_file(directory / file, of_file, threads)
             for target in targets.values():
                 target.zero_padding()
 
@@ -235,7 +236,7 @@ def _alignable(
     return sorted(keys, key=lambda key: -ITEM_BYTES[tensors[key.name].dtype_code])
 
 
-def _read_file(path: Place, steps: Sequence[_Step]) -> None:
+def _read_file(path: Place, steps: Sequence[_Step], threads: int) -> None:
     with safetensors_io.Reader(path) as reader:
         for step in steps:
             entry = reader.header.entries.get(step.entry)
@@ -246,8 +247,8 @@ def _read_file(path: Place, steps: Sequence[_Step]) -> None:
                     f"expected {(step.dtype_code, step.shape)}",
                     fix="the checkpoint is damaged: load an older iteration",
                 )
-        for step in sorted(steps, key=lambda step: reader.header.entries[step.entry].start):
-            reader.read_into(step.entry, step.box, step.view)
+        as_they_lie = sorted(steps, key=lambda step: reader.header.entries[step.entry].start)
+        in_threads(lambda s: reader.read_into(s.entry, s.box, s.view), as_they_lie, threads)
 
 
 def write_generators(path: Place, states: GeneratorStates) -> FileRecord:

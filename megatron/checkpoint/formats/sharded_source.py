@@ -4,6 +4,7 @@ Both are for one process without groups: offline tools, and runs that load what 
 Writing goes through the same stage, digests, manifest, rename and tracker as a save of a run.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,14 @@ from megatron.checkpoint import durable, manifest, reshard, safetensors_io, veri
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.manifest import FileRecord, Layout, Manifest, SavedPiece, SavedTensor
+from megatron.checkpoint.manifest import (
+    FileRecord,
+    Layout,
+    Manifest,
+    SavedPiece,
+    SavedTensor,
+    entry_name,
+)
 from megatron.checkpoint.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.source import (
     CheckpointSource,
@@ -32,7 +40,7 @@ from megatron.errors import CheckpointError
 
 SHARD_BYTES = 4 << 30  # of tensors in one file; a larger tensor has a file of its own
 _ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
-_TENSOR_BYTES = 512  # of headers and manifest for one tensor, beside its name
+_TENSOR_BYTES = 512  # of headers and manifest for one part of a tensor, beside its name
 
 
 class ShardedSource(SourceBase):
@@ -60,6 +68,11 @@ class ShardedSource(SourceBase):
     def config(self) -> Mapping[str, Mapping[str, Any]]:
         """Every flag of the run that saved it."""
         return self.manifest.config
+
+    @property
+    def kind(self) -> str:
+        """What that run trained."""
+        return self.manifest.kind
 
     @property
     def progress(self) -> Mapping[str, Any]:
@@ -115,7 +128,8 @@ def write_sharded(
 ) -> Path:
     """Write `source` as a checkpoint of our own format into the folder `save`, as the latest one.
 
-    Reads one tensor at a time. Returns the checkpoint's folder. One process works on `save`.
+    Reads one tensor at a time, and of a stack of experts one of them. Returns the checkpoint's
+    folder. One process works on `save`.
 
     Raises:
         CheckpointError: there is no room, the iteration is there already, the source is damaged,
@@ -132,7 +146,8 @@ def write_sharded(
     progress = completed_progress(source, iteration)
     scalars = dict(source.scalars) if options.optimizer else {}
     needed = sum(
-        tensor_bytes(*description) + 2 * len(name) + _TENSOR_BYTES
+        tensor_bytes(*description)
+        + len(_boxes(description.global_shape)) * (2 * len(name) + _TENSOR_BYTES)
         for name, description in described.items()
     )
     stage = None
@@ -157,6 +172,7 @@ def write_sharded(
                 "converted from": source.format_name,
             },
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            model_kind=source.kind,
         )
         text = manifest.encode(content)
         manifest.decode(text, stage / manifest.NAME)
@@ -179,23 +195,35 @@ def _write_files(
     shard_bytes: int,
 ) -> tuple[dict[str, FileRecord], dict[str, SavedTensor]]:
     files: dict[str, FileRecord] = {}
-    pieces: dict[str, SavedPiece] = {}
+    pieces: dict[str, list[SavedPiece]] = defaultdict(list)
     groups = list(_groups(described, shard_bytes))
     for at, names in enumerate(groups):
         file = f"shard-{at:05d}-of-{len(groups):05d}.safetensors"
+        parts = [(name, box) for name in names for box in _boxes(described[name].global_shape)]
         written = safetensors_io.write_stream(
             stage / file,
-            [(name, *described[name]) for name in names],
-            (source.read(name, whole(described[name].global_shape)) for name in names),
+            [
+                (entry_name(name, box, shape), code, box.shape)
+                for name, box in parts
+                for code, shape in (described[name],)
+            ],
+            (source.read(name, box) for name, box in parts),
         )
         files[file] = FileRecord(written.bytes, written.xxh3)
-        for name, digest in zip(names, written.tensors_xxh3):
-            pieces[name] = SavedPiece(file, whole(described[name].global_shape), digest)
+        for (name, box), digest in zip(parts, written.tensors_xxh3):
+            pieces[name].append(SavedPiece(file, box, digest))
     tensors = {
-        name: SavedTensor(description.dtype_code, description.global_shape, (pieces[name],))
+        name: SavedTensor(description.dtype_code, description.global_shape, tuple(pieces[name]))
         for name, description in described.items()
     }
     return files, tensors
+
+
+def _boxes(shape: tuple[int, ...]) -> list[Box]:
+    """The parts that are read and written one at a time: of a stack of matrices each by itself."""
+    if len(shape) < 3:
+        return [whole(shape)]
+    return [Box((at, *(0 for _ in shape[1:])), (1, *shape[1:])) for at in range(shape[0])]
 
 
 def _groups(described: Mapping[str, TensorDescription], shard_bytes: int) -> Iterator[list[str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import megatron
 from megatron import atomic, log
-from megatron.checkpoint import durable, unpickle
+from megatron.checkpoint import durable, torch_file, unpickle
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats import deepspeed_files
@@ -259,11 +259,11 @@ def write_universal(
 
 
 def _refuse_other_models(source: CheckpointSource, names: Iterable[str]) -> None:
-    """How a parameter is split is known by its name, and of a GPT alone."""
+    """How a parameter is split is known by its name, and of a dense GPT or BERT alone."""
     unknown = [name for name in names if not _is_of_gpt(name)]
     if unknown:
         raise CheckpointError(
-            "the universal layout can be written of a GPT alone",
+            "the universal layout can be written of a dense GPT or BERT alone",
             found=f"{source.directory} with {', '.join(unknown[:5])}",
             fix="convert it to another format",
         )
@@ -326,7 +326,8 @@ def _padded(table: Tensor, multiple: int) -> Tensor:
     DeepSpeed's loader adds rows at stages 1 and 2; at stage 3 a table of another length silently
     shifts every parameter that comes after it.
     """
-    return torch.nn.functional.pad(table, (0, 0, 0, -len(table) % multiple))
+    sides = (0, 0) * (table.dim() - 1)
+    return torch.nn.functional.pad(table, (*sides, 0, -len(table) % multiple))
 
 
 def _how_joined(known: KnownParameter) -> dict[str, Any]:
@@ -400,7 +401,7 @@ def _write_counters(
 
 def _save(path: Path, content: Any) -> None:
     """Write with torch.save, durably, and read the checksums back."""
-    deepspeed_files.save(path, content)
+    torch_file.save(path, content)
     unpickle.check(path)
 
 

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron import log
-from megatron.checkpoint import durable, storage
+from megatron.checkpoint import background, durable, host_copy, storage
 from megatron.checkpoint import folder as folders
 from megatron.checkpoint.background import BackgroundSaves
+from megatron.checkpoint.host_copy import copied_bytes
 from megatron.checkpoint.retention import Retention
-from megatron.errors import CheckpointError
+from megatron.checkpoint.saving import share_of
+from megatron.errors import MegatronError
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -179,7 +181,7 @@ def start_twice(folder):
 def verdict(step):
     try:
         step()
-    except CheckpointError as error:
+    except MegatronError as error:
         return str(error)
     return "no error"
 
@@ -311,3 +313,90 @@ def retire_beside(folder):
             )
             saved = saves.wait()
     return saved.retired, folders.iterations(folder)
+
+
+def test_memory_is_made_before_the_first_save_and_no_save_makes_any(tmp_path):
+    for before, after, made, errors in run_on_ranks(2, save_into_reserved_memory, tmp_path):
+        assert before == after
+        assert len(made) == 1, "by the thread, before the save"
+        assert errors == []
+
+
+def save_into_reserved_memory(folder):
+    ctx, made, real = context(1, 2), [], host_copy._touched
+    given = snapshot(ctx, 100, 1)
+
+    def noted(size):
+        made.append(threading.current_thread().name)
+        return real(size)
+
+    with patch.object(host_copy, "_touched", noted), BackgroundSaves(ctx) as saves:
+        saves.reserve(given.tensors)
+        saves.wait_for_memory()
+        before = saves._memory._bytes.data_ptr(), saves._memory._bytes.numel()
+        for iteration, seed in ((100, 1), (200, 2)):
+            saves.start(folder, snapshot(ctx, iteration, seed), iteration=iteration)
+            saves.wait()
+        after = saves._memory._bytes.data_ptr(), saves._memory._bytes.numel()
+    assert made == ["checkpoint"]
+    return before, after, made, differing(folder, ctx, 2)
+
+
+def test_a_host_without_memory_for_its_ranks_is_refused_by_all(tmp_path):
+    said = run_on_ranks(2, reserve_too_much)
+    assert said[0] == said[1]
+    together, alone = said[0]
+    assert "no memory for the copy of the state that --async-save writes from" in together
+    assert re.search(r"([\d,]+) bytes wanted by 2 of its ranks, ([\d,]+) free", together)
+    assert "drop --async-save" in together
+    assert alone == "no error", "of another host"
+
+
+def reserve_too_much():
+    ctx, said = context(2, 1), []
+    given = snapshot(ctx, 100, 1)
+    size = copied_bytes(share_of(given, ctx=ctx))
+    # Enough for either rank, and too little for both.
+    with patch.object(background, "available_memory_bytes", lambda: size + size // 2):
+        for hosts in (("a", "a"), ("a", "b")):
+            with (
+                patch.object(background, "this_host", lambda hosts=hosts: hosts[ctx.rank]),
+                BackgroundSaves(ctx) as saves,
+            ):
+                said.append(verdict(lambda saves=saves: saves.reserve(given.tensors)))
+    return said
+
+
+def test_memory_that_a_rank_is_not_given_is_the_error_of_the_first_save_on_all(tmp_path):
+    results = run_on_ranks(2, save_without_memory, tmp_path)
+    assert results[0] == results[1]
+    message, left = results[0]
+    assert "rank 1 of 2 failed while copying the state to host memory" in message
+    assert "gives no host memory for the copy" in message
+    assert left == []
+
+
+def save_without_memory(folder):
+    ctx = context(2, 1)
+
+    def refuse(size):
+        if ctx.rank == 1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return torch.empty(size, dtype=torch.uint8)
+
+    with patch.object(host_copy, "_touched", refuse), BackgroundSaves(ctx) as saves:
+        saves.reserve(snapshot(ctx, 100, 1).tensors)
+        message = verdict(lambda: saves.start(folder, snapshot(ctx, 100, 1), iteration=100))
+    dist.barrier()
+    return message, os.listdir(folder)
+
+
+def test_a_run_that_ends_while_memory_is_made_leaves_no_thread():
+    assert run_on_ranks(1, leave_while_memory_is_made) == [["MainThread"]]
+
+
+def leave_while_memory_is_made():
+    ctx = context(1, 1)
+    with patch.object(host_copy, "_TOUCH_BYTES", 64), BackgroundSaves(ctx) as saves:
+        saves.reserve(snapshot(ctx, 100, 1).tensors)
+    return [t.name for t in threading.enumerate() if t.name in ("MainThread", "checkpoint")]

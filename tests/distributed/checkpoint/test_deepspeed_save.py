@@ -145,6 +145,45 @@ def test_a_flipped_byte_is_found_before_anything_is_loaded(corpus: str, tmp_path
     DeepSpeedSource(save / "global_step1", SourceOptions()).verify()
 
 
+def test_older_ones_go_and_from_a_damaged_one_a_run_goes_back_to_the_one_before(
+    corpus: str, tmp_path: Path
+) -> None:
+    save, flags = tmp_path / "save", {"zero_stage": "1", "hidden_dropout": 0.1}
+    saving = {"checkpoint_format": "deepspeed", "save_interval": 1, "exit_interval": SAVED_AT}
+    straight, _ = ranks(
+        2,
+        run(corpus, **flags),
+        run(corpus, **flags, **saving, save=str(save), keep_last=2),
+    )
+    assert {"global_step2", "global_step3"} == {p.name for p in save.iterdir() if p.is_dir()}
+    (path,) = (save / "global_step3").glob("zero_pp_rank_1_*_optim_states.pt")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    found = run_on_ranks(2, _said, run(corpus, **flags, load=str(save)), deepspeed=True)
+    assert found[0] == found[1]
+    assert f"{path}: expected xxh3" in found[0]
+    (save / "latest_checkpointed_iteration.txt").write_text("three")  # nor can that be followed
+    (resumed,) = ranks(2, run(corpus, **flags, load=str(save), load_fallback="previous"))
+    assert resumed[0].losses == straight[0].losses[2:]
+    ours, expected = whole(resumed), whole(straight)
+    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
+    for path in save.glob("global_step*/megatron.json"):
+        path.write_bytes(b"{}")
+    refused = run(corpus, **flags, load=str(save), load_fallback="previous")
+    (said, _) = run_on_ranks(2, _said, refused, deepspeed=True)
+    assert "no checkpoint in the folder is whole" in said
+    assert said.index("iteration 3: ") < said.index("iteration 2: ")
+
+
+def _said(config: RunConfig) -> str:
+    try:
+        train_all([config])
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it was loaded")
+
+
 def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_the_former_stays(
     corpus: str, tmp_path: Path
 ) -> None:

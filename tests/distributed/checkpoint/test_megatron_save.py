@@ -18,6 +18,8 @@ from megatron.mpu.partition import local_slice
 from megatron.mpu.topology import Topology
 from tests.support.ranks import run_on_ranks
 from tests.support.sources import MemorySource, assert_same
+from tests.support.tiny import FP64, assert_close, whole
+from tests.support.tiny_bert import tiny_bert_run, train_bert_all, write_tiny_sentences
 
 ROWS, PADDED = 11, 12
 
@@ -111,3 +113,23 @@ def test_a_live_source_reads_only_what_is_here() -> None:
     assert (source.progress, source.scalars, source.config) == ({}, {}, {"model": {}})
     with pytest.raises(CheckpointError, match="does not hold what Megatron's file"):
         source.read("model/v", Box((0,), (1,)))
+
+
+def test_a_bert_that_saves_as_megatron_goes_on_at_another_layout(tmp_path: Path) -> None:
+    corpus, folder = write_tiny_sentences(tmp_path / "corpus"), str(tmp_path / "megatron")
+    spread = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    saving = {"save": folder, "checkpoint_format": "megatron", "train_iters": 4, "exit_interval": 2}
+    run = tiny_bert_run(corpus, **saving, **spread)
+    saved = run_on_ranks(4, train_bert_all, [run])
+    state = whole([record for (record,) in saved], prefix="model/")
+    with MegatronSource(tmp_path / "megatron" / "iter_0000002", SourceOptions()) as source:
+        assert source.kind == "bert"
+        for name, tensor in state.items():
+            known = source.tensors[name]
+            box = Box((0,) * len(known.global_shape), known.global_shape)
+            assert torch.equal(source.read(name, box), tensor), name
+    # The rest of it on one rank, and all of it without a stop.
+    onward = tiny_bert_run(corpus, load=folder, train_iters=4)
+    unbroken = tiny_bert_run(corpus, train_iters=4)
+    rest, all_of_it = run_on_ranks(1, train_bert_all, [onward, unbroken])[0]
+    assert_close(rest.losses, all_of_it.losses[2:], FP64)

@@ -15,6 +15,7 @@ from megatron.checkpoint import manifest, store
 from megatron.checkpoint.store import place
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
+from megatron.inference import load_model_for_inference
 from tests.support.object_store import SECRET, ObjectStore, object_store
 from tests.support.ranks import run_on_ranks
 from tests.support.save_faults import kill_this_process
@@ -136,3 +137,21 @@ def save_to_what_goes_away(environment: dict[str, str]) -> str:
         assert storage.open_checkpoint(folder, ctx=ctx).manifest.iteration == 1
         return str(error)
     return "no error"
+
+
+def weights_of(environment: dict[str, str], folder: str) -> dict[str, torch.Tensor]:
+    os.environ.update(environment)
+    loaded = load_model_for_inference(folder, device="cpu")
+    return {name: tensor.detach().clone() for name, tensor in loaded.model.named_parameters()}
+
+
+def test_a_model_in_a_bucket_is_used_without_a_copy_on_disk(
+    server: ObjectStore, tmp_path: Path
+) -> None:
+    corpus, environment = write_tiny_corpus(tmp_path), dict(server.environment)
+    places = [f"{server.address}/used", str(tmp_path / "used")]
+    for save in places:
+        run_on_ranks(1, train_in, environment, tiny_run(corpus, train_iters=1, save=save))
+    there, here = (run_on_ranks(1, weights_of, environment, save)[0] for save in places)
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in here)

@@ -1,11 +1,16 @@
 """Scores are the same on every grid, and each row is scored once."""
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Row, RowScore, Scorer
+from megatron.errors import MachineError
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -59,3 +64,73 @@ def test_every_grid_finds_the_same() -> None:
                 # float64: only the order of additions differs
                 assert mine.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-10)
                 assert mine[1:] == expected[1:]
+
+
+def score_short_of_memory(most: int, ranks: list[int], parallel: dict[str, Any]) -> Any:
+    """Scores on two ranks, of which some run out of memory above so many rows at a time."""
+    config = tiny_run("nowhere", seq_length=12, num_layers=4, **parallel)
+    tp = config.parallel.tensor_model_parallel_size
+    ctx = ParallelContext.build(Topology(tp=tp, pp=1, dp=dist.get_world_size() // tp))
+    scorer = Scorer(
+        config,
+        tiny_build(ctx, vocab=VocabSize(50, 64)),
+        micro_batch_size=4,
+        memory=EvaluationMemory(config, tiny_build(ctx)),
+    )
+    roughen(scorer.stage, ctx)
+    real = scorer._batch
+
+    def short(rows: Any, which: Any) -> Any:
+        if len(which) > most and ctx.rank in ranks:
+            raise torch.OutOfMemoryError("no more")
+        return real(rows, which)
+
+    scorer._batch = short  # type: ignore[method-assign]
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            return scorer.score(ROWS), told.getvalue()
+    except MachineError as error:
+        return str(error)
+
+
+def test_a_replica_short_of_memory_makes_all_go_on_with_fewer_rows() -> None:
+    (expected, silent), _ = run_on_ranks(2, score_short_of_memory, 2, [], {})
+    assert silent == ""
+    for most in (2, 1):  # of the three rows that are left, each rank takes two at most
+        (found, said), (other, _) = run_on_ranks(2, score_short_of_memory, most, [1], {})
+        assert found == other
+        assert "all ranks go on with 2" in said
+        assert "rank 1 ran out of memory with --micro-batch-size 4" in said
+        for mine, theirs in zip(found, expected):
+            assert mine.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-10)
+            assert mine[1:] == theirs[1:]
+
+
+def test_memory_that_is_not_enough_for_one_row_ends_the_evaluation_on_all_ranks() -> None:
+    for said in run_on_ranks(2, score_short_of_memory, 0, [0, 1], {}):
+        assert "memory ran out while rows were scored" in said
+
+
+def test_inside_of_a_model_that_is_spread_nobody_goes_on_alone() -> None:
+    spread = {"tensor_model_parallel_size": 2}
+    for said in run_on_ranks(2, score_short_of_memory, 3, [0, 1], spread):
+        assert "memory ran out while rows were scored" in said
+        assert "use --micro-batch-size 2" in said
+
+
+def reserve_short_of_memory() -> tuple[int, str]:
+    """What two ranks that share a model agree on when one of them gets little."""
+    ctx = ParallelContext.build(Topology(tp=2, pp=1, dp=1))
+    memory = EvaluationMemory(tiny_run("nowhere"), tiny_build(ctx))
+    if ctx.rank == 1:
+        object.__setattr__(memory, "_can_be_taken", lambda rows, length: rows <= 3)
+    told = io.StringIO()
+    with redirect_stderr(told):
+        return memory.agreed_rows(8, 8), told.getvalue()
+
+
+def test_ranks_that_share_a_model_agree_before_they_begin() -> None:
+    (first, said), (second, _) = run_on_ranks(2, reserve_short_of_memory)
+    assert (first, second) == (2, 2)
+    assert "all ranks go on with 4" in said

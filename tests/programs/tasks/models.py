@@ -1,12 +1,16 @@
 """A trained GPT for tests of tasks."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.arguments import parse_args
-from tests.support.launch import byte_corpus, small_run
+from tests.support.launch import ROOT, byte_corpus, run_program, small_run, write_text
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import train
+from tests.unit.tokenizer.vocabularies import write_gpt2
+from tools import preprocess_data
 
 # Of float64 sums in another order.
 SAME = 1e-9
@@ -22,3 +26,44 @@ def tiny_gpt_checkpoint(folder: Path) -> str:
 
 def _train_one(argv: Sequence[str]) -> None:
     train(parse_args(argv))
+
+
+class Exported(NamedTuple):
+    """One GPT on a BPE in float32, as three programs keep it."""
+
+    ours: Path
+    megatron: Path
+    huggingface: Path
+    vocabulary: dict[str, str]  # flags of the tokenizer's files
+
+
+def exported_gpt(folder: Path) -> Exported:
+    """A GPT that was trained for a moment, and is rough enough that every value counts."""
+    vocabulary = write_gpt2(folder / "vocabulary")
+    files = [word for name, path in vocabulary.items() for word in (_flag(name), path)]
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", *files]
+    text = write_text(folder / "corpus.jsonl")
+    prefix = folder / "corpus"
+    words = ["--input", str(text), "--append-eod", "--output-prefix", str(prefix)]
+    preprocess_data.main([*words, *flags])
+    ours, megatron, huggingface = (folder / name for name in ("ours", "megatron", "huggingface"))
+    flags += ["--init-method-std", "0.2", "--train-iters", "20", "--save", str(ours)]
+    run_on_ranks(1, _train_one, small_run(f"{prefix}_text_document", *flags))
+    convert("--load", ours, "--save", megatron, "--format", "megatron", *_TWO)
+    convert("--load", ours, "--save", huggingface, "--format", "huggingface", "--no-check-logits")
+    return Exported(ours, megatron, huggingface, vocabulary)
+
+
+_TWO = ("--tensor-model-parallel-size", "2")
+
+
+def convert(*words: object) -> None:
+    """Run tools/convert_checkpoint.py, which has to end well."""
+    ended = run_program(
+        [sys.executable, str(ROOT / "tools/convert_checkpoint.py"), *map(str, words)], cwd=ROOT
+    )
+    assert ended.status == 0, ended.text
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

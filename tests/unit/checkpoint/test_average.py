@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.average import AveragedSource
+from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box, whole
 from megatron.errors import CheckpointError
 from tests.support.sources import MemorySource
@@ -49,6 +50,9 @@ def test_one_checkpoint_and_other_models_are_refused() -> None:
         with pytest.raises(CheckpointError, match="different models cannot be averaged") as error:
             AveragedSource([one, other])
         assert why in str(error.value.found)
+    with pytest.raises(CheckpointError, match="another kind of model than an average") as error:
+        AveragedSource([one, MemorySource.of_bert(BertHeads())])
+    assert "holds a BERT (kind bert)" in str(error.value)
     dropping = MemorySource.of_gpt(hidden_dropout=0.0)  # only matters while it is trained
     AveragedSource([one, dropping])
     unsaid = MemorySource.of_gpt()

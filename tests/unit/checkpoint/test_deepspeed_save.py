@@ -99,7 +99,7 @@ def test_an_error_at_the_door_ends_the_save_and_the_former_stays(
     def full(path: Path, content: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(deepspeed_save.deepspeed_files, "save", full)
+    monkeypatch.setattr(deepspeed_save.torch_file, "save", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         straw.save(there, 10)
     assert {path.name for path in there.iterdir()} == {"global_step5", "latest", folder.TRACKER}

@@ -92,11 +92,34 @@ def test_any_trace_of_a_checkpoint_counts_as_having_held_one(tmp_path, name):
     assert not folders.never_held_a_checkpoint(tmp_path)
 
 
+def test_a_folder_that_goes_while_it_is_looked_at_never_held_one(tmp_path, monkeypatch):
+    """Another rank makes it to try it, and removes it: so runs failed at their first start."""
+    real = folders._names
+
+    def names(folder):
+        folder.rmdir()
+        return real(folder)
+
+    monkeypatch.setattr(folders, "_names", names)
+    (tmp_path / "run").mkdir()
+    assert folders.never_held_a_checkpoint(tmp_path / "run")
+
+    def too_early(folder):
+        try:
+            return real(folder)
+        finally:
+            folder.mkdir()
+
+    monkeypatch.setattr(folders, "_names", too_early)
+    assert folders.never_held_a_checkpoint(tmp_path / "run")
+
+
 def test_a_file_or_a_dead_link_in_place_of_the_folder_is_no_fresh_start(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert not folders.never_held_a_checkpoint(tmp_path / "file")
     assert not folders.never_held_a_checkpoint(tmp_path / "link")
+    assert folders.never_held_a_checkpoint(tmp_path / "file" / "run"), "that cannot be made"
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
@@ -212,6 +235,52 @@ def test_retention_touches_neither_later_iterations_nor_what_has_no_manifest(tmp
     assert folders.retire(tmp_path, Retention(1), newest=2) == [1]
     left = ["iter_0000000", "iter_0000001.bak", "iter_0000002", "iter_0000009", folders.TRACKER]
     assert sorted(os.listdir(tmp_path)) == left
+
+
+def sealed(folder, name, iteration):
+    """A checkpoint in another framework's layout, which has folders of its own."""
+    directory = folder / name
+    (directory / "inner").mkdir(parents=True)
+    (directory / "inner" / "a.pt").write_bytes(b"1234")
+    files = {"inner/a.pt": FileRecord(4, DIGEST)}
+    content = example(iteration=iteration, tensors={}, files=files)
+    (directory / manifests.SEAL).write_bytes(manifests.encode(content))
+    return directory
+
+
+def test_retention_counts_checkpoints_of_every_layout(tmp_path):
+    commit(tmp_path, 1)
+    sealed(tmp_path, "iter_0000002", 2)
+    sealed(tmp_path, "global_step3", 3)
+    commit(tmp_path, 4)
+    for name in ("global_step0", "global_step007", "global_step1_universal"):
+        (tmp_path / name).mkdir()
+    assert folders.saved_iterations(tmp_path) == [0, 1, 2, 3, 4]
+    assert folders.retire(tmp_path, Retention(3), newest=4) == [1]
+    assert folders.retire(tmp_path, Retention(1, every=2), newest=4) == [3]
+    assert folders.retire(tmp_path, Retention(1), newest=4) == [2]
+    left = ["global_step0", "global_step007", "global_step1_universal", "iter_0000004"]
+    assert sorted(os.listdir(tmp_path)) == [*left, folders.TRACKER]
+
+
+@pytest.mark.parametrize("note", ["note", "inner/note", "empty/", "inner/deeper/note"])
+def test_a_folder_with_anything_of_its_owner_in_it_stays(tmp_path, note):
+    directory = sealed(tmp_path, "global_step1", 1)
+    commit(tmp_path, 2)
+    path = directory / note
+    (path if note.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+    if not note.endswith("/"):
+        path.touch()
+    assert folders.retire(tmp_path, Retention(1), newest=2) == []
+    assert path.exists()
+
+
+def test_a_release_is_told_from_an_iteration(tmp_path):
+    assert not folders.names_release(tmp_path)
+    (tmp_path / folders.TRACKER).write_text("release\n")
+    assert folders.names_release(tmp_path)
+    (tmp_path / folders.TRACKER).write_text("10\n")
+    assert not folders.names_release(tmp_path)
 
 
 def test_retention_deletes_nothing_while_too_few_are_whole(tmp_path):

@@ -28,6 +28,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
     },
     "bloom": {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True},
+    "mixtral": {
+        "position_embedding_type": PositionEmbedding.ROPE,
+        "swiglu": True,
+        "num_experts": 3,
+        "moe_ffn_hidden_size": 10,
+        "add_bias_linear": False,
+    },
+    "plain experts": {"num_experts": 2, "add_bias_linear": False},
     "norms with biases": {"qk_layernorm": True, "glu_activation": GluActivation.GEGLU},
 }
 

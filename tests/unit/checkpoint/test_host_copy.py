@@ -1,9 +1,18 @@
 """The copy that is written beside the training: equal, nobody else's, in memory that is reused."""
 
+import errno
+import mmap
+import threading
+
+import pytest
 import torch
 
+from megatron.checkpoint import host_copy
+from megatron.checkpoint.durable import CANCELLED
 from megatron.checkpoint.formats.sharded import ShardedFormat
-from megatron.checkpoint.host_copy import HostMemory
+from megatron.checkpoint.host_copy import HostMemory, copied_bytes, memory_taken
+from megatron.checkpoint.sharded import ShardedTensor, Snapshot
+from megatron.errors import MachineError
 from tests.unit.checkpoint.toy import rank_at, snapshot_at
 
 
@@ -59,3 +68,79 @@ def test_a_rank_copies_what_it_writes_and_no_more():
     together = {name for name, _ in held[0] + held[1]}
     assert together == {tensor.name for tensor in rank_at(1, 1, 0).tensors}
     assert shares[0].generators is snapshots[0].generators
+
+
+def test_memory_that_was_made_before_is_what_a_copy_goes_to():
+    given, memory = snapshot_at(1, 1, 0, seed=1), HostMemory()
+    memory.make_room(copied_bytes(given))
+    made = memory._bytes.data_ptr()
+    assert memory._bytes.numel() == copied_bytes(given)
+    copied = memory.copy_of(given)
+    assert memory._bytes.data_ptr() == made
+    assert equal(values(copied), values(given))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_copy_the_same(monkeypatch, threads):
+    monkeypatch.setattr(host_copy, "_BLOCK_BYTES", 64)
+    tensors = [
+        torch.randn(50, 7),
+        torch.randn(7, 50).T,  # strided
+        torch.randn(1, 1000).bfloat16(),  # one row that is larger than a block
+        torch.tensor(3.0),
+        torch.zeros(0, 4),
+    ]
+    given = Snapshot(
+        tuple(ShardedTensor.of(f"model/{i}", one) for i, one in enumerate(tensors)),
+        progress={},
+        config={},
+    )
+    memory = HostMemory()
+    memory.threads = threads
+    assert equal(values(memory.copy_of(given)), values(given))
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint")]
+
+
+def test_a_copy_that_fails_in_a_thread_is_an_error(monkeypatch):
+    monkeypatch.setattr(host_copy, "_BLOCK_BYTES", 64)
+    given = torch.zeros(100)
+    with pytest.raises(RuntimeError), host_copy._Copies(2) as copies:
+        copies.take(torch.zeros(100, 2), given)
+
+
+def test_a_system_that_gives_no_memory_is_said(monkeypatch):
+    def refuse(*given, **flags):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    memory = HostMemory()
+    with pytest.raises(MachineError, match="gives no host memory for the copy") as caught:
+        memory.make_room(12_345)
+    assert "12,345 bytes wanted" in str(caught.value)
+    assert "drop --async-save" in str(caught.value)
+    assert memory._bytes.numel() == 0
+
+
+def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12_345)
+    memory = HostMemory()
+    memory.make_room(10_000)
+    assert memory._bytes.numel() == 10_000
+    assert not memory._bytes.any()
+
+
+def test_memory_that_is_no_longer_wanted_is_not_touched_on():
+    cancelled = threading.Event()
+    cancelled.set()
+    token = CANCELLED.set(cancelled)
+    try:
+        with pytest.raises(OSError, match="canceled"):
+            HostMemory().make_room(10_000)
+    finally:
+        CANCELLED.reset(token)
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it(monkeypatch):
+    assert [memory_taken(size) for size in (0, 1, 5, 8)] == [0, 1, 5, 8]
+    monkeypatch.setattr(host_copy.device, "current", lambda: torch.device("cuda", 0))
+    assert [memory_taken(size) for size in (0, 1, 5, 8, 9)] == [0, 1, 8, 8, 16]

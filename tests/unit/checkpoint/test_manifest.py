@@ -117,6 +117,8 @@ PIECE = {"file": "shard-0.safetensors", "offset": [0, 0], "shape": [4, 3], "xxh3
         ({"files": {"../x": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
         ({"files": {"/etc/x": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
         ({"files": {"a..b": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
+        ({"files": {"a/../../b": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
+        ({"files": {"a/b/c": {"bytes": 1, "xxh3": DIGEST}}}, "may lead out"),
         ({"files": {"a": {"bytes": -1, "xxh3": DIGEST}}}, "-1 in a"),
         ({"files": {"a": {"bytes": 1, "xxh3": "zz"}}}, "digest 'zz'"),
         ({"tensors": {"w": 3}}, "no str called 'dtype' in w"),
@@ -140,10 +142,14 @@ def test_what_is_no_json_object_is_refused(tmp_path, text):
         manifests.decode(text, tmp_path)
 
 
-def test_a_folder_without_a_manifest_says_what_it_holds(tmp_path):
-    (tmp_path / "mp_rank_00").mkdir()
-    with pytest.raises(CheckpointError, match=r"has no manifest(.|\n)*mp_rank_00"):
+def test_a_folder_without_a_manifest_names_the_file_and_what_is_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: no such file; beside it: nothing"):
         manifests.load(tmp_path)
+    (tmp_path / "mp_rank_00").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no manifest(.|\n)*mp_rank_00") as raised:
+        manifests.load(tmp_path)
+    assert f"{tmp_path / manifests.NAME}: no such file" in str(raised.value)
+    assert "copy the folder whole" in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import safetensors_io as io
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.threads import in_threads
 from megatron.errors import CheckpointError
 
 DTYPES = [
@@ -99,3 +100,51 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path):
             file.truncate(200)
         with pytest.raises(CheckpointError, match="became shorter"):
             reader.tensor("a")
+
+
+def test_what_lies_in_memory_as_in_the_file_is_read_to_its_place_without_a_block(tmp_path):
+    tensor = torch.arange(24.0).reshape(6, 4)
+    io.write(tmp_path / "f", [("a", tensor)])
+    target = torch.zeros(6, 4)
+    with io.Reader(tmp_path / "f") as reader:
+        reader.read_into("a", Box((1, 0), (4, 4)), target[2:])
+        assert reader._held._bytes is None
+        assert torch.equal(target[2:], tensor[1:5])
+        assert not target[:2].any()
+        for strided in (torch.zeros(4, 6).T, torch.zeros(6, 4, dtype=torch.float64)):
+            reader.read_into("a", Box((0, 0), (6, 4)), strided)
+            assert torch.equal(strided.float(), tensor)
+        assert reader._held._bytes is not None
+
+
+def test_the_memory_of_a_block_is_made_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "_BLOCK_BYTES", 32)
+    tensor = torch.arange(24.0).reshape(6, 4)
+    io.write(tmp_path / "f", [("a", tensor)])
+    made, real = [], torch.empty
+    monkeypatch.setattr(io.torch, "empty", lambda *a, **k: (made.append(a), real(*a, **k))[1])
+    target = torch.zeros(4, 6).T
+    with io.Reader(tmp_path / "f") as reader:
+        for _ in range(3):
+            reader.read_into("a", Box((0, 0), (6, 4)), target)
+    assert torch.equal(target, tensor)
+    assert made == [(32,)]
+    made.clear()
+    io.write(tmp_path / "strided", [("a", target), ("b", target[:, :2])])
+    assert made == [(32,)]
+    with io.Reader(tmp_path / "strided") as reader:
+        assert torch.equal(reader.tensor("b"), tensor[:, :2])
+
+
+def test_several_threads_read_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "_BLOCK_BYTES", 40)
+    tensors = {f"t{i}": torch.full((9, 3), float(i)) for i in range(40)}
+    io.write(tmp_path / "f", list(tensors.items()))
+    targets = {name: torch.zeros(3, 9).T for name in tensors}  # through blocks
+    with io.Reader(tmp_path / "f") as reader:
+
+        def read(name):
+            reader.read_into(name, Box((0, 0), (9, 3)), targets[name])
+
+        in_threads(read, list(tensors), 4)
+    assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())

@@ -54,3 +54,12 @@ def test_a_source_base_closes_nothing_and_checks_nothing() -> None:
     with SourceBase() as source:
         source.verify(share=0, of=2)
     assert isinstance(MemorySource.of_gpt().directory, Path)
+
+
+def test_flags_beside_it_are_right_where_it_says_nothing() -> None:
+    source = MemorySource.of_gpt()
+    known = source.config["model"].pop("num_layers")
+    said = {"model": {"num_layers": known, "hidden_size": 1000}}
+    config = RunConfig.from_plain(completed_config(source, said))
+    assert config.model.num_layers == known
+    assert config.model.hidden_size == source.config["model"]["hidden_size"]

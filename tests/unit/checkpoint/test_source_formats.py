@@ -55,6 +55,10 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, ours: Path) -> None
     with pytest.raises(CheckpointError, match="has never held a checkpoint"):
         source_formats.locate(empty)
     (ours / "iter_0000010" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"iter_0000010/manifest\.json: no such file"):
+        source_formats.open_source(ours)
+    for path in (ours / "iter_0000010").iterdir():
+        path.unlink()
     with pytest.raises(CheckpointError, match="no checkpoint that this program reads") as caught:
         source_formats.open_source(ours)
     assert "sharded, megatron" in caught.value.fix

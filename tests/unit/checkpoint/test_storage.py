@@ -283,7 +283,7 @@ SHARD = "shard-00000-of-00001.safetensors"
         (lambda d: flip(d / "manifest.json", 500), "damaged or was edited"),
         (lambda d: os.truncate(d / SHARD, 900), "found 900 bytes"),
         (lambda d: (d / SHARD).unlink(), "no such file"),
-        (lambda d: (d / "manifest.json").unlink(), "no checkpoint that this program reads"),
+        (lambda d: (d / "manifest.json").unlink(), "manifest.json: no such file"),
         (lambda d: shutil.copytree(d, d.parent / "iter_0000200"), "of another iteration"),
     ],
 )
@@ -392,9 +392,11 @@ def test_ranks_and_people_are_told_everything_that_they_must_agree_on(tmp_path):
     assert storage._told(seen) == f"iteration 7, manifest {'ab' * 16}, version 1, tp=2 pp=1 dp=3"
 
 
-def previous(folder, iteration=None):
-    opened = storage.open_or_previous(folder, iteration, ctx=CTX)
-    return opened.manifest.iteration
+def previous(folder, iteration=None, **how):
+    def open_at(at):
+        return storage.open_checkpoint(folder, at, ctx=CTX, **how)
+
+    return storage.open_or_previous(folder, iteration, open_at, ctx=CTX).manifest.iteration
 
 
 def test_a_whole_checkpoint_is_taken_without_a_word(tmp_path, capsys):
@@ -469,5 +471,4 @@ def test_lengths_alone_decide_about_falling_back_when_asked(tmp_path):
     for iteration in (1, 2):
         save(tmp_path, iteration)
     flip(tmp_path / "iter_0000002" / SHARD, -1)
-    opened = storage.open_or_previous(tmp_path, ctx=CTX, verification=Verification.SIZE)
-    assert opened.manifest.iteration == 2
+    assert previous(tmp_path, verification=Verification.SIZE) == 2

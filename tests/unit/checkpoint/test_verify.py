@@ -58,6 +58,21 @@ def test_the_tensor_that_was_hit_is_named(checkpoint):
     assert damage.expected != damage.found
 
 
+def test_files_that_are_read_at_the_same_time_are_judged_alike(checkpoint):
+    directory, content = checkpoint
+    good = {name: (directory / name).read_bytes() for name in content.files}
+    for name, data in good.items():
+        (directory / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    one, several = (
+        verify.wrong_digests(directory, content, content.files, threads=threads)
+        for threads in (1, 3)
+    )
+    for name, data in good.items():
+        (directory / name).write_bytes(data)
+    assert several == one
+    assert [damage.file for damage in several] == list(content.files)
+
+
 @pytest.mark.parametrize("check", [verify.wrong_sizes, verify.wrong_digests])
 def test_missing_and_truncated_files_are_found_by_length(checkpoint, check):
     directory, content = checkpoint

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from megatron.arguments import parse_args
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
@@ -11,6 +14,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.runtime import LaunchConfig, LoggingConfig
 from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError, PreflightError
 
 
 def a_model(**changes: Any) -> ModelConfig:
@@ -65,3 +69,11 @@ _FLAGS = """
 """
 COMMAND = _FLAGS.split()
 """The flags that give `a_run()`."""
+
+
+def problems_of(*words: str, base: list[str] = COMMAND, **keywords: Any) -> list[ConfigError]:
+    """What is wrong with a command line, in the order of the report."""
+    with pytest.raises(PreflightError) as caught:
+        parse_args([*base, *words], **keywords)
+    assert all(finding.check == "command_line" for finding in caught.value.findings)
+    return [finding.error for finding in caught.value.findings]

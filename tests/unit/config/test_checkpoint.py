@@ -39,8 +39,8 @@ def test_fine_tuning_needs_weights() -> None:
         ),
         (
             {"save": "s", "checkpoint_format": "megatron", "async_save": True, "keep_last": 2},
-            "only checkpoints of our own format",
-            "--checkpoint-format megatron with --async-save, --keep-last",
+            "only checkpoints of our own format are written beside the training",
+            "--checkpoint-format megatron with --async-save",
         ),
         ({"async_save": True}, "but to no place", "--async-save without --save"),
         (

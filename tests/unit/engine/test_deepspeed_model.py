@@ -6,6 +6,7 @@ from torch import nn
 from megatron.checkpointing import model_build
 from megatron.engine.deepspeed_model import WholeModel, _zero_padding, weights_saved_by_reference
 from megatron.model.init import initialize_parameters
+from megatron.model.losses import LossSum
 from megatron.model.stage import Stage
 from pretrain_gpt import gpt_task
 from tests.support.tiny import MODELS, tiny_run
@@ -30,6 +31,10 @@ def test_names_values_and_losses_are_those_of_a_native_stage() -> None:
     expected = task.loss(stage(inputs), labels, build)
     assert torch.equal(total, expected.total)
     assert torch.equal(count, expected.count)
+    with model.measured_by(lambda carry, labels: LossSum(carry[0][0, 0, :2], labels[0][0, :2])):
+        scores, tokens = model(inputs, labels)
+    assert (scores.shape, tokens.tolist()) == ((2,), labels[0][0, :2].tolist())
+    assert torch.equal(model(inputs, labels)[0], total), "the loss is back"
 
 
 def test_a_tied_weight_is_used_without_calling_its_layer() -> None:

@@ -59,6 +59,19 @@ def test_each_of_several_losses_has_its_own_factor() -> None:
     assert sums[0].tolist() == [[4.0, 6.0], [4.0, 4.0]]
 
 
+def test_something_else_is_read_off_the_carry_for_a_while() -> None:
+    loss = loss_of()
+    carry = torch.tensor([1.0, 2.0])
+    with loss.replaced_by(lambda carry, labels: LossSum(carry[0], labels[0])) as found:
+        one_number = loss((carry,), (torch.zeros(2),))
+    assert one_number.shape == ()  # which is all that DeepSpeed takes for a loss
+    assert [each.tolist() for each in found] == [[[1.0, 2.0], [0.0, 0.0]]]
+    with loss.multiplied_by(torch.ones(1)) as sums:
+        loss((carry,), (torch.zeros(()),))
+    assert sums[0].tolist() == [3.0, 4.0]
+    assert len(found) == 1
+
+
 def test_gradients_are_lent_to_our_own_code_for_a_while() -> None:
     mine, theirs = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     own = torch.ones(1)

@@ -8,6 +8,8 @@ import torch
 
 from megatron.engine.base import StepPlan
 from megatron.errors import DataError
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry
 from tests.support.tiny import FP64
 from tests.unit.engine.engines import ONLY_ENDS, tiny_batches, tiny_engine
 
@@ -56,6 +58,24 @@ def test_it_takes_as_many_micro_batches_as_planned() -> None:
     engine.train_step(batches, PLAN)
     engine.evaluate(batches, 3)
     assert len(list(batches)) == 2
+
+
+def test_anything_can_be_read_off_the_last_carry() -> None:
+    engine, batches = tiny_engine(eod_mask_loss=True), tiny_batches(3)
+    before = weights(engine)
+
+    def by_row(carry: Carry, labels: Carry) -> LossSum:
+        """The largest logit of each row [b], and how many tokens are counted in it."""
+        return LossSum(carry[0].amax((0, 2)), labels[1].sum(-1))
+
+    found = engine.measure(iter(batches), 3, by_row)
+    assert [each.shape for each in found] == [(2, 1)] * 3
+    assert not any(each.requires_grad for each in found)
+    losses = engine.measure(iter(batches), 3, lambda c, l: engine.task.loss(c, l, engine._build))
+    evaluated = engine.evaluate(iter(batches), 3)
+    assert float(sum(each[0] for each in losses)) == pytest.approx(evaluated.total, rel=FP64)
+    assert sum(int(each[1]) for each in found) == evaluated.tokens
+    assert all(map(torch.equal, before, weights(engine)))
 
 
 def test_the_global_batch_size_only_scales_on_the_way() -> None:

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.engine.base import EvaluationSum, MicroBatch
-from megatron.engine.tally import Tally, check_counts, counts_ahead
+from megatron.engine.base import EvaluationSum, MicroBatch, StepPlan
+from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
 from megatron.errors import DataError
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.optimizer import OptimizerReport
 from pretrain_gpt import gpt_task
+from tests.support.models import tiny_build, tiny_config
 
 ALONE = ParallelContext.single()
 TWO = replace(gpt_task(), losses=("words", "order"))
@@ -41,6 +42,23 @@ def test_a_report_has_means_over_what_was_counted() -> None:
     sums = [torch.tensor([6.0, 3.0]), torch.tensor([2.0, 1.0])]
     report = Tally(sums, gpt_task(), ALONE).report(DONE)
     assert (report.loss, report.means, report.grad_norm, report.skipped) == (2.0, (), 2.0, False)
+
+
+def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
+    build, plan = tiny_build(), StepPlan(2, 4, 0.1, 0.0, 12)
+    config = tiny_config(
+        num_experts=3,
+        add_bias_linear=False,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.5,
+    )
+    for of_two_sequences in (2.0, 3.0, 2.5, 2.5):  # two layers in two micro-batches
+        build.router_loss.note(torch.tensor(of_two_sequences))
+    assert balance_of_experts(config, build, plan) == 10 / (4 * 2)
+    assert balance_of_experts(config, build, plan) == 0.0  # it was taken
+    assert balance_of_experts(tiny_config(), build, plan) is None
+    report = Tally([torch.tensor([6.0, 3.0])], gpt_task(), ALONE).report(DONE, balance=1.25)
+    assert report.load_balancing_loss == 1.25
 
 
 def test_several_losses_are_told_apart_and_added() -> None:

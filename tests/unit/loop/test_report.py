@@ -141,6 +141,19 @@ def test_under_a_curriculum_the_length_is_said_and_counted(
     assert [(e.step, e.value) for e in events.Scalars("curriculum_seqlen")] == [(3, 4), (4, 12)]
 
 
+def test_how_busy_experts_are_is_said_where_a_loss_looks_at_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with step_log(tensorboard_dir=str(tmp_path), log_interval=1) as log:
+        log.step(at(1), PLAN, StepReport(4.0, 1.0, load_balancing_loss=1.25))
+        assert "| grad norm: 1.000 | load_balancing_loss: 1.250000E+00 |" in capsys.readouterr().out
+        log.step(at(2), PLAN, StepReport(4.0, 1.0))
+        assert "load_balancing_loss" not in capsys.readouterr().out
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tag = "load-balancing-loss/load-balancing-loss"
+    assert [(e.step, e.value) for e in events.Scalars(tag)] == [(1, 1.25)]
+
+
 def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     step_log().evaluation("validation", EvaluationSum(20.0, 10), at(5))
     dashes, words, again, _ = capsys.readouterr().out.split("\n")

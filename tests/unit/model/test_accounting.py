@@ -47,6 +47,16 @@ CONFIGS = {
     ),
     "head norms with biases": tiny_config(qk_layernorm=True),
     "bloom": tiny_config(position_embedding_type=PositionEmbedding.ALIBI, embed_layernorm=True),
+    "mixtral": tiny_config(
+        position_embedding_type=PositionEmbedding.ROPE,
+        swiglu=True,
+        add_bias_linear=False,
+        num_experts=4,
+        moe_ffn_hidden_size=12,
+    ),
+    "plain experts": tiny_config(
+        add_bias_linear=False, num_experts=5, moe_router_topk=3, moe_aux_loss_coeff=0.0
+    ),
     "odd": tiny_config(
         kv_channels=6,
         add_bias_linear=False,
@@ -63,6 +73,15 @@ def test_parameters_are_counted_exactly(name: str) -> None:
     model = GPTModel(CONFIGS[name], tiny_build())
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert parameter_count(CONFIGS[name], TINY_VOCAB.padded, 12) == counted
+
+
+def test_of_experts_those_are_active_that_a_token_takes() -> None:
+    """Mixtral 8x7B has 46.7 billion parameters, of which a token meets 12.9 (2401.04088)."""
+    config = preset("mixtral-8x7b")
+    assert parameter_count(config, 32000, 4096) == 46_702_792_704
+    assert parameter_count(config, 32000, 4096, active=True) == 12_879_925_248
+    dense = dataclasses.replace(config, num_experts=1)
+    assert parameter_count(dense, 32000, 4096, active=True) == parameter_count(dense, 32000, 4096)
 
 
 def preset(name: str) -> ModelConfig:
@@ -94,8 +113,10 @@ def test_flops_are_those_that_torch_counts(name: str, recompute: bool) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens).total.backward()
     expected = flops_per_token(config, TINY_VOCAB.padded, 12, recompute=recompute) * tokens.numel()
-    # PyTorch stops recomputing a block once it has all it needs: not the last product, fc2.
+    # PyTorch stops recomputing a block once it has all it needs: not the last product, fc2. Of
+    # experts it needs that too, since what they make is multiplied by their shares.
     spared = 2 * config.ffn_width * config.hidden_size * config.num_layers * tokens.numel()
+    spared = 0 if config.has_experts else spared
     assert counter.get_total_flops() == expected - (spared if recompute else 0)
 
 

@@ -92,6 +92,12 @@ def test_xavier_bounds_come_from_the_whole_shape_without_padding() -> None:
     assert not drawn[300:].any()
 
 
+def test_of_a_stack_each_matrix_has_xavier_bounds_of_its_own() -> None:
+    bound = math.sqrt(6 / (300 + 100))
+    drawn = draw(Init("xavier_uniform"), (4, 300, 100), seed=1, name="a")
+    assert bound * 0.99 < drawn.abs().max().item() <= bound
+
+
 def test_biases_are_zero_and_gains_one() -> None:
     whole = values()
     assert not whole["layers.0.attention.qkv.bias"].any()

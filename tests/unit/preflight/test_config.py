@@ -98,6 +98,19 @@ def test_the_mlp_is_shared_out_evenly() -> None:
     )
 
 
+def test_each_expert_is_shared_out_evenly() -> None:
+    flags = {"num_experts": 4, "add_bias_linear": False, "tensor_model_parallel_size": 2}
+    check = rules.mlp_splits_over_tensor_parallel_ranks
+    only(
+        found(check, plan(world_size=2, moe_ffn_hidden_size=7, **flags)),
+        "--moe-ffn-hidden-size 7, --tensor-model-parallel-size 2",
+        "use --moe-ffn-hidden-size 6",
+    )
+    # The width of a dense MLP is nobody's then.
+    nothing = plan(world_size=2, ffn_hidden_size=7, moe_ffn_hidden_size=8, **flags)
+    assert list(check(nothing)) == []
+
+
 def test_a_split_sequence_is_shared_out_evenly() -> None:
     check = rules.sequence_splits_over_tensor_parallel_ranks
     uneven = {"world_size": 4, "tensor_model_parallel_size": 4, "seq_length": 18}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megatron.checkpoint.boxes import Box
 from megatron.config.model import ModelConfig
 
 
@@ -54,6 +55,26 @@ class Same:
 
 
 @dataclass(frozen=True)
+class SavedTwice:
+    """The whole of one tensor, which a model that is not tied has under a second key too."""
+
+    key: str
+    again: str
+    transposed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Both keys."""
+        return (self.key, self.again)
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """One strip, or the same of both keys."""
+        yield Strip(0, rows, keys[0], 0)
+        if not config.tied:
+            yield Strip(0, rows, keys[1], 0)
+
+
+@dataclass(frozen=True)
 class Stacked:
     """Several of theirs with equally many rows, one below the other: [gate; up]."""
 
@@ -65,6 +86,26 @@ class Stacked:
         each = rows // len(keys)
         for place, key in enumerate(keys):
             yield Strip(place * each, each, key, 0)
+
+
+@dataclass(frozen=True)
+class OfExperts:
+    """A stack of matrices, of which each is made of `Stacked` ones of its own.
+
+    `{expert}` in a key stands for the number of the matrix.
+    """
+
+    keys: tuple[str, ...]
+    transposed: bool = False
+
+    def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
+        """One strip for each key of each expert, of a stack as `flat` makes it."""
+        experts = config.num_experts or 1
+        each = rows // (experts * len(keys))
+        for expert in range(experts):
+            for place, key in enumerate(keys):
+                start = (expert * len(keys) + place) * each
+                yield Strip(start, each, key.replace("{expert}", str(expert)), 0)
 
 
 @dataclass(frozen=True)
@@ -100,10 +141,26 @@ class QkvBlocks:
             yield Strip(start, count, keys[0], block[which] + at)
 
 
+def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one of ours as rows: a stack of matrices is one below the other."""
+    return shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
+
+
+def box_of(shape: tuple[int, ...], strip: Strip) -> Box:
+    """Where the rows of a strip lie in one of ours, which has `shape`."""
+    columns = flat(shape)[1:]
+    zeros = (0,) * len(columns)
+    if len(shape) < 3:
+        return Box((strip.start, *zeros), (strip.rows, *columns))
+    matrix, row = divmod(strip.start, shape[1])
+    return Box((matrix, row, *zeros), (1, strip.rows, *columns))
+
+
 def their_shapes(
     shape: tuple[int, ...], strips: Iterable[Strip], *, transposed: bool
 ) -> dict[str, tuple[int, ...]]:
     """Whole shapes of the tensors that the strips of one of ours make up."""
+    shape = flat(shape)
     rows: dict[str, int] = {}
     for strip in strips:
         rows[strip.key] = max(rows.get(strip.key, 0), strip.at + strip.rows)

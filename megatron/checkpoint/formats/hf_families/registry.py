@@ -5,26 +5,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.formats.hf_families.bert import BERT
 from megatron.checkpoint.formats.hf_families.family import Family
 from megatron.checkpoint.formats.hf_families.gpt2 import GPT2
 from megatron.checkpoint.formats.hf_families.gpt_neox import GPT_NEOX
 from megatron.checkpoint.formats.hf_families.llama import LLAMA
+from megatron.checkpoint.formats.hf_families.megatron_bert import MEGATRON_BERT
 from megatron.checkpoint.formats.hf_families.mistral import MISTRAL
+from megatron.checkpoint.formats.hf_families.mixtral import MIXTRAL
 from megatron.checkpoint.formats.hf_families.qwen import QWEN2, QWEN3
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
 # In the order in which a model of ours looks for its family: the first that lacks nothing.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for family in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3)}
+    {
+        family.model_type: family
+        for family in (
+            *(GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL),
+            *(BERT, MEGATRON_BERT),
+        )
+    }
 )
 WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
     {
-        "mixtral": "mixture of experts",
         "qwen2_moe": "mixture of experts",
         "qwen3_moe": "mixture of experts",
-        "bert": "bidirectional encoder",
-        "megatron-bert": "bidirectional encoder",
         "roberta": "bidirectional encoder",
         "t5": "encoder and decoder",
     }
@@ -51,17 +58,26 @@ def family_called(model_type: object, *, path: Path | str) -> Family:
     )
 
 
-def family_for(config: ModelConfig, wanted: str | None = None) -> Family:
+def family_for(
+    config: ModelConfig, wanted: str | None = None, *, kind: str = model_kind.GPT
+) -> Family:
     """The family that can hold our model; `wanted` by its name, else the first that can.
+
+    Args:
+        kind: of model, one that `model_kind` knows.
 
     Raises:
         CheckpointError: what each of them lacks.
     """
     if wanted is not None:
         family = family_called(wanted, path="the family asked for")
+        if kind not in family.kinds:
+            model_kind.refuse_kind(
+                kind, family.kinds[0], where="the checkpoint", wants=f"the family {wanted}"
+            )
         candidates = [family]
     else:
-        candidates = list(FAMILIES.values())
+        candidates = [family for family in FAMILIES.values() if kind in family.kinds]
     lacking = {family.model_type: list(family.lacks(config)) for family in candidates}
     for family in candidates:
         if not lacking[family.model_type]:

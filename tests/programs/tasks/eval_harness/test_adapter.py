@@ -7,11 +7,12 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.data.chat_template import CHATML, PLAIN, ChatTemplate
 from megatron.engine.scoring import Row, RowScore
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary
-from tasks.loading import Grid, LoadedScorer, load_scorer
+from tasks.loading import LoadedScorer, load_scorer
 from tasks.zeroshot.windows import rolling_windows
 from tests.programs.tasks.models import SAME, tiny_gpt_checkpoint
 from tests.support.ranks import run_on_ranks
@@ -32,8 +33,8 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     ]
 
 
-def asked(folder: str, grid: Grid) -> dict[str, Any]:
-    adapter = MegatronLM(load_scorer(folder, grid=grid, micro_batch_size=2))
+def asked(folder: str, grid: dict[str, int]) -> dict[str, Any]:
+    adapter = MegatronLM(load_scorer(folder, given={**grid, "micro_batch_size": 2}))
     check_canary(adapter)
     found = {
         "pairs": adapter.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True),
@@ -42,10 +43,18 @@ def asked(folder: str, grid: Grid) -> dict[str, Any]:
         ),
         "truncated": adapter.truncated,
     }
-    if grid.pipeline_model_parallel_size == 1:
+    if "pipeline_model_parallel_size" not in grid:
         wishes = {"until": ["\n", "t"], "max_gen_toks": 8}
         found["written"] = adapter.generate_until(
-            requests("generate_until", [("the cat ", wishes), ("", {"max_gen_toks": 4})])
+            requests(
+                "generate_until",
+                [
+                    ("the cat ", wishes),
+                    ("", {"max_gen_toks": 4}),
+                    ("a dog", {"max_gen_toks": 6, "do_sample": True, "temperature": 0.9}),
+                    ("it was " * 9, wishes),
+                ],
+            )
         )
     else:
         with pytest.raises(ConfigError, match="a model in a pipeline scores, but does not write"):
@@ -56,13 +65,13 @@ def asked(folder: str, grid: Grid) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_grid_answers_alike(checkpoint: str) -> None:
-    (alone,) = run_on_ranks(1, asked, checkpoint, Grid())
+    (alone,) = run_on_ranks(1, asked, checkpoint, {})
     assert len(alone["pairs"]) == len(PAIRS)
     assert alone["truncated"] > 0
     assert alone["texts"][2] == 0.0
     assert "t" not in alone["written"][0]
-    for ranks, grid in ((2, Grid(2, 1)), (2, Grid(1, 2)), (2, Grid())):
-        for found in run_on_ranks(ranks, asked, checkpoint, grid):
+    for grid in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
+        for found in run_on_ranks(2, asked, checkpoint, grid):
             for (mine, greedy), (theirs, expected) in zip(found["pairs"], alone["pairs"]):
                 assert mine == pytest.approx(theirs, rel=SAME)
                 assert greedy == expected
@@ -85,6 +94,7 @@ class FakeScorer:
     """Says the same of every row, and less each time if asked to."""
 
     max_length: int | None = 32
+    micro_batch_size = 2
 
     def __init__(self, answers: list[float]) -> None:
         self._answers = answers
@@ -123,7 +133,43 @@ def test_a_harness_that_asks_otherwise_dies_at_the_canary() -> None:
 def test_requests_that_cannot_be_answered_are_said() -> None:
     with pytest.raises(DataError, match="a continuation is longer than the model"):
         adapter_of(-1.0).loglikelihood(requests("loglikelihood", [("a", "b" * 40)]))
-    with pytest.raises(DataError, match="asked for a continuation of nothing"):
+    with pytest.raises(DataError, match="a continuation has no token, or no token before it"):
         adapter_of(-1.0)._loglikelihood_tokens([(("a", ""), [1], [])])
     with pytest.raises(ConfigError, match="puts the end of a document before texts"):
         adapter_of(eod=None)
+
+
+TURNS = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "why"},
+    {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "and"},
+]
+
+
+def templated(template: ChatTemplate | None) -> MegatronLM:
+    scorer: Any = FakeScorer([])
+    tokenizer: Any = Letters()
+    loaded = LoadedScorer(scorer, None, tokenizer, 8, None)  # type: ignore[arg-type]
+    return MegatronLM(loaded, template)
+
+
+def test_messages_are_written_as_they_were_learned() -> None:
+    adapter = templated(CHATML)
+    assert adapter.apply_chat_template(TURNS[:2]) == (
+        "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    begun = adapter.apply_chat_template(TURNS[:3], add_generation_prompt=False)
+    assert begun.endswith("<|im_start|>assistant\nso")
+    assert adapter.chat_template(True) == "chatml"
+    assert adapter.tokenizer_name == "letters chatml"
+
+
+def test_messages_without_a_template_that_can_write_them_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no template was chosen") as said:
+        templated(None).apply_chat_template(TURNS)
+    assert said.value.fix == "add --apply-chat-template chatml"
+    assert templated(PLAIN).apply_chat_template(TURNS[:2]).endswith("### Assistant:\n")
+    with pytest.raises(ConfigError, match="ends answers with a token that is no text"):
+        templated(PLAIN).apply_chat_template(TURNS)

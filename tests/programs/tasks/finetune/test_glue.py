@@ -86,6 +86,23 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path: Path) -> None:
     assert "a line has another number of columns than the file's header" in said
     assert "5 columns, wanted 4" in said
     assert "there is no example" in wrong(tmp_path, "RTE", header)
-    said = wrong(tmp_path, "STS-B", "sentence1\tsentence2\tscore", "A.\tB.\tmuch")
-    assert "a grade is not a number" in said
-    assert "a line is not JSON" in wrong(tmp_path, "SNLI", "{", file="dev.jsonl")
+    for grade in ("much", "-1", "5.5", "nan"):
+        said = wrong(tmp_path, "STS-B", "sentence1\tsentence2\tscore", f"A.\tB.\t{grade}")
+        assert "a grade is not a number of its task" in said
+        assert f"'{grade}'; wanted 0 to 5" in said
+    for line in ("{", "[1]"):
+        assert "a line is not a JSON object" in wrong(tmp_path, "SNLI", line, file="dev.jsonl")
+    row = json.dumps({"sentence1": "A.", "sentence2": "B.", "gold_label": 0})
+    assert "'0'; wanted one of contradiction" in wrong(tmp_path, "SNLI", row, file="dev.jsonl")
+
+
+def test_training_needs_labels(tmp_path: Path) -> None:
+    files = write(tmp_path, "index\tsentence1\tsentence2\tgold_label", "0\tA.\tB.\tneutral")
+    with pytest.raises(DataError, match="a file lacks a column of its task") as said:
+        read_glue(TASKS["RTE"], files, needs_labels=True)
+    assert "wanted label; nearest: gold_label" in str(said.value)
+    row = {"sentence1": "A.", "sentence2": "B.", "gold_label": None}
+    files = write(tmp_path, json.dumps(row), name="train.jsonl")
+    assert read_glue(TASKS["SNLI"], files)[0].label is None
+    with pytest.raises(DataError, match="an example has no label, and training needs it"):
+        read_glue(TASKS["SNLI"], files, needs_labels=True)

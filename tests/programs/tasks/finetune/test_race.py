@@ -46,6 +46,14 @@ def test_lines_and_passages_without_answers_are_read_too(tmp_path: Path) -> None
     [
         ({"answers": ["E", "B"]}, "wanted A, B, C or D"),
         ({"options": [["a", "b", "c"], ["d", "e", "f", "g"]]}, "has not 4 answers"),
+        ({"options": [["a", "b", "c", "d"]]}, "one entry for each of 2 questions"),
+        ({"answers": ["A"]}, "one entry for each of 2 questions"),
+        ({"answers": "AB"}, "one entry for each of 2 questions"),
+        ({"questions": ["Who sat?", 3]}, "a field is not a list of texts"),
+        ({"questions": "Who sat?"}, "a field is not a list of texts"),
+        ({"article": 7}, "a field is not a text"),
+        ({"article": " "}, "an example has an empty text"),
+        ({"questions": [" ", "_"], "options": [[""] * 4, [""] * 4]}, "an example has an empty"),
     ],
 )
 def test_what_is_wrong_is_said(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -58,7 +66,15 @@ def test_files_that_are_not_of_race_are_refused(tmp_path: Path) -> None:
         read_race([str(write(tmp_path / "a.txt", {"article": "x"}))])
     broken = tmp_path / "b.txt"
     broken.write_text("{")
-    with pytest.raises(DataError, match="a file of RACE is not JSON"):
+    with pytest.raises(DataError, match="a line is not a JSON object"):
         read_race([str(broken)])
+    broken.write_text("[1]")
+    with pytest.raises(DataError, match="a line is not a JSON object"):
+        read_race([str(broken)])
+    unknown = {key: value for key, value in PASSAGE.items() if key != "answers"}
+    with pytest.raises(DataError, match="a passage of RACE lacks a part") as said:
+        read_race([str(write(tmp_path / "d.txt", unknown))], needs_labels=True)
+    assert "wanted answers" in str(said.value.found)
+    nothing: dict[str, Any] = {"questions": [], "options": [], "answers": []}
     with pytest.raises(DataError, match="there is no question"):
-        read_race([str(write(tmp_path / "c.txt", PASSAGE | {"questions": []}))])
+        read_race([str(write(tmp_path / "c.txt", PASSAGE | nothing))])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import load_model_for_inference
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.inference import load_model_for_inference
 from megatron.initialize import shutdown_megatron
 from tasks.main import main
 from tasks.zeroshot.detokenize import wikitext
@@ -96,6 +96,7 @@ def test_lambada_is_that_of_one_passage_at_a_time(
             "correct": expected["correct"],
             "total": 3,
             "truncated": 0,
+            "accuracy": expected["correct"] / 3,
         }
 
 
@@ -148,12 +149,17 @@ def test_wrong_inputs_are_said_exactly(checkpoint: Path, passages: Path, tmp_pat
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine words"}\n{"txt": "no text"}\n')
     said = said_of("--task", "LAMBADA", *common, bad)
-    assert "a line is not a JSON object with a text" in said
-    assert "bad.jsonl:2" in said
+    assert "a line lacks a field that the task reads" in said
+    assert "bad.jsonl:2: no 'text'; it has 'txt'" in said
     bad.write_text('{"text": 5}\n')
-    assert "a passage is not a text" in said_of("--task", "LAMBADA", *common, bad)
+    assert "a field is not a text" in said_of("--task", "LAMBADA", *common, bad)
+    bad.write_text("[1]\n")
+    assert "a line is not a JSON object" in said_of("--task", "LAMBADA", *common, bad)
     bad.write_text("\n")
-    assert "there is no passage to evaluate" in said_of("--task", "LAMBADA", *common, bad)
+    assert "there is nothing to evaluate" in said_of("--task", "LAMBADA", *common, bad)
+    missing = said_of("--task", "LAMBADA", *common, tmp_path / "lambda.jsonl")
+    assert "a file of the task's data does not exist" in missing
+    assert "bad.jsonl" in missing
     bad.write_text('{"text": "one"}\n')
     said = said_of("--task", "LAMBADA", "--strict-lambada", *common, bad)
     assert "a passage has no last word, or nothing before it" in said
@@ -163,8 +169,14 @@ def test_wrong_inputs_are_said_exactly(checkpoint: Path, passages: Path, tmp_pat
     )
     bad.write_text(" \n")
     assert "a text is empty" in said_of("--task", "PERPLEXITY", *common, bad)
-    assert "a size is not positive" in said_of(
+    assert "micro-batch-size 0" in said_of(
         "--task", "LAMBADA", *common, passages, "--micro-batch-size", 0
+    )
+    assert "a size is not positive" in said_of(
+        "--task", "PERPLEXITY", *common, passages, "--overlapping-eval", 0
+    )
+    assert "results cannot be written there" in said_of(
+        "--task", "LAMBADA", *common, passages, "--output", tmp_path / "none" / "out.json"
     )
 
 
@@ -173,5 +185,5 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, passages: Path
     run = tiny_bert_run(write_tiny_sentences(tmp_path), train_iters=1, save=str(save))
     run_on_ranks(1, train_bert_all, [run])
     said = said_of("--task", "LAMBADA", "--load", save, "--valid-data", passages)
-    assert "the checkpoint is of another model or optimizer than this run" in said
-    assert "this task takes a GPT" in said
+    assert "the checkpoint is of another kind of model than this program takes" in said
+    assert "bert" in said

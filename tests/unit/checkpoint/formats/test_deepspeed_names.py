@@ -34,6 +34,29 @@ def test_a_plain_models_names_are_ours_with_their_splits() -> None:
     ]
 
 
+def test_a_berts_heads_are_named_and_split_too() -> None:
+    found = known_parameters(
+        [
+            "module.language_model.embedding.tokentype_embeddings.weight",
+            "language_model.pooler.dense.bias",
+            "lm_head.bias",
+            "lm_head.dense.weight",
+            "lm_head.layernorm.weight",
+            "binary_head.bias",
+        ],
+        CONFIG,
+        vocab_rows=10,
+    )
+    assert [(p.name, p.partition, p.shape) for p in found.values()] == [
+        ("embedding.tokentype.weight", None, None),
+        ("pooler.dense.bias", None, None),
+        ("output_bias.bias", Partition("tp", 0), (10,)),
+        ("lm_head.dense.weight", None, None),
+        ("lm_head.norm.weight", None, None),
+        ("order_head.dense.bias", None, None),
+    ]
+
+
 @pytest.mark.parametrize("first", [2, 3])
 def test_block_0_of_a_pipeline_is_where_the_blocks_begin(first: int) -> None:
     names = [

@@ -111,6 +111,14 @@ def _halves_swapped(weight: Tensor) -> Tensor:
     return torch.cat(weight.chunk(2)[::-1])
 
 
+def _experts_turned_round(weight: Tensor) -> Tensor:
+    return weight.flip(0)
+
+
+def _halves_of_experts_swapped(weight: Tensor) -> Tensor:
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
 def _pairs_of_neighbours(weight: Tensor) -> Tensor:
     """The rows of every head as Meta's release has them, each pair side by side."""
     heads = weight.unflatten(0, (-1, 2, 4))  # of 8 channels
@@ -139,6 +147,11 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("qwen2", changed_weights("qkv.bias", torch.zeros_like)),
         ("qwen3", changed_config(qk_layernorm=False)),
         ("qwen3", changed_config(layernorm_epsilon=1e-1)),
+        ("mixtral", changed_config(moe_router_pre_softmax=True)),  # not scaled to a sum of 1
+        ("mixtral", changed_config(moe_router_topk=3)),
+        ("mixtral", changed_weights("experts.fc1.weight", _experts_turned_round)),
+        ("mixtral", changed_weights("experts.fc2.weight", _experts_turned_round)),
+        ("mixtral", changed_weights("experts.fc1.weight", _halves_of_experts_swapped)),
     ],
 )
 def test_what_is_read_wrongly_shows_in_the_logits(
@@ -180,6 +193,28 @@ def test_a_part_touches_no_more_than_its_rows(folders: Callable[[str], Path]) ->
         ("self_attn.q_proj.weight", Box((24, 0), (8, 32))),
         ("self_attn.k_proj.weight", Box((24, 0), (8, 32))),
         ("self_attn.v_proj.weight", Box((24, 0), (8, 32))),
+    ]
+
+
+def test_a_part_of_one_expert_touches_no_other(folders: Callable[[str], Path]) -> None:
+    with opened(folders("mixtral")) as source:
+        asked = []
+        real = source._weights.read_into
+
+        def read_into(key: str, box: Box, target: Tensor) -> None:
+            asked.append((key.rpartition(".experts.")[2], box))
+            real(key, box, target)
+
+        source._weights.read_into = read_into  # type: ignore[method-assign]
+        # Experts 1 and 2, of the gate the second half and of up the first: of tp ranks 1 and 0.
+        source.read("model/layers.0.mlp.experts.fc1.weight", Box((1, 28, 0), (2, 56, 32)))
+        source.read("model/layers.0.mlp.experts.fc2.weight", Box((3, 0, 28), (1, 32, 28)))
+    assert asked == [
+        ("1.w1.weight", Box((28, 0), (28, 32))),
+        ("1.w3.weight", Box((0, 0), (28, 32))),
+        ("2.w1.weight", Box((28, 0), (28, 32))),
+        ("2.w3.weight", Box((0, 0), (28, 32))),
+        ("3.w2.weight", Box((0, 28), (32, 28))),
     ]
 
 

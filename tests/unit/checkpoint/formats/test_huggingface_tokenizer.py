@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from megatron import log
 from megatron.checkpoint.formats.huggingface_tokenizer import described, plan
 from megatron.checkpoint.source import WriteOptions
 from megatron.errors import CheckpointError
@@ -169,3 +170,51 @@ def test_files_in_a_folder_are_told_apart(tmp_path: Path) -> None:
     assert again(folder).tokenize(TEXTS[0]) == build_tokenizer(
         tokenizer_type="GPT2BPETokenizer", **gpt2
     ).tokenize(TEXTS[0])
+
+
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "brown", "fox", "##es", ",")
+PAIR = ("The quick foxes,", "the BROWN fox")
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_a_word_piece_is_the_same_there_with_the_tokens_that_ours_adds(
+    kind: str, tmp_path: Path
+) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(WORDS) + "\n")
+    config = {"tokenizer_type": kind, "vocab_file": str(vocab), "vocab_extra_ids": 1}
+    ours = build_tokenizer(**config)
+    folder = written(config, tmp_path / "m")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "tokenizer.json", "tokenizer_config.json", "vocab.txt",
+    ]  # fmt: skip
+    lines = (folder / "vocab.txt").read_text().splitlines()
+    assert lines == [*WORDS, "[BOS]", "[EOS]", "<extra_id_0>"]
+    theirs, read = transformers.AutoTokenizer.from_pretrained(folder), again(folder)
+    assert type(theirs).__name__.startswith("BertTokenizer")
+    assert len(theirs) == ours.vocab_size == read.vocab_size == len(lines)
+    rows = theirs(*PAIR)
+    one, two = (ours.tokenize(text) for text in PAIR)
+    assert (one, two) == tuple(read.tokenize(text) for text in PAIR)
+    assert rows["input_ids"] == [ours.cls, *one, ours.sep, *two, ours.sep]
+    assert rows["token_type_ids"] == [0] * (len(one) + 2) + [1] * (len(two) + 1)
+    for role in ("cls", "sep", "mask", "pad", "unk"):
+        assert getattr(theirs, f"{role}_token_id") == getattr(ours, role), role
+    assert plan(config, NOTHING).special_ids == {"pad_token_id": 0}
+    # And from there again, as files of a folder.
+    onward = {"tokenizer_type": "HFTokenizer", "tokenizer_name_or_path": str(folder)}
+    copied = written(onward, tmp_path / "n")
+    assert sorted(path.name for path in copied.iterdir()) == sorted(
+        p.name for p in folder.iterdir()
+    )
+    assert plan(onward, NOTHING).special_ids == {"pad_token_id": 0}
+
+
+def test_a_vocabulary_alone_is_said_to_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    said: list[str] = []
+    monkeypatch.setattr(log, "warning", said.append)
+    assert described(tmp_path, 11)["tokenizer_type"] == "NullTokenizer"
+    assert "vocab.txt is not read: ours adds two tokens to a WordPiece" in said[0]

@@ -62,6 +62,19 @@ def test_models_that_ours_cannot_be_are_refused(args: dict[str, Any]) -> None:
     assert next(iter(args)) in str(caught.value.found)
 
 
+@pytest.mark.parametrize("one", [1, [1]])
+def test_one_expert_is_a_dense_model(one: object) -> None:
+    assert "num_experts" not in config_of_args({**SIZES, "num_experts": one})["model"]
+    with pytest.raises(CheckpointError, match="a kind of Megatron model"):
+        config_of_args({**SIZES, "num_experts": [1, 4]})
+
+
+def test_experts_are_not_written() -> None:
+    flags = {"num_experts": 4, "add_bias_linear": False}
+    with pytest.raises(CheckpointError, match="experts are not written in Megatron's format"):
+        args_of_config({"model": {**SIZES, **flags}})
+
+
 def test_lengths_tokenizers_and_numbers_of_the_training_cross_over() -> None:
     groups = config_of_args(
         {

@@ -20,6 +20,8 @@ SHAPES = {
     "gpt2": Shape(),
     "llama": Shape(gated=True, tied=False, bias=False, positions=None),
     "grouped": Shape(groups=2, tied=False),
+    "bert": Shape(bert=True),
+    "bert, untied": Shape(bert=True, tied=False),
     "bigscience": Shape(gated=True, args={"swiglu": False, "glu_activation": "geglu"}),
 }
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
@@ -33,7 +35,7 @@ def check(source: MegatronSource, model: Mapping[str, Tensor], prefix: str, rows
     for name in found:
         known = source.tensors[name]
         expected = model[megatron_name(name.removeprefix(prefix))]
-        if "embedding.word" in name or name.endswith("/output.weight"):
+        if "embedding.word" in name or name.endswith(("/output.weight", "/output_bias.bias")):
             expected = expected[:rows]
         assert known.global_shape == tuple(expected.shape), name
         assert torch.equal(source.read(name, whole(known.global_shape)), expected), name
@@ -65,6 +67,7 @@ def test_any_layout_of_version_3_is_read_with_its_optimizer(
             "consumed_valid_samples": 16,
         }
         assert source.config["model"]["num_layers"] == shape.layers
+        assert source.kind == ("bert" if shape.bert else "gpt")
 
 
 @pytest.mark.parametrize("version", [None, 0.0, 1.0, 2.0])
@@ -162,12 +165,12 @@ def test_another_version_and_another_model_are_refused(tmp_path: Path) -> None:
     _edit(
         directory,
         lambda content: content["model"]["language_model"].update(
-            pooler={"dense.weight": torch.zeros(2, 2)}
+            retriever={"dense.weight": torch.zeros(2, 2)}
         ),
     )
-    with pytest.raises(CheckpointError, match="not of a GPT as this program knows it") as error:
+    with pytest.raises(CheckpointError, match="not of a GPT or BERT as this program") as error:
         _open(directory)
-    assert "pooler.dense.weight" in str(error.value.found)
+    assert "retriever.dense.weight" in str(error.value.found)
     _edit(directory, lambda content: content.update(model={"language_model": {}}))
     with pytest.raises(CheckpointError, match="not of a GPT") as error:
         _open(directory)

@@ -7,7 +7,9 @@ from megatron.checkpoint.formats import megatron_names as names
 from megatron.checkpoint.formats.megatron_names import RowOrder
 from megatron.checkpoint.gpt_tensors import gpt_tensors
 from megatron.config.model import ModelConfig
+from megatron.model.bert_model import bert_layers
 from megatron.model.gpt_model import gpt_layers
+from megatron.model.stage import Stage
 from megatron.mpu.partition import partition_of
 from tests.support.models import tiny_build
 
@@ -17,6 +19,32 @@ MODELS = [
     {"position_embedding_type": "alibi", "embed_layernorm": True},
     {"position_embedding_type": "rope", "normalization": "RMSNorm", "qk_layernorm": True},
 ]
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_every_name_of_a_bert_goes_there_and_back_and_is_split_as_the_model_splits_it(
+    untied: bool,
+) -> None:
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        untie_embeddings_and_output_weights=untied,
+    )
+    stage = Stage(bert_layers(config, tiny_build()))
+    for ours, parameter in stage.named_parameters():
+        assert names.our_name(names.megatron_name(ours)) == ours
+        assert names.partition_of_name(ours, gated=False) == partition_of(parameter), ours
+    found = sorted((name for name, _ in stage.named_parameters()), key=names.module_order)
+    assert found[2] == "embedding.tokentype.weight"
+    after = found[found.index("final_norm.bias") + 1 :]
+    assert [name for name in after if name != "output.weight"] == [
+        "pooler.dense.weight", "pooler.dense.bias", "output_bias.bias",
+        "lm_head.dense.weight", "lm_head.dense.bias", "lm_head.norm.weight", "lm_head.norm.bias",
+        "order_head.dense.weight", "order_head.dense.bias",
+    ]  # fmt: skip
+    beside = [name for name in found if names.is_beside_language_model(names.megatron_name(name))]
+    assert found[-len(beside) :] == beside == after[-len(beside) :]
 
 
 def _shapes(flags: dict[str, object]) -> list[str]:
@@ -52,7 +80,10 @@ def test_every_name_of_a_gpt_goes_there_and_back(flags: dict[str, object]) -> No
         ("decoder.layers.0.self_attention.linear_proj.bias", "layers.2.attention.output.bias"),
         ("decoder.final_layernorm.weight", "final_norm.weight"),
         ("embedding.word_embeddings.norm.weight", "embedding.norm.weight"),
-        ("pooler.dense.weight", None),
+        ("lm_head.norm.bias", "lm_head.norm.bias"),
+        ("lm_head.layernorm.bias", "lm_head.norm.bias"),
+        ("binary_head.weight", "order_head.dense.weight"),
+        ("retriever.dense.weight", None),
         ("encoder.layers.0.inter_attention.query.weight", None),
     ],
 )

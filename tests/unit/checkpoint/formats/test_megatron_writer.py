@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import unpickle
+from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.formats.megatron_lm import MegatronSource
 from megatron.checkpoint.formats.megatron_writer import write_megatron
 from megatron.checkpoint.source import SourceOptions, WriteOptions
@@ -81,6 +82,43 @@ def test_rarer_models_go_there_and_back(tmp_path: Path, flags: dict[str, Any]) -
     source = MemorySource.of_gpt(optimizer=True, **WIDE, **flags)
     with _back(write_megatron(source, tmp_path, _options(2, 2))) as found:
         assert_same(found, source)
+
+
+@pytest.mark.parametrize(("tp", "pp", "chunks"), LAYOUTS)
+@pytest.mark.parametrize("heads", [BertHeads(), BertHeads(pooler=False, order=False)])
+@pytest.mark.parametrize("untied", [True, False])
+def test_a_bert_goes_there_and_back_with_its_heads(
+    tmp_path: Path, heads: BertHeads, untied: bool, tp: int, pp: int, chunks: int
+) -> None:
+    flags = {**WIDE, "untie_embeddings_and_output_weights": untied}
+    source = MemorySource.of_bert(heads, optimizer=True, **flags)
+    directory = write_megatron(source, tmp_path, _options(tp, pp, chunks))
+    with _back(directory) as found:
+        found.verify()
+        assert_same(found, source)
+        assert found.kind == "bert"
+
+
+def test_heads_of_a_bert_lie_where_megatron_has_them(tmp_path: Path) -> None:
+    source = MemorySource.of_bert(BertHeads(), optimizer=True, **WIDE)
+    directory = write_megatron(source, tmp_path, _options(2, 2))
+    first, last = (
+        unpickle.load(directory / f"mp_rank_01_00{stage}" / "model_optim_rng.pt")["model"]
+        for stage in (0, 1)
+    )
+    assert set(first) == {"language_model"}
+    assert set(first["language_model"]["embedding"]) == {
+        "word_embeddings", "position_embeddings", "tokentype_embeddings",
+    }  # fmt: skip
+    assert set(last) == {
+        "language_model", "lm_head", "binary_head", "word_embeddings_for_head",
+    }  # fmt: skip
+    assert set(last["language_model"]) == {"encoder", "pooler"}
+    assert list(last["lm_head"]) == [
+        "bias", "dense.weight", "dense.bias", "layernorm.weight", "layernorm.bias",
+    ]  # fmt: skip
+    assert last["lm_head"]["bias"].shape == (8,)  # 11 tokens, padded to 16, on two ranks
+    assert last["binary_head"]["weight"].shape == (2, 16)
 
 
 def test_files_hold_what_megatrons_loader_looks_at(tmp_path: Path) -> None:
@@ -177,7 +215,7 @@ def test_what_megatron_cannot_hold_is_refused(
 def test_models_other_than_gpt_are_not_written(tmp_path: Path) -> None:
     source = MemorySource.of_gpt(**WIDE)
     source.values["model/head.norm.weight"] = torch.zeros(16)
-    with pytest.raises(CheckpointError, match="only GPT models are written") as error:
+    with pytest.raises(CheckpointError, match="only GPT and BERT models are written") as error:
         write_megatron(source, tmp_path, _options())
     assert "head.norm.weight" in str(error.value.found)
 

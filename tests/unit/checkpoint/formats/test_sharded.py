@@ -52,7 +52,7 @@ def test_every_layout_loads_every_other_bit_for_bit(saved, there, here):
     directory, _, content = saved[there]
     for rank in range(math.prod(here)):
         target, expected = rank_at(*here, rank, seed=None), rank_at(*here, rank)
-        FORM.plan_read(directory, content, target.tensors, cast=False).fill()
+        FORM.plan_read(directory, content, target.tensors, cast=False).fill(1)
         assert differences(target, expected) == []
 
 
@@ -140,7 +140,7 @@ def test_another_dtype_is_converted_only_when_asked(saved):
     with pytest.raises(CheckpointError, match="another model or optimizer") as caught:
         FORM.plan_read(directory, content, [target], cast=False)
     assert "BF16 in the checkpoint and F32 in this run" in str(caught.value)
-    FORM.plan_read(directory, content, [target], cast=True).fill()
+    FORM.plan_read(directory, content, [target], cast=True).fill(1)
     expected = rank_at(1, 1, 0).memory["model/qkv.weight"]
     assert torch.equal(target.parts[0].view, expected.float())
 
@@ -160,7 +160,7 @@ def test_a_file_that_holds_something_else_than_the_manifest_says_is_refused(tmp_
     content = dataclasses.replace(content, tensors={"w": wrong})
     target = ShardedTensor.of("w", torch.zeros(4, dtype=torch.int32))
     with pytest.raises(CheckpointError, match="does not hold what the manifest says"):
-        FORM.plan_read(tmp_path, content, [target], cast=False).fill()
+        FORM.plan_read(tmp_path, content, [target], cast=False).fill(1)
 
 
 def test_a_rank_with_nothing_to_write_makes_no_shard(tmp_path):

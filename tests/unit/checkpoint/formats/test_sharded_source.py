@@ -46,6 +46,19 @@ def test_files_are_cut_by_size_and_one_tensor_is_read_at_a_time(tmp_path: Path) 
         assert torch.equal(part, source.values["model/embedding.word.weight"][2:5, 1:5])
 
 
+def test_of_a_stack_of_experts_one_is_read_at_a_time(tmp_path: Path) -> None:
+    flags = {"num_experts": 5, "ffn_hidden_size": 40, "add_bias_linear": False}
+    source = MemorySource.of_gpt(**flags)
+    directory = write_sharded(source, tmp_path)
+    assert source.largest_read == 40 * 8
+    content, _ = manifest.load(directory)
+    pieces = content.tensors["model/layers.1.mlp.experts.fc1.weight"].pieces
+    assert [piece.box for piece in pieces] == [Box((e, 0, 0), (1, 40, 8)) for e in range(5)]
+    with ShardedSource(directory) as found:
+        found.verify()
+        assert_same(found, source)
+
+
 def test_weights_alone_begin_at_iteration_0(tmp_path: Path) -> None:
     source = MemorySource.of_gpt(optimizer=True)
     options = WriteOptions(optimizer=False, iteration=0)

@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.deepspeed import DeepSpeedSource
 from megatron.checkpoint.formats.universal import FORMAT, UniversalSource, write_universal
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.checkpoint.source_formats import locate, open_source
 from megatron.errors import CheckpointError
+from tests.support.sources import MemorySource, assert_same
 from tests.unit.checkpoint.formats.deepspeed_toy import MODEL, PADDED, STEPS, write_folder
 
 SMALL = WriteOptions(make_vocab_size_divisible_by=PADDED)
@@ -57,6 +59,18 @@ def test_vocabularies_are_padded_as_a_run_on_one_rank_pads_them(made: Path) -> N
     assert opened(made).tensors["model/embedding.word.weight"].global_shape == (10, 4)
 
 
+def test_a_bert_is_written_with_its_heads_and_read_again(tmp_path: Path) -> None:
+    source = MemorySource.of_bert(BertHeads())
+    written = write_universal(source, tmp_path / "bert", SMALL)
+    bias = torch.load(written / "zero" / "output_bias.bias" / "fp32.pt")
+    assert bias["param"].shape == (PADDED,)  # of 11 tokens
+    assert bias["vocab_tensor"]
+    assert bias["cat_dim"] == 0
+    with opened(written) as found:
+        assert found.kind == "bert"
+        assert_same(found, source)
+
+
 def test_a_second_save_replaces_the_first_and_leaves_nothing_behind(made: Path) -> None:
     with opened(made) as source:
         again = write_universal(source, made.parent, WriteOptions(optimizer=False))
@@ -77,7 +91,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(made: Path) -> None:
 def test_other_models_than_gpts_are_not_written(made: Path, tmp_path: Path) -> None:
     source = opened(made)
     source._described["model/pooler.weight"] = source.tensors[NORM]  # type: ignore[index]
-    with pytest.raises(CheckpointError, match=r"of a GPT alone\n.*pooler.weight"):
+    with pytest.raises(CheckpointError, match=r"of a dense GPT or BERT alone\n.*pooler.weight"):
         write_universal(source, tmp_path / "more", SMALL)
     assert not (tmp_path / "more").exists()
 

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from megatron.checkpoint.bert_tensors import BertHeads
+from megatron.checkpoint.formats.hf_families.family import Sizes
 from megatron.checkpoint.formats.hf_families.registry import FAMILIES
-from megatron.checkpoint.gpt_tensors import gpt_tensors
 from megatron.config.model import Normalization, PositionEmbedding
 from tests.support.models import tiny_config
 
@@ -25,7 +26,30 @@ HELD = {
     "mistral": [LLAMA, {**LLAMA, "sliding_window": 4}],
     "qwen2": [{**LLAMA, "add_qkv_bias": True, "sliding_window": 4}],
     "qwen3": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6}],
+    "mixtral": [
+        {**LLAMA, "num_experts": 3},
+        {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
+    ],
+    "bert": [
+        {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
+        {"apply_residual_connection_post_layernorm": True},
+    ],
+    "megatron-bert": [{"onnx_safe": True}, {}],
 }
+
+
+def heads_for(name: str) -> BertHeads | None:
+    return BertHeads() if "bert" in name else None
+
+
+def test_experts_are_held_by_families_that_have_them() -> None:
+    dense, several = tiny_config(**LLAMA), tiny_config(**LLAMA, num_experts=4)
+    assert list(FAMILIES["llama"].lacks(several)) == [
+        "--num-experts 4 (llama has one MLP in a layer)"
+    ]
+    assert list(FAMILIES["mixtral"].lacks(dense)) == ["--num-experts None (mixtral has experts)"]
+    # One expert is a dense model.
+    assert list(FAMILIES["llama"].lacks(tiny_config(**LLAMA, num_experts=1))) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -35,12 +59,12 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
         config = tiny_config(**changes)
         assert list(family.lacks(config)) == []
         keys: list[str] = []
-        for ours in gpt_tensors(config, vocab_rows=50, positions=12):
-            keys += family.rule(ours)[1]
+        for ours in family.tensors_of(config, Sizes(50, 12, heads_for(name))):
+            keys += family.rule(ours, config)[1]
         assert len(keys) == len(set(keys))
         layers = [key for key in keys if ".1." in key]
         assert len(layers) == len([key for key in keys if ".0." in key]) > 5
-        assert all(key.startswith(family.prefix) or key in family.head for key in keys)
+        assert all(key.startswith(family.prefix) or family.is_above(key) for key in keys)
         assert not any(family.is_buffer(key) for key in keys)
 
 
@@ -50,7 +74,14 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     for change, told in (
         ({"embed_layernorm": True}, "--embed-layernorm True"),
         ({"position_embedding_type": PositionEmbedding.ALIBI}, "--position-embedding-type alibi"),
-        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection"),
+        (
+            {
+                "apply_residual_connection_post_layernorm": (
+                    not config.apply_residual_connection_post_layernorm
+                )
+            },
+            "--apply-residual-connection",
+        ),
     ):
         lacking = list(family.lacks(dataclasses.replace(config, **change)))
         assert any(text.startswith(told) for text in lacking)

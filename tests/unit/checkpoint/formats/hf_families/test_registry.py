@@ -10,6 +10,7 @@ from megatron.checkpoint.formats.hf_families.registry import (
     family_called,
     family_for,
 )
+from megatron.checkpoint.model_kind import BERT, CLASSIFIER
 from megatron.config.model import Normalization, PositionEmbedding
 from megatron.errors import CheckpointError
 from tests.support.models import tiny_config
@@ -48,6 +49,7 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ({**LLAMA, "sliding_window": 4}, "mistral"),
         (HELD["qwen2"][0], "qwen2"),
         (HELD["qwen3"][0], "qwen3"),
+        (HELD["mixtral"][0], "mixtral"),
     ],
 )
 def test_a_model_finds_its_family(changes: dict[str, Any], name: str) -> None:
@@ -61,6 +63,19 @@ def test_a_family_can_be_asked_for() -> None:
     assert "--normalization RMSNorm (gpt2 has LayerNorm)" in str(caught.value)
     with pytest.raises(CheckpointError, match="is not known here"):
         family_for(tiny_config(), "gpt3")
+
+
+def test_a_bert_finds_its_family_by_its_kind_and_where_its_norms_stand() -> None:
+    after = tiny_config(apply_residual_connection_post_layernorm=True)
+    for kind in (BERT, CLASSIFIER):
+        assert family_for(after, kind=kind).model_type == "bert"
+        assert family_for(tiny_config(), kind=kind).model_type == "megatron-bert"
+    assert family_for(after, "bert", kind=BERT).model_type == "bert"
+    with pytest.raises(CheckpointError, match="than the family gpt2 takes") as caught:
+        family_for(tiny_config(), "gpt2", kind=BERT)
+    assert "holds a BERT (kind bert), and the family gpt2 takes a GPT" in str(caught.value)
+    with pytest.raises(CheckpointError, match="than the family bert takes"):
+        family_for(tiny_config(), "bert")
 
 
 def test_a_model_of_no_family_is_refused_by_what_comes_closest() -> None:

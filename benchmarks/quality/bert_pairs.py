@@ -1,0 +1,256 @@
+"""A BERT pretrained for minutes on books, then fine-tuned: does it beat chance, and by how much?
+
+`python benchmarks/quality/bert_pairs.py --books BOOK.txt ... --snli DEV.jsonl --out FOLDER`: every
+step is a command of this project, and one that was stopped goes on with the same words. Beside the
+pretrained model stand the same fine-tuning of initial values, a bag of words, and the largest
+class. Nothing is chosen by the part that is judged by; the best epoch is chosen by another one.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.machine import machine
+from benchmarks.quality.judging import Judgement, bag_of_words, judge, judgement_lines
+from benchmarks.quality.material import (
+    image_of,
+    polarity_parts,
+    snli_parts,
+    write_documents,
+    write_lines,
+    write_sst2,
+)
+from benchmarks.quality.steps import Steps, module, on_ranks
+from megatron.program import run
+
+PRETRAINED, INITIAL, WORDS = "pretrained", "initial values", "bag of words"
+_NOTHING = 1e-30  # a learning rate that changes no weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretraining:
+    """A BERT, and how it is pretrained."""
+
+    vocab_size: int = 8192
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq_length: int = 128
+    mask_prob: float = 0.3  # twice the usual, so that little text is guessed at more often
+    iterations: int = 3000
+    batch: int = 16
+    lr: float = 2e-3
+    split: str = "96,2,2"
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """How one task is fine-tuned, and with which seeds."""
+
+    task: str
+    epochs: int
+    lr: float
+    seq_length: int
+    batch: int = 16
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+
+class Sides(NamedTuple):
+    """The files of one task, as `tasks.main` reads them."""
+
+    train: Path
+    valid: Path
+    test: Path
+
+
+# Usual for models this small, chosen before anything was fine-tuned, and not tuned.
+SNLI = FineTuning(task="SNLI", epochs=10, lr=5e-4, seq_length=64)
+REVIEWS = FineTuning(task="SST-2", epochs=3, lr=5e-4, seq_length=64, seeds=(1,))
+
+
+def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) -> None:
+    """Documents (JSON lines) to a WordPiece, to sentences, to a BERT; and one that saw nothing."""
+    vocab, prefix = steps.folder / "wordpiece" / "vocab.txt", steps.folder / "books"
+    steps.run(
+        "a WordPiece vocabulary",
+        module(
+            "tools.train_tokenizer",
+            *("--type", "wordpiece", "--input", documents, "--output", vocab.parent),
+            *("--vocab-size", recipe.vocab_size),
+        ),
+    )
+    steps.run(
+        "sentences as tokens",
+        module(
+            "tools.preprocess_data",
+            *("--input", documents, "--output-prefix", prefix, "--split-sentences"),
+            *("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", vocab),
+        ),
+    )
+    for name, iterations, lr in (
+        (INITIAL, 1, _NOTHING),
+        (PRETRAINED, recipe.iterations, recipe.lr),
+    ):
+        save = folder_of(steps, name)
+        steps.run(
+            f"a BERT: {name}",
+            on_ranks(
+                ranks,
+                "pretrain_bert.py",
+                *_model_flags(recipe),
+                *("--seq-length", recipe.seq_length, "--vocab-file", vocab, "--bf16"),
+                *("--mask-prob", recipe.mask_prob),
+                *("--data-path", f"{prefix}_text_sentence", "--split", recipe.split),
+                *("--micro-batch-size", recipe.batch // ranks),
+                *("--global-batch-size", recipe.batch, "--train-iters", iterations),
+                *("--lr", lr, "--min-lr", 0, "--lr-decay-style", "linear"),
+                *("--lr-warmup-fraction", 0.05 if iterations > 1 else 0),
+                *("--weight-decay", 0.01, "--num-workers", 0, "--seed", recipe.seed),
+                *("--eval-iters", 8, "--eval-interval", max(1, iterations // 5)),
+                *("--log-interval", max(1, iterations // 60), "--save", save, "--load", save),
+                *("--save-interval", max(1, iterations // 5), "--keep-last", 1),
+            ),
+        )
+
+
+def finetune(
+    steps: Steps, start: str, sides: Sides, recipe: FineTuning, model: Pretraining
+) -> list[Path]:
+    """Fine-tune one of the two BERTs on one rank: the predictions of each seed.
+
+    The best epoch is chosen by `sides.valid`; its model then answers `sides.test`, once.
+    """
+    predictions = []
+    for seed in recipe.seeds:
+        name = f"{recipe.task} from {start}, seed {seed}"
+        save = steps.folder / name.replace(", ", "-").replace(" ", "-")
+        flags = [
+            *("--task", recipe.task, "--vocab-file", steps.folder / "wordpiece" / "vocab.txt"),
+            *_model_flags(model),
+            *("--seq-length", recipe.seq_length, "--micro-batch-size", recipe.batch),
+            *("--num-workers", 0, "--seed", seed),
+            *("--lr", recipe.lr, "--min-lr", 0, "--lr-decay-style", "linear"),
+            *("--lr-warmup-fraction", 0.1, "--weight-decay", 0.01),
+        ]
+        learning = ("--epochs", recipe.epochs, "--train-data", sides.train, "--valid-data")
+        begins = ("--pretrained-checkpoint", folder_of(steps, start), "--save", save)
+        steps.run(name, module("tasks.main", *flags, *learning, sides.valid, *begins))
+        target = save.with_suffix(".tsv")
+        judging = ("--epochs", 0, "--load", save, "--valid-data", sides.test)
+        command = module("tasks.main", *flags, *judging, "--predictions", target)
+        steps.run(f"{name}: answers", command)
+        predictions.append(target)
+    return predictions
+
+
+def answers_of(
+    steps: Steps, sides: Sides, recipe: FineTuning, model: Pretraining
+) -> dict[str, list[list[str]]]:
+    """What both answer after fine-tuning, by seed."""
+    return {
+        start: [predicted(path) for path in finetune(steps, start, sides, recipe, model)]
+        for start in (PRETRAINED, INITIAL)
+    }
+
+
+def predicted(path: Path) -> list[str]:
+    """What a file of `--predictions` decides, in the order of the examples."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [row["prediction"] for row in rows]
+
+
+def folder_of(steps: Steps, start: str) -> Path:
+    """The checkpoints of one of the two models to begin with."""
+    return steps.folder / start.replace(" ", "-")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do every step that is not done yet, then print what came out."""
+    flags = _parser().parse_args(argv)
+    steps, model = Steps(flags.out), Pretraining(iterations=flags.iterations)
+    documents = flags.out / "books.jsonl"
+    count = write_documents(flags.books, documents)
+    print(f"{count} documents of {len(flags.books)} books")
+    pretrain(steps, documents, model, ranks=flags.ranks)
+    judged = {"SNLI": _snli(steps, flags.snli, model)}
+    if flags.reviews is not None:
+        judged["SST-2"] = _reviews(steps, flags.reviews, model)
+    lines = [line for name, found in judged.items() for line in judgement_lines(name, found)]
+    print("\n".join(["", *lines]))
+    if flags.json is not None:
+        report = {
+            "quality": "bert_pairs",
+            "machine": machine(),
+            "pretraining": asdict(model),
+            "fine_tuning": {"SNLI": asdict(SNLI), "SST-2": asdict(REVIEWS)},
+            "ranks": flags.ranks,
+            "steps": steps.seconds(),
+            "judged": {name: found._asdict() for name, found in judged.items()},
+        }
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _snli(steps: Steps, source: Path, model: Pretraining) -> Judgement:
+    parts = snli_parts(source)
+    sides = Sides(*(steps.folder / f"snli-{name}.jsonl" for name in parts._fields))
+    for path, rows in zip(sides, parts):
+        write_lines(path, rows)
+    answers = answers_of(steps, sides, SNLI, model)
+    known = [*parts.train, *parts.valid]
+    hypotheses, labels = ([str(row[key]) for row in known] for key in ("sentence2", "gold_label"))
+    unseen = [str(row["sentence2"]) for row in parts.test]
+    answers[f"{WORDS} of the hypothesis"] = [bag_of_words(hypotheses, labels, unseen)]
+    images = [image_of(row) for row in parts.test]
+    return judge([str(row["gold_label"]) for row in parts.test], answers, images)
+
+
+def _reviews(steps: Steps, sources: Sequence[Path], model: Pretraining) -> Judgement:
+    parts = polarity_parts(*sources)
+    sides = Sides(*(steps.folder / f"reviews-{name}.tsv" for name in parts._fields))
+    for path, rows in zip(sides, parts):
+        write_sst2(path, rows)
+    answers = answers_of(steps, sides, REVIEWS, model)
+    texts, labels = zip(*parts.train, *parts.valid)
+    unseen, true = zip(*parts.test)
+    answers[WORDS] = [bag_of_words(texts, labels, unseen)]
+    return judge(true, answers, unseen)
+
+
+def _model_flags(model: Pretraining) -> list[Any]:
+    return [
+        *("--num-layers", model.layers, "--hidden-size", model.hidden),
+        *("--num-attention-heads", model.heads, "--position-embedding-type", "rope"),
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bert_pairs", description=__doc__)
+    add = parser.add_argument
+    add("--books", type=Path, nargs="+", required=True, metavar="FILE", help="to pretrain on")
+    add("--snli", type=Path, required=True, metavar="FILE", help="a part of SNLI, as JSON lines")
+    add(
+        "--reviews",
+        type=Path,
+        nargs=2,
+        metavar=("FAVOURABLE", "UNFAVOURABLE"),
+        help="sentences of reviews, one a line (the sentence polarity data of Pang and Lee 2005)",
+    )
+    add("--out", type=Path, required=True, metavar="FOLDER", help="where everything goes")
+    add("--iterations", type=int, default=Pretraining.iterations, help="[%(default)s]")
+    add("--ranks", type=int, default=2, help="processes that pretrain, of one thread each [2]")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser
+
+
+if __name__ == "__main__":
+    run(main)

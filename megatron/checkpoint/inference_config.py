@@ -1,0 +1,214 @@
+"""The run that a checkpoint is used as: its own flags, and what a command line says beside them.
+
+Arithmetic on flags alone. What speaks of the weights has to agree with the checkpoint; precision,
+layout, tokenizer, window and device may be others; what only training listens to is named as
+without effect. Where a checkpoint of another tool says nothing, flags speak for it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import TokenizerConfig
+from megatron.config.engine import EngineConfig
+from megatron.config.fields import field_names, flag_name, to_plain
+from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.runtime import LaunchConfig
+from megatron.errors import CheckpointError, ConfigError
+
+Values = Mapping[str, Any]  # flags that were given, by the names of their fields
+
+# Fields of the model that say how it is trained or begun, not what its weights mean.
+OF_TRAINING = frozenset(
+    {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
+)
+PRECISIONS = ("fp16", "bf16", "fp64")
+_OF_UPDATES = frozenset(
+    {"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "ddp_bucket_size"}
+)
+_TOKENIZER = (
+    *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
+    *("vocab_size", "vocab_extra_ids"),
+)
+# bigscience's scripts of evaluation write -1 for these, and mean the checkpoint's.
+_UNSAID = frozenset(
+    {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"}
+)
+
+
+class Inference(NamedTuple):
+    """What a checkpoint is used as."""
+
+    config: RunConfig
+    window: int | None  # --seq-length, which says nothing about the weights; None: not given
+    notes: tuple[str, ...]  # to be said once
+
+
+def spoken_for(given: Values) -> dict[str, dict[str, Any]]:
+    """Groups of a config, for what a checkpoint of another tool does not say about its model."""
+    said = {name: value for name, value in given.items() if not _is_unsaid(name, value)}
+    groups = {
+        "model": field_names(ModelConfig),
+        "data": ("seq_length",),
+        "tokenizer": field_names(TokenizerConfig),
+        "precision": field_names(PrecisionConfig),
+    }
+    return {
+        group: {name: said[name] for name in names if name in said}
+        for group, names in groups.items()
+    }
+
+
+def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inference:
+    """`stored` as flags want it used.
+
+    Args:
+        stored: the whole config of a checkpoint.
+        given: flags beside it.
+        load: the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: flags speak of another model than the checkpoint holds.
+        ConfigError: flags contradict each other.
+    """
+    unsaid = [name for name, value in given.items() if _is_unsaid(name, value)]
+    given = {name: value for name, value in given.items() if name not in unsaid}
+    model = _model(stored, given, load)
+    window = given.get("seq_length")
+    _check_window(model, stored, window)
+    notes = [*_note("taken from the checkpoint", {name: -1 for name in unsaid})]
+    precision = _precision(stored.precision, given)
+    if precision.precision is not stored.precision.precision:
+        notes.append(
+            f"computing in {precision.precision}; the checkpoint is of {stored.precision.precision}"
+        )
+    silent = {name: value for name, value in given.items() if name not in OF_USE}
+    notes += _note("without effect, as nothing is trained", silent)
+    launch = replace(stored.launch, distributed_backend=None)
+    logging = ("log_level", "log_level_replica")
+    config = replace(
+        stored,
+        model=model,
+        precision=precision,
+        tokenizer=_tokenizer(stored.tokenizer, given),
+        parallel=ParallelConfig(**_of(given, set(field_names(ParallelConfig)) - _OF_UPDATES)),
+        checkpoint=CheckpointConfig(load=load, **_of(given, {"checkpoint_verify"})),
+        training=replace(stored.training, **_of(given, {"micro_batch_size", "num_threads"})),
+        launch=replace(launch, **_of(given, set(field_names(LaunchConfig)))),
+        logging=replace(stored.logging, **_of(given, set(logging))),
+        engine=EngineConfig(),
+    )
+    return Inference(config, window, tuple(notes))
+
+
+# What is listened to; whatever else is given has no effect.
+OF_USE = frozenset(
+    {
+        *(set(field_names(ModelConfig)) - OF_TRAINING),
+        *(set(field_names(ParallelConfig)) - _OF_UPDATES),
+        *field_names(TokenizerConfig),
+        *field_names(LaunchConfig),
+        *PRECISIONS,
+        *("fp32_residual_connection", "seq_length", "micro_batch_size", "num_threads"),
+        *("load", "load_iteration", "checkpoint_verify", "log_level", "log_level_replica"),
+    }
+)
+
+
+def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
+    """The model of the checkpoint, which nothing may contradict; where it has no table, its end."""
+    said = _of(given, set(field_names(ModelConfig)) - OF_TRAINING)
+    longest = said.pop("max_position_embeddings", None)
+    differing = list(_differing(stored.model, said))
+    model = stored.model
+    if longest is not None:
+        if model.position_embedding_type is not PositionEmbedding.LEARNED:
+            model = replace(model, max_position_embeddings=longest)
+        elif longest != _rows_of_table(stored):
+            differing.append(
+                f"--max-position-embeddings {longest} given, {_rows_of_table(stored)} stored"
+            )
+    if differing:
+        raise CheckpointError(
+            "flags and checkpoint describe different models",
+            found=f"{'; '.join(differing)}; in {load}",
+            fix="leave out the flags of the model, which the checkpoint knows, or load another one",
+        )
+    return model
+
+
+def _differing(stored: ModelConfig, said: Values) -> Iterator[str]:
+    theirs = to_plain(stored)
+    try:
+        asked = replace(stored, **said)
+    except ConfigError:  # in such a checkpoint they make no model: compared as they are spelled
+        names = [name for name in said if said[name] != getattr(stored, name)]
+    else:
+        names = asked.fields_that_differ(stored)
+    for name in names:
+        value = said.get(name, theirs[name])
+        yield f"{spelled(name, value)} given, {theirs[name]} stored"
+
+
+def _rows_of_table(stored: RunConfig) -> int:
+    return stored.model.max_position_embeddings or stored.data.seq_length
+
+
+def _check_window(model: ModelConfig, stored: RunConfig, window: int | None) -> None:
+    longest = model.max_position_embeddings
+    if model.position_embedding_type is PositionEmbedding.LEARNED:
+        longest = _rows_of_table(stored)
+    if window is None or (window > 0 and (longest is None or window <= longest)):
+        return
+    raise ConfigError(
+        "the model cannot read rows of that length",
+        found=f"--seq-length {window}, a model of {longest} positions",
+        fix=f"use a whole number from 1 to {longest}" if longest else "use a whole number above 0",
+    )
+
+
+def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
+    """What flags say; the precision of the training where they say nothing."""
+    wide = _of(given, {"fp32_residual_connection"})
+    if not any(name in given for name in PRECISIONS):
+        return replace(stored, **wide)
+    chosen = {name: given.get(name, False) for name in PRECISIONS}
+    if chosen["fp16"] or chosen["bf16"]:
+        wide = {"fp32_residual_connection": stored.fp32_residual_connection} | wide
+    return PrecisionConfig(**chosen, **wide)
+
+
+def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
+    """The checkpoint's, with the files that are given; a type with files stands for itself."""
+    said = _of(given, set(field_names(TokenizerConfig)))
+    kind, named = said.get("tokenizer_type"), [n for n in said if n in _TOKENIZER[1:]]
+    if kind is None or (kind == stored.tokenizer_type and not named):
+        return replace(stored, **said)
+    forgotten = {name: None for name in _TOKENIZER[1:-1]}
+    return replace(stored, **({**forgotten, "vocab_extra_ids": 0} | said))
+
+
+def _of(given: Values, names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _is_unsaid(name: str, value: Any) -> bool:
+    return name in _UNSAID and value == -1
+
+
+def _note(what: str, values: Values) -> Iterator[str]:
+    if values:
+        yield f"{what}: {', '.join(spelled(name, value) for name, value in values.items())}"
+
+
+def spelled(name: str, value: Any) -> str:
+    """A field and its value as one would type them."""
+    if isinstance(value, bool):
+        return flag_name(name) if value else "--no-" + flag_name(name)[2:]
+    if isinstance(value, tuple):
+        return " ".join([flag_name(name), *map(str, value)])
+    return f"{flag_name(name)} {value}"

@@ -1,0 +1,100 @@
+"""Which kind of model a checkpoint is of, and which heads it has above what is common to its kind.
+
+Ours record the kind: the name of the `PretrainTask` that was trained. Of other formats, and of
+checkpoints from before it was recorded, names of parameters tell. A reader would expect heads to be
+part of the kind: they are not, since one BERT serves with and without them. No torch here.
+"""
+
+from collections.abc import Iterable
+
+from megatron.errors import CheckpointError
+
+GPT, BERT, CLASSIFIER = "gpt", "bert", "classifier"
+
+_CALLED = {
+    GPT: "a GPT (kind gpt)",
+    BERT: "a BERT (kind bert)",
+    CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
+}
+_PREFIX = "model/"
+# What tells a BERT by the names of its parameters, and what of it stands above its encoder.
+_SEGMENTS = "embedding.tokentype."
+_POOLER, _ORDER = "pooler", "order_head"
+_WORDS = ("lm_head", "output_bias")
+_CLASSES = "classification_head"
+HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
+
+
+def told_by(names: Iterable[str]) -> str:
+    """The kind of model that parameters of these names make, with or without `model/` before."""
+    found = {name.removeprefix(_PREFIX) for name in names}
+    heads = heads_of(found)
+    if _CLASSES in heads:
+        return CLASSIFIER
+    return BERT if heads or any(name.startswith(_SEGMENTS) for name in found) else GPT
+
+
+def heads_of(names: Iterable[str]) -> frozenset[str]:
+    """The modules among `HEADS` that parameters of these global names are of."""
+    modules = {name.removeprefix(_PREFIX).partition(".")[0] for name in names}
+    return frozenset(modules.intersection(HEADS))
+
+
+def known(kind: str, names: Iterable[str]) -> str:
+    """`kind`, or what the names of its parameters tell where a user's program made it up."""
+    return kind if kind in _CALLED else told_by(names)
+
+
+def differ(saved: str, wanted: str) -> bool:
+    """Whether two kinds are known to be different models.
+
+    A user's program may call its kind anything: names and shapes are what it is compared by.
+    """
+    return saved != wanted and {saved, wanted} <= _CALLED.keys()
+
+
+def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
+    """CheckpointError when a model of another kind is wanted than `where` holds.
+
+    Args:
+        wants: what it is that wants the other kind.
+    """
+    if differ(saved, wanted):
+        raise CheckpointError(
+            f"the checkpoint is of another kind of model than {wants} takes",
+            found=f"{where} holds {_CALLED[saved]}, and {wants} takes {_CALLED[wanted]}",
+            fix=f"give a checkpoint of {_CALLED[wanted]}, or use a program for {_CALLED[saved]}",
+        )
+
+
+def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) -> None:
+    """CheckpointError when `saved` and `wanted` (global names) have different heads.
+
+    The message has the flags with which the one can be loaded into the other.
+    """
+    there, here = heads_of(saved), heads_of(wanted)
+    lacking = [head for head in HEADS if head in here - there]
+    spare = [head for head in HEADS if head in there - here]
+    if not lacking and not spare:
+        return
+    found = []
+    if lacking:
+        found.append(f"it has no {', '.join(lacking)}, which the run has")
+    if spare:
+        found.append(f"it has {', '.join(spare)}, which the run has not")
+    fixes = []
+    if _ORDER in lacking and _POOLER not in there:
+        fixes.append("add --bert-no-binary-head")
+    if _ORDER in spare:
+        fixes.append("drop --bert-no-binary-head")
+    patterns = " ".join(f"'{head}.*'" for head in (*lacking, *spare))
+    named = f"--load-except {patterns}"
+    if lacking:
+        fixes.append(f"begin with random values of what is not there: {named}")
+    else:
+        fixes.append(f"leave it out: {named}")
+    raise CheckpointError(
+        "the checkpoint has other heads than this run",
+        found=f"{where}: {'; '.join(found)}",
+        fix=", or ".join(fixes),
+    )

@@ -1,0 +1,101 @@
+"""What flags about experts may say: how tokens choose them, and how that is kept balanced.
+
+The flags themselves are fields of `ModelConfig`, and none of them means anything in a dense model.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from megatron.config.fields import check_field
+from megatron.errors import ConfigError
+
+NO_BALANCE = "none"
+PER_SEQUENCE = "seq_aux_loss"
+_ANOTHER_BALANCE: Mapping[str, str] = MappingProxyType(
+    {
+        "aux_loss": "its loss is of whole micro-batches, so that their size would change the model",
+        "global_aux_loss": "its loss is of what was seen so far, which depends on micro-batches",
+        "sinkhorn": "it assigns the tokens of a micro-batch together, so that its size would "
+        "change the model",
+        "quantile": "it assigns the tokens of a micro-batch together, so that its size would "
+        "change the model",
+    }
+)
+
+
+class _Flags(Protocol):
+    """The fields of `ModelConfig` that are about experts, and what they are combined with."""
+
+    @property
+    def num_experts(self) -> int | None: ...
+    @property
+    def has_experts(self) -> bool: ...
+    @property
+    def moe_router_topk(self) -> int: ...
+    @property
+    def moe_router_pre_softmax(self) -> bool: ...
+    @property
+    def moe_router_load_balancing_type(self) -> str: ...
+    @property
+    def moe_aux_loss_coeff(self) -> float: ...
+    @property
+    def moe_z_loss_coeff(self) -> float: ...
+    @property
+    def add_bias_linear(self) -> bool: ...
+
+
+def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
+    """Yield what is wrong with the flags about experts of a model that has some."""
+    if not flags.has_experts:
+        return
+    experts, taken = flags.num_experts or 0, flags.moe_router_topk
+    if not 1 <= taken <= experts:
+        yield ConfigError(
+            "a token cannot take as many experts as it should",
+            found=f"--moe-router-topk {taken}, --num-experts {experts}",
+            fix=f"use --moe-router-topk from 1 to {experts}, such as {min(2, experts)}",
+        )
+    if taken == 1 and not flags.moe_router_pre_softmax:
+        yield ConfigError(
+            "the share of the only expert that a token takes would always be 1, and nothing would "
+            "teach the router",
+            found="--moe-router-topk 1 without --moe-router-pre-softmax",
+            fix="add --moe-router-pre-softmax, or use --moe-router-topk 2",
+        )
+    if flags.add_bias_linear:
+        yield ConfigError(
+            "experts have no biases here",
+            found=f"--num-experts {experts} without --disable-bias-linear",
+            fix="add --disable-bias-linear (and --add-qkv-bias if attention shall have one)",
+        )
+    yield from _balance_problems(flags)
+
+
+def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = getattr(flags, name)
+        yield from check_field(
+            0 <= value < math.inf,
+            name,
+            value,
+            problem="the weight of a loss is not a number from 0",
+            fix="use a small number, such as 0.001, or 0 for none",
+        )
+    kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
+    given = f"--moe-router-load-balancing-type {kind}"
+    if kind not in (NO_BALANCE, PER_SEQUENCE):
+        because = _ANOTHER_BALANCE.get(kind, "there is no such type")
+        yield ConfigError(
+            f"experts cannot be balanced in this way: {because}",
+            found=given,
+            fix=f"use {PER_SEQUENCE}, which looks at each sequence by itself, or {NO_BALANCE}",
+        )
+    elif (kind == PER_SEQUENCE) != (weight > 0):
+        yield ConfigError(
+            "a loss that balances experts was asked for by half",
+            found=f"{given}, --moe-aux-loss-coeff {weight}",
+            fix=f"give --moe-router-load-balancing-type {PER_SEQUENCE} and a "
+            "--moe-aux-loss-coeff such as 0.001, or neither",
+        )

@@ -1,0 +1,152 @@
+"""Whether rows that are only scored fit into memory: an estimate before, and an agreement after.
+
+What is estimated not to fit is refused before it is tried, with what would fit. Where memory runs
+out all the same, ranks go on with fewer rows at a time only when all of them know of it: inside of
+a model that is spread over ranks they cannot agree, so there memory is tried out beforehand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron import device, log
+from megatron.config.run import RunConfig
+from megatron.errors import MachineError
+from megatron.model.accounting import RankShare, forward_bytes, memory_bytes
+from megatron.model.specs import ModelBuild
+from megatron.mpu.collectives import all_reduce
+
+_UNKNOWN = 2**62  # bytes, where nobody tells how many are free
+# What torch's allocator on CPUs says; it has no exception of its own.
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class EvaluationMemory:
+    """The memory of the ranks that score with one model; all of them ask together.
+
+    Args:
+        ranks_of_host: ranks on this host, which share its memory where they compute on CPUs.
+    """
+
+    config: RunConfig
+    build: ModelBuild
+    ranks_of_host: int = 1
+
+    def check_weights(self) -> None:
+        """Raise MachineError on all ranks when the weights do not fit on one of them."""
+        config, share = self.config, self._share(1, self.build.seq_length)
+        need = memory_bytes(config.model, self.build.vocab, config.precision, share).weights
+        free = self._free_everywhere()
+        if need > free:
+            raise MachineError(
+                "the weights of the model do not fit into memory",
+                found=f"about {_gib(need)} on each rank in {config.precision.precision}; "
+                f"{_gib(free)} are free for it",
+                fix="spread the model over more ranks (--tensor-model-parallel-size, "
+                "--pipeline-model-parallel-size), or compute with --bf16",
+            )
+
+    def agreed_rows(self, rows: int, length: int) -> int:
+        """How many rows of `length` tokens are read together, at most `rows`: alike on all ranks.
+
+        Raises:
+            MachineError: they are estimated not to fit on some rank, or not one row does.
+        """
+        self._check_rows(rows, length)
+        while True:
+            fits = torch.tensor(int(self._can_be_taken(rows, length)), device=device.current())
+            if int(all_reduce(fits, self.build.ctx.world, op="min")):
+                return rows
+            rows = halved(rows, length, [])
+
+    def bytes_of(self, rows: int, length: int) -> int:
+        """Estimated bytes, beside the weights, of reading so many rows of so many tokens."""
+        config = self.config
+        return forward_bytes(
+            config.model, self.build.vocab, config.precision, self._share(rows, length)
+        )
+
+    def _check_rows(self, rows: int, length: int) -> None:
+        need, free = self.bytes_of(rows, length), self._free_everywhere()
+        if need <= free:
+            return
+        fitting = int(free // self.bytes_of(1, length))
+        raise MachineError(
+            "the rows that are read together do not fit into memory",
+            found=f"--micro-batch-size {rows}, the longest row of {length} tokens: about "
+            f"{_gib(need)} on each rank; {_gib(free)} are free for it",
+            fix=f"use --micro-batch-size {fitting}"
+            if fitting
+            else "use a shorter --seq-length, or spread the model over more ranks "
+            "(--tensor-model-parallel-size)",
+        )
+
+    def _free_everywhere(self) -> int:
+        """Bytes that are free for each rank, on the rank that has the fewest."""
+        free = device.free_memory_bytes()
+        mine = _UNKNOWN if free is None else free
+        if device.current().type == "cpu":
+            mine //= self.ranks_of_host
+        told = torch.tensor(mine, dtype=torch.int64, device=device.current())
+        return int(all_reduce(told, self.build.ctx.world, op="min"))
+
+    def _can_be_taken(self, rows: int, length: int) -> bool:
+        """Whether this rank gets the memory when it asks for it, which it then gives back."""
+        try:
+            torch.empty(self.bytes_of(rows, length), dtype=torch.uint8, device=device.current())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _share(self, rows: int, length: int) -> RankShare:
+        return RankShare(
+            tp=self.build.ctx.tp.size,
+            sequence_parallel=self.build.sequence_parallel,
+            pp=self.build.ctx.pp.size,
+            micro_batch_size=rows,
+            seq_length=length,
+        )
+
+
+def halved(rows: int, length: int, ranks: Sequence[int]) -> int:
+    """Half as many rows, which is said; MachineError when there is one.
+
+    Args:
+        ranks: those that ran out of memory, where that is known.
+    """
+    if rows == 1:
+        raise ran_out(rows, length)
+    fewer = rows // 2
+    where = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
+    log.warning(
+        f"*** {where} ran out of memory with --micro-batch-size {rows} and rows of up to {length} "
+        f"tokens: all ranks go on with {fewer}; scores do not depend on it ***"
+    )
+    return fewer
+
+
+def ran_out(rows: int, length: int) -> MachineError:
+    """The error for rows that cannot be scored with the memory there is."""
+    return MachineError(
+        "memory ran out while rows were scored",
+        found=f"--micro-batch-size {rows}, rows of up to {length} tokens",
+        fix=f"use --micro-batch-size {rows // 2}"
+        if rows > 1
+        else "use a shorter --seq-length, or spread the model over more ranks "
+        "(--tensor-model-parallel-size)",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory could not be had."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_MESSAGES)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,136 @@
+"""Which experts a token takes, with what shares, and the losses that keep a router in order.
+
+A loss of the router is of one sequence at a time and enters the step by its gradient alone, so that
+nothing of it travels through the pipeline and no split of a batch changes it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.config.model import ModelConfig
+from megatron.errors import MegatronError
+from megatron.model.init import weight_init
+from megatron.model.specs import ModelBuild, RouterLoss
+from megatron.mpu.mappings import reduce_from_tp
+from megatron.mpu.partition import describe
+
+
+class Router(nn.Module):
+    """Scores of every expert for every token; the best `moe_router_topk` are taken.
+
+    Shares are the softmax over the scores of those taken, which is the softmax over all, scaled to
+    a sum of 1 (Mixtral, arXiv 2401.04088, section 2.1); or before the choice, unscaled (Switch,
+    arXiv 2101.03961, eq. 2). In fp32 or wider.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+        super().__init__()
+        self._experts, self._width = config.num_experts or 1, config.hidden_size
+        self.taken, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
+        self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
+        self._has_loss, self._told = config.has_router_loss, build.router_loss
+        self._tp, self._split = build.ctx.tp, build.sequence_parallel
+        # Whole on every tp rank: [experts, h].
+        self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
+        describe(self.weight, init=weight_init(config), sequence_parallel=self._split)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and experts of every token, [s, b, k] each, best first, for hidden [s, b, h].
+
+        Under sequence parallelism all of them are of this rank's part of the sequence.
+        """
+        scores = F.linear(hidden, self.weight)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self._pre_softmax:
+            shares, chosen = torch.softmax(scores, dim=-1).topk(self.taken, dim=-1)
+        else:
+            best, chosen = scores.topk(self.taken, dim=-1)
+            shares = torch.softmax(best, dim=-1)
+        if self._has_loss and self.training and torch.is_grad_enabled():
+            shares = _WITH_LOSS(shares, *self._losses(scores, chosen), self._told)
+        return shares, chosen
+
+    def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over the sequences of the losses of each, or this rank's summand of it.
+
+        Beside it the balance alone, without its weight.
+        """
+        length = scores.shape[0] * (self._tp.size if self._split else 1)
+        loss = balance = scores.new_zeros(())
+        if self._balance > 0:
+            busy = counts_of(chosen, scores.shape[-1]).to(scores.dtype)
+            if self._split:
+                busy = reduce_from_tp(busy, self._tp)
+            balance = balance_loss(scores, busy, length, self.taken)
+            loss = loss + self._balance * balance
+        if self._z > 0:
+            loss = loss + self._z * z_loss(scores, length)
+        return loss, balance.detach()
+
+    def extra_repr(self) -> str:
+        """The whole sizes, for `print(model)`."""
+        return f"{self._width}, {self._experts}, taken={self.taken}"
+
+
+def counts_of(chosen: Tensor, experts: int) -> Tensor:
+    """How many tokens of each sequence took each expert, [b, experts], for chosen [s, b, k]."""
+    return F.one_hot(chosen, experts).sum(dim=(0, 2))
+
+
+def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tensor:
+    """Sum over sequences of sum_i f_i P_i: 1 for each that is balanced, up to the experts / taken.
+
+    DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), with a softmax for the affinities: f_i is how
+    often expert i was taken over how often it would be if all were alike, P_i its mean probability.
+
+    Args:
+        scores: [s, b, experts]; a part of the sequences gives a summand.
+        busy: [b, experts], of whole sequences.
+        length: tokens of a whole sequence.
+    """
+    often = busy * (scores.shape[-1] / (taken * length))
+    likely = torch.softmax(scores, dim=-1).sum(dim=0) / length
+    return (often * likely).sum()
+
+
+def z_loss(scores: Tensor, length: int) -> Tensor:
+    """Sum over sequences of the mean square of log sum exp of a token's scores.
+
+    ST-MoE (Zoph et al. 2022, arXiv 2202.08906, eq. 5).
+    """
+    return torch.logsumexp(scores, dim=-1).square().sum() / length
+
+
+class _WithLoss(torch.autograd.Function):
+    """Passes `shares` on; in backward `loss` gets the gradient that the engine has set.
+
+    There `balance` is noted too: a layer that is recomputed comes by once, as any other.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shares: Tensor, loss: Tensor, balance: Tensor, told: RouterLoss
+    ) -> Tensor:
+        ctx.told, ctx.balance = told, balance
+        return shares.view_as(shares)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        value, balance = ctx.told.value, ctx.balance
+        if value is None:
+            raise MegatronError(
+                "internal error: nobody said how much a router's loss counts in this step",
+                found="a backward pass with --moe-aux-loss-coeff or --moe-z-loss-coeff",
+                fix="set ModelBuild.router_loss.value before it, as the engines do",
+            )
+        ctx.told.note(balance)
+        return grad, torch.full_like(balance, value), None, None
+
+
+_WITH_LOSS: Callable[[Tensor, Tensor, Tensor, RouterLoss], Tensor] = _WithLoss.apply

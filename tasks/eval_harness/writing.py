@@ -1,0 +1,78 @@
+"""How a task of lm-eval-harness wants the model to write: read from its dictionary, or refused.
+
+The harness hands every task's own words through. A wish that is not known here is an error: the
+text would be another one than the task asks for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+from megatron.generation.sampling import SamplingParams
+
+MOST_NEW = 256  # tokens, where a task does not say
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_KNOWN = frozenset({"until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS})
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How one text is written; equal ones may be written together."""
+
+    until: tuple[str, ...]  # texts that end it; they are not part of it
+    new_tokens: int
+    params: SamplingParams
+
+    def is_over(self, text: str) -> bool:
+        """Whether one of the texts that end it is there."""
+        return any(stop in text for stop in self.until)
+
+    def cut(self, text: str) -> str:
+        """The text up to the first of those that end it."""
+        ends = [at for stop in self.until if (at := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+
+def wishes_of(asked: Mapping[str, Any]) -> Wishes:
+    """What a request says, with the harness's own defaults: greedy, and `MOST_NEW` tokens.
+
+    Raises:
+        ConfigError: a wish that is not known here, or whose value has no meaning.
+    """
+    unknown = sorted(set(asked) - _KNOWN)
+    if unknown:
+        raise ConfigError(
+            "a task wants the model to write in a way that is not here",
+            found=", ".join(f"{name}={asked[name]!r}" for name in unknown),
+            fix=f"set it otherwise with --gen-kwargs; known are {', '.join(sorted(_KNOWN))}",
+        )
+    until = asked.get("until") or ()
+    until = (until,) if isinstance(until, str) else tuple(until)
+    new = int(next((asked[name] for name in _LENGTHS if asked.get(name) is not None), MOST_NEW))
+    temperature = float(asked.get("temperature") or 0.0)
+    does_sample = asked.get("do_sample")
+    if does_sample is None:
+        does_sample = temperature > 0
+    params = SamplingParams(greedy=True)
+    if does_sample and "temperature" in asked and temperature == 0:
+        does_sample = False  # the harness's word for greedy choice
+    if does_sample:
+        params = SamplingParams(
+            temperature=temperature or 1.0,
+            top_k=int(asked.get("top_k") or 0),
+            top_p=float(asked.get("top_p") or 0.0),
+        )
+    return Wishes(tuple(stop for stop in until if stop), new, params)
+
+
+def fitting(tokens: list[int], wishes: Wishes, longest: int) -> list[int]:
+    """The end of a context, so long that what is written fits behind it."""
+    room = longest - wishes.new_tokens
+    if room < 1:
+        raise DataError(
+            "a task wants longer texts than the model can write",
+            found=f"{wishes.new_tokens} new tokens, a model of {longest} positions",
+            fix=f"add --gen-kwargs max_gen_toks={max(longest // 2, 1)}",
+        )
+    return tokens[-room:]

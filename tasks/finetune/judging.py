@@ -1,0 +1,99 @@
+"""How good a classifier is: every example scored once on any grid, and compared with its label.
+
+Of several files of validation data each has metrics of its own beside those of all together.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.engine.base import Engine
+from megatron.mpu.collectives import all_gather_object
+from megatron.mpu.context import ParallelContext
+from tasks.finetune.examples import Question
+from tasks.finetune.metrics import METRICS
+from tasks.finetune.order import batches_of_epoch, share_of_replica
+from tasks.finetune.rows import UNKNOWN, Rows
+from tasks.finetune.task import scores_of
+
+
+class Part(NamedTuple):
+    """The examples of one file or folder, among those of all."""
+
+    name: str
+    examples: range
+
+
+class Judged(NamedTuple):
+    """Scores [n, classes or rows or 1] of all examples, and how good they are."""
+
+    scores: Tensor
+    metrics: Mapping[str, float]  # of all; empty where labels are not known
+
+    def decisions(self, question: Question) -> list[float]:
+        """The class, the row or the grade of each example."""
+        return decisions_of(question, self.scores)
+
+    def metrics_of(self, part: Part, question: Question, labels: Tensor) -> dict[str, float]:
+        """The metrics of one file's examples."""
+        which = slice(part.examples.start, part.examples.stop)
+        return metrics_of(question, decisions_of(question, self.scores[which]), labels[which])
+
+
+def judge(
+    engine: Engine,
+    rows: Rows,
+    question: Question,
+    context: ParallelContext,
+    *,
+    micro_batch_size: int,
+) -> Judged:
+    """Score every example once, on all ranks alike, and compare with the labels if known."""
+    size = micro_batch_size * context.dp.size
+    order = batches_of_epoch(len(rows), batch_size=size, seed=0, epoch=None)
+    mine = [
+        share_of_replica(
+            batch,
+            micro_batch_size=micro_batch_size,
+            replica=context.dp.rank,
+            replicas=context.dp.size,
+            num_microbatches=1,
+        )[0]
+        for batch in order
+    ]
+    raw = (rows.take(each, size=micro_batch_size) for each in mine)
+    found = engine.measure(raw, len(mine), scores_of)
+    told: dict[int, list[float]] = {}
+    if found and context.tp.is_first:
+        for which, (scores, _) in zip(mine, found, strict=True):
+            told |= dict(zip(which, scores.view(micro_batch_size, -1).tolist()))
+    everyone: dict[int, list[float]] = {}
+    for part in all_gather_object(told, context.world):
+        assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: replicas share out
+        everyone |= part
+    assert len(everyone) == len(rows)  # noqa: S101  # invariant: each example is in one share
+    scores = torch.tensor([everyone[at] for at in range(len(rows))], dtype=torch.float64)
+    return Judged(scores, metrics_of(question, decisions_of(question, scores), rows.labels))
+
+
+def decisions_of(question: Question, scores: Tensor) -> list[float]:
+    """The class, the row or the grade that scores [n, k] ask for."""
+    found: list[float] = (
+        scores.view(-1).tolist() if question.is_grade else scores.argmax(-1).tolist()
+    )
+    return found
+
+
+def metrics_of(question: Question, decisions: Sequence[float], labels: Tensor) -> dict[str, float]:
+    """The question's metrics over the examples whose labels are known; none where none is."""
+    known = (labels != UNKNOWN).tolist()
+    true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
+    said = [decision for decision, is_known in zip(decisions, known) if is_known]
+    return {name: METRICS[name](true, said) for name in question.metrics} if true else {}
+
+
+def spelled(metrics: Mapping[str, float]) -> str:
+    """Metrics for a line of the log."""
+    return " | ".join(f"{name}: {value:.4f}" for name, value in metrics.items())

@@ -1,0 +1,119 @@
+"""Where a fine-tuning begins, from the flags and from what lies in its folders; and how long it is.
+
+A folder that fine-tuning saves in holds the best epoch, and in `last` the state to go on from.
+`--load` of that same folder goes on; of another one it begins with the weights that are there.
+"""
+
+from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron.checkpoint import storage
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.run import RunConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.preflight.checkpoint import starts_fresh_if_empty
+from megatron.preflight.environment import Launch
+from megatron.preflight.lengths import batch_schedule
+from megatron.preflight.run import RunPlan
+from tasks.finetune.order import num_batches
+
+# What a classifier has of a pretrained BERT; its head is new.
+PRETRAINED = ("embedding.*", "layers.*", "final_norm.*", "pooler.*")
+_LAST = "last"
+
+
+class Kind(StrEnum):
+    """What is loaded before the first step."""
+
+    PRETRAINED = "a pretrained BERT, with a new head"
+    WEIGHTS = "the weights of a fine-tuned model"
+    RESUMED = "an interrupted fine-tuning"
+
+
+class Start(NamedTuple):
+    """Where a fine-tuning begins."""
+
+    kind: Kind
+    folder: str
+    load_except: tuple[str, ...] = ()  # patterns of what stays at initial values
+
+
+def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: int) -> Start:
+    """What is loaded, and from where.
+
+    Raises:
+        ConfigError: nothing to begin with is named, or two things are.
+        CheckpointError: there is nothing to go on from.
+    """
+    load, save = checkpoint.load, checkpoint.save
+    if load is None:
+        if pretrained is None:
+            raise _nothing_given()
+        # What judges has to be whole: a new head decides by chance.
+        return Start(Kind.PRETRAINED if epochs else Kind.WEIGHTS, pretrained)
+    goes_on = bool(epochs) and not checkpoint.finetune and starts_fresh_if_empty(load, save)
+    if not goes_on:
+        if pretrained is not None:
+            raise ConfigError(
+                "two models are given to begin with",
+                found=f"--pretrained-checkpoint {pretrained}, --load {load}",
+                fix="give one of the two; with --load of the folder of --save, fine-tuning goes on "
+                "where it was interrupted",
+            )
+        return Start(Kind.WEIGHTS, load)
+    if not storage.never_held_a_checkpoint(last_of(load)):
+        return Start(Kind.RESUMED, last_of(load))
+    if pretrained is not None:
+        return Start(Kind.PRETRAINED, pretrained)
+    raise CheckpointError(
+        "there is no interrupted fine-tuning to go on with",
+        found=f"nothing in {last_of(load)}, without --pretrained-checkpoint",
+        fix="add --pretrained-checkpoint FOLDER to begin anew, or --finetune to begin with the "
+        f"weights that {load} holds",
+    )
+
+
+def last_of(save: str) -> str:
+    """Where in the folder of --save the state to go on from is kept."""
+    return f"{save.rstrip('/')}/{_LAST}"
+
+
+def finetuning_config(
+    config: RunConfig, start: Start, *, launch: Launch, epochs: int, examples: int
+) -> RunConfig:
+    """The run's flags with what fine-tuning decides: how long it is, and what is loaded."""
+    replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks say what is wrong
+    batches = batch_schedule(config.training, replicas)
+    iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
+    checkpoint = replace(
+        config.checkpoint, load=start.folder, finetune=True, load_except=start.load_except
+    )
+    if start.kind is Kind.PRETRAINED:
+        checkpoint = replace(checkpoint, load_only=PRETRAINED)
+    elif start.kind is Kind.RESUMED:
+        checkpoint = replace(checkpoint, finetune=False, load_except=())
+    training = replace(config.training, train_iters=iterations)
+    return replace(config, training=training, checkpoint=checkpoint)
+
+
+def best_to_load(config: RunConfig) -> RunConfig:
+    """The same run, which loads the best epoch of the folder that it goes on in."""
+    save = config.checkpoint.save
+    checkpoint = replace(config.checkpoint, load=save, load_iteration=None, finetune=True)
+    return replace(config, checkpoint=checkpoint)
+
+
+def last_to_save(config: RunConfig) -> RunConfig:
+    """The same run, which saves the state to go on from, once."""
+    save = config.checkpoint.save or ""
+    checkpoint = replace(config.checkpoint, save=last_of(save), keep_last=1)
+    return replace(config, checkpoint=checkpoint)
+
+
+def _nothing_given() -> ConfigError:
+    return ConfigError(
+        "fine-tuning begins with a model that was trained",
+        found="neither --pretrained-checkpoint nor --load",
+        fix="add --pretrained-checkpoint FOLDER, or --load FOLDER of a fine-tuned model",
+    )

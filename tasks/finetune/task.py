@@ -1,0 +1,68 @@
+"""A classifier on a BERT as a value for the engines: its layers, its loss, and its scores."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.checkpoint.model_kind import BERT, CLASSIFIER
+from megatron.config.model import ModelConfig
+from megatron.data.program_data import BERT_DATA
+from megatron.engine.base import MicroBatch, PretrainTask, RawBatch
+from megatron.engine.datasets import datasets_of
+from megatron.model.accounting import flops_per_token
+from megatron.model.bert_model import bert_carry, classification_layers
+from megatron.model.losses import LossSum
+from megatron.model.specs import Carry, LayerSpec, ModelBuild
+from tasks.finetune.examples import Question
+from tasks.finetune.rows import UNKNOWN
+
+
+def task_of(question: Question) -> PretrainTask:
+    """What an engine builds and minimises for a question."""
+
+    def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
+        return classification_layers(config, build, num_classes=question.num_scores)
+
+    def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
+        return _loss(question, carry[0], labels[0])
+
+    return PretrainTask(
+        name=CLASSIFIER,
+        reads=BERT_DATA,
+        datasets=datasets_of(BERT_DATA),
+        layers=layers,
+        batch=lambda raw, options: microbatch(raw),
+        loss=loss,
+        counted=lambda labels: (labels[0] != UNKNOWN).sum().float(),
+        flops_per_token=lambda config, build: flops_per_token(config, 0, build.seq_length),
+        losses=("loss",),
+        begins_with=(BERT,),
+    )
+
+
+def microbatch(raw: RawBatch) -> MicroBatch:
+    """All rows of all examples, one below the other, and the labels of the examples."""
+    text, types, mask = (raw[name].flatten(0, 1) for name in ("text", "types", "padding_mask"))
+    return MicroBatch(bert_carry(text, types, mask), (raw["labels"],))
+
+
+def scores_of(carry: Carry, labels: Carry) -> LossSum:
+    """All scores of a micro-batch, example by example, as totals: nothing is summed."""
+    scores = _wide(carry[0]).flatten()
+    return LossSum(scores, torch.zeros_like(scores))
+
+
+def _loss(question: Question, scores: Tensor, labels: Tensor) -> LossSum:
+    """Cross entropy, or the squared error of a grade, summed over the examples with a label."""
+    wide, known = _wide(scores), labels != UNKNOWN
+    if question.is_grade:
+        each = (wide.view(-1) - labels.to(wide.dtype)).square()
+    else:
+        by_example = wide.view(len(labels), -1)
+        each = F.cross_entropy(by_example, labels.clamp_min(0).long(), reduction="none")
+    weights = known.to(wide.dtype)
+    return LossSum((each * weights).sum(), weights.sum())
+
+
+def _wide(scores: Tensor) -> Tensor:
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,0 +1,359 @@
+"""The laws of layouts, of resharding and of engines, for a model whose layers have experts.
+
+A router has losses of its own here, of which each counts sequences, while the loss of the task
+counts tokens that are not masked. What a token takes is a choice, and a wrong gradient of a share
+is still a gradient: so each sum over ranks is left out once, to see that the law sees it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.engine.native import NativeEngine
+from megatron.model import moe, moe_router
+from megatron.model.specs import RouterLoss
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import (
+    FP32,
+    FP64,
+    MODELS,
+    Record,
+    assert_all_close,
+    assert_close,
+    tiny_run,
+    train_all,
+    whole,
+    write_tiny_corpus,
+)
+
+EXPERTS: dict[str, Any] = {**MODELS["mixtral"], "weight_decay": 0.1}
+# Far from what a run would have, so that their gradients are a good part of the whole.
+LOSSES = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.02,
+    "eod_mask_loss": True,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "one expert of its own share": {
+        "swiglu": False,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "use_parallel_residual": True,
+        "num_experts": 3,
+    },
+    "most experts, xavier, sgd": {
+        "glu_activation": "geglu",
+        "swiglu": False,
+        "moe_router_topk": 5,
+        "num_experts": 6,
+        "init_method_xavier_uniform": True,
+        "optimizer": "sgd",
+        "lr": 0.05,
+    },
+}
+UNBALANCED = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+}
+TP2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
+SP = {"sequence_parallel": True}
+# World size to layouts, each with a part of training that has its own way of a backward pass.
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "recomputed": {"recompute_granularity": "full", "micro_batch_size": 4},
+        "in one piece, offloaded": {"micro_batch_size": 8, "cpu_offloading_num_layers": 1},
+    },
+    2: {
+        "tp": {**TP2, "recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        "tp, split sequences": {
+            **TP2,
+            **SP,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "core_attn"),
+        },
+        "tp, saved in parts": {
+            **TP2,
+            "recompute_granularity": "full",
+            "distribute_saved_activations": True,
+        },
+        "pp, zero bubble": {**PP2, "pipeline_schedule": "zero-bubble"},
+        "pp, interleaved": {
+            **PP2,
+            "num_layers": 4,
+            "pipeline_schedule": "interleaved",
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+        "dp, shared state": {
+            "micro_batch_size": 2,
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "overlap_grad_reduce": True,
+            "ddp_bucket_size": 1000,
+        },
+    },
+    4: {
+        "tp 4, split sequences": {"tensor_model_parallel_size": 4, **SP, "micro_batch_size": 1},
+        "tp, pp": {**TP2, **PP2, **SP, "recompute_granularity": "full"},
+        "tp, dp": {**TP2, **SP, "use_distributed_optimizer": True},
+        "pp, dp": {**PP2, "pipeline_schedule": "1f1b"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
+
+
+def run_of(corpus: str, **flags: Any) -> RunConfig:
+    return tiny_run(corpus, **{**EXPERTS, "eval_iters": 1, "eval_interval": 3, **flags})
+
+
+def train_alone(configs: Sequence[RunConfig]) -> list[Record]:
+    (records,) = run_on_ranks(1, train_all, configs)
+    return records
+
+
+def balances(record: Record) -> list[float]:
+    """What is said of how busy experts are; 1 of those that are equally busy."""
+    said = [step.load_balancing_loss for step in record.steps]
+    assert all(one is not None and one > 0.9 for one in said), said
+    return [one or 0.0 for one in said]
+
+
+def check_equal(found: Sequence[Record], alone: Record) -> None:
+    for record in found:  # every rank is told the same numbers
+        assert (record.losses, record.grad_norms) == (found[0].losses, found[0].grad_norms)
+    assert_close(found[0].losses, alone.losses, FP64)
+    assert_close(found[0].grad_norms, alone.grad_norms, FP64)
+    assert_close(balances(found[0]), balances(alone), FP64)
+    assert_close(
+        [one.mean for one in found[0].evaluations], [one.mean for one in alone.evaluations], FP64
+    )
+    assert_all_close(whole(found, prefix="model/"), whole([alone], prefix="model/"), FP64)
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_layout_trains_the_same_experts(corpus: str, world_size: int) -> None:
+    layouts = LAYOUTS[world_size]
+    shapes = [{"num_layers": flags.get("num_layers", 2)} for flags in layouts.values()]
+    alone = train_alone([run_of(corpus, **LOSSES, **shape) for shape in shapes])
+    configs = [run_of(corpus, **LOSSES, **flags) for flags in layouts.values()]
+    by_rank = run_on_ranks(world_size, train_all, configs, timeout_s=150)
+    assert max(alone[0].grad_norms) > 0.5, "clipping is meant to be active"
+    for at, (name, expected) in enumerate(zip(layouts, alone)):
+        try:
+            check_equal([records[at] for records in by_rank], expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_ways_of_choosing_are_split_as_well(corpus: str, other: str) -> None:
+    flags = EXPERTS | OTHERS[other] | LOSSES
+    (alone,) = train_alone([run_of(corpus, **flags)])
+    by_rank = run_on_ranks(2, train_all, [run_of(corpus, **{**flags, **TP2, **SP})])
+    check_equal([records[0] for records in by_rank], alone)
+
+
+def test_the_losses_of_a_router_train_another_model(corpus: str) -> None:
+    """Each of the two does something, and half a weight does less."""
+    flags: dict[str, Any] = LOSSES | {"moe_z_loss_coeff": 0.0}
+    changes = [
+        {},
+        {"moe_aux_loss_coeff": 0.25},
+        UNBALANCED,
+        {**UNBALANCED, "moe_z_loss_coeff": 0.02},
+    ]
+    records = train_alone([run_of(corpus, **(flags | change)) for change in changes])
+    routers = [
+        torch.cat([t.flatten() for n, t in whole([r]).items() if n.endswith("router.weight")])
+        for r in records
+    ]
+    for at, one in enumerate(routers):
+        for other in routers[at + 1 :]:
+            assert float((one - other).abs().max()) > 1e-3
+    assert records[2].steps[0].load_balancing_loss is None
+    assert balances(records[0])[-1] < balances(records[1])[-1]
+    # It is no part of the loss that is reported, and the first step has the first weights.
+    assert len({record.losses[0] for record in records}) == 1
+
+
+def test_the_scale_of_the_loss_is_that_of_the_router_too(corpus: str) -> None:
+    """In fp16, at scales that keep gradients in its range; without it one would be a 256th."""
+    flags = LOSSES | {"fp64": False, "fp16": True, "clip_grad": 0.0, "train_iters": 1}
+    flags |= {"moe_z_loss_coeff": 1.0}
+    low, high = train_alone([run_of(corpus, **flags, loss_scale=s) for s in (16.0, 4096.0)])
+    assert not any(step.skipped for record in (low, high) for step in record.steps)
+    # Rounding to 11 bits; a router's losses make most of this norm.
+    assert low.grad_norms[0] == pytest.approx(high.grad_norms[0], rel=1e-2)
+    (task_alone,) = train_alone([run_of(corpus, **(flags | UNBALANCED), loss_scale=16.0)])
+    assert abs(task_alone.grad_norms[0] / low.grad_norms[0] - 1) > 0.1
+
+
+def train_shares_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
+    """Each tp rank takes its own part of the gradient of a share for the whole."""
+    enter = moe.copy_to_tp
+    moe.copy_to_tp = lambda x, tp: enter(x, tp) if x.shape[-1] != 2 else x  # type: ignore[attr-defined]
+    return train_all(configs)
+
+
+def train_router_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
+    """Each tp rank takes its part of a sequence for all that the router saw."""
+    describe = moe_router.describe
+    moe_router.describe = lambda p, **given: describe(p, **(given | {"sequence_parallel": False}))  # type: ignore[attr-defined]
+    return train_all(configs)
+
+
+def train_busy_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
+    """How busy an expert is, each tp rank takes from its own part of a sequence."""
+    moe_router.reduce_from_tp = lambda busy, tp: busy  # type: ignore[attr-defined]
+    return train_all(configs)
+
+
+def train_by_microbatch(configs: Sequence[RunConfig]) -> list[Record]:
+    """The loss of a router is that of a micro-batch as a whole, as Megatron's aux_loss is."""
+    balance = moe_router.balance_loss
+
+    def of_all(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tensor:
+        batch = busy.shape[0]
+        mixed = busy.sum(dim=0, keepdim=True) / batch
+        return balance(scores, mixed.expand_as(busy), length, taken)
+
+    moe_router.balance_loss = of_all
+    return train_all(configs)
+
+
+def train_counting_tokens(configs: Sequence[RunConfig]) -> list[Record]:
+    """The loss of a router weighs as if no token of the step were masked."""
+    train_step = NativeEngine.train_step
+
+    class Nominal(RouterLoss):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, 1.0 / 8 if name == "value" else value)
+
+    def with_nominal(self: NativeEngine, *given: Any) -> Any:
+        for module in self.stage.modules():
+            if isinstance(module, moe_router.Router):
+                module._told = Nominal(1.0)
+        return train_step(self, *given)
+
+    NativeEngine.train_step = with_nominal  # type: ignore[method-assign]
+    return train_all(configs)
+
+
+WRONG: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "shares": (train_shares_not_summed, 2, TP2),
+    "router": (train_router_not_summed, 2, {**TP2, **SP}),
+    "busy": (train_busy_not_summed, 2, {**TP2, **SP}),
+    "micro-batch": (train_by_microbatch, 1, {"micro_batch_size": 8}),
+    "counted": (train_counting_tokens, 1, {}),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_the_law_would_notice(corpus: str, which: str) -> None:
+    body, world_size, flags = WRONG[which]
+    (alone,) = train_alone([run_of(corpus, **LOSSES)])
+    by_rank = run_on_ranks(world_size, body, [run_of(corpus, **LOSSES, **flags)])
+    # Ranks that hold different values of one weight are noticed too, by the bits.
+    with pytest.raises(AssertionError, match=r"apart|replicas differ|==") as caught:
+        check_equal([records[0] for records in by_rank], alone)
+    assert "failed first" not in str(caught.value)
+
+
+RESHARDED = {
+    "tp, dp to pp": (4, {**TP2, **SP, "use_distributed_optimizer": True}, 2, PP2),
+    "one to tp 4": (1, {}, 4, {"tensor_model_parallel_size": 4}),
+    "tp, pp to dp": (
+        4,
+        {**TP2, **PP2},
+        2,
+        {"micro_batch_size": 2, "use_distributed_optimizer": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", RESHARDED)
+def test_any_layout_loads_any_other(corpus: str, tmp_path: Path, pair: str) -> None:
+    from_size, from_flags, to_size, to_flags = RESHARDED[pair]
+    flags = LOSSES | {"train_iters": 4}
+    (straight,) = train_alone([run_of(corpus, **flags)])
+    saving = run_of(corpus, **flags, **from_flags, exit_interval=2, save=str(tmp_path))
+    saved = [records[0] for records in run_on_ranks(from_size, train_all, [saving])]
+    # A run that is over when it begins holds what it loaded.
+    loading = [
+        run_of(corpus, **(flags | {"train_iters": length}), **to_flags, load=str(tmp_path))
+        for length in (2, 4)
+    ]
+    found = run_on_ranks(to_size, train_all, loading)
+    loaded, before = whole([of_rank[0] for of_rank in found]), whole(saved)
+    assert loaded.keys() == before.keys()
+    assert all(torch.equal(loaded[name], before[name]) for name in loaded)
+    records = [of_rank[1] for of_rank in found]
+    assert_close(records[0].losses, straight.losses[2:], FP64)
+    assert_close(records[0].grad_norms, straight.grad_norms[2:], FP64)
+    assert_all_close(whole(records), whole([straight]), FP64)
+
+
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    **{f"zero {n}": {"zero_stage": str(n), "micro_batch_size": 2} for n in range(4)},
+    "tp": {**TP2, **SP, "zero_stage": "1", "recompute_granularity": "full"},
+    "pp": {**PP2, "zero_stage": "0"},
+}
+
+
+def test_deepspeed_trains_the_same_experts(corpus: str) -> None:
+    flags = LOSSES | {"fp64": False, "adam_eps": 1e-4}
+    (alone,) = train_alone([run_of(corpus, **flags)])
+    configs = [run_of(corpus, **flags, deepspeed=True, **layout) for layout in DEEPSPEED.values()]
+    by_rank = run_on_ranks(2, train_all, configs, timeout_s=200, deepspeed=True)
+    for at, name in enumerate(DEEPSPEED):
+        found = [records[at] for records in by_rank]
+        try:
+            assert_close(found[0].losses, alone.losses, FP32)
+            assert_close(found[0].grad_norms, alone.grad_norms, FP32)
+            assert_close(balances(found[0]), balances(alone), FP32)
+            assert_all_close(whole(found), whole([alone]), FP32)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_deepspeed_scales_the_losses_of_a_router_in_fp16(corpus: str) -> None:
+    """At stage 0, where this engine multiplies by the scale itself, and in a pipeline of it."""
+    flags = LOSSES | {"moe_z_loss_coeff": 1.0, "fp64": False, "fp16": True, "clip_grad": 0.0}
+    flags |= {"train_iters": 1, "loss_scale": 256.0}
+    (alone,) = train_alone([run_of(corpus, **flags)])
+    layouts = [{"zero_stage": "0", "micro_batch_size": 2}, {**PP2, "zero_stage": "0"}]
+    configs = [run_of(corpus, **flags, deepspeed=True, **layout) for layout in layouts]
+    for records in zip(*run_on_ranks(2, train_all, configs, deepspeed=True)):
+        assert records[0].grad_norms[0] == pytest.approx(alone.grad_norms[0], rel=1e-2)
+
+
+def test_what_deepspeed_writes_of_experts_goes_on_natively(corpus: str, tmp_path: Path) -> None:
+    """In DeepSpeed's own layout, whose files hold shares of flat buffers."""
+    flags: dict[str, Any] = {"fp64": False, "adam_eps": 1e-4, "train_iters": 4}
+    (straight,) = train_alone([run_of(corpus, **flags)])
+    saving = run_of(
+        corpus,
+        **flags,
+        **TP2,
+        deepspeed=True,
+        zero_stage="2",
+        checkpoint_format="deepspeed",
+        exit_interval=2,
+        save=str(tmp_path),
+    )
+    run_on_ranks(4, train_all, [saving], timeout_s=120, deepspeed=True)
+    loading = run_of(corpus, **flags, **PP2, load=str(tmp_path))
+    records = [of_rank[0] for of_rank in run_on_ranks(2, train_all, [loading])]
+    assert_close(records[0].losses, straight.losses[2:], FP32)
+    assert_close(records[0].grad_norms, straight.grad_norms[2:], FP32)

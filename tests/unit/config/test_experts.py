@@ -1,0 +1,88 @@
+"""Flags about experts: what makes no sense, what would depend on micro-batches, what is dense."""
+
+from typing import Any
+
+import pytest
+
+from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, expert_problems
+from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
+from tests.unit.config.groups import a_model
+
+EXPERTS: dict[str, Any] = {"num_experts": 4, "add_bias_linear": False}
+BALANCED = {"moe_router_load_balancing_type": PER_SEQUENCE, "moe_aux_loss_coeff": 0.01}
+
+
+def model(**changes: Any) -> ModelConfig:
+    return a_model(**{**EXPERTS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "found"),
+    [
+        ({"moe_router_topk": 5}, "as many experts as it should", "--moe-router-topk 5, --num-exp"),
+        ({"moe_router_topk": 0}, "as many experts as it should", "--moe-router-topk 0, --num-exp"),
+        ({"moe_router_topk": 1}, "nothing would teach the router", "without --moe-router-pre-soft"),
+        ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
+        ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
+        ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),
+        ({"moe_z_loss_coeff": -1.0}, "is not a number from 0", "--moe-z-loss-coeff -1.0"),
+        (
+            {**BALANCED, "moe_aux_loss_coeff": float("nan")},
+            "is not a number from 0",
+            "--moe-aux-loss-coeff nan",
+        ),
+        ({"moe_aux_loss_coeff": 0.1}, "asked for by half", "type none, --moe-aux-loss-coeff 0.1"),
+        (
+            {"moe_router_load_balancing_type": PER_SEQUENCE},
+            "asked for by half",
+            "type seq_aux_loss, --moe-aux-loss-coeff 0.0",
+        ),
+        (
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+            "its loss is of whole micro-batches",
+            "--moe-router-load-balancing-type aux_loss",
+        ),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "assigns the tokens of a", "sinkhorn"),
+        ({"moe_router_load_balancing_type": "fair"}, "there is no such type", "fair"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: dict[str, Any], problem: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        model(**flags)
+    assert found in str(caught.value)
+
+
+def test_what_makes_sense_is_not() -> None:
+    assert model().has_experts
+    assert model(moe_router_topk=1, moe_router_pre_softmax=True).has_experts
+    assert model(add_qkv_bias=True).has_qkv_bias_alone
+    assert model(**BALANCED).has_router_loss
+    assert model(moe_z_loss_coeff=0.1).has_router_loss
+    assert not model().has_router_loss
+    assert model().moe_router_load_balancing_type == NO_BALANCE
+
+
+@pytest.mark.parametrize("experts", [None, 1])
+def test_in_a_dense_model_the_other_flags_mean_nothing(experts: int | None) -> None:
+    """Scripts of Microsoft's fork give them with --num-experts 1."""
+    flags = {"num_experts": experts, "moe_router_topk": 7, "moe_aux_loss_coeff": 0.01}
+    dense = a_model(**flags)
+    assert not dense.has_experts
+    assert not dense.has_router_loss
+    assert list(expert_problems(dense)) == []
+    assert dense.meaning() == a_model().meaning()
+    assert a_model().fields_that_differ(dense) == []
+
+
+def test_what_makes_another_network_is_named() -> None:
+    one = model(ffn_hidden_size=48)
+    assert one.expert_width == one.ffn_width == 48
+    assert one.fields_that_differ(model(moe_ffn_hidden_size=48, ffn_hidden_size=8)) == []
+    assert one.fields_that_differ(model(ffn_hidden_size=40)) == ["ffn_hidden_size"]
+    narrow = model(ffn_hidden_size=48, moe_ffn_hidden_size=40)
+    assert one.fields_that_differ(narrow) == ["moe_ffn_hidden_size"]
+    assert one.fields_that_differ(model(ffn_hidden_size=48, num_experts=5)) == ["num_experts"]
+    # What is added to the loss is of the training alone.
+    assert one.fields_that_differ(model(ffn_hidden_size=48, **BALANCED)) == []
+    assert "num_experts" in a_model().fields_that_differ(model())

@@ -1,0 +1,177 @@
+"""Experts against a loop over tokens, value by value and gradient by gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import ConfigError
+from megatron.model.mlp import ACTIVATIONS, MLP
+from megatron.model.moe import Experts, GroupedLinear, MixtureOfExperts, build_feed_forward
+from megatron.model.transformer import Block
+from megatron.mpu.partition import Init, Partition, is_sequence_parallel, partition_of
+from megatron.optimizer.param_groups import is_decayed
+from tests.support.models import roughen, second_of_two, tiny_build, tiny_config, tiny_model
+
+# Float64 sums of some dozens of terms of size 1, in another order.
+ROUNDING = 1e-12
+EXPERTS: dict[str, Any] = {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 12}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"swiglu": True},
+    "plain": {},
+    "one of its own share": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all": {"moe_router_topk": 4, "swiglu": True},
+    "three, unscaled": {"moe_router_topk": 3, "moe_router_pre_softmax": True},
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    return tiny_config(**EXPERTS, **CONFIGS[name])
+
+
+def layer_of(config: ModelConfig) -> MixtureOfExperts:
+    build = tiny_build()
+    layer = MixtureOfExperts(config, build)
+    roughen(layer, build.ctx)
+    return layer
+
+
+def some_hidden(length: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(length, 3, 16, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_()
+
+
+def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> Tensor:
+    """Each token by itself, expert by expert, as the papers write it."""
+    fc1, fc2, rows = layer.experts.fc1.weight, layer.experts.fc2.weight, []
+    for token in hidden.reshape(-1, hidden.shape[-1]):
+        likely = torch.softmax(layer.router.weight @ token, dim=0)
+        taken = likely.sort(descending=True).indices[: config.moe_router_topk]
+        whole = 1 if config.moe_router_pre_softmax else likely[taken].sum()
+        row = torch.zeros_like(token)
+        for expert in taken:
+            middle = fc1[expert] @ token
+            if config.glu is not None:
+                gate, up = middle.chunk(2)
+                middle = ACTIVATIONS[config.activation](gate) * up
+            else:
+                middle = ACTIVATIONS[config.activation](middle)
+            row = row + likely[expert] / whole * (fc2[expert] @ middle)
+        rows.append(row)
+    return torch.stack(rows).view(hidden.shape)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_and_gradients_are_those_of_a_loop(name: str) -> None:
+    config = config_of(name)
+    layer, hidden = layer_of(config), some_hidden()
+    weights = [hidden, *layer.parameters()]
+    upstream = torch.randn(hidden.shape, dtype=torch.float64)
+    found, expected = layer(hidden), one_by_one(layer, config, hidden)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+    grads = torch.autograd.grad((found * upstream).sum(), weights)
+    truths = torch.autograd.grad((expected * upstream).sum(), weights)
+    for grad, truth in zip(grads, truths):
+        torch.testing.assert_close(grad, truth, rtol=1e-9, atol=ROUNDING * 100)
+
+
+def test_an_expert_that_no_token_takes_has_a_gradient_of_zero() -> None:
+    layer, hidden = layer_of(config_of("mixtral")), some_hidden()
+    with torch.no_grad():
+        layer.router.weight[1:] *= 1e-3
+        layer.router.weight[0] = 0
+        hidden.abs_()
+        layer.router.weight[3] = -1
+    layer(hidden).sum().backward()
+    gradient = layer.experts.fc1.weight.grad
+    assert gradient is not None
+    assert not gradient[3].any()
+    assert gradient[1].any()
+
+
+def test_a_token_does_not_see_what_stands_beside_it() -> None:
+    layer, hidden = layer_of(config_of("mixtral")), some_hidden()
+    together = layer(hidden)
+    for at in range(hidden.shape[0]):
+        alone = layer(hidden[at : at + 1])
+        torch.testing.assert_close(alone, together[at : at + 1], rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_the_same_twice_is_the_same_bits() -> None:
+    layer, hidden = layer_of(config_of("three, unscaled")), some_hidden()
+    results = []
+    for _ in range(2):
+        output = layer(hidden)
+        results.append([output, *torch.autograd.grad(output.sum(), [hidden, *layer.parameters()])])
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+def test_equal_experts_are_a_dense_mlp() -> None:
+    """Shares that sum to 1 of the same thing; Mixtral was begun from a dense model so."""
+    layer = layer_of(config_of("mixtral"))
+    dense = MLP(tiny_config(swiglu=True, ffn_hidden_size=12, add_bias_linear=False), tiny_build())
+    roughen(dense, tiny_build().ctx)
+    with torch.no_grad():
+        layer.experts.fc1.weight.copy_(dense.fc1.weight.expand(4, -1, -1))
+        layer.experts.fc2.weight.copy_(dense.fc2.weight.expand(4, -1, -1))
+    hidden = some_hidden()
+    torch.testing.assert_close(layer(hidden), dense(hidden), rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_groups_of_rows_have_matrices_of_their_own() -> None:
+    build = tiny_build()
+    layer = GroupedLinear((3, 2, 4), Partition("tp", dim=1), Init("normal", std=1.0), build)
+    roughen(layer, build.ctx)
+    rows = torch.randn(5, 4, dtype=torch.float64)
+    found = layer(rows, (2, 0, 3))
+    torch.testing.assert_close(found[:2], F.linear(rows[:2], layer.weight[0]))
+    torch.testing.assert_close(found[2:], F.linear(rows[2:], layer.weight[2]))
+    assert repr(layer) == "GroupedLinear((3, 2, 4) in all, (3, 2, 4) here)"
+
+
+def test_every_tensor_parallel_rank_has_a_part_of_every_expert() -> None:
+    config = tiny_config(**EXPERTS, swiglu=True)
+    layer = MixtureOfExperts(config, tiny_build(second_of_two(), sequence_parallel=True))
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {
+        "router.weight": (4, 16),
+        "experts.fc1.weight": (4, 12, 16),
+        "experts.fc2.weight": (4, 16, 6),
+    }
+    assert partition_of(layer.router.weight) is None
+    assert is_sequence_parallel(layer.router.weight)
+    assert partition_of(layer.experts.fc1.weight) == Partition("tp", dim=1, blocks=2)
+    assert partition_of(layer.experts.fc2.weight) == Partition("tp", dim=2)
+    assert not is_sequence_parallel(layer.experts.fc1.weight)
+    odd = tiny_config(**(EXPERTS | {"moe_ffn_hidden_size": 7}))
+    with pytest.raises(ConfigError, match="does not divide evenly"):
+        Experts(odd, tiny_build(second_of_two()))
+
+
+def test_all_of_its_matrices_are_decayed() -> None:
+    layer = layer_of(config_of("mixtral"))
+    assert all(is_decayed(name, parameter) for name, parameter in layer.named_parameters())
+
+
+def test_shares_are_computed_in_fp32_in_half_precision() -> None:
+    build = tiny_build(precision=PrecisionConfig(bf16=True))
+    layer = MixtureOfExperts(config_of("mixtral"), build)
+    roughen(layer, build.ctx)
+    hidden = some_hidden().to(torch.bfloat16)
+    shares, _ = layer.router(hidden)
+    assert shares.dtype == torch.float32
+    assert layer(hidden).dtype == torch.bfloat16
+
+
+def test_a_block_has_what_the_config_asks_for() -> None:
+    build = tiny_build()
+    assert isinstance(build_feed_forward(tiny_config(), build), MLP)
+    assert isinstance(build_feed_forward(tiny_config(num_experts=1), build), MLP)
+    assert isinstance(build_feed_forward(config_of("plain"), build), MixtureOfExperts)
+    model = tiny_model(config_of("mixtral"))
+    assert all(isinstance(m.mlp, MixtureOfExperts) for m in model.modules() if isinstance(m, Block))

@@ -1,0 +1,135 @@
+"""What a router chooses, and the gradients of its own losses against the formulas."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.experts import PER_SEQUENCE
+from megatron.errors import MegatronError
+from megatron.model.moe_router import Router, balance_loss, counts_of, z_loss
+from megatron.model.specs import ModelBuild
+from tests.support.models import roughen, tiny_build, tiny_config, tiny_model, tiny_tokens
+
+ROUNDING = 1e-12
+LENGTH, BATCH = 6, 3
+BALANCED = {"moe_router_load_balancing_type": PER_SEQUENCE, "moe_aux_loss_coeff": 0.25}
+
+
+def router_of(build: ModelBuild | None = None, **flags: Any) -> Router:
+    build = build or tiny_build()
+    router = Router(tiny_config(**{"num_experts": 5, "add_bias_linear": False, **flags}), build)
+    roughen(router, build.ctx)
+    return router
+
+
+def some_hidden() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(LENGTH, BATCH, 16, generator=generator, dtype=torch.float64)
+
+
+def test_shares_of_the_best_are_their_probabilities_scaled_or_not() -> None:
+    router, hidden = router_of(moe_router_topk=3), some_hidden()
+    likely = torch.softmax(hidden @ router.weight.t(), dim=-1)
+    best, expected = likely.sort(dim=-1, descending=True)
+    shares, chosen = router(hidden)
+    assert torch.equal(chosen, expected[..., :3])
+    top = best[..., :3]
+    torch.testing.assert_close(shares, top / top.sum(-1, keepdim=True), rtol=ROUNDING, atol=0)
+    unscaled, same = router_of(moe_router_topk=3, moe_router_pre_softmax=True)(hidden)
+    assert torch.equal(same, chosen)
+    torch.testing.assert_close(unscaled, top, rtol=ROUNDING, atol=0)
+
+
+def test_counts_are_of_each_sequence() -> None:
+    chosen = torch.tensor([[[0, 1], [2, 1]], [[0, 2], [1, 2]]])  # [s 2, b 2, k 2]
+    assert counts_of(chosen, 4).tolist() == [[2, 1, 1, 0], [0, 2, 2, 0]]
+
+
+def by_the_paper(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Equations 17 to 20 of arXiv 2412.19437 in loops, without the weight alpha."""
+    length, batch, experts = scores.shape
+    taken, total = chosen.shape[-1], scores.new_zeros(())
+    for row in range(batch):
+        for i in range(experts):
+            often = sum(i in chosen[t, row].tolist() for t in range(length))
+            f = experts / (taken * length) * often
+            p = sum(torch.softmax(scores[t, row], 0)[i] for t in range(length)) / length
+            total = total + f * p
+    return total
+
+
+def test_the_balance_is_that_of_the_paper() -> None:
+    router, hidden = router_of(), some_hidden()
+    scores, (_, chosen) = hidden @ router.weight.t(), router(hidden)
+    found = balance_loss(scores, counts_of(chosen, 5).double(), LENGTH, 2)
+    torch.testing.assert_close(found, by_the_paper(scores, chosen), rtol=ROUNDING, atol=0)
+
+
+def test_the_balance_is_one_where_experts_are_alike_and_more_where_one_takes_all() -> None:
+    alike = torch.zeros(4, 1, 4, dtype=torch.float64)
+    assert float(balance_loss(alike, torch.full((1, 4), 2.0), 4, 2)) == pytest.approx(1.0)
+    alone = alike.clone()
+    alone[..., 0] = 50.0
+    busy = torch.tensor([[4.0, 0, 0, 0]])
+    assert float(balance_loss(alone, busy, 4, 1)) == pytest.approx(4.0)
+
+
+def test_the_z_loss_is_the_mean_square_of_log_sum_exp() -> None:
+    scores = torch.zeros(4, 2, 8, dtype=torch.float64)
+    assert float(z_loss(scores, 4)) == pytest.approx(2 * math.log(8) ** 2)
+
+
+@pytest.mark.parametrize("flags", [BALANCED, {"moe_z_loss_coeff": 0.5}])
+def test_gradients_are_those_of_the_loss_beside_the_task(flags: dict[str, float]) -> None:
+    build, scale = tiny_build(), 0.75
+    router, hidden = router_of(build, **flags), some_hidden().requires_grad_()
+    build.router_loss.value = scale
+    weights = [hidden, router.weight]
+    upstream = torch.randn(LENGTH, BATCH, 2, dtype=torch.float64)
+    shares, chosen = router(hidden)
+    found = torch.autograd.grad((shares * upstream).sum(), weights)
+    scores = hidden @ router.weight.t()
+    loss = 0.25 * by_the_paper(scores, chosen)
+    if flags is not BALANCED:
+        loss = 0.5 * torch.logsumexp(scores, dim=-1).square().mean(dim=0).sum()
+    plain = torch.softmax(scores.gather(-1, chosen), dim=-1)
+    expected = torch.autograd.grad((plain * upstream).sum() + scale * loss, weights)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_balance_is_noted_once_for_each_layer(recompute: bool) -> None:
+    build = tiny_build(recompute=recompute)
+    model = tiny_model(tiny_config(num_experts=3, add_bias_linear=False, **BALANCED), build)
+    build.router_loss.value = 1.0
+    loss = model(tiny_tokens(batch=2), labels=tiny_tokens(batch=2))
+    assert build.router_loss.taken() is None
+    loss.total.backward()
+    noted = build.router_loss.taken()
+    assert noted is not None
+    assert 0.9 * 4 < float(noted) < 1.5 * 4  # two layers and two sequences, without the weight
+    assert not noted.requires_grad
+    assert build.router_loss.taken() is None
+
+
+def test_outside_of_training_there_is_no_loss() -> None:
+    router, hidden = router_of(**BALANCED), some_hidden()
+    plain, _ = router_of()(hidden)
+    assert torch.equal(router(hidden)[0], plain)  # and it is no part of what goes on
+    router.eval()
+    router(hidden)[0].sum().backward()  # with no scale set
+
+
+def test_an_engine_that_does_not_say_what_it_counts_is_an_error() -> None:
+    model = tiny_model(tiny_config(num_experts=3, add_bias_linear=False, **BALANCED))
+    loss = model(tiny_tokens(), labels=tiny_tokens())
+    with pytest.raises(MegatronError, match="nobody said how much a router's loss counts"):
+        loss.total.backward()
+
+
+def test_it_is_said_what_a_router_is() -> None:
+    assert repr(router_of()) == "Router(16, 5, taken=2)"

@@ -1,0 +1,77 @@
+"""A model is rebuilt from what its checkpoint says; flags speak where it says nothing."""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.arguments import parse_given
+from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.inference import load_model_for_inference, stored_config
+from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
+
+
+def test_the_flags_of_a_run_are_in_its_checkpoint(tmp_path: Path) -> None:
+    corpus, folder = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    run = tiny_run(corpus, save=folder, train_iters=2)
+    run_on_ranks(1, train_all, [run])
+    assert stored_config(folder) == stored_config(folder, 2) == run
+    with pytest.raises(CheckpointError, match="4"):
+        stored_config(folder, 4)
+
+
+def logits_of(folder: str) -> torch.Tensor:
+    loaded = load_model_for_inference(folder, device="cpu")
+    assert not loaded.model.training
+    assert (loaded.config.checkpoint.load, loaded.ctx.world.size) == (folder, 1)
+    assert loaded.tokenizer.vocab_size == 51
+    return next(loaded.model.parameters()).detach().clone()
+
+
+def test_a_model_is_rebuilt_from_its_checkpoint_alone(tmp_path: Path) -> None:
+    corpus, save = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")
+    ((record,),) = run_on_ranks(1, train_all, [tiny_run(corpus, save=save, train_iters=2)])
+    (embedding,) = run_on_ranks(1, logits_of, save)
+    trained = record.state["model/embedding.word.weight"].pieces[0][1]
+    assert torch.equal(embedding[:51], trained)
+    assert not embedding[51:].any(), "padding rows are zero"
+
+
+def weights_of_another_tool(folder: str, words: list[str]) -> Any:
+    try:
+        loaded = load_model_for_inference(folder, given=parse_given(words))
+    except MegatronError as error:
+        return str(error)
+    return loaded.model(torch.tensor([[1, 2, 3]]))[..., : loaded.tokenizer.vocab_size].detach()
+
+
+def test_flags_speak_for_a_checkpoint_that_says_nothing_of_its_model(tmp_path: Path) -> None:
+    shape = Shape(layers=2)
+    folder = save_megatron(tmp_path / "whole", whole_model(shape), shape)
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for path in bare.rglob("*.pt"):
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path)
+        del content["args"]
+        torch.save(content, path)
+    tokens = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(shape.true_rows - 1)]
+    tokens += ["--device", "cpu"]
+    words = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24"
+    model = [*words.split(), "--seq-length", "12", "--max-position-embeddings", "12"]
+    (expected,) = run_on_ranks(1, weights_of_another_tool, str(folder), tokens)
+    (found,) = run_on_ranks(1, weights_of_another_tool, str(bare), [*tokens, *model])
+    assert torch.equal(found, expected)
+    (said,) = run_on_ranks(1, weights_of_another_tool, str(bare), tokens)
+    assert "does not say enough about its model" in said
+    assert "load it with the flags of its model beside it" in said
+
+
+def test_a_model_in_a_pipeline_does_not_write() -> None:
+    with pytest.raises(ConfigError, match="a model in a pipeline scores, but does not write"):
+        load_model_for_inference("nowhere", given={"pipeline_model_parallel_size": 2})

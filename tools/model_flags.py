@@ -1,0 +1,80 @@
+"""The flags of programs that use a trained GPT: which one, spread how, in which numbers.
+
+Model and tokenizer are the checkpoint's own. All flags of pretrain_gpt.py are understood beside the
+program's, so that scripts written for other Megatrons start: what they say of the model is compared
+with the checkpoint, and what only training listens to is named.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron import log
+from megatron.arguments import parse_given
+from megatron.checkpoint.inference_config import PRECISIONS
+from megatron.config.runtime import DeviceKind
+from megatron.errors import ConfigError
+from megatron.preflight.environment import launch_from_environment
+
+# Flags of the parser below that stand for a field of a run.
+_FIELDS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"),
+    *("seq_length", "device"),
+)
+EPILOG = (
+    "All flags of pretrain_gpt.py are understood here too. What they say of the model has to be "
+    "what the checkpoint says, or is taken from them where it says nothing; --fp16, --bf16 or "
+    "--fp32 chooses the precision, and flags of the tokenizer where its files lie."
+)
+
+
+class ModelChoice(NamedTuple):
+    """Which model a program is to use, and what flags say beside its checkpoint."""
+
+    folder: str
+    iteration: int | None
+    given: dict[str, Any]  # by the fields of a run
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that every program has which uses a model."""
+    add = parser.add_argument
+    add("--load", required=True, metavar="FOLDER", help="checkpoint of a GPT, of any format")
+    add("--iteration", type=int, help="which of them; the newest when not given")
+    add("--tensor-model-parallel-size", type=int, metavar="N", help="ranks that share a layer [1]")
+    add("--device", choices=("cpu", "cuda"), help="where to compute; as in training when not given")
+    add("--fp32", action="store_true", help="compute in float32, whatever it was trained in")
+    add("--inference", action="store_true", help=argparse.SUPPRESS)  # bigscience's scripts
+    parser.epilog = EPILOG
+
+
+def read_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, ModelChoice]:
+    """The program's own flags, and which model it is to use how.
+
+    Raises:
+        CommandLineError: a flag that no program has, or a value that cannot be read.
+        ConfigError: flags that contradict each other.
+    """
+    launch = launch_from_environment()  # rank 0 speaks for all, from the first line on
+    log.configure(launch.rank, launch.world_size)
+    own, rest = parser.parse_known_args(argv)
+    given = parse_given(rest, beside=parser._option_string_actions)
+    if own.inference:
+        log.info("--inference: accepted, has no effect here because this program trains nothing")
+    for name in _FIELDS:
+        value = getattr(own, name, None)
+        if value is not None:
+            given[name] = DeviceKind(value) if name == "device" else value
+    if own.fp32:
+        asked = [f"--{name}" for name in PRECISIONS if given.get(name)]
+        if asked:
+            raise ConfigError(
+                "more than one precision was asked for",
+                found=f"--fp32 {' '.join(asked)}",
+                fix="keep one of them",
+            )
+        given |= dict.fromkeys(PRECISIONS, False)
+    iteration = given.get("load_iteration") if own.iteration is None else own.iteration
+    return own, ModelChoice(own.load, iteration, given)
