@@ -6,8 +6,11 @@ host's, and only its cgroup says so. Nothing here raises: a system that does not
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -35,29 +38,13 @@ def available_memory_bytes() -> int | None:
 
 
 def cgroup_cpus(mount: Path, membership: Path) -> float | None:
-    """CPUs that the quota of this process's cgroup allows, None without one; never raises.
-
-    Every group from the process's own up to the mount counts (cgroups v1 and v2), since the
-    tightest quota holds; in a container the process's own path is often not mounted.
-    """
-    quotas = [
-        quota
-        for top, path in _hierarchies(mount, membership, "cpu")
-        for folder in _up_to(top, path)
-        if (quota := _quota(folder)) is not None
-    ]
-    return min(quotas, default=None)
+    """CPUs that the quotas of this process's cgroups allow, None without one; never raises."""
+    return min(_limits(mount, membership, "cpu", _quota), default=None)
 
 
 def cgroup_memory_bytes(mount: Path, membership: Path) -> int | None:
     """Bytes that the limits of this process's cgroups leave, None without one; never raises."""
-    left = [
-        room
-        for top, path in _hierarchies(mount, membership, "memory")
-        for folder in _up_to(top, path)
-        if (room := _room(folder)) is not None
-    ]
-    return min(left, default=None)
+    return min(_limits(mount, membership, "memory", _room), default=None)
 
 
 def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
@@ -67,6 +54,20 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def _limits(
+    mount: Path, membership: Path, wanted: str, read: Callable[[Path], T | None]
+) -> Iterator[T]:
+    """What `read` finds in every group from the process's own up to the mount (cgroups v1 and v2).
+
+    The tightest holds; in a container the process's own path is often not mounted.
+    """
+    for top, path in _hierarchies(mount, membership, wanted):
+        for folder in _up_to(top, path):
+            found = read(folder)
+            if found is not None:
+                yield found
 
 
 def _hierarchies(mount: Path, membership: Path, wanted: str) -> Iterator[tuple[Path, str]]:

@@ -1,7 +1,7 @@
 """What is left of checkpoints when a rank is killed at any moment of a save, in every format.
 
 `python -m tests.laws.kill_grid` (or `make test-faults`) kills each rank at each named moment of a
-save, then ranks at random moments (`--random 200`), in each way of saving; it ends with 1 if a
+save, then ranks at random moments (`--random 400`), in each way of saving; it ends with 1 if a
 checkpoint was lost. Ours are saved by the library alone, those of other frameworks by runs that
 train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
 Smaller grids are among the tests; damage to files that lie there is `corruption`'s.
@@ -96,7 +96,7 @@ def ways(place: Path) -> list[Way]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what the flags ask for; exit code 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--random", type=int, default=200, help="kills at random moments")
+    parser.add_argument("--random", type=int, default=400, help="kills at random moments, in all")
     parser.add_argument("--seed", type=int, default=1234, help="of moments and ranks")
     parser.add_argument("--no-moments", action="store_true", help="leave the named moments out")
     parser.add_argument("--write", action="store_true", help=f"keep the table in {PAGE.name}")
