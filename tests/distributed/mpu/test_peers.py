@@ -1,7 +1,9 @@
 """Tests that a rank stuck in a collective ends soon after another rank has failed."""
 
+import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -56,11 +58,12 @@ def all_end_well() -> None:
     watch.close()
 
 
-def one_stalls_and_one_gives_up_on_it() -> None:
+def one_stalls_and_one_gives_up_on_it(said: str) -> None:
     ctx, watch = watch_over_tcp()
     if ctx.rank == 1:
         watch.announce("timed out while waiting for rank 0")
         time.sleep(30)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     read_a_file_that_hangs()
 
 
@@ -68,10 +71,10 @@ def read_a_file_that_hangs() -> None:
     time.sleep(30)
 
 
-def test_a_rank_that_stalls_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_stalls_shows_where(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 of 2 died with exit code 76"):
-        run_on_ranks(2, one_stalls_and_one_gives_up_on_it)
-    said = capfd.readouterr().err
+        run_on_ranks(2, one_stalls_and_one_gives_up_on_it, str(tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
     assert "rank 1 said: timed out while waiting for rank 0" in said
     assert "this rank was here:" in said
     assert "in read_a_file_that_hangs" in said
