@@ -93,6 +93,6 @@ def record_of(line: str, where: str) -> Record:
         raise DataError(
             "a line is not a JSON object",
             found=f"{where}: {line[:_SHOWN]!r} ({reason})",
-            fix='give lines such as {"text": "..."}',
+            fix="give one object on each line, such as {...}, with the fields of docs/tasks.md",
         )
     return Record(where, fields)

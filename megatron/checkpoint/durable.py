@@ -20,6 +20,8 @@ import xxhash
 from megatron import atomic
 from megatron.errors import CheckpointError
 
+_AHEAD_BYTES = 32 << 20  # written since the disk was last told to begin
+
 # Set in a thread that writes beside the training, and by whoever wants it to end early.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 
@@ -34,7 +36,8 @@ def refuse_if_cancelled() -> None:
 class DurableFile:
     """A new file that is written once from start to end and is durable after `close`.
 
-    Leaving the `with` block by an exception closes the file without calling it durable.
+    Leaving the `with` block by an exception closes the file without calling it durable. The disk
+    begins while there is still more to write, so that fsync does not have to wait for all of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,6 +45,7 @@ class DurableFile:
         self._hash = xxhash.xxh3_128()
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115
         self.bytes = 0
+        self._begun = 0  # bytes that the disk has been told to take
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""
@@ -53,6 +57,11 @@ class DurableFile:
                 done = self._file.write(view)  # unbuffered: may take only a part
                 view = view[done:]
                 self.bytes += done
+            if self.bytes - self._begun >= _AHEAD_BYTES:
+                # Linux takes it as: write these pages, and those that are written are not needed.
+                fresh = self.bytes - self._begun
+                os.posix_fadvise(self._file.fileno(), self._begun, fresh, os.POSIX_FADV_DONTNEED)
+                self._begun = self.bytes
 
     @property
     def xxh3(self) -> str:

@@ -78,6 +78,7 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if ranks * kept.total <= room:
         return
     least = kept_bytes(config, mine, optimizer_shards=replicas)
+    enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",
         found=f"about {_gib(kept.total)} on a rank (weights {_gib(kept.weights)}, gradients "
@@ -86,8 +87,8 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
         + f"; {_gib(room)} are there",
         fix="add --use-distributed-optimizer"
         if not shared and ranks * least.total <= room
-        else f"spread the model over more than {plan.model_ranks} ranks "
-        "(--tensor-model-parallel-size, --pipeline-model-parallel-size), or train a smaller one",
+        else f"spread the model over at least {enough} ranks with as much memory for each "
+        "(--tensor-model-parallel-size x --pipeline-model-parallel-size), or train a smaller one",
     )
 
 
