@@ -5,12 +5,16 @@ in the folder that MEGATRON_SHARED_DATA names; no test may need it.
 """
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, here or in a process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A job in the background (`nohup make test &`) ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
