@@ -56,6 +56,11 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     return found.f_bavail * found.f_frsize
 
 
+def in_gib(size: int) -> str:
+    """Bytes as messages say them."""
+    return f"{size / 2**30:.2f} GiB"
+
+
 def _limits(
     mount: Path, membership: Path, wanted: str, read: Callable[[Path], T | None]
 ) -> Iterator[T]:

@@ -17,6 +17,12 @@ class Precision(StrEnum):
     FP16 = "float16"
 
     @property
+    def num_bytes(self) -> int:
+        """Of one element."""
+        bits = {Precision.FP64: 64, Precision.FP32: 32, Precision.BF16: 16, Precision.FP16: 16}
+        return bits[self] // 8
+
+    @property
     def is_half(self) -> bool:
         """Whether fp32 master weights are kept beside the model."""
         return self in (Precision.BF16, Precision.FP16)

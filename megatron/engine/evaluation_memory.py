@@ -13,6 +13,7 @@ import torch
 from megatron import device, log
 from megatron.config.run import RunConfig
 from megatron.errors import MachineError
+from megatron.host import in_gib
 from megatron.model.accounting import RankShare, forward_bytes, memory_bytes
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
@@ -42,8 +43,8 @@ class EvaluationMemory:
         if need > free:
             raise MachineError(
                 "the weights of the model do not fit into memory",
-                found=f"about {_gib(need)} on each rank in {config.precision.precision}; "
-                f"{_gib(free)} are free for it",
+                found=f"about {in_gib(need)} on each rank in {config.precision.precision}; "
+                f"{in_gib(free)} are free for it",
                 fix="spread the model over more ranks (--tensor-model-parallel-size, "
                 "--pipeline-model-parallel-size), or compute with --bf16",
             )
@@ -76,7 +77,7 @@ class EvaluationMemory:
         raise MachineError(
             "the rows that are read together do not fit into memory",
             found=f"--micro-batch-size {rows}, the longest row of {length} tokens: about "
-            f"{_gib(need)} on each rank; {_gib(free)} are free for it",
+            f"{in_gib(need)} on each rank; {in_gib(free)} are free for it",
             fix=f"use --micro-batch-size {fitting}"
             if fitting
             else "use a shorter --seq-length, or spread the model over more ranks "
@@ -146,7 +147,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_MESSAGES)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

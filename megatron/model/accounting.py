@@ -7,11 +7,10 @@ estimate for people and preflight, which leaves out what a framework and fragmen
 from dataclasses import dataclass, replace
 
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
-from megatron.config.precision import Precision, PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.model.specs import VocabSize
 
 FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
-_BYTES = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 
 
 def parameter_count(
@@ -115,7 +114,7 @@ def forward_bytes(
     Beside the weights: the stream, and the larger of what one block computes and, on the last
     stage, of the logits [s, b, v/tp] with their softmax in fp32 or wider.
     """
-    size = _BYTES[precision.precision]
+    size = precision.precision.num_bytes
     tokens = share.seq_length * share.micro_batch_size
     stream = config.hidden_size * (4 if precision.fp32_residual_connection else size)
     stream //= share.tp if share.sequence_parallel else 1
@@ -144,7 +143,7 @@ def _stage_bytes(
     parameters //= share.tp  # norms and row biases are whole on every rank, and negligible
 
     half = precision.precision.is_half
-    size = _BYTES[precision.precision]
+    size = precision.precision.num_bytes
     state = 2 * (4 if half else size) + (4 if half else 0)
     tokens = share.seq_length * share.micro_batch_size
     in_flight = share.pp if first else 1
@@ -159,7 +158,7 @@ def _stage_bytes(
         activations += tokens * (vocab.padded // share.tp) * (size + max(size, 4))
     return MemoryEstimate(
         weights=parameters * size,
-        gradients=parameters * _BYTES[precision.gradient_precision],
+        gradients=parameters * precision.gradient_precision.num_bytes,
         optimizer=parameters * state // share.optimizer_shards,
         activations=activations,
     )

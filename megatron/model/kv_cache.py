@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.device import free_memory_bytes
 from megatron.errors import MachineError
+from megatron.host import in_gib
 
 
 class KVCache:
@@ -84,8 +85,7 @@ def _refuse_too_large(size: int, *, batch: int, capacity: int) -> None:
     rows = batch * free // size
     raise MachineError(
         "the keys and values of a generation do not fit into memory",
-        found=f"{batch} rows of {capacity} tokens take {size / 2**30:.2f} GiB; "
-        f"{free / 2**30:.2f} GiB are free",
+        found=f"{batch} rows of {capacity} tokens take {in_gib(size)}; {in_gib(free)} are free",
         fix=f"generate for at most {rows} rows at a time"
         if rows
         else f"generate at most {capacity * free // (size // batch)} tokens with their prompt",

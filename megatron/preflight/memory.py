@@ -9,16 +9,14 @@ from dataclasses import dataclass
 
 from megatron import device, host
 from megatron.config.optimizer import StateDtype
-from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.host import in_gib
 from megatron.model.accounting import parameter_count
 from megatron.optimizer.update_rule import state_kinds
 from megatron.preflight.config import padded_vocabulary
 from megatron.preflight.run import RunPlan
-
-_WIDTH = {Precision.FP64: 8, Precision.FP32: 4, Precision.BF16: 2, Precision.FP16: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +39,14 @@ def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1)
     Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
     state, and in half precision an fp32 copy of the weights, of 1 / `optimizer_shards` of them.
     """
-    width = _WIDTH[config.precision.precision]
+    width = config.precision.precision.num_bytes
     half = config.precision.precision.is_half
     kinds = state_kinds(config.optimizer).values()
     own = 4 if half else width
     state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds) + (4 if half else 0)
     return KeptBytes(
         weights=parameters * width,
-        gradients=parameters * _WIDTH[config.precision.gradient_precision],
+        gradients=parameters * config.precision.gradient_precision.num_bytes,
         optimizer=parameters * state // optimizer_shards,
     )
 
@@ -81,16 +79,12 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",
-        found=f"about {_gib(kept.total)} on a rank (weights {_gib(kept.weights)}, gradients "
-        f"{_gib(kept.gradients)}, optimizer {_gib(kept.optimizer)})"
+        found=f"about {in_gib(kept.total)} on a rank (weights {in_gib(kept.weights)}, gradients "
+        f"{in_gib(kept.gradients)}, optimizer {in_gib(kept.optimizer)})"
         + (f" on each of {ranks} ranks of this host" if ranks > 1 else "")
-        + f"; {_gib(room)} are there",
+        + f"; {in_gib(room)} are there",
         fix="add --use-distributed-optimizer"
         if not shared and ranks * least.total <= room
         else f"spread the model over at least {enough} ranks with as much memory for each "
         "(--tensor-model-parallel-size x --pipeline-model-parallel-size), or train a smaller one",
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

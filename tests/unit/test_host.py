@@ -166,3 +166,7 @@ def test_shared_memory_is_measured_where_there_is_some(tmp_path: Path) -> None:
     free = shared_memory_bytes(tmp_path)
     assert free is not None
     assert free > 0
+
+
+def test_bytes_are_said_in_the_unit_of_memory() -> None:
+    assert host.in_gib(3 * 2**29) == "1.50 GiB"

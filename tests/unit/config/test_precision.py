@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config.fields import FieldsError
 from megatron.config.precision import Precision, PrecisionConfig
@@ -65,3 +66,8 @@ def test_all_that_is_wrong_is_said_together() -> None:
     with pytest.raises(FieldsError) as caught:
         PrecisionConfig(fp16=True, bf16=True, hysteresis=0)
     assert len(caught.value.errors) == 2
+
+
+def test_the_bytes_of_an_element_are_torch_s() -> None:
+    for precision in Precision:
+        assert precision.num_bytes == getattr(torch, precision.value).itemsize
