@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron import log
-from megatron.config.deepspeed_agreement import flags_from_json
-from megatron.config.deepspeed_json import read_json
+from megatron.config.deepspeed.agreement import flags_from_json
+from megatron.config.deepspeed.plan import read_json
 from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig

@@ -31,7 +31,7 @@ from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
 from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
-from megatron.config.deepspeed_json import recorded_json
+from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig

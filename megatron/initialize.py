@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 import megatron
 from megatron import device, log, program
 from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
-from megatron.config.deepspeed_json import recorded_json
+from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.data.program_data import GPT_DATA, ProgramData

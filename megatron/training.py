@@ -24,7 +24,7 @@ from megatron.checkpointing import (
     save_checkpoint,
 )
 from megatron.config.curriculum import Curriculum
-from megatron.config.deepspeed_json import deepspeed_plan, recorded_json
+from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
 from megatron.data.data_sources import announce_shared_corpora, data_sources
 from megatron.data.gpt_batch import shortened

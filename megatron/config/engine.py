@@ -1,6 +1,6 @@
 """EngineConfig: which engine trains, and what of DeepSpeed's choices are flags.
 
-The JSON file that `--deepspeed_config` names is read by `config.deepspeed_json`, which compares it
+The JSON file that `--deepspeed_config` names is read by `config.deepspeed.plan`, which compares it
 with the flags key by key; nothing here opens a file.
 """
 

@@ -2,8 +2,8 @@
 
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PretrainTask
-from megatron.engine.deepspeed import DeepSpeedEngine
-from megatron.engine.deepspeed_pipeline import DeepSpeedPipelineEngine
+from megatron.engine.deepspeed.engine import DeepSpeedEngine
+from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from megatron.engine.native import NativeEngine
 from megatron.model.specs import ModelBuild
 from megatron.timers import Timers

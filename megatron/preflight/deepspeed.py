@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron import device
-from megatron.config.deepspeed_agreement import problems, stage_of
-from megatron.config.deepspeed_json import user_json
-from megatron.config.deepspeed_keys import value_at
-from megatron.config.deepspeed_version import version_problem
+from megatron.config.deepspeed.agreement import problems, stage_of
+from megatron.config.deepspeed.keys import value_at
+from megatron.config.deepspeed.plan import user_json
+from megatron.config.deepspeed.version import version_problem
 from megatron.config.fields import FieldsError, default_of, flag_name
 from megatron.config.optimizer import StateDtype
 from megatron.config.parallel import ParallelConfig, PipelineSchedule

@@ -6,7 +6,7 @@ from megatron.config.curriculum import (
     curriculum_of_flags,
     one_curriculum,
 )
-from megatron.config.deepspeed_json import user_json
+from megatron.config.deepspeed.plan import user_json
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.progress import BatchSchedule, Duration, TokenCount

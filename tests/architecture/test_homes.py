@@ -80,18 +80,18 @@ HOMES = (
         "DeepSpeed",
         ("deepspeed",),
         tuple(
-            f"megatron/engine/deepspeed{part}.py"
+            f"megatron/engine/deepspeed/{part}.py"
             for part in (
-                "",
-                "_layers",
-                "_model",
-                "_offload",
-                "_pipe_engine",
-                "_pipeline",
-                "_saving",
-                "_start",
-                "_state",
-                "_updates",
+                "engine",
+                "layers",
+                "model",
+                "offload",
+                "pipe_engine",
+                "pipeline",
+                "saving",
+                "start",
+                "state",
+                "updates",
             )
         ),
         in_programs=True,

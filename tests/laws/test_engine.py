@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-import megatron.engine.deepspeed
 from megatron.config.run import RunConfig
+from megatron.engine.deepspeed import engine
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     BF16,
@@ -203,8 +203,8 @@ def test_deepspeed_trains_what_the_native_engine_trains(corpus: str, layout: str
 
 def train_with_default_clipping(configs: Sequence[RunConfig]) -> list[Record]:
     """DeepSpeed is not told how to clip, and so does what it does by itself."""
-    whole_json = megatron.engine.deepspeed.handed_json
-    megatron.engine.deepspeed.handed_json = lambda plan: {
+    whole_json = megatron.engine.deepspeed.engine.handed_json
+    megatron.engine.deepspeed.engine.handed_json = lambda plan: {
         key: value for key, value in whole_json(plan).items() if key != "gradient_clipping"
     }
     return train_all(configs)
@@ -212,8 +212,8 @@ def train_with_default_clipping(configs: Sequence[RunConfig]) -> list[Record]:
 
 def train_as_if_all_tokens_counted(configs: Sequence[RunConfig]) -> list[Record]:
     """What is masked counts in the mean; clipping would hide a factor of gradients."""
-    counts_ahead = megatron.engine.deepspeed.counts_ahead
-    megatron.engine.deepspeed.counts_ahead = lambda *given: counts_ahead(*given).fill_(8 * 16)
+    counts_ahead = engine.counts_ahead
+    engine.counts_ahead = lambda *given: counts_ahead(*given).fill_(8 * 16)
     return train_all([unclipped(config) for config in configs])
 
 

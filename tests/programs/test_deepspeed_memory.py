@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import deepspeed_memory as memory
 from megatron.arguments import parse_args
-from megatron.config.deepspeed_json import deepspeed_plan
+from megatron.config.deepspeed.plan import deepspeed_plan
 
 
 @pytest.mark.parametrize(

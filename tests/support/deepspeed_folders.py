@@ -24,8 +24,8 @@ from megatron.checkpoint.formats.deepspeed_parameters import (
 )
 from megatron.checkpoint.manifest import Layout
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.deepspeed_grid import Grid, mark_split
-from megatron.engine.deepspeed_start import start_deepspeed
+from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.start import start_deepspeed
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.deepspeed_grid import Grid, mark_split
-from megatron.engine.deepspeed_start import start_deepspeed
+from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.start import start_deepspeed
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology

@@ -20,7 +20,7 @@ from megatron.arguments import (
     parse_args,
 )
 from megatron.config.activations import RecomputeMethod
-from megatron.config.deepspeed_json import deepspeed_plan
+from megatron.config.deepspeed.plan import deepspeed_plan
 from megatron.config.engine import RemoteDevice, ZeroStage
 from megatron.config.model import Activation, Normalization, PositionEmbedding
 from megatron.config.precision import Precision

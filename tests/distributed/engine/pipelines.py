@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.checkpointing import model_build
 from megatron.config.run import RunConfig
-from megatron.engine.deepspeed_pipeline import DeepSpeedPipelineEngine
+from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from megatron.global_vars import Runtime
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology

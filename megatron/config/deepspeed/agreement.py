@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from megatron.config.activations import RecomputeGranularity
 from megatron.config.curriculum import flags_of_block
-from megatron.config.deepspeed_keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
-from megatron.config.deepspeed_rules import optimizer_problems, scheduler_problems
+from megatron.config.deepspeed.keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
+from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
 from megatron.config.fields import flag_name
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig

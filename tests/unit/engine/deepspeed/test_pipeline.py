@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from megatron.checkpointing import model_build
 from megatron.config.parallel import ParallelConfig, PipelineSchedule
-from megatron.engine.deepspeed_pipeline import (
+from megatron.engine.deepspeed.pipeline import (
     TiedGradients,
     TokenLoss,
     _as_main_grad,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.engine.base import MicroBatch
-from megatron.engine.deepspeed_layers import LayersPipe
+from megatron.engine.deepspeed.layers import LayersPipe
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from megatron.config.deepspeed_version import version_problem
+from megatron.config.deepspeed.version import version_problem
 
 
 def _missing(name: str) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
-from megatron.engine import deepspeed_offload
-from megatron.engine.deepspeed_offload import cpu_adam_for, refuse_nvme
+from megatron.engine.deepspeed import offload
+from megatron.engine.deepspeed.offload import cpu_adam_for, refuse_nvme
 from megatron.errors import ConfigError, MachineError
 from megatron.mpu.context import Group
 
@@ -17,7 +17,7 @@ ADAM = OptimizerConfig()
 def test_nothing_is_compiled_for_what_is_not_offloaded_or_not_adam(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deepspeed_offload, "_why_not_built", lambda: pytest.fail("it compiled"))
+    monkeypatch.setattr(offload, "_why_not_built", lambda: pytest.fail("it compiled"))
     assert cpu_adam_for(False, True, ADAM, ALONE) is None
     assert cpu_adam_for(True, True, OptimizerConfig(optimizer=OptimizerKind.SGD), ALONE) is None
     assert capsys.readouterr().out == ""
@@ -28,8 +28,8 @@ def test_nothing_is_compiled_for_what_is_not_offloaded_or_not_adam(
 def test_what_does_not_build_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(deepspeed_offload, "_stale_lock", lambda: None)
-    monkeypatch.setattr(deepspeed_offload, "_why_not_built", lambda: "OSError: no compiler")
+    monkeypatch.setattr(offload, "_stale_lock", lambda: None)
+    monkeypatch.setattr(offload, "_why_not_built", lambda: "OSError: no compiler")
     assert cpu_adam_for(True, True, ADAM, ALONE) is None
     assert "CPUAdam cannot be used (OSError: no compiler)" in capsys.readouterr().err
 
@@ -37,10 +37,8 @@ def test_what_does_not_build_is_said(
 def test_a_lock_of_a_dead_compiler_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        deepspeed_offload.cpp_extension, "_get_build_directory", lambda *args: str(tmp_path)
-    )
-    monkeypatch.setattr(deepspeed_offload, "_why_not_built", lambda: pytest.fail("it waited"))
+    monkeypatch.setattr(offload.cpp_extension, "_get_build_directory", lambda *args: str(tmp_path))
+    monkeypatch.setattr(offload, "_why_not_built", lambda: pytest.fail("it waited"))
     (tmp_path / "lock").touch()
     assert cpu_adam_for(True, True, ADAM, ALONE) is None
     assert f"{tmp_path / 'lock'} is left from a compiler that died" in capsys.readouterr().err
@@ -52,18 +50,18 @@ def test_it_is_used_where_it_builds(
     class Module:
         DeepSpeedCPUAdam = "the class"
 
-    monkeypatch.setattr(deepspeed_offload, "_stale_lock", lambda: None)
-    monkeypatch.setattr(deepspeed_offload, "_why_not_built", lambda: None)
-    monkeypatch.setattr(deepspeed_offload.importlib, "import_module", lambda name: Module)
+    monkeypatch.setattr(offload, "_stale_lock", lambda: None)
+    monkeypatch.setattr(offload, "_why_not_built", lambda: None)
+    monkeypatch.setattr(offload.importlib, "import_module", lambda name: Module)
     assert cpu_adam_for(True, True, ADAM, ALONE) == "the class"
     assert "updated by DeepSpeed's CPUAdam" in capsys.readouterr().out
 
 
 def test_nvme_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_offload, "async_io_builds", lambda: False)
+    monkeypatch.setattr(offload, "async_io_builds", lambda: False)
     refuse_nvme("cpu", "none")
     with pytest.raises(MachineError, match="async_io does not build here"):
         refuse_nvme("nvme", "none")
-    monkeypatch.setattr(deepspeed_offload, "async_io_builds", lambda: True)
+    monkeypatch.setattr(offload, "async_io_builds", lambda: True)
     with pytest.raises(ConfigError, match="weights and state on NVMe are not saved"):
         refuse_nvme("none", "nvme")

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import Parameter
 
-from megatron.engine.deepspeed_grid import Grid, mark_split
+from megatron.engine.deepspeed.grid import Grid, mark_split
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import Init, Partition, describe
 from megatron.mpu.topology import Topology

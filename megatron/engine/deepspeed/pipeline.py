@@ -24,9 +24,9 @@ from megatron.engine.base import (
     StepReport,
 )
 from megatron.engine.cuts import stage_ranges
-from megatron.engine.deepspeed import DeepSpeedEngine, handed_json
-from megatron.engine.deepspeed_monitor import tell_monitors
-from megatron.engine.deepspeed_start import quietly
+from megatron.engine.deepspeed.engine import DeepSpeedEngine, handed_json
+from megatron.engine.deepspeed.monitor import tell_monitors
+from megatron.engine.deepspeed.start import quietly
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
@@ -84,7 +84,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def _build_model(self) -> Any:
         # Imported here because they import DeepSpeed, which has been brought up by now.
-        from megatron.engine.deepspeed_layers import LayersPipe
+        from megatron.engine.deepspeed.layers import LayersPipe
 
         config, ctx = self._config, self._context
         specs = self._task.layers(config.model, self._build)
@@ -101,7 +101,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return tuple(model.stage.named_parameters())
 
     def _start(self, model: Any) -> Any:
-        from megatron.engine.deepspeed_pipe_engine import MendedPipelineEngine
+        from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
 
         return MendedPipelineEngine(
             model,
@@ -199,7 +199,7 @@ def _cut(
     ctx: ParallelContext,
 ) -> Any:
     """Where stages begin: as in the native engine, unless DeepSpeed's own method is asked for."""
-    from megatron.engine.deepspeed_layers import Cut
+    from megatron.engine.deepspeed.layers import Cut
 
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     _refuse_what_deepspeed_cannot(pipeline)

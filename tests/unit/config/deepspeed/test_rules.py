@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed_rules import optimizer_problems, scheduler_problems
+from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
 from megatron.errors import ConfigError
 from tests.support.tiny import tiny_run
 

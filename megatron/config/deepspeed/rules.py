@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron.config.deepspeed_keys import value_at
+from megatron.config.deepspeed.keys import value_at
 from megatron.config.optimizer import DecayStyle, OptimizerKind, WeightDecayStyle
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError

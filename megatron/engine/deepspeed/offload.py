@@ -13,7 +13,7 @@ from torch.utils import cpp_extension
 
 from megatron import log
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
-from megatron.engine.deepspeed_start import async_io_builds, quietly
+from megatron.engine.deepspeed.start import async_io_builds, quietly
 from megatron.errors import ConfigError, MachineError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group

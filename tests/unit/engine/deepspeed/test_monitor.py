@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.engine.base import StepReport
-from megatron.engine.deepspeed_monitor import tell_monitors
+from megatron.engine.deepspeed.monitor import tell_monitors
 
 
 @pytest.mark.parametrize("enabled", [True, False])

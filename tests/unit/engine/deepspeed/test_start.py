@@ -5,8 +5,8 @@ from importlib import metadata
 
 import pytest
 
-from megatron.config.deepspeed_version import version_problem
-from megatron.engine import deepspeed_start
+from megatron.config.deepspeed.version import version_problem
+from megatron.engine.deepspeed import start
 from megatron.errors import MachineError
 from megatron.mpu.context import ParallelContext
 
@@ -35,14 +35,14 @@ def test_other_versions_are_refused_by_name(
 ) -> None:
     versions(monkeypatch, found)
     with pytest.raises(MachineError, match=f"this DeepSpeed is {words}") as error:
-        deepspeed_start.import_deepspeed()
+        start.import_deepspeed()
     assert f"deepspeed {found}; tested with 0.19.x" in str(error.value)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, None)
     with pytest.raises(MachineError, match="but DeepSpeed is not installed") as error:
-        deepspeed_start.import_deepspeed()
+        start.import_deepspeed()
     assert "'deepspeed==0.19.*'" in error.value.fix
 
 
@@ -65,24 +65,24 @@ class _FakeDeepSpeed:
 def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(deepspeed_start.device, "current", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(start.device, "current", lambda: torch.device("cuda", 0))
     with pytest.raises(MachineError, match="are for different devices") as error:
-        deepspeed_start._check_accelerator(_FakeDeepSpeed("xpu"))  # type: ignore[arg-type]
+        start._check_accelerator(_FakeDeepSpeed("xpu"))  # type: ignore[arg-type]
     assert "DeepSpeed computes on xpu, --device cuda" in str(error.value)
 
 
 def test_a_process_without_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_start, "import_deepspeed", lambda: _FakeDeepSpeed("cpu"))
-    monkeypatch.setattr(deepspeed_start.importlib, "import_module", lambda name: logging)
+    monkeypatch.setattr(start, "import_deepspeed", lambda: _FakeDeepSpeed("cpu"))
+    monkeypatch.setattr(start.importlib, "import_module", lambda name: logging)
     with pytest.raises(MachineError, match="DeepSpeed needs a process group"):
-        deepspeed_start.start_deepspeed(ParallelContext.single())
+        start.start_deepspeed(ParallelContext.single())
 
 
 def test_its_words_go_through_our_log(capsys: pytest.CaptureFixture[str]) -> None:
     speaker = logging.getLogger("DeepSpeed")
     kept = speaker.handlers, speaker.level
     try:
-        deepspeed_start._speak_through_our_log()
+        start._speak_through_our_log()
         speaker.info("nobody wants to know")
         speaker.warning("**** You are using ZeRO with an untested optimizer, proceed with caution")
         speaker.warning("something odd")
@@ -95,6 +95,6 @@ def test_its_words_go_through_our_log(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_it_prints_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
-    with deepspeed_start.quietly():
+    with start.quietly():
         print("MA 0.34 GB")
     assert capsys.readouterr().out == ""

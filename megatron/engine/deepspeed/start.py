@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron import device, log
-from megatron.config.deepspeed_version import version_problem
+from megatron.config.deepspeed.version import version_problem
 from megatron.errors import MachineError
 from megatron.mpu.context import ParallelContext
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed_json import deepspeed_plan
-from megatron.config.deepspeed_keys import (
+from megatron.config.deepspeed.keys import (
     KEPT_BACK,
     KEYS,
     RENAMED,
@@ -18,6 +17,7 @@ from megatron.config.deepspeed_keys import (
     as_kind,
     value_at,
 )
+from megatron.config.deepspeed.plan import deepspeed_plan
 from tests.support.tiny import tiny_run
 
 # What DeepSpeed asks for and is not told, each with the reason why no number depends on it.

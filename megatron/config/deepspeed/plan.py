@@ -1,7 +1,7 @@
 """DeepSpeed's JSON file: read strictly, and completed so that no default of its own is left.
 
 `deepspeed_plan` is what an engine asks for: the stage, the complete JSON, and what of it concerns
-the program rather than DeepSpeed. Whether file and flags agree is `config.deepspeed_agreement`'s.
+the program rather than DeepSpeed. Whether file and flags agree is `config.deepspeed.agreement`'s.
 """
 
 import difflib
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from megatron.config.deepspeed_agreement import Said, problems, said_by_flags, stage_of
-from megatron.config.deepspeed_keys import (
+from megatron.config.deepspeed.agreement import Said, problems, said_by_flags, stage_of
+from megatron.config.deepspeed.keys import (
     KEPT_BACK,
     KEYS,
     RENAMED,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from megatron.checkpointing import model_build
-from megatron.engine.deepspeed_model import WholeModel, _zero_padding, weights_saved_by_reference
+from megatron.engine.deepspeed.model import WholeModel, _zero_padding, weights_saved_by_reference
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.stage import Stage

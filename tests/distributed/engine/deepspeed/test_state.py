@@ -152,7 +152,7 @@ def test_models_begin_with_the_values_of_every_other_layout(corpus: str) -> None
 
 def most_parameters_at_once(config: RunConfig) -> tuple[int, int, int, int]:
     """The most elements that this rank held whole while it built its model, and the model's."""
-    import megatron.engine.deepspeed_model as module
+    import megatron.engine.deepspeed.model as module
 
     def filling(root: torch.nn.Module, **rest: Any) -> None:
         seen.extend(root.parameters())

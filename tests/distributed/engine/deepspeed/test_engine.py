@@ -201,7 +201,7 @@ def test_the_loss_scale_of_fp16_moves_as_natively(corpus: str) -> None:
 
 def steps_with_a_broken_weight(configs: list[RunConfig]) -> list[list[StepReport]]:
     """Runs in which one weight is infinite in the second step."""
-    import megatron.engine.deepspeed as module
+    import megatron.engine.deepspeed.engine as module
 
     def broken(self: Any, batches: Any, plan: Any) -> StepReport:
         steps.append(1)

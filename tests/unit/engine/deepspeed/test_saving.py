@@ -12,7 +12,7 @@ from megatron.checkpoint.deepspeed_save import Door
 from megatron.checkpoint.formats.deepspeed_shards import rank_state
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.deepspeed_saving import LossScale, live_run
+from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Init, Partition, describe
 from megatron.optimizer.optimizer import build_optimizer

@@ -17,7 +17,7 @@ from megatron import log
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 from megatron.config.run import RunConfig
-from megatron.engine.deepspeed_state import ZeroShards, state_of_shards
+from megatron.engine.deepspeed.state import ZeroShards, state_of_shards
 from megatron.engine.state import optimizer_tensors, parameter_tensors
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.collectives import all_reduce

@@ -3,7 +3,7 @@
 It does what the native engine does, to the same numbers: gradients are those of the mean loss over
 all counted tokens of the global batch. DeepSpeed averages over replicas and divides by nothing
 else, so the tokens of a step are counted before its first forward pass. What DeepSpeed reports of
-losses is not used; how weights are updated is in `deepspeed_updates`.
+losses is not used; how weights are updated is in `updates`.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from megatron import log
 from megatron.checkpoint.deepspeed_save import Live
-from megatron.config.deepspeed_json import DeepSpeedPlan, deepspeed_plan
+from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
     BatchOptions,
@@ -30,14 +30,14 @@ from megatron.engine.base import (
     StepReport,
     on_device,
 )
-from megatron.engine.deepspeed_grid import Grid, mark_split
-from megatron.engine.deepspeed_model import WholeModel, sharer, weights_saved_by_reference
-from megatron.engine.deepspeed_monitor import tell_monitors
-from megatron.engine.deepspeed_offload import cpu_adam_for, refuse_nvme
-from megatron.engine.deepspeed_saving import LossScale, live_run
-from megatron.engine.deepspeed_start import quietly, start_deepspeed
-from megatron.engine.deepspeed_state import partition_range
-from megatron.engine.deepspeed_updates import Updates, updates_for
+from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.model import WholeModel, sharer, weights_saved_by_reference
+from megatron.engine.deepspeed.monitor import tell_monitors
+from megatron.engine.deepspeed.offload import cpu_adam_for, refuse_nvme
+from megatron.engine.deepspeed.saving import LossScale, live_run
+from megatron.engine.deepspeed.start import quietly, start_deepspeed
+from megatron.engine.deepspeed.state import partition_range
+from megatron.engine.deepspeed.updates import Updates, updates_for
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import partition_of

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed_agreement import flags_from_json, problems, stage_of
+from megatron.config.deepspeed.agreement import flags_from_json, problems, stage_of
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from tests.support.tiny import tiny_run

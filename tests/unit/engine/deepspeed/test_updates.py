@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megatron.engine.deepspeed_updates import (
+from megatron.engine.deepspeed.updates import (
     OwnUpdates,
     ZeroUpdates,
     _HeldScale,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed_json import (
+from megatron.config.deepspeed.plan import (
     DeepSpeedPlan,
     deepspeed_plan,
     effective,

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON file: its keys, and how they agree with the flags of a run."""

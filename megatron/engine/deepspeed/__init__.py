@@ -1,0 +1,1 @@
+"""The engine that trains through DeepSpeed. Only this package imports `deepspeed`."""
