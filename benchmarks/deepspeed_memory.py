@@ -145,11 +145,11 @@ def work(folder: str, flags: Sequence[str]) -> None:
     import torch
 
     from megatron.arguments import parse_args
-    from megatron.checkpointing import model_build
     from megatron.engine.base import StepPlan
     from megatron.engine.build import build_engine
     from megatron.initialize import initialize_megatron, shutdown_megatron
     from megatron.model.accounting import parameter_count
+    from megatron.model_build import model_build
     from megatron.preflight.checks import MODEL_CHECKS
     from megatron.timers import Timers
     from pretrain_gpt import gpt_task

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron import device
 from megatron.arguments import parse_args
-from megatron.checkpointing import model_build
 from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
 from megatron.engine.build import build_engine
@@ -22,6 +21,7 @@ from megatron.engine.native import NativeEngine
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.model.accounting import flops_per_token
 from megatron.model.specs import ModelBuild
+from megatron.model_build import model_build
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer

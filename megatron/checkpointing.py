@@ -40,12 +40,11 @@ from megatron.engine.base import Engine, PretrainTask
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
 from megatron.initialize import reseed
-from megatron.model.specs import ModelBuild, VocabSize
+from megatron.model_build import vocabulary
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.progress import Progress
 from megatron.tokenizer import fingerprint
-from megatron.tokenizer.tokenizer import padded_vocab_size, true_vocab_size
 
 NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
@@ -130,7 +129,7 @@ def _save_as_megatron(
         iteration=at,
         ctx=runtime.context,
         num_chunks=plan.num_chunks,
-        padded_rows=vocabulary(runtime).padded,
+        padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
         retention=rule,
     )
 
@@ -216,7 +215,7 @@ def _open_at(
     folder, context, verification = flags.load or "", runtime.context, flags.checkpoint_verify
     if not is_foreign(folder, iteration, ctx=context):
         return storage.open_checkpoint(folder, iteration, ctx=context, verification=verification)
-    options = SourceOptions(vocab_size=vocabulary(runtime).true)
+    options = SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true)
     return open_foreign(folder, iteration, ctx=context, options=options, verification=verification)
 
 
@@ -251,39 +250,6 @@ def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
 def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
     """What a checkpoint remembers of the tokenizer."""
     return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
-
-
-def model_build(runtime: Runtime) -> ModelBuild:
-    """What the layers of this rank are built from."""
-    config = runtime.config
-    splits_sequences = config.parallel.sequence_parallel and runtime.context.tp.size > 1
-    if config.parallel.sequence_parallel and not splits_sequences:
-        log.info(
-            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: there is no "
-            "other rank to share a sequence with"
-        )
-    return ModelBuild(
-        ctx=runtime.context,
-        vocab=vocabulary(runtime),
-        seq_length=config.data.seq_length,
-        streams=runtime.streams,
-        precision=config.precision,
-        sequence_parallel=splits_sequences,
-        activations=config.training.activations,
-    )
-
-
-def vocabulary(runtime: Runtime) -> VocabSize:
-    """How many tokens the model of a run knows, and how many rows its table has."""
-    flags = runtime.config.tokenizer
-    true = true_vocab_size(runtime.tokenizer.vocab_size, flags.true_vocab_size)
-    padded = padded_vocab_size(
-        true,
-        divisible_by=flags.make_vocab_size_divisible_by,
-        tp=runtime.context.tp.size,
-        pad_to=flags.pad_vocab_size_to,
-    )
-    return VocabSize(true, padded)
 
 
 def _refuse_another_kind(

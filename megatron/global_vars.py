@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from megatron.config.run import FlatView, RunConfig
 from megatron.errors import NotInitialisedError
+from megatron.launch import Launch
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
-from megatron.preflight.environment import Launch
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
 

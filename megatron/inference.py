@@ -27,7 +27,6 @@ from megatron.checkpoint.source import SourceOptions
 from megatron.checkpoint.source_config import completed_config
 from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.checkpoint.store import place
-from megatron.checkpointing import model_build, vocabulary
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current
@@ -36,6 +35,7 @@ from megatron.errors import ConfigError
 from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron
 from megatron.model.gpt_model import GPTModel
+from megatron.model_build import model_build, vocabulary
 from megatron.mpu.context import ParallelContext
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.tokenizer import fingerprint
@@ -130,7 +130,7 @@ def load_weights(
     context, verification = runtime.context, runtime.config.checkpoint.checkpoint_verify
     opened: OpenCheckpoint | ForeignCheckpoint
     if is_foreign(folder, iteration, ctx=context):
-        options = SourceOptions(vocab_size=vocabulary(runtime).true)
+        options = SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true)
         opened = open_foreign(
             folder, iteration, ctx=context, options=options, verification=verification
         )

@@ -42,18 +42,18 @@ from megatron.global_vars import (
     refuse_second_initialisation,
     set_runtime,
 )
+from megatron.launch import (
+    Launch,
+    fair_threads,
+    launch_from_environment,
+    tell_libraries,
+)
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_model_parallel
 from megatron.mpu.peers import PeerWatch
 from megatron.mpu.random import RandomStreams, hash_seed
 from megatron.preflight.agreement import agree_on_launch
 from megatron.preflight.checks import CHECKS
-from megatron.preflight.environment import (
-    Launch,
-    fair_threads,
-    launch_from_environment,
-    tell_libraries,
-)
 from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflight
 from megatron.preflight.source import source_digests
 from megatron.timers import Timers

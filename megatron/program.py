@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megatron import log
 from megatron.errors import MegatronError, PreflightError
-from megatron.preflight.environment import launch_from_environment
+from megatron.launch import launch_from_environment
 
 _MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceback stand
 

@@ -17,12 +17,7 @@ from megatron import device, log
 from megatron.arguments import ExtraArgsProvider
 from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpoint.shared_view import refuse_separate_disks
-from megatron.checkpointing import (
-    load_checkpoint,
-    model_build,
-    reserve_for_saves,
-    save_checkpoint,
-)
+from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.curriculum import Curriculum
 from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
@@ -32,19 +27,20 @@ from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask,
 from megatron.engine.build import build_engine
 from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron, shutdown_megatron
+from megatron.lengths import batch_schedule, token_count
+from megatron.lengths import curriculum as curriculum_of
+from megatron.lengths import duration as duration_of
 from megatron.loop.anomaly import check_numbers
 from megatron.loop.data_feed import DataFeed
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.specs import ModelBuild
+from megatron.model_build import model_build
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.preflight.agreement import agree_on_data, agree_on_state
-from megatron.preflight.lengths import batch_schedule, token_count
-from megatron.preflight.lengths import curriculum as curriculum_of
-from megatron.preflight.lengths import duration as duration_of
 from megatron.progress import BatchSchedule, Duration, Progress
 
 

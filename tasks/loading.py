@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 
 from megatron.checkpoint.inference_config import Values
-from megatron.checkpointing import model_build
 from megatron.device import current
 from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer
 from megatron.inference import NOTHING_GIVEN, initialize_for_inference, load_weights
 from megatron.model.gpt_model import GPTModel
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.tokenizer.tokenizer import Tokenizer
 

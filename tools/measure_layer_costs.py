@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron import device
 from megatron.arguments import parse_args
-from megatron.checkpointing import model_build
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -34,6 +33,7 @@ from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import Stage, blocks_of
+from megatron.model_build import model_build
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.stage_plan import LayerRange, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import pipeline_plan

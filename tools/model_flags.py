@@ -14,7 +14,7 @@ from megatron.arguments import parse_given
 from megatron.checkpoint.inference_config import PRECISIONS
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError
-from megatron.preflight.environment import launch_from_environment
+from megatron.launch import launch_from_environment
 
 # Flags of the parser below that stand for a field of a run.
 _FIELDS = (

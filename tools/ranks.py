@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron.errors import PeerError
-from megatron.preflight.environment import Launch, launch_from_environment
+from megatron.launch import Launch, launch_from_environment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -37,7 +37,7 @@ from megatron.data.packing import PackedDataset
 from megatron.engine.base import DatasetRequest
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of
-from megatron.preflight.lengths import batch_schedule, duration, num_samples
+from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.program import run
 from pretrain_gpt import gpt_task
 from tools.text_output import refuse_existing, write_text_files

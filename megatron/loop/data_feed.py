@@ -14,13 +14,13 @@ from megatron.data.loaders import build_data_loader
 from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Engine, PretrainTask, RawBatch
 from megatron.errors import DataError
+from megatron.launch import Launch
+from megatron.lengths import num_samples
 from megatron.loop.evaluate import evaluate
 from megatron.loop.report import StepLog
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.data import broadcast_batch
 from megatron.mpu.meeting import Meeting
-from megatron.preflight.environment import Launch
-from megatron.preflight.lengths import num_samples
 from megatron.progress import Duration, Progress
 from megatron.tokenizer.tokenizer import Tokenizer
 

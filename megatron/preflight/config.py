@@ -10,11 +10,11 @@ from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import StateDtype
 from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
+from megatron.lengths import batch_schedule, curriculum, duration
+from megatron.model_build import vocabulary
 from megatron.optimizer.schedule import schedule_problems
 from megatron.pipeline.plan import plan_problems
-from megatron.preflight.lengths import batch_schedule, curriculum, duration
 from megatron.preflight.run import RunPlan
-from megatron.tokenizer.tokenizer import padded_vocab_size, true_vocab_size
 
 
 def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
@@ -121,25 +121,9 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
 
 def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
     """The padded vocabulary holds every token and splits over the tensor-parallel ranks."""
-    padded_vocabulary(plan)
+    if plan.tokenizer is not None:
+        vocabulary(plan.config, plan.tokenizer)
     yield from ()
-
-
-def padded_vocabulary(plan: RunPlan) -> int | None:
-    """Rows of the word embedding; None without a tokenizer.
-
-    Raises:
-        ConfigError: they do not split over the tensor-parallel ranks.
-    """
-    if plan.tokenizer is None:
-        return None
-    flags = plan.config.tokenizer
-    return padded_vocab_size(
-        true_vocab_size(plan.tokenizer.vocab_size, flags.true_vocab_size),
-        divisible_by=flags.make_vocab_size_divisible_by,
-        tp=plan.config.parallel.tensor_model_parallel_size,
-        pad_to=flags.pad_vocab_size_to,
-    )
 
 
 def batch_splits_into_microbatches(plan: RunPlan) -> Iterator[MegatronError]:

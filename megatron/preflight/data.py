@@ -29,7 +29,7 @@ from megatron.data.weighted_paths import (
     weighted_splits,
 )
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preflight.lengths import batch_schedule, duration, num_samples
+from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 

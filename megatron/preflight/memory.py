@@ -14,8 +14,8 @@ from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.host import in_gib
 from megatron.model.accounting import parameter_count
+from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
-from megatron.preflight.config import padded_vocabulary
 from megatron.preflight.run import RunPlan
 
 
@@ -54,10 +54,10 @@ def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1)
 def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     """There is room for what a rank keeps: a kernel short of it ends the run without a word."""
     config, replicas = plan.config, plan.data_parallel_size
-    if config.engine.deepspeed or replicas is None:
+    if config.engine.deepspeed or replicas is None or plan.tokenizer is None:
         return  # DeepSpeed shares out and offloads by rules of its own
     try:
-        rows = padded_vocabulary(plan)
+        rows = vocabulary(config, plan.tokenizer).padded
     except ConfigError:
         return  # vocabulary_pads_to_an_even_size says it
     on_host = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
@@ -66,7 +66,7 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
         if on_host
         else device.total_memory_bytes(plan.launch.device_index)
     )
-    if room is None or rows is None:
+    if room is None:
         return
     ranks = plan.launch.local_world_size if on_host else 1
     parameters = parameter_count(config.model, rows, config.data.seq_length)

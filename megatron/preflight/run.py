@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from megatron.config.run import RunConfig
 from megatron.data.program_data import GPT_DATA, ProgramData
 from megatron.errors import Finding, MegatronError, PreflightError
+from megatron.launch import Launch
 from megatron.preflight.corpora import CorporaOnce
-from megatron.preflight.environment import Launch
 from megatron.tokenizer.tokenizer import Tokenizer
 
 

@@ -12,9 +12,9 @@ from megatron.checkpoint import storage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.launch import Launch
+from megatron.lengths import batch_schedule
 from megatron.preflight.checkpoint import starts_fresh_if_empty
-from megatron.preflight.environment import Launch
-from megatron.preflight.lengths import batch_schedule
 from megatron.preflight.run import RunPlan
 from tasks.finetune.order import num_batches
 

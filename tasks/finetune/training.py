@@ -13,19 +13,20 @@ from functools import lru_cache
 
 from megatron import log
 from megatron.checkpoint import storage
-from megatron.checkpointing import load_checkpoint, model_build, save_checkpoint
+from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.config.run import RunConfig
 from megatron.engine.base import RawBatch, StepPlan
 from megatron.engine.build import build_engine
 from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
+from megatron.lengths import batch_schedule
 from megatron.loop.anomaly import check_numbers
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.model.accounting import flops_per_token
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.preflight.agreement import agree_on_data, agree_on_state
-from megatron.preflight.lengths import batch_schedule
 from megatron.progress import Duration, Progress
 from megatron.training import due, plan_step, state_of
 from tasks.finetune.examples import Question

@@ -46,7 +46,7 @@ HOMES = (
     Home(
         "the environment",
         ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"),
-        ("megatron/initialize.py", "megatron/preflight/environment.py"),
+        ("megatron/initialize.py", "megatron/launch.py"),
         in_programs=False,
     ),
     Home("CUDA", ("torch.cuda",), ("megatron/device.py",), in_programs=True),

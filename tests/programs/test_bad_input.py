@@ -29,8 +29,8 @@ from megatron.errors import (
     PreflightError,
 )
 from megatron.initialize import tokenizer_of
+from megatron.launch import Launch, launch_from_environment
 from megatron.preflight.checks import CHECKS
-from megatron.preflight.environment import Launch, launch_from_environment
 from megatron.preflight.run import RunPlan, run_preflight
 from megatron.tokenizer.tokenizer import Tokenizer
 from tests.support.launch import (

@@ -15,7 +15,7 @@ from megatron.data.corpus_checksums import BLOCK_BYTES
 from megatron.data.corpus_paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.errors import DataError, MachineError
-from megatron.preflight.environment import Launch
+from megatron.launch import Launch
 from tests.unit.data.corpora import METADATA
 from tools import corpus_merge
 from tools.corpus_merge import Merge, block_range, merge_on_ranks, pieces_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError, PeerError
-from megatron.preflight.environment import Launch
+from megatron.launch import Launch
 from tests.support.launch import free_port
 from tools import ranks as ranks_module
 from tools.ranks import Ranks

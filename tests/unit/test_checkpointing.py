@@ -10,24 +10,19 @@ import torch
 from megatron.checkpoint import manifest, rng
 from megatron.checkpoint.background import BackgroundSaves
 from megatron.checkpoint.folder import iterations
-from megatron.checkpointing import (
-    load_checkpoint,
-    model_build,
-    reserve_for_saves,
-    save_checkpoint,
-)
+from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask, StepPlan, StepReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
 from megatron.inference import load_model_for_inference
+from megatron.model_build import model_build
 from megatron.mpu.topology import Topology
 from megatron.progress import Progress
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from tests.support.megatron_files import Shape, save_megatron, whole_model
-from tests.support.models import second_of_two
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches
 
@@ -352,18 +347,6 @@ def test_another_layout_seeds_anew_and_says_so(
     said = capsys.readouterr().err
     assert "random states were saved at tp=1 pp=1 dp=1, this is tp=1 pp=1 dp=2" in said
     assert "--seed and iteration 3" in said
-
-
-def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> None:
-    said = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
-    assert not model_build(runtime_of(tiny_run("nowhere"))).sequence_parallel
-    assert said not in capsys.readouterr().out
-    runtime = runtime_of(tiny_run("nowhere", sequence_parallel=True))
-    assert not model_build(runtime).sequence_parallel
-    assert said in capsys.readouterr().out
-    two = dataclasses.replace(runtime, context=second_of_two())
-    assert model_build(two).sequence_parallel
-    assert said not in capsys.readouterr().out
 
 
 def saved_as_megatron(tmp_path: Path, **flags: Any) -> Run:

@@ -10,9 +10,9 @@ import pytest
 from megatron import global_vars
 from megatron.errors import ConfigError, NotInitialisedError
 from megatron.global_vars import Runtime
+from megatron.launch import Launch
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
-from megatron.preflight.environment import Launch
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.unit.config.groups import a_run

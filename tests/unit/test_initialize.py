@@ -22,8 +22,8 @@ from megatron.initialize import (
     shutdown_megatron,
     tokenizer_of,
 )
+from megatron.launch import Launch
 from megatron.mpu.initialize import model_parallel_is_initialized
-from megatron.preflight.environment import Launch
 from tests.support.tiny import tiny_run, write_tiny_corpus
 
 

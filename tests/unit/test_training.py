@@ -10,8 +10,8 @@ import pytest
 import megatron.training
 from megatron.config.curriculum import Curriculum, CurriculumSchedule
 from megatron.engine.base import DatasetRequest, Datasets, StepPlan
+from megatron.lengths import batch_schedule, duration
 from megatron.mpu.context import Group
-from megatron.preflight.lengths import batch_schedule, duration
 from megatron.progress import Progress
 from megatron.training import due, plan_step, pretrain, state_of
 from pretrain_gpt import gpt_task

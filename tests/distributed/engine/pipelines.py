@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing import model_build
 from megatron.config.run import RunConfig
 from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from megatron.global_vars import Runtime
+from megatron.launch import Launch, tell_libraries
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
-from megatron.preflight.environment import Launch, tell_libraries
 from pretrain_gpt import gpt_task
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpointing import model_build
 from megatron.engine.base import StepPlan, StepReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import DataError, NumericsError
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from pretrain_gpt import gpt_task

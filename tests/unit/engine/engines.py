@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import model_build
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.global_vars import Runtime
 from megatron.initialize import tokenizer_of
+from megatron.launch import Launch
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
-from megatron.preflight.environment import Launch
 from megatron.timers import Timers
 from pretrain_gpt import gpt_task
 from tests.support.tiny import EOD, TOKENS_PER_SAMPLE, VOCABULARY, tiny_run

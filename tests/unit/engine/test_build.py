@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from megatron.checkpointing import model_build
 from megatron.engine import build
 from megatron.engine.build import build_engine
 from megatron.engine.native import NativeEngine
+from megatron.model_build import model_build
 from megatron.mpu.context import Group
 from pretrain_gpt import gpt_task
 from tests.support.tiny import tiny_run

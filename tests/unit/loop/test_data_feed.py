@@ -13,11 +13,11 @@ from megatron.data.worker_budget import WorkerLoad
 from megatron.engine.base import DatasetRequest, Datasets, EvaluationSum, PretrainTask
 from megatron.errors import DataError
 from megatron.initialize import tokenizer_of
+from megatron.launch import Launch
+from megatron.lengths import batch_schedule, duration
 from megatron.loop import data_feed
 from megatron.loop.data_feed import DataFeed
 from megatron.mpu.context import ParallelContext
-from megatron.preflight.environment import Launch
-from megatron.preflight.lengths import batch_schedule, duration
 from megatron.progress import Progress
 from pretrain_gpt import gpt_task
 from tests.support.tiny import tiny_run

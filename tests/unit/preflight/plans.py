@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.errors import MegatronError
 from megatron.initialize import tokenizer_of
-from megatron.preflight.environment import Launch
+from megatron.launch import Launch
 from megatron.preflight.run import Check, RunPlan, collect_findings
 from tests.support.tiny import tiny_run
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron import device, host
 from megatron.model.accounting import parameter_count
-from megatron.preflight.config import padded_vocabulary
+from megatron.model_build import vocabulary
 from megatron.preflight.memory import kept_bytes, weights_and_state_fit_in_memory
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import tiny_engine
@@ -52,8 +52,8 @@ def test_replicas_share_the_optimizer_s_state_alone() -> None:
 def needed(ranks: int = 1, **flags: Any) -> int:
     """Bytes that all ranks of the host keep."""
     asked = plan(world_size=ranks, **flags)
-    rows = padded_vocabulary(asked)
-    assert rows is not None
+    assert asked.tokenizer is not None
+    rows = vocabulary(asked.config, asked.tokenizer).padded
     parameters = parameter_count(asked.config.model, rows, asked.config.data.seq_length)
     return ranks * kept_bytes(asked.config, parameters // asked.model_ranks).total
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.preflight.environment import Launch
+from megatron.launch import Launch
 from tasks.finetune.start import (
     PRETRAINED,
     Kind,

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from megatron.checkpointing import model_build
 from megatron.engine.deepspeed.model import WholeModel, _zero_padding, weights_saved_by_reference
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.stage import Stage
+from megatron.model_build import model_build
 from pretrain_gpt import gpt_task
 from tests.support.tiny import MODELS, tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches, tiny_engine

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from megatron.checkpointing import model_build
 from megatron.config.parallel import ParallelConfig, PipelineSchedule
 from megatron.engine.deepspeed.pipeline import (
     TiedGradients,
@@ -20,6 +19,7 @@ from megatron.errors import ConfigError
 from megatron.model.losses import LossSum
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import Stage
+from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import pipeline_plan
 from pretrain_gpt import gpt_task

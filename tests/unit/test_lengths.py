@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
-from megatron.preflight.lengths import (
+from megatron.lengths import (
     batch_schedule,
     curriculum,
     duration,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron import launch as environment
 from megatron.errors import ConfigError
-from megatron.preflight import environment
-from megatron.preflight.environment import (
+from megatron.launch import (
     Launch,
     fair_threads,
     launch_from_environment,

@@ -1,0 +1,60 @@
+"""What the layers of a run's model are built from: `ModelBuild` from its flags and its ranks."""
+
+from typing import Protocol
+
+from megatron import log
+from megatron.config.run import RunConfig
+from megatron.model.specs import ModelBuild, VocabSize
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.random import RandomStreams
+from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
+
+
+class RunState(Protocol):
+    """The parts of a `Runtime` that a model depends on."""
+
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def context(self) -> ParallelContext: ...
+    @property
+    def streams(self) -> RandomStreams: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+
+def model_build(runtime: RunState) -> ModelBuild:
+    """Return what the layers of this rank are built from."""
+    config, context = runtime.config, runtime.context
+    splits_sequences = config.parallel.sequence_parallel and context.tp.size > 1
+    if config.parallel.sequence_parallel and not splits_sequences:
+        log.info(
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: there is no "
+            "other rank to share a sequence with"
+        )
+    return ModelBuild(
+        ctx=context,
+        vocab=vocabulary(config, runtime.tokenizer),
+        seq_length=config.data.seq_length,
+        streams=runtime.streams,
+        precision=config.precision,
+        sequence_parallel=splits_sequences,
+        activations=config.training.activations,
+    )
+
+
+def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> VocabSize:
+    """Return how many tokens the model of a run knows, and how many rows its table has.
+
+    Raises:
+        ConfigError: the rows do not split over the tensor-parallel ranks, or are fewer than tokens.
+    """
+    flags = config.tokenizer
+    true = true_vocab_size(tokenizer.vocab_size, flags.true_vocab_size)
+    padded = padded_vocab_size(
+        true,
+        divisible_by=flags.make_vocab_size_divisible_by,
+        tp=config.parallel.tensor_model_parallel_size,
+        pad_to=flags.pad_vocab_size_to,
+    )
+    return VocabSize(true, padded)

@@ -1,0 +1,30 @@
+"""The vocabulary and the split of sequences that a model is built for."""
+
+import dataclasses
+from typing import Any
+
+from megatron.model.specs import VocabSize
+from megatron.model_build import model_build, vocabulary
+from tests.support.models import second_of_two
+from tests.support.tiny import tiny_run
+from tests.unit.engine.engines import runtime_of
+
+
+def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> None:
+    said = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+    assert not model_build(runtime_of(tiny_run("nowhere"))).sequence_parallel
+    assert said not in capsys.readouterr().out
+    runtime = runtime_of(tiny_run("nowhere", sequence_parallel=True))
+    assert not model_build(runtime).sequence_parallel
+    assert said in capsys.readouterr().out
+    two = dataclasses.replace(runtime, context=second_of_two())
+    assert model_build(two).sequence_parallel
+    assert said not in capsys.readouterr().out
+
+
+def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:
+    runtime = runtime_of(tiny_run("nowhere"))
+    tokens = runtime.tokenizer.vocab_size
+    flags = dataclasses.replace(runtime.config.tokenizer, make_vocab_size_divisible_by=100)
+    config = dataclasses.replace(runtime.config, tokenizer=flags)
+    assert vocabulary(config, runtime.tokenizer) == VocabSize(tokens, -(-tokens // 100) * 100)
