@@ -40,8 +40,8 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
     from torch import Tensor
 
     from megatron.config.model import ModelConfig
-    from megatron.data.bert_batch import bert_batch
-    from megatron.data.program_data import BERT_DATA
+    from megatron.data.kinds.program_data import BERT_DATA
+    from megatron.data.loading.bert_batch import bert_batch
     from megatron.engine.base import BatchOptions, MicroBatch, PretrainTask, RawBatch
     from megatron.engine.datasets import datasets_of
     from megatron.model.accounting import bert_flops_per_token

@@ -31,8 +31,8 @@ def gpt_task() -> PretrainTask:
     from torch import Tensor
 
     from megatron.config.model import ModelConfig
-    from megatron.data.gpt_batch import decoder_batch
-    from megatron.data.program_data import GPT_DATA
+    from megatron.data.kinds.program_data import GPT_DATA
+    from megatron.data.loading.gpt_batch import decoder_batch
     from megatron.engine.base import BatchOptions, MicroBatch, PretrainTask, RawBatch
     from megatron.engine.datasets import datasets_of
     from megatron.model.accounting import flops_per_token

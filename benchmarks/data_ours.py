@@ -61,7 +61,7 @@ def read_memmap(name: str, start: int, count: int) -> Answer:
 
 def blending(weights: list[float], size: int, *, digest: bool = False) -> Answer:
     """Build the order of a blend."""
-    from megatron.data.sample_maps import build_blending_indices, compiled_is_used
+    from megatron.data.orders.sample_maps import build_blending_indices, compiled_is_used
 
     build_blending_indices(weights, 10)
     with Clock() as clock:
@@ -83,7 +83,7 @@ def load_sizes(sizes: str, documents: str) -> Answer:
 
 def sample_index(seq_length: int, tokens: int, *, digest: bool = False) -> Answer:
     """Build the index of samples over the documents that `load_sizes` read."""
-    from megatron.data.sample_maps import build_sample_idx, compiled_is_used
+    from megatron.data.orders.sample_maps import build_sample_idx, compiled_is_used
 
     sizes, documents = _OPEN["sizes"]
     with Clock() as clock:
@@ -97,7 +97,7 @@ def first_batch(
     started: float, prefix: str, cache: str, *, seq_length: int, seed: int, micro_batch: int
 ) -> Answer:
     """From the start of this process to the first batch; `started` is when it was asked for."""
-    from megatron.data.loaders import build_data_loader
+    from megatron.data.loading.loaders import build_data_loader
 
     _dataset_imports()
     imported = time.time()
@@ -173,8 +173,8 @@ def bare_tiktoken(vocab_file: str, merge_file: str, documents: str) -> Answer:
 def _dataset_imports() -> Any:
     from megatron.config.data import DataIntegrity
     from megatron.data.gpt_dataset import GPTDataset
-    from megatron.data.index_cache import IndexCache
     from megatron.data.indexed_dataset import MMapIndexedDataset
+    from megatron.data.orders.index_cache import IndexCache
 
     return DataIntegrity, GPTDataset, IndexCache, MMapIndexedDataset
 

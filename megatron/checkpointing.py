@@ -35,7 +35,7 @@ from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
-from megatron.data.data_sources import changed_sources
+from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
 from megatron.errors import CheckpointError, ConfigError
 from megatron.global_vars import Runtime
@@ -75,7 +75,7 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of `progress.iteration`, if the run has a --save folder.
 
-    `sources` is what the files of the data hold (`data.data_sources`), for whoever resumes.
+    `sources` is what the files of the data hold (`data.corpus.sources`), for whoever resumes.
     All ranks call this together; on return it is durable, or the same error is raised on all. Under
     --async-save it is only copied, and `saves` writes it beside the training.
     """

@@ -33,7 +33,7 @@ from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
-from megatron.data.program_data import GPT_DATA, ProgramData
+from megatron.data.kinds.program_data import GPT_DATA, ProgramData
 from megatron.errors import ConfigError, MachineError, MegatronError, PreflightError
 from megatron.global_vars import (
     Runtime,

@@ -21,8 +21,8 @@ from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_chec
 from megatron.config.curriculum import Curriculum
 from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json
 from megatron.config.run import RunConfig
-from megatron.data.data_sources import announce_shared_corpora, data_sources
-from megatron.data.gpt_batch import shortened
+from megatron.data.corpus.sources import announce_shared_corpora, data_sources
+from megatron.data.loading.gpt_batch import shortened
 from megatron.engine.base import DatasetRequest, Datasets, Engine, PretrainTask, RawBatch, StepPlan
 from megatron.engine.build import build_engine
 from megatron.global_vars import Runtime

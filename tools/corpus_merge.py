@@ -18,10 +18,10 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import atomic
-from megatron.data.corpus_checksums import BLOCK_BYTES, BlockHasher, CorpusChecksums, IndexHasher
-from megatron.data.corpus_metadata import CorpusMetadata
-from megatron.data.corpus_paths import corpus_files, data_file_path
-from megatron.data.corpus_publication import Layout, publish_corpus
+from megatron.data.corpus.checksums import BLOCK_BYTES, BlockHasher, CorpusChecksums, IndexHasher
+from megatron.data.corpus.metadata import CorpusMetadata
+from megatron.data.corpus.paths import corpus_files, data_file_path
+from megatron.data.corpus.publication import Layout, publish_corpus
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import DataError, MachineError
 from tools.ranks import Ranks

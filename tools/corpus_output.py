@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder, best_fitting_dtype
 from megatron.tokenizer.tokenizer import Tokenizer
 from tools.encoding import BAD_LINES_SHOWN, Column, EncodedChunk, EncodeSettings

@@ -23,9 +23,9 @@ import numpy as np
 
 from megatron import log
 from megatron.config.data import DataIntegrity
-from megatron.data.corpus_checksums import CorpusChecksums, adopt, read_checksums
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files, write_metadata
-from megatron.data.corpus_paths import corpus_files, data_file_path, index_file_path
+from megatron.data.corpus.checksums import CorpusChecksums, adopt, read_checksums
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files, write_metadata
+from megatron.data.corpus.paths import corpus_files, data_file_path, index_file_path
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run

@@ -20,8 +20,8 @@ if importlib.util.find_spec("megatron") is None:
 from tqdm import tqdm
 
 from megatron import log
-from megatron.data.corpus_metadata import CorpusMetadata
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.metadata import CorpusMetadata
+from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,

@@ -27,8 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron import log
-from megatron.data.corpus_metadata import digests_of_files
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.metadata import digests_of_files
+from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import ConfigError, DataError
 from megatron.program import run

@@ -2,7 +2,7 @@
 
 Each line of the input is a JSON object with a list of `{"role", "content"}` messages. A template
 writes them out; answers are tokenized by themselves, so that no token is half given and half
-learned. Packing into rows is left to `megatron.data.sft_dataset`.
+learned. Packing into rows is left to `megatron.data.samples.sft_dataset`.
 """
 
 import argparse
@@ -17,17 +17,17 @@ if importlib.util.find_spec("megatron") is None:
 from tqdm import tqdm
 
 from megatron import log
-from megatron.data.chat_template import (
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.paths import corpus_files
+from megatron.data.indexed_dataset import best_fitting_dtype
+from megatron.data.samples.chat_template import (
     TEMPLATES,
     ChatTemplate,
     EncodedDialogue,
     encode_dialogue,
     messages_of,
 )
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
-from megatron.data.corpus_paths import corpus_files
-from megatron.data.indexed_dataset import best_fitting_dtype
-from megatron.data.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
+from megatron.data.samples.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from megatron.tokenizer.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron import log
 from megatron.config.data import DataIntegrity
-from megatron.data.corpus_checksums import read_checksums
+from megatron.data.corpus.checksums import read_checksums
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from tools.corpus_output import Totals

@@ -29,11 +29,11 @@ from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from megatron.data.dataset_kind import DatasetKind, dataset_kind
-from megatron.data.fim import FIMDataset
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.mlm_dataset import MLMDataset
-from megatron.data.packing import PackedDataset
+from megatron.data.kinds.dataset_kind import DatasetKind, dataset_kind
+from megatron.data.samples.fim import FIMDataset
+from megatron.data.samples.mlm_dataset import MLMDataset
+from megatron.data.samples.packing import PackedDataset
 from megatron.engine.base import DatasetRequest
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of

@@ -1,4 +1,4 @@
-// The index loops that grow with the number of samples, for megatron/data/sample_maps.py.
+// The index loops that grow with the number of samples, for megatron/data/orders/sample_maps.py.
 //
 // Python allocates every output and has checked shapes and ranges; these functions only fill. They
 // must give the same bytes as the NumPy twins beside them, which a property test holds. Compiled
@@ -519,7 +519,7 @@ void define_fill_blending_indices(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_sample_maps, module) {
-  module.doc() = "Compiled index loops; call them through megatron.data.sample_maps";
+  module.doc() = "Compiled index loops; call them through megatron.data.orders.sample_maps";
   module.attr("INTERFACE") = 3;  // sample_maps.py refuses a module built from other source
   define_fill_sample_idx<std::int32_t, std::int32_t>(module);
   define_fill_sample_idx<std::int32_t, std::int64_t>(module);

@@ -177,7 +177,7 @@ void define_join(py::class_<TokenReader>& reader) {
 }  // namespace
 
 PYBIND11_MODULE(_token_reader, module) {
-  module.doc() = "Reads items of a corpus end to end; called by megatron.data.token_file";
+  module.doc() = "Reads items of a corpus end to end; called by megatron.data.corpus.token_file";
   module.attr("INTERFACE") = 1;  // token_file.py refuses a module built from other source
   py::class_<TokenReader> reader(module, "TokenReader");
   reader.def(py::init<py::object, int, const py::object&, const py::dtype&, const py::buffer&,

@@ -12,11 +12,11 @@ import numpy as np
 
 from megatron.data.blendable_dataset import Sample
 from megatron.data.data_utils import DocumentSlice
-from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.masking import MaskingStyle, MaskingVocabulary, mask_words, padded
-from megatron.data.sentence_maps import SentenceRule
-from megatron.data.sentence_samples import (
+from megatron.data.orders.index_cache import IndexCache
+from megatron.data.orders.sentence_maps import SentenceRule
+from megatron.data.samples.masking import MaskingStyle, MaskingVocabulary, mask_words, padded
+from megatron.data.samples.sentence_samples import (
     SentenceDataset,
     SentenceSamples,
     Tokens,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data.sample_maps import build_blending_indices
+from megatron.data.orders.sample_maps import build_blending_indices
 from megatron.errors import ConfigError, DataError
 
 Sample = dict[str, npt.NDArray[np.int64]]

@@ -23,15 +23,15 @@ from megatron.data.blendable_dataset import (
     draw_problems,
     samples_of_component,
 )
-from megatron.data.index_cache import IndexCache, cache_folders
-from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.verification_progress import Beat, unheard
-from megatron.data.weighted_paths import (
+from megatron.data.corpus.verification_progress import Beat, unheard
+from megatron.data.corpus.weighted_paths import (
     WeightedGroup,
     WeightedSplits,
     announce_overlaps,
     weighted_splits,
 )
+from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.orders.index_cache import IndexCache, cache_folders
 from megatron.errors import ConfigError, DataError, MegatronError
 
 SPLITS = ("train", "valid", "test")

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import log
-from megatron.data.index_cache import IndexCache, fingerprint
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.sample_maps import build_sample_idx
+from megatron.data.orders.index_cache import IndexCache, fingerprint
+from megatron.data.orders.sample_maps import build_sample_idx
 from megatron.errors import DataError
 
 _ORDER_VERSION = 1  # of the recipe below; part of every cache key

@@ -24,17 +24,19 @@ import xxhash
 
 from megatron import atomic, log
 from megatron.config.data import DataIntegrity
-from megatron.data.corpus_checksums import (
+from megatron.data.corpus.checksums import (
     BlockHasher,
     check_index,
     read_checksums,
 )
-from megatron.data.corpus_metadata import (
+from megatron.data.corpus.index_file import Stamp, changed, code_of, damaged
+from megatron.data.corpus.legacy_index import read_any_index
+from megatron.data.corpus.metadata import (
     CorpusMetadata,
     metadata_file_path,
     read_metadata,
 )
-from megatron.data.corpus_paths import (
+from megatron.data.corpus.paths import (
     both_files_exist,
     checksum_file_path,
     data_file_path,
@@ -42,11 +44,9 @@ from megatron.data.corpus_paths import (
     refuse_suffix,
     require_regular_file,
 )
-from megatron.data.corpus_publication import Layout, publish_corpus
-from megatron.data.index_file import Stamp, changed, code_of, damaged
-from megatron.data.legacy_index import read_any_index
-from megatron.data.token_file import TokenFile, TokenReader, Tokens
-from megatron.data.verification_progress import Beat, VerificationProgress, unheard
+from megatron.data.corpus.publication import Layout, publish_corpus
+from megatron.data.corpus.token_file import TokenFile, TokenReader, Tokens
+from megatron.data.corpus.verification_progress import Beat, VerificationProgress, unheard
 from megatron.errors import DataError
 
 __all__ = [

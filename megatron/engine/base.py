@@ -14,7 +14,7 @@ from megatron import device
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
-from megatron.data.program_data import ProgramData
+from megatron.data.kinds.program_data import ProgramData
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megatron.data.data_utils import IndexPlace, build_datasets
-from megatron.data.program_data import ProgramData
+from megatron.data.kinds.program_data import ProgramData
 from megatron.engine.base import DatasetRequest, Datasets
 
 

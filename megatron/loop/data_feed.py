@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.config.data import DataLoaderKind
 from megatron.config.run import RunConfig
-from megatron.data.loaders import build_data_loader
-from megatron.data.worker_budget import WorkerLoad, announce_worker_budget
+from megatron.data.loading.loaders import build_data_loader
+from megatron.data.loading.worker_budget import WorkerLoad, announce_worker_budget
 from megatron.engine.base import DatasetRequest, Engine, PretrainTask, RawBatch
 from megatron.errors import DataError
 from megatron.launch import Launch

@@ -6,7 +6,7 @@ is named here, with its values beside those of the others.
 
 from collections.abc import Mapping
 
-from megatron.data.data_sources import PAIR_ID
+from megatron.data.corpus.sources import PAIR_ID
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
@@ -28,7 +28,7 @@ def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
 
 
 def agree_on_data(sources: Mapping[str, str], world: Group) -> None:
-    """Compare what the files of the data hold (`data.data_sources`) over the world.
+    """Compare what the files of the data hold (`data.corpus.sources`) over the world.
 
     A checksum file that some ranks lack is no difference: their corpora may be the same.
 

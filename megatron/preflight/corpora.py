@@ -9,9 +9,9 @@ from functools import partial
 
 from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.data_utils import Corpus, named_prefixes
-from megatron.data.dataset_kind import open_of_kind
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.program_data import Kind
+from megatron.data.kinds.dataset_kind import open_of_kind
+from megatron.data.kinds.program_data import Kind
 from megatron.errors import ConfigError, MegatronError
 
 

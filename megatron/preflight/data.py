@@ -8,7 +8,13 @@ import numpy.typing as npt
 from megatron import log
 from megatron.config.data import DataConfig, OnTooLong, TokenizerConfig
 from megatron.data.blendable_dataset import draw_problems
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.weighted_paths import (
+    WeightedGroup,
+    WeightedRange,
+    weighted_problems,
+    weighted_splits,
+)
 from megatron.data.data_utils import (
     SPLITS,
     Corpus,
@@ -19,15 +25,9 @@ from megatron.data.data_utils import (
     parse_split,
     split_ranges,
 )
-from megatron.data.dataset_kind import DatasetKind
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.mlm_dataset import span_lengths
-from megatron.data.weighted_paths import (
-    WeightedGroup,
-    WeightedRange,
-    weighted_problems,
-    weighted_splits,
-)
+from megatron.data.kinds.dataset_kind import DatasetKind
+from megatron.data.samples.mlm_dataset import span_lengths
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.preflight.run import RunPlan

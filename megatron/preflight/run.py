@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
-from megatron.data.program_data import GPT_DATA, ProgramData
+from megatron.data.kinds.program_data import GPT_DATA, ProgramData
 from megatron.errors import Finding, MegatronError, PreflightError
 from megatron.launch import Launch
 from megatron.preflight.corpora import CorporaOnce

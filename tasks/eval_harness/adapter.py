@@ -12,7 +12,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from megatron.data.chat_template import CHATML, LEARNED_ROLE, ChatTemplate, Message
+from megatron.data.samples.chat_template import CHATML, LEARNED_ROLE, ChatTemplate, Message
 from megatron.engine.scoring import Row
 from megatron.errors import ConfigError, NumericsError
 from megatron.generation.generate import generate

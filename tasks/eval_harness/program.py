@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from megatron import log
-from megatron.data.chat_template import TEMPLATES
+from megatron.data.samples.chat_template import TEMPLATES
 from megatron.errors import ConfigError
 from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.data.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA
 from megatron.initialize import initialize_megatron, launch_of_process, shutdown_megatron
 from megatron.preflight import data
 from megatron.preflight.checks import CHECKS

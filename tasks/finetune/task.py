@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.checkpoint.model_kind import BERT, CLASSIFIER
 from megatron.config.model import ModelConfig
-from megatron.data.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA
 from megatron.engine.base import MicroBatch, PretrainTask, RawBatch
 from megatron.engine.datasets import datasets_of
 from megatron.model.accounting import flops_per_token

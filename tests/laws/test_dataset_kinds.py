@@ -14,8 +14,8 @@ import torch
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.data.data_utils import IndexPlace, build_datasets
-from megatron.data.dataset_makers import gpt_maker
-from megatron.data.gpt_batch import decoder_batch
+from megatron.data.kinds.dataset_makers import gpt_maker
+from megatron.data.loading.gpt_batch import decoder_batch
 from megatron.model.losses import LossSum
 from tests.laws.test_resume import FULL, HALF, check_joined
 from tests.support.models import tiny_build, tiny_config, tiny_model

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.corpus_checksums import BLOCK_BYTES
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.checksums import BLOCK_BYTES
+from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.errors import DataError, MachineError
 from megatron.launch import Launch

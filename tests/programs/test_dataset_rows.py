@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.paths import corpus_files
 from megatron.errors import ConfigError, DataError
 from tools import dataset_rows, preprocess_data
 from tools.dataset_rows import DatasetName, open_dataset

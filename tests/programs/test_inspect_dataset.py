@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.corpus_metadata import CorpusMetadata, read_metadata
+from megatron.data.corpus.metadata import CorpusMetadata, read_metadata
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
-from tests.unit.data.test_legacy_index import write_legacy
+from tests.unit.data.corpus.test_legacy_index import write_legacy
 from tools.inspect_dataset import main
 
 REPOSITORY = Path(__file__).parents[2]

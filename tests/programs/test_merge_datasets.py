@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.corpus_checksums import BLOCK_BYTES
-from megatron.data.corpus_metadata import metadata_file_path, read_metadata
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.checksums import BLOCK_BYTES
+from megatron.data.corpus.metadata import metadata_file_path, read_metadata
+from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
 from tests.support.launch import run_program, torchrun_words, unfinished

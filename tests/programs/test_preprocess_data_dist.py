@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.corpus_paths import corpus_files
+from megatron.data.corpus.paths import corpus_files
 from megatron.errors import ConfigError, DataError, MachineError, MegatronError, PeerError
 from tests.programs.test_dataset_rows import TABLE, save_fake, write_lines
 from tests.support.launch import Ended, Started, all_ended, free_port, run_program, torchrun_words

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.sft_dataset import SFTCorpus
+from megatron.data.samples.sft_dataset import SFTCorpus
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.unit.tokenizer.vocabularies import write_bert

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.corpus_metadata import metadata_file_path
+from megatron.data.corpus.metadata import metadata_file_path
 from megatron.errors import ConfigError, DataError
 from tools import preprocess_data, resume
 from tools.encoding import Chunk, EncodedChunk, EncodeSettings, encode_chunk

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.arguments import parse_args
 from megatron.data.data_utils import IndexPlace, build_datasets
-from megatron.data.dataset_makers import gpt_maker
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.loaders import build_data_loader
+from megatron.data.kinds.dataset_makers import gpt_maker
+from megatron.data.loading.loaders import build_data_loader
 from megatron.errors import ConfigError
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.launch import byte_corpus, small_run

@@ -34,7 +34,7 @@ _PRELOAD = [
     "megatron.mpu.context",
     "torch._dynamo",  # which the first optimizer of a process imports, in seconds
     "megatron.training",
-    "megatron.data.gpt_batch",
+    "megatron.data.loading.gpt_batch",
 ]
 # DeepSpeed takes seconds to import, and as many again when it first makes an engine.
 _PRELOAD_DEEPSPEED = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data import corpus_checksums, token_file
-from megatron.data.token_file import TokenFile
+from megatron.data.corpus import checksums, token_file
+from megatron.data.corpus.token_file import TokenFile
 from megatron.mpu import meeting
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, write_tiny_corpus
@@ -45,7 +45,7 @@ def slowed_run(corpus: str) -> tuple[float, list[str]]:
 def test_a_verification_may_take_longer_than_the_ranks_are_patient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
     corpus = write_tiny_corpus(tmp_path)
     (verified_s, said), (touched_s, silence) = run_on_ranks(2, slowed_run, corpus)
     assert verified_s > 2 * PATIENCE_S

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.data import DataConfig
-from megatron.data.data_sources import data_sources
+from megatron.data.corpus.sources import data_sources
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MegatronError, NumericsError
 from megatron.mpu.context import Group, ParallelContext

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.corpus_metadata import CorpusMetadata
-from megatron.data.index_cache import IndexCache
+from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
+from megatron.data.orders.index_cache import IndexCache
 
 METADATA = CorpusMetadata(tokenizer_type="GPT2BPETokenizer", vocab_size=5000, eod=4999)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.chat_template import EncodedDialogue
-from megatron.data.corpus_metadata import CorpusMetadata
+from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.data.mtf_dataset import PARTS, part_prefix
-from megatron.data.sft_dataset import SFTCorpusBuilder
+from megatron.data.samples.chat_template import EncodedDialogue
+from megatron.data.samples.mtf_dataset import PARTS, part_prefix
+from megatron.data.samples.sft_dataset import SFTCorpusBuilder
 
 NULL = CorpusMetadata(tokenizer_type="NullTokenizer", vocab_size=51, eod=50)  # that of tiny runs
 Tokens = Sequence[int]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from megatron.data.masking import MaskingVocabulary
+from megatron.data.samples.masking import MaskingVocabulary
 
 VOCAB_SIZE = 200
 PAD, CLS, SEP, MASK, BOS, EOS = 0, 1, 2, 3, 4, 5

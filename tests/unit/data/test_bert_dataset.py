@@ -7,9 +7,10 @@ import pytest
 
 from megatron.data.bert_dataset import BERTDataset, BERTRecipe
 from megatron.data.data_utils import DocumentSlice
-from megatron.data.loaders import build_data_loader
+from megatron.data.loading.loaders import build_data_loader
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in
+from tests.unit.data.samples.test_masking import naive_masking
 from tests.unit.data.sentence_corpora import (
     CLS,
     PAD,
@@ -18,7 +19,6 @@ from tests.unit.data.sentence_corpora import (
     random_documents,
     write_sentences,
 )
-from tests.unit.data.test_masking import naive_masking
 
 SEED = 1234
 KEYS = ["text", "types", "labels", "is_random", "loss_mask", "padding_mask", "truncated"]

@@ -10,7 +10,7 @@ from megatron.data.blendable_dataset import (
     draw_problems,
     samples_of_component,
 )
-from megatron.data.sample_maps import build_blending_indices
+from megatron.data.orders.sample_maps import build_blending_indices
 from megatron.errors import ConfigError, DataError
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron import log
 from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.blendable_dataset import BlendableDataset
+from megatron.data.corpus.weighted_paths import WeightedSplits, parse_weighted_groups
 from megatron.data.data_utils import (
     SPLITS,
     IndexPlace,
@@ -23,10 +24,9 @@ from megatron.data.data_utils import (
     parse_split,
     split_ranges,
 )
-from megatron.data.dataset_makers import Windows
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.weighted_paths import WeightedSplits, parse_weighted_groups
+from megatron.data.kinds.dataset_makers import Windows
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import random_sizes, write_corpus
 

@@ -10,8 +10,8 @@ from megatron.data.data_utils import (
     build_train_valid_test_datasets,
     split_ranges,
 )
-from megatron.data.dataset_makers import Windows
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
+from megatron.data.kinds.dataset_makers import Windows
 
 BIG = 100_000  # tokens of one corpus are numbered from its multiple on
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataIntegrity
-from megatron.data import corpus_checksums
-from megatron.data.corpus_paths import checksum_file_path, corpus_files
-from megatron.data.index_file import HEADER
+from megatron.data.corpus import checksums
+from megatron.data.corpus.index_file import HEADER
+from megatron.data.corpus.paths import checksum_file_path, corpus_files
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
@@ -31,7 +31,7 @@ SUFFIXES = (".idx", ".bin", ".sums", ".meta.json")
 def corpus(tmp_path_factory):
     """A corpus of several blocks with all four files, and what each of them holds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+        patch.setattr(checksums, "BLOCK_BYTES", 64)
         sizes = random_sizes(20, seed=9, most=20)
         prefix = write_corpus(tmp_path_factory.mktemp("c") / "c", sizes, metadata=METADATA)
     contents = {suffix: Path(prefix + suffix).read_bytes() for suffix in SUFFIXES}
@@ -103,7 +103,7 @@ def test_an_index_with_modes_cut_at_any_byte_is_refused_even_where_they_begin(tm
     content = path.read_bytes() + np.array([0, 1, -1, 0], np.int8).tobytes()
     path.write_bytes(content)
     os.unlink(checksum_file_path(prefix))
-    corpus_checksums.adopt(prefix)
+    checksums.adopt(prefix)
     modes = MMapIndexedDataset(prefix, integrity=integrity).modes
     assert modes is not None
     assert modes.tolist() == [0, 1, -1, 0]

@@ -9,8 +9,8 @@ import xxhash
 
 from megatron import log
 from megatron.config.data import DataIntegrity
-from megatron.data import corpus_checksums
-from megatron.data.corpus_paths import checksum_file_path
+from megatron.data.corpus import checksums
+from megatron.data.corpus.paths import checksum_file_path
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
@@ -33,7 +33,7 @@ def prefix(tmp_path):
 
 
 def test_a_flipped_bit_anywhere_is_found_when_its_block_is_read(prefix, monkeypatch, tmp_path):
-    monkeypatch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
     prefix = write_corpus(tmp_path / "blocks", random_sizes(60, seed=3))
     path = Path(data_file_path(prefix))
     good = path.read_bytes()
@@ -65,7 +65,7 @@ def test_a_flipped_bit_anywhere_is_found_when_its_block_is_read(prefix, monkeypa
 
 
 def test_a_block_is_compared_once(prefix, monkeypatch, tmp_path):
-    monkeypatch.setattr(corpus_checksums, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 64)
     prefix = write_corpus(tmp_path / "blocks", [1000, 3, 0, 5])
     compared = []
     digest = xxhash.xxh3_64_intdigest

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import DataIntegrity
-from megatron.data import token_file
+from megatron.data.corpus import token_file
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import DataError
 from tests.unit.data.corpora import flip, write_corpus

@@ -7,15 +7,15 @@ import pytest
 import xxhash
 
 from megatron.config.data import DataIntegrity
-from megatron.data.corpus_checksums import (
+from megatron.data.corpus.checksums import (
     BLOCK_BYTES,
     CorpusChecksums,
     IndexHasher,
     write_checksums,
 )
-from megatron.data.corpus_paths import checksum_file_path
+from megatron.data.corpus.index_file import write_index
+from megatron.data.corpus.paths import checksum_file_path
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_file import write_index
 from megatron.data.indexed_dataset import MMapIndexedDataset, data_file_path, index_file_path
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import corpus_checksums
+from megatron.data.corpus import checksums
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
@@ -214,9 +214,9 @@ def test_the_sidecar_gets_its_counts_from_the_builder(tmp_path):
     assert metadata is not None
     assert (metadata.num_items, metadata.num_documents, metadata.num_tokens) == (3, 2, 4)
     assert (metadata.tokenizer_type, metadata.eod) == ("GPT2BPETokenizer", 4999)
-    checksums = corpus_checksums.read_checksums(str(tmp_path / "c"))
-    assert checksums is not None
-    assert metadata.pair_id == checksums.pair_id
+    recorded = checksums.read_checksums(str(tmp_path / "c"))
+    assert recorded is not None
+    assert metadata.pair_id == recorded.pair_id
 
 
 def test_a_corpus_written_over_another_does_not_keep_its_sidecar(tmp_path):

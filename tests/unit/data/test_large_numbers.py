@@ -5,14 +5,14 @@ import pytest
 
 from megatron.data import data_samplers, gpt_dataset
 from megatron.data.blendable_dataset import draw_problems, samples_of_component
+from megatron.data.corpus.index_file import item_starts
 from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
 from megatron.data.data_utils import split_ranges
 from megatron.data.gpt_dataset import EpochPlan, plan_epochs
-from megatron.data.index_file import item_starts
-from megatron.data.sample_maps import (
+from megatron.data.orders.sample_maps import (
     build_blending_indices,
     build_blending_indices_with_python,
     build_sample_idx,

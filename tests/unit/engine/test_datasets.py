@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron.data.bert_dataset import BERTDataset
-from megatron.data.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA
 from megatron.engine.base import DatasetRequest
 from megatron.engine.datasets import datasets_of
 from megatron.initialize import tokenizer_of

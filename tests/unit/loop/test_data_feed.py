@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.data.worker_budget import WorkerLoad
+from megatron.data.loading.worker_budget import WorkerLoad
 from megatron.engine.base import DatasetRequest, Datasets, EvaluationSum, PretrainTask
 from megatron.errors import DataError
 from megatron.initialize import tokenizer_of

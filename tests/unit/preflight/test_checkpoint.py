@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA
 from megatron.errors import CheckpointError
 from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.program_data import BERT_DATA
+from megatron.data.kinds.program_data import BERT_DATA
 from megatron.errors import ConfigError
 from megatron.preflight import config as rules
 from megatron.preflight.run import Check

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron import log
-from megatron.data.corpus_metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.data_utils import Corpus
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.data.packing import build_packed_indices
+from megatron.data.samples.packing import build_packed_indices
 from megatron.preflight import data as rules
 from megatron.preflight.run import Check
 from tests.support.tiny import TOKENS_PER_SAMPLE, write_tiny_corpus

@@ -7,7 +7,7 @@ import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.data.chat_template import CHATML, PLAIN, ChatTemplate
+from megatron.data.samples.chat_template import CHATML, PLAIN, ChatTemplate
 from megatron.engine.scoring import Row, RowScore
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.initialize import shutdown_megatron

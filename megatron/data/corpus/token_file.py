@@ -1,0 +1,207 @@
+"""An open `P.bin`: tokens by their place in it, each block verified before its first use.
+
+Reads are `pread` on a held descriptor unless a mapping was asked for. What a reader would get
+wrong: a mapping is faster and has no copy, but a file that is cut short under it ends the process
+with SIGBUS, without a message; and blocks are verified through `pread` in either case.
+"""
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
+from megatron.data.corpus.checksums import BLOCK_BYTES, CorpusChecksums
+from megatron.data.corpus.index_file import Stamp, changed, open_to_read
+from megatron.errors import DataError, MachineError
+
+Tokens = npt.NDArray[np.integer]
+
+_built = built_module("token_reader")
+_INTERFACE = 1  # of csrc/data/token_reader.cpp
+_MOST_DAMAGES_SHOWN = 8
+_BLOCKS_PER_BEAT = 256  # 64 MiB: a second or so of a slow disk
+
+
+class Damage(NamedTuple):
+    """A block that is not as it was written."""
+
+    start: int  # byte in the .bin
+    stop: int
+    found: int  # xxh3_64
+    expected: int
+
+    def __str__(self) -> str:
+        return (
+            f"bytes [{self.start}, {self.stop}) have xxh3_64 {self.found:016x}, "
+            f"expected {self.expected:016x}"
+        )
+
+
+class TokenReader(Protocol):
+    """Reads items end to end in compiled code."""
+
+    def join(
+        self, items: npt.NDArray[np.integer], start: int, stop: int, /
+    ) -> npt.NDArray[np.int64] | None:
+        """Tokens of `items`, of the first from `start` on and of the last before `stop`.
+
+        A negative `stop` is the end. None for whatever is not in order: items that do not exist
+        or were not verified, and bytes that cannot be read.
+        """
+        ...
+
+
+class TokenFile:
+    """The `.bin` at `path`, held open; closed with the object."""
+
+    def __init__(self, path: str, *, mapped: bool = False) -> None:
+        self.path = path
+        self._descriptor = open_to_read(path)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        self.stamp = Stamp.of(os.fstat(self._descriptor))
+        self._mapping: mmap.mmap | None = None
+        if mapped:
+            self._mapping = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        self._checksums: CorpusChecksums | None = None
+        self._verified: mmap.mmap | None = None
+
+    def read(self, start: int, count: int, dtype: np.dtype[np.integer]) -> Tokens:
+        """`count` tokens from byte `start` on: a copy, or a read-only view of the mapping.
+
+        Raises DataError when the file is shorter than it was. Does not verify.
+        """
+        if count == 0:
+            return np.empty(0, dtype)
+        if self._mapping is not None:
+            return np.frombuffer(self._mapping, dtype, count, start)
+        tokens = np.empty(count, dtype)
+        self._read_into(tokens, start)
+        return tokens
+
+    def reader(
+        self,
+        dtype: np.dtype[np.integer],
+        sizes: npt.NDArray[np.int32],
+        pointers: npt.NDArray[np.int64],
+        *,
+        only_verified: bool,
+    ) -> TokenReader | None:
+        """A compiled reader of items of `sizes` tokens at bytes `pointers`; None if not built.
+
+        With `only_verified` it declines items of blocks that were not compared since `expect`.
+        """
+        if not is_current(_built, _INTERFACE) or _built is None or sys.byteorder != "little":
+            say_that_the_twin_serves("token_reader", _built)
+            return None
+        marks = self._verified if only_verified else None
+        reader: TokenReader = _built.TokenReader(
+            self, self._descriptor, self._mapping, dtype, sizes, pointers, marks, self._block_bytes
+        )
+        return reader
+
+    def expect(self, checksums: CorpusChecksums) -> mmap.mmap:
+        """Say what `verify` compares with; returns the marks of what was compared: none yet."""
+        self._checksums = checksums
+        # One byte for each block, 1 where it was verified. Shared memory: what a forked worker
+        # verifies need not be verified again by the others.
+        self._verified = mmap.mmap(-1, len(checksums.blocks))
+        return self._verified
+
+    def verify(self, start: int, stop: int) -> None:
+        """Compare the blocks that hold bytes [start, stop) and were not; DataError if damaged."""
+        if self._checksums is None or self._verified is None or start == stop:
+            return
+        for damage in self._damages(self._checksums, self._verified, self._blocks(start, stop)):
+            raise self._damaged([damage])
+
+    def is_verified(self, start: int, stop: int) -> bool:
+        """Whether every block that holds bytes of [start, stop) was compared."""
+        if self._verified is None or start == stop:
+            return self._verified is not None
+        blocks = self._blocks(start, stop)
+        return self._verified.find(b"\0", blocks.start, blocks.stop) == -1
+
+    def verify_all(self, beat: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compare every block; raise one DataError that names those that are damaged.
+
+        `beat` is called now and then with the bytes that were compared, and those there are.
+        """
+        if self._checksums is None:
+            return
+        verified = self.expect(self._checksums)  # what was compared before, is compared again
+        blocks = range(len(self._checksums.blocks))
+        damages: list[Damage] = []
+        for first in blocks[::_BLOCKS_PER_BEAT]:
+            piece = blocks[first : first + _BLOCKS_PER_BEAT]
+            damages += self._damages(self._checksums, verified, piece)
+            total = self._checksums.data_bytes
+            beat(min(piece.stop * self._checksums.block_bytes, total), total)
+        if damages:
+            raise self._damaged(damages)
+
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_BYTES if self._checksums is None else self._checksums.block_bytes
+
+    def _blocks(self, start: int, stop: int) -> range:
+        return range(start // self._block_bytes, (stop - 1) // self._block_bytes + 1)
+
+    def _damages(
+        self, checksums: CorpusChecksums, verified: mmap.mmap, blocks: range
+    ) -> Iterator[Damage]:
+        """Verify those of `blocks` that were not, and mark those that are right."""
+        buffer = np.empty(checksums.block_bytes, np.uint8)
+        for number in blocks:
+            if verified[number]:
+                continue
+            start = number * checksums.block_bytes
+            stop = min(start + checksums.block_bytes, checksums.data_bytes)
+            block = buffer[: stop - start]
+            self._read_into(block, start)
+            found = xxhash.xxh3_64_intdigest(block.data)
+            expected = int(checksums.blocks[number])
+            if found == expected:
+                verified[number] = 1
+            else:
+                yield Damage(start, stop, found, expected)
+
+    def _read_into(self, tokens: Tokens, start: int) -> None:
+        """Fill `tokens` from byte `start` on."""
+        buffer = tokens.data
+        done = self._read_some(buffer, start)
+        while done < tokens.nbytes:
+            done += self._read_some(buffer.cast("B")[done:], start + done)
+
+    def _read_some(self, buffer: memoryview, start: int) -> int:
+        try:
+            got = os.preadv(self._descriptor, [buffer], start)
+        except OSError as error:
+            raise MachineError(
+                f"cannot read {self.path} at byte {start}",
+                found=f"{error.strerror} (errno {error.errno})",
+                fix="check the disk or the network file system, then start again",
+            ) from error
+        if got == 0:
+            raise changed(
+                self.path,
+                f"end of file at byte {start}, where {buffer.nbytes} more bytes were when it was "
+                "opened",
+            )
+        return got
+
+    def _damaged(self, damages: list[Damage]) -> DataError:
+        shown = "; ".join(map(str, damages[:_MOST_DAMAGES_SHOWN]))
+        more = len(damages) - _MOST_DAMAGES_SHOWN
+        return DataError(
+            f"the tokens are not those that were written: {self.path}",
+            found=f"{shown}; and {more} more blocks" if more > 0 else shown,
+            fix="copy the corpus again from its source, or make it again; a damaged disk is "
+            "likely where the same file was good before",
+        )

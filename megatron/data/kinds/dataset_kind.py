@@ -1,0 +1,172 @@
+"""Which kind of dataset a run reads, chosen from its flags alone, and what a prefix names for it.
+
+The one place where a flag becomes a kind: builder, batch function and preflight ask here. What a
+reader would get wrong: dialogues and pairs are two corpora under one prefix, and what a split is a
+range of (items, documents of sentences, pairs) differs from kind to kind.
+"""
+
+from enum import StrEnum
+
+from megatron.config.data import DataConfig
+from megatron.config.fields import default_of, flag_name
+from megatron.data.corpus.paths import both_files_exist
+from megatron.data.data_utils import Corpus, OpenCorpus
+from megatron.data.samples.mtf_dataset import PARTS as PAIR_PARTS
+from megatron.data.samples.mtf_dataset import MTFDataset
+from megatron.data.samples.sft_dataset import PARTS as DIALOGUE_PARTS
+from megatron.data.samples.sft_dataset import SFTCorpus, part_prefix
+from megatron.errors import ConfigError, DataError
+
+
+class DatasetKind(StrEnum):
+    """What samples are made of."""
+
+    GPT = "windows of text"
+    FIM = "windows of text with middles to fill in"
+    MLM = "windows of text with spans to write"
+    SFT = "rows of dialogues"
+    MTF = "rows of pairs"
+    BERT = "two segments with words to guess"
+    T5 = "text with spans to write"
+    ICT = "sentences and the blocks that they are from"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether whole documents share a row, so that none may look at another."""
+        return self in (DatasetKind.SFT, DatasetKind.MTF)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the beginning of a row is a sample too: in the others the answers come last."""
+        return self in (DatasetKind.GPT, DatasetKind.FIM)
+
+    @property
+    def level(self) -> str:
+        """What an item of its corpora is, as their sidecars say it."""
+        sentences = (DatasetKind.BERT, DatasetKind.T5, DatasetKind.ICT)
+        return "sentence" if self in sentences else "document"
+
+
+# Flags of kinds that are read by other programs than those that train a GPT, as they are unasked.
+_OF_SENTENCES = {
+    name: default_of(DataConfig, name)
+    for name in (
+        "mask_prob",
+        "short_seq_prob",
+        "bert_binary_head",
+        "decoder_seq_length",
+        "titles_data_path",
+        "query_in_block_prob",
+        "use_one_sent_docs",
+    )
+}
+
+
+def dataset_kind(data: DataConfig) -> DatasetKind:
+    """The kind that a program for GPT is asked for.
+
+    Raises:
+        ConfigError: a flag that only datasets of sentences read, and so would do nothing.
+    """
+    for name, unasked in _OF_SENTENCES.items():
+        value = getattr(data, name)
+        if value != unasked:
+            raise ConfigError(
+                "a flag was given that the data of a GPT do not know",
+                found=f"{flag_name(name)} {value}",
+                fix=f"leave {flag_name(name)} out; it is for BERT, T5 or inverse cloze",
+            )
+    if data.sft:
+        return DatasetKind.SFT
+    if data.mtf:
+        return DatasetKind.MTF
+    if data.fim_data:
+        return DatasetKind.FIM
+    return DatasetKind.GPT if data.noise_density is None else DatasetKind.MLM
+
+
+def bert_dataset_kind(data: DataConfig) -> DatasetKind:
+    """The kind that a program for BERT reads.
+
+    Raises:
+        ConfigError: a flag that only other datasets read, and so would do nothing.
+    """
+    for name in _OF_OTHERS_THAN_BERT:
+        value, unasked = getattr(data, name), default_of(DataConfig, name)
+        if value != unasked:
+            raise ConfigError(
+                "a flag was given that the data of a BERT do not know",
+                found=f"{flag_name(name)} {value}",
+                fix=f"leave {flag_name(name)} out",
+            )
+    return DatasetKind.BERT
+
+
+_OF_OTHERS_THAN_BERT = (
+    "sft",
+    "mtf",
+    "fim_data",
+    "noise_density",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "decoder_seq_length",
+    "titles_data_path",
+    "query_in_block_prob",
+    "use_one_sent_docs",
+)
+
+
+def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
+    """What `prefix` names for datasets of `kind`; raises DataError where it is something else."""
+    if kind.is_packed:
+        return _open_parts(kind, prefix, open_corpus)
+    indexed = open_corpus(prefix)
+    level = kind.level
+    if indexed.metadata is not None and indexed.metadata.level != level:
+        raise DataError(
+            f"the corpus {prefix} is {_SPLIT[indexed.metadata.level]}, and {kind.value} are read "
+            f"from one that is {_SPLIT[level]}",
+            found=f'level "{indexed.metadata.level}" in its sidecar',
+            fix=f"preprocess it {'with' if level == 'sentence' else 'without'} --split-sentences",
+        )
+    of_sentences = level == "sentence"
+    count = len(indexed.doc_idx) - 1 if of_sentences else len(indexed)
+    return Corpus(prefix, indexed, count, (indexed,), indexed.sizes)
+
+
+_SPLIT = {"sentence": "split into sentences", "document": "not split into sentences"}
+
+
+def _open_parts(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
+    """The two corpora of dialogues or pairs, of which all are tokens but the masks."""
+    if kind is DatasetKind.SFT:
+        _refuse_other_prefixes(prefix, "--sft", DIALOGUE_PARTS, "tools/preprocess_sft.py")
+        dialogues = SFTCorpus(prefix, open_corpus=open_corpus)
+        return Corpus(prefix, dialogues, len(dialogues), (dialogues.tokens,), dialogues.lengths)
+    maker = "tools/preprocess_data.py --json-keys inputs targets"
+    _refuse_other_prefixes(prefix, "--mtf", PAIR_PARTS, maker)
+    pairs = MTFDataset(prefix, open_corpus=open_corpus)
+    return Corpus(prefix, pairs, len(pairs), (pairs.inputs, pairs.targets), pairs.lengths)
+
+
+def _refuse_other_prefixes(prefix: str, flag: str, parts: tuple[str, str], maker: str) -> None:
+    """Say what the prefix is, where it is not the one that both corpora share."""
+    names = [part_prefix(prefix, part) for part in parts]
+    if any(both_files_exist(name) for name in names) or not both_files_exist(prefix):
+        return  # what is missing of a pair is said when it is opened
+    shared = next(
+        (
+            prefix.removesuffix(ending)
+            for ending in (f"_{part}_document" for part in parts)
+            if prefix.endswith(ending)
+        ),
+        None,
+    )
+    raise DataError(
+        f"{flag} reads two corpora of one prefix, and this names a single one",
+        found=f"{prefix}, and no {names[0]} or {names[1]}",
+        fix=f"leave the ending out: {shared}"
+        if shared is not None
+        else f"name the --output-prefix of {maker}, or leave {flag} out",
+    )

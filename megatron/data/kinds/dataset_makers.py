@@ -1,0 +1,417 @@
+"""Each kind of dataset as a value that the builder of `data_utils` makes splits and blends of.
+
+`gpt_maker` is for programs that train a decoder and takes the kind from the flags; programs for
+BERT, T5 and inverse cloze name theirs. What a reader would get wrong: tokens with a meaning of
+their own (marks, sentinels, padding) come from the tokenizer, and a kind that lacks one is refused
+here, before anything is opened.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.config.data import DataConfig, OnTooLong
+from megatron.data.bert_dataset import BERTDataset, BERTRecipe
+from megatron.data.blendable_dataset import SampleDataset
+from megatron.data.corpus.verification_progress import Beat, unheard
+from megatron.data.data_utils import (
+    Corpus,
+    DatasetMaker,
+    DocumentSlice,
+    OpenCorpus,
+    corpus_opener,
+    named_prefixes,
+)
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.kinds.dataset_kind import DatasetKind, dataset_kind, open_of_kind
+from megatron.data.orders.index_cache import IndexCache
+from megatron.data.samples.fim import (
+    FIMDataset,
+    FIMTokenNames,
+    FIMTokens,
+    NamedPieces,
+    checked_eod,
+    fim_tokens,
+    token_named,
+)
+from megatron.data.samples.ict_dataset import ICTDataset, ICTRecipe
+from megatron.data.samples.masking import MaskingVocabulary, WordPieces
+from megatron.data.samples.mlm_dataset import MLMDataset, checked_marks, span_lengths
+from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
+from megatron.data.samples.packing import PackedDataset
+from megatron.data.samples.sft_dataset import SFTDataset
+from megatron.data.samples.t5_dataset import T5Dataset, T5Recipe
+from megatron.errors import ConfigError
+
+
+class Vocabulary(NamedPieces, WordPieces, Protocol):
+    """What the kinds together ask of a tokenizer."""
+
+    @property
+    def eod(self) -> int | None:
+        """The id that ends a document."""
+
+    @property
+    def bos(self) -> int | None:
+        """The id that opens a text."""
+
+    @property
+    def extra_ids(self) -> tuple[int, ...]:
+        """The sentinels that --vocab-extra-ids added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Token windows of shuffled documents."""
+
+    open_corpus: OpenCorpus
+    seq_length: int
+    seed: int
+    last_epoch_cutoff: float = 0.95
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def open(self, prefix: str) -> Corpus:
+        """A corpus of which each item is a document."""
+        return open_of_kind(DatasetKind.GPT, prefix, self.open_corpus)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> GPTDataset:
+        """The windows over `documents`."""
+        return GPTDataset(
+            corpus.source,
+            name=documents.name,
+            documents=np.arange(documents.start, documents.stop),
+            num_samples=num_samples,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            cache=cache,
+            last_epoch_cutoff=self.last_epoch_cutoff,
+        )
+
+    def epochs(self, dataset: GPTDataset, samples: int) -> float:
+        """Passes over the documents that `samples` windows are."""
+        return samples * dataset.seq_length / dataset.plan.tokens_per_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilledWindows:
+    """Windows with a share of their documents rearranged (arXiv 2207.14255)."""
+
+    windows: Windows
+    tokens: FIMTokens
+    eod: int | None
+    rate: float
+    spm_rate: float
+
+    def __post_init__(self) -> None:
+        checked_eod(self.tokens, self.eod, rate=self.rate, spm_rate=self.spm_rate)
+
+    def open(self, prefix: str) -> Corpus:
+        """A corpus of which each item is a document."""
+        return self.windows.open(prefix)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> FIMDataset:
+        """The rearranged windows over `documents`."""
+        return FIMDataset(
+            self.windows.make(corpus, documents, num_samples=num_samples, cache=cache),
+            tokens=self.tokens,
+            eod=self.eod,
+            rate=self.rate,
+            spm_rate=self.spm_rate,
+            seed=self.windows.seed,
+        )
+
+    def epochs(self, dataset: Any, samples: int) -> float:
+        """Passes over the documents that `samples` windows are."""
+        return self.windows.epochs(dataset.dataset, samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptedWindows:
+    """Inputs that lack spans, and targets that are the spans (T5 v1.1), of fixed lengths."""
+
+    open_corpus: OpenCorpus
+    seq_length: int
+    seed: int
+    sep: int | None
+    sentinels: tuple[int, ...]
+    noise_density: float
+    mean_noise_span_length: float
+    last_epoch_cutoff: float
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+        lengths = span_lengths(
+            self.seq_length,
+            noise_density=self.noise_density,
+            mean_noise_span_length=self.mean_noise_span_length,
+        )
+        checked_marks(self.sep, self.sentinels, lengths.spans)
+
+    def open(self, prefix: str) -> Corpus:
+        """A corpus of which each item is a document."""
+        return open_of_kind(DatasetKind.MLM, prefix, self.open_corpus)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> MLMDataset:
+        """The windows over `documents`, each in two parts."""
+        return MLMDataset(
+            corpus.source,
+            name=documents.name,
+            documents=np.arange(documents.start, documents.stop),
+            num_samples=num_samples,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            sep=self.sep,
+            sentinels=self.sentinels,
+            cache=cache,
+            noise_density=self.noise_density,
+            mean_noise_span_length=self.mean_noise_span_length,
+            last_epoch_cutoff=self.last_epoch_cutoff,
+        )
+
+    def epochs(self, dataset: MLMDataset, samples: int) -> float:
+        """Passes over the documents that `samples` windows are."""
+        return samples * dataset.windows.seq_length / dataset.windows.plan.tokens_per_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows of whole dialogues or pairs."""
+
+    kind: DatasetKind
+    open_corpus: OpenCorpus
+    seq_length: int
+    seed: int
+    pad: int
+    on_too_long: OnTooLong | None = None
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def open(self, prefix: str) -> Corpus:
+        """Two corpora under one prefix."""
+        return open_of_kind(self.kind, prefix, self.open_corpus)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> PackedDataset:
+        """The rows of `documents`."""
+        dataset = SFTDataset if self.kind is DatasetKind.SFT else PackedMTFDataset
+        return dataset(
+            corpus.source,
+            name=documents.name,
+            documents=np.arange(documents.start, documents.stop),
+            num_samples=num_samples,
+            seq_length=self.seq_length,
+            seed=self.seed,
+            pad=self.pad,
+            cache=cache,
+            on_too_long=self.on_too_long,
+        )
+
+    def epochs(self, dataset: PackedDataset, samples: int) -> float:
+        """Passes over the documents that the first `samples` rows are."""
+        return dataset.epochs(samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sentences:
+    """Samples of BERT, T5 or inverse cloze; `dataset` makes one of a recipe already chosen."""
+
+    kind: DatasetKind
+    open_corpus: OpenCorpus
+    seed: int
+    dataset: Callable[..., SampleDataset]
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
+
+    def open(self, prefix: str) -> Corpus:
+        """A corpus of which each item is a sentence."""
+        return open_of_kind(self.kind, prefix, self.open_corpus)
+
+    def make(
+        self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
+    ) -> SampleDataset:
+        """The samples over `documents`."""
+        return self.dataset(corpus.source, documents, num_samples=num_samples, cache=cache)
+
+    def epochs(self, dataset: Any, samples: int) -> float | None:
+        """Unknown: samples of all epochs are shuffled together."""
+        return None
+
+
+def gpt_maker(
+    data: DataConfig,
+    *,
+    tokenizer: Vocabulary | None,
+    seed: int,
+    is_builder: bool,
+    beat: Beat = unheard,
+) -> DatasetMaker:
+    """The datasets that the flags of a program for GPT ask for; plain windows need no tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer lacks tokens that the kind needs, or lengths do not work out.
+    """
+    kind = dataset_kind(data)
+    open_corpus = corpus_opener(data, is_builder=is_builder, beat=beat)
+    windows = Windows(
+        open_corpus=open_corpus,
+        seq_length=data.seq_length,
+        seed=seed,
+        last_epoch_cutoff=data.last_epoch_cutoff,
+    )
+    if kind is DatasetKind.GPT:
+        return windows
+    if tokenizer is None:
+        raise ValueError(f"{kind.value} are not made without a tokenizer")
+    if kind.is_packed:
+        return PackedRows(
+            kind=kind,
+            open_corpus=open_corpus,
+            seq_length=data.seq_length,
+            seed=seed,
+            # Padding is told by its segment, so any id that the model has would do.
+            pad=next((id_ for id_ in (tokenizer.pad, tokenizer.eod) if id_ is not None), 0),
+            on_too_long=data.on_too_long_document,
+        )
+    if kind is DatasetKind.MLM:
+        return CorruptedWindows(
+            open_corpus=open_corpus,
+            seq_length=data.seq_length,
+            seed=seed,
+            sep=tokenizer.eod if tokenizer.sep is None else tokenizer.sep,
+            sentinels=tokenizer.extra_ids,
+            noise_density=0.15 if data.noise_density is None else data.noise_density,
+            mean_noise_span_length=data.mean_noise_span_length,
+            last_epoch_cutoff=data.last_epoch_cutoff,
+        )
+    names = FIMTokenNames(data.fim_prefix_token, data.fim_suffix_token, data.fim_middle_token)
+    return FilledWindows(
+        windows=windows,
+        tokens=fim_tokens(tokenizer, names),
+        eod=tokenizer.eod,
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+    )
+
+
+def bert_maker(
+    data: DataConfig,
+    *,
+    tokenizer: Vocabulary | None,
+    seed: int,
+    is_builder: bool,
+    beat: Beat = unheard,
+) -> DatasetMaker:
+    """The datasets of a program for BERT; raises ConfigError for a tokenizer without [MASK]."""
+    if tokenizer is None:
+        raise ValueError(f"{DatasetKind.BERT.value} are not made without a tokenizer")
+    recipe = BERTRecipe(
+        vocabulary=MaskingVocabulary.of(tokenizer),
+        seq_length=data.seq_length,
+        seed=seed,
+        masked_lm_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
+        binary_head=data.bert_binary_head,
+    )
+    return Sentences(
+        kind=DatasetKind.BERT,
+        open_corpus=corpus_opener(data, is_builder=is_builder, beat=beat),
+        seed=seed,
+        dataset=partial(BERTDataset, recipe=recipe),
+    )
+
+
+def t5_maker(
+    data: DataConfig, *, tokenizer: Vocabulary, seed: int, is_builder: bool, beat: Beat = unheard
+) -> DatasetMaker:
+    """The datasets of a program for T5.
+
+    Raises:
+        ConfigError: the tokenizer lacks its special tokens or sentinels, or the decoder a length.
+    """
+    if data.decoder_seq_length is None:
+        raise ConfigError(
+            "the decoder of T5 has a length of its own, and none was given",
+            found="no --decoder-seq-length",
+            fix=f"add --decoder-seq-length {max(2, data.seq_length // 4)}",
+        )
+    vocabulary = MaskingVocabulary.of(tokenizer)
+    bos, eos = tokenizer.bos, token_named(tokenizer, "[EOS]")
+    if bos is None or eos is None or not tokenizer.extra_ids:
+        raise ConfigError(
+            "the tokenizer lacks tokens that T5 needs",
+            found=f"[BOS] {bos}, [EOS] {eos}, and {len(tokenizer.extra_ids)} sentinels",
+            fix="use --tokenizer-type BertWordPieceLowerCase with --vocab-extra-ids 100",
+        )
+    recipe = T5Recipe(
+        vocabulary=vocabulary,
+        bos=bos,
+        eos=eos,
+        sentinels=tokenizer.extra_ids,
+        seq_length=data.seq_length,
+        decoder_seq_length=data.decoder_seq_length,
+        seed=seed,
+        masked_lm_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
+    )
+    return Sentences(
+        kind=DatasetKind.T5,
+        open_corpus=corpus_opener(data, is_builder=is_builder, beat=beat),
+        seed=seed,
+        dataset=partial(T5Dataset, recipe=recipe),
+    )
+
+
+def ict_maker(
+    data: DataConfig, *, tokenizer: Vocabulary, seed: int, is_builder: bool, beat: Beat = unheard
+) -> DatasetMaker:
+    """The datasets of a program for the inverse cloze task.
+
+    Raises:
+        ConfigError: the tokenizer lacks special tokens, or one corpus of titles is given for
+            several corpora of text.
+    """
+    prefixes = named_prefixes(data)
+    if data.titles_data_path is not None and len(prefixes) > 1:
+        raise ConfigError(
+            "titles are those of one corpus, and several are read",
+            found=f"--titles-data-path {data.titles_data_path}, corpora {' '.join(prefixes)}",
+            fix="merge the corpora with tools/merge_datasets.py, and their titles alike",
+        )
+    open_corpus = corpus_opener(data, is_builder=is_builder, beat=beat)
+    titles = None if data.titles_data_path is None else open_corpus(data.titles_data_path)
+    recipe = ICTRecipe(
+        vocabulary=MaskingVocabulary.of(tokenizer),
+        seq_length=data.seq_length,
+        seed=seed,
+        query_in_block_prob=data.query_in_block_prob,
+        one_sentence_documents=data.use_one_sent_docs,
+    )
+    return Sentences(
+        kind=DatasetKind.ICT,
+        open_corpus=open_corpus,
+        seed=seed,
+        dataset=partial(ICTDataset, titles=titles, recipe=recipe),
+    )
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ConfigError(
+            "the seed of the sample order is out of range",
+            found=f"--seed {seed}",
+            fix="use a seed from 0 to 4294967295",
+        )

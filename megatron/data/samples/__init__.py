@@ -1,0 +1,1 @@
+"""How a sample is made of a corpus's tokens: masking, packing, chats, span corruption."""

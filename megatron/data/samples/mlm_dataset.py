@@ -1,0 +1,254 @@
+"""Span corruption as in T5 v1.1: spans of a window are replaced by marks, and are to be written.
+
+Every sample has the same two lengths, so nothing is padded; a sequence length that no raw length
+gives exactly is refused with those that work. What a reader would get wrong: the windows are those
+of a GPT order over `raw_length`, which is shorter than `seq_length` by the marks.
+"""
+
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.blendable_dataset import Sample
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.orders.index_cache import IndexCache, fingerprint
+from megatron.data.orders.sample_random import random_of_sample
+from megatron.errors import ConfigError, DataError
+
+_VERSION = 1  # of the draws below; part of the fingerprint
+_SEARCHED = 4096  # how far above the asked length a length that works is looked for
+
+
+class SpanLengths(NamedTuple):
+    """What every sample of one sequence length consists of.
+
+    A sample takes `raw_length + 1` tokens of text: the last is the one more that the targets have,
+    so that inputs and targets together are `seq_length + 1`.
+    """
+
+    raw_length: int
+    inputs: int  # kept tokens, a sentinel per span, one sep
+    targets: int  # the same of the noise, without the one more
+    spans: int
+
+    @property
+    def total(self) -> int:
+        """The sequence length that this is exactly right for."""
+        return self.inputs + self.targets
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether both kinds of tokens can be cut into `spans` parts that are not empty."""
+        noise, kept = self.targets - self.spans - 1, self.inputs - self.spans - 1
+        return 1 <= self.spans <= min(noise, kept)
+
+
+def lengths_of(
+    raw_length: int, *, noise_density: float, mean_noise_span_length: float
+) -> SpanLengths:
+    """The lengths that `raw_length` tokens turn into; both roundings are half to even, as T5's."""
+    noise = round(raw_length * noise_density)
+    spans = round(noise / mean_noise_span_length)
+    return SpanLengths(raw_length, raw_length - noise + spans + 1, noise + spans + 1, spans)
+
+
+def span_lengths(
+    seq_length: int, *, noise_density: float = 0.15, mean_noise_span_length: float = 3.0
+) -> SpanLengths:
+    """The lengths whose inputs and targets fill `seq_length` exactly.
+
+    Raises ConfigError where there are none, naming the nearest sequence lengths that have.
+    """
+    if not 0 < noise_density < 1:
+        raise ConfigError(
+            "the share of tokens to replace is not between 0 and 1",
+            found=f"--noise-density {noise_density}",
+            fix="use 0.15, as T5 does",
+        )
+    if not 1 <= mean_noise_span_length < float("inf"):
+        raise ConfigError(
+            "a span to replace is shorter than one token",
+            found=f"--mean-noise-span-length {mean_noise_span_length}",
+            fix="use 3, as T5 does",
+        )
+    below: SpanLengths | None = None
+    for raw_length in range(1, seq_length + _SEARCHED):
+        lengths = lengths_of(
+            raw_length, noise_density=noise_density, mean_noise_span_length=mean_noise_span_length
+        )
+        if not lengths.is_possible:
+            continue
+        if lengths.total == seq_length:
+            return lengths
+        if lengths.total > seq_length:
+            raise _inexact(seq_length, below, lengths)
+        below = lengths
+    raise _inexact(seq_length, below, None)
+
+
+class MLMDataset:
+    """Sample i is `{"input_tokens": int64 [inputs], "target_tokens": int64 [targets + 1]}`.
+
+    Inputs: kept text with a sentinel in place of each span, then `sep`. Targets: each sentinel with
+    the span it stands for, then `sep`. Together they have `seq_length + 1` tokens, the last only a
+    label. Raises ConfigError for lengths that do not work out and DataError for an empty split.
+    """
+
+    def __init__(
+        self,
+        indexed: MMapIndexedDataset,
+        *,
+        name: str,
+        documents: npt.NDArray[np.integer],
+        num_samples: int,
+        seq_length: int,
+        seed: int,
+        sep: int | None,
+        sentinels: Sequence[int],
+        cache: IndexCache,
+        noise_density: float = 0.15,
+        mean_noise_span_length: float = 3.0,
+        last_epoch_cutoff: float = 0.95,
+    ) -> None:
+        self.lengths = span_lengths(
+            seq_length,
+            noise_density=noise_density,
+            mean_noise_span_length=mean_noise_span_length,
+        )
+        self.sep, self.sentinels = checked_marks(sep, sentinels, self.lengths.spans)
+        self.name, self.seed = name, seed
+        self.windows = GPTDataset(
+            indexed,
+            name=name,
+            documents=documents,
+            num_samples=num_samples,
+            seq_length=self.lengths.raw_length,
+            seed=seed,
+            cache=cache,
+            last_epoch_cutoff=last_epoch_cutoff,
+        )
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        """Sample `index`; IndexError outside 0..len - 1."""
+        i = operator.index(index)
+        text = self.windows[i]["text"]
+        rng = random_of_sample(self.seed, i, use="mlm")
+        inputs, targets = corrupt_spans(
+            text, spans=self.lengths.spans, noise=self._noise, marks=self._marks, rng=rng
+        )
+        if (len(inputs), len(targets)) != (self.lengths.inputs, self.lengths.targets + 1):
+            raise DataError(
+                f"sample {i} of {self.name} has other lengths than the sequence length gives",
+                found=f"{len(inputs)} inputs and {len(targets)} targets; expected "
+                f"{self.lengths.inputs} and {self.lengths.targets + 1}",
+                fix="remove the index cache and start again; report this if it comes back",
+            )
+        return {"input_tokens": inputs, "target_tokens": targets}
+
+    def fingerprint(self) -> str:
+        """32 hex digits that change with the windows and every parameter."""
+        return fingerprint(
+            {
+                "order": f"mlm-{_VERSION}",
+                "windows": self.windows.fingerprint(),
+                "lengths": " ".join(map(str, self.lengths)),
+                "marks": " ".join(map(str, self._marks)),
+                "seed": self.seed,
+            }
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if the corpus was touched since it was opened."""
+        self.windows.check_unchanged()
+
+    @property
+    def _noise(self) -> int:
+        """Tokens of a window that are replaced; one more than of `raw_length` tokens."""
+        return self.lengths.targets - self.lengths.spans
+
+    @property
+    def _marks(self) -> tuple[int, ...]:
+        return (*self.sentinels, self.sep)
+
+
+def corrupt_spans(
+    text: npt.NDArray[np.int64],
+    *,
+    spans: int,
+    noise: int,
+    marks: Sequence[int],
+    rng: np.random.RandomState,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(inputs, targets) of `text` with `noise` of its tokens replaced in `spans` spans.
+
+    Kept and replaced spans alternate, kept first, and none is empty. `marks` are the sentinels of
+    the spans and then the end of both sequences. Noise lengths are drawn first, as in T5.
+    """
+    replaced = random_parts(noise, spans, rng)
+    kept = random_parts(len(text) - noise, spans, rng)
+    borders = [0, *np.cumsum(np.stack([kept, replaced], axis=1)).tolist()]
+    pieces = [text[start:stop] for start, stop in pairwise(borders)]
+    *sentinels, end = ([mark] for mark in marks)
+    inputs: list[npt.NDArray[np.int64] | list[int]] = []
+    targets: list[npt.NDArray[np.int64] | list[int]] = []
+    for keep, replace, sentinel in zip(pieces[::2], pieces[1::2], sentinels, strict=True):
+        inputs += [keep, sentinel]
+        targets += [sentinel, replace]
+    return (
+        np.concatenate([*inputs, end], dtype=np.int64),
+        np.concatenate([*targets, end], dtype=np.int64),
+    )
+
+
+def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDArray[np.int64]:
+    """`total` as a sum of `parts` positive numbers, each such sum equally likely."""
+    is_border = np.arange(total - 1) < parts - 1
+    rng.shuffle(is_border)
+    borders = np.concatenate([[0], np.flatnonzero(is_border) + 1, [total]])
+    lengths: npt.NDArray[np.int64] = borders[1:] - borders[:-1]
+    return lengths
+
+
+def checked_marks(
+    sep: int | None, sentinels: Sequence[int], spans: int
+) -> tuple[int, tuple[int, ...]]:
+    """The end mark and as many sentinels as there are spans; raises ConfigError without them."""
+    if sep is None:
+        raise ConfigError(
+            "span corruption ends both sequences with a token that the tokenizer does not have",
+            found="no sep id",
+            fix="use a tokenizer with a sep or an end-of-document token",
+        )
+    if len(sentinels) < spans:
+        raise ConfigError(
+            "there are fewer sentinel tokens than spans to replace",
+            found=f"{len(sentinels)} sentinels, {spans} spans",
+            fix=f"use --vocab-extra-ids {spans} or more",
+        )
+    chosen = tuple(int(token) for token in sentinels[:spans])
+    if len({*chosen, sep}) != spans + 1:
+        raise ConfigError(
+            "two marks of span corruption are one token",
+            found=f"sep {sep}, sentinels {chosen}",
+            fix="give each sentinel and sep an id of its own",
+        )
+    return sep, chosen
+
+
+def _inexact(seq_length: int, below: SpanLengths | None, above: SpanLengths | None) -> ConfigError:
+    near = [str(lengths.total) for lengths in (below, above) if lengths is not None]
+    return ConfigError(
+        "no number of raw tokens fills the sequence length exactly with inputs and targets",
+        found=f"--seq-length {seq_length}",
+        fix=f"use --seq-length {' or '.join(near)}"
+        if near
+        else "use a --noise-density below 0.5, or a longer --mean-noise-span-length",
+    )

@@ -1,0 +1,108 @@
+"""The flags choose one kind, and a prefix is opened as what that kind reads or refused by name."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron.config.data import DataConfig
+from megatron.data.indexed_dataset import MMapIndexedDataset
+from megatron.data.kinds.dataset_kind import DatasetKind, dataset_kind, open_of_kind
+from megatron.errors import ConfigError, DataError
+from tests.unit.data.corpora import METADATA, write_corpus
+from tests.unit.data.dialogues import write_dialogues, write_pairs
+from tests.unit.data.sentence_corpora import write_sentences
+
+
+def flags(**changes):
+    return DataConfig(**({"seq_length": 16, "data_path": ("p",)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, DatasetKind.GPT),
+        ({"fim_data": True, "fim_rate": 1.0}, DatasetKind.FIM),
+        ({"sft": True}, DatasetKind.SFT),
+        ({"mtf": True}, DatasetKind.MTF),
+        ({"noise_density": 0.15}, DatasetKind.MLM),
+    ],
+)
+def test_one_flag_chooses_the_kind(changes, kind):
+    assert dataset_kind(flags(**changes)) is kind
+    assert kind.is_packed == (kind in (DatasetKind.SFT, DatasetKind.MTF))
+    assert kind.level == "document"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mask_prob", 0.2),
+        ("short_seq_prob", 0.0),
+        ("bert_binary_head", False),
+        ("decoder_seq_length", 8),
+        ("titles_data_path", "t"),
+        ("query_in_block_prob", 0.2),
+        ("use_one_sent_docs", True),
+    ],
+)
+def test_what_only_sentences_know_is_refused_for_a_gpt(name, value):
+    with pytest.raises(ConfigError, match="that the data of a GPT do not know") as raised:
+        dataset_kind(flags(**{name: value}))
+    assert f"--{name.replace('_', '-')} {value}" in raised.value.found
+
+
+def test_a_corpus_is_counted_in_what_a_split_divides(tmp_path):
+    text = write_corpus(tmp_path / "text", [3, 4])
+    sentences = write_sentences(tmp_path / "sentences", [[2, 3], [4]]).prefix
+    dialogues = write_dialogues(tmp_path / "chats", [([1, 2], [0, 1])] * 3)
+    pairs = write_pairs(tmp_path / "pairs", [([1, 2], [3])] * 4)
+    found = {
+        kind: open_of_kind(kind, prefix, MMapIndexedDataset)
+        for kind, prefix in (
+            (DatasetKind.GPT, text),
+            (DatasetKind.BERT, sentences),
+            (DatasetKind.SFT, dialogues),
+            (DatasetKind.MTF, pairs),
+        )
+    }
+    assert [corpus.num_documents for corpus in found.values()] == [2, 2, 3, 4]
+    assert [len(corpus.files) for corpus in found.values()] == [1, 1, 1, 2]
+    assert [int(np.sum(corpus.lengths)) for corpus in found.values()] == [7, 9, 6, 12]
+    assert found[DatasetKind.SFT].files[0].prefix == f"{dialogues}_tokens_document"
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "fix"),
+    [
+        (DatasetKind.GPT, "sentence", "preprocess it without --split-sentences"),
+        (DatasetKind.FIM, "sentence", "preprocess it without --split-sentences"),
+        (DatasetKind.BERT, "document", "preprocess it with --split-sentences"),
+    ],
+)
+def test_a_corpus_of_another_level_is_refused(tmp_path, kind, level, fix):
+    metadata = dataclasses.replace(METADATA, level=level)
+    prefix = write_corpus(tmp_path / "c", [3, 4], metadata=metadata)
+    with pytest.raises(DataError, match="split into sentences") as raised:
+        open_of_kind(kind, prefix, MMapIndexedDataset)
+    assert raised.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "part", "tool"),
+    [
+        (DatasetKind.SFT, "--sft", "tokens", "tools/preprocess_sft.py"),
+        (DatasetKind.MTF, "--mtf", "inputs", "--json-keys inputs targets"),
+    ],
+)
+def test_a_single_corpus_is_no_pair_of_them(tmp_path, kind, flag, part, tool):
+    text = write_corpus(tmp_path / "text", [3, 4])
+    with pytest.raises(DataError, match=f"{flag} reads two corpora of one prefix") as raised:
+        open_of_kind(kind, text, MMapIndexedDataset)
+    assert tool in raised.value.fix
+    half = write_corpus(tmp_path / f"p_{part}_document", [3, 4])
+    with pytest.raises(DataError, match=f"{flag} reads two corpora of one prefix") as raised:
+        open_of_kind(kind, half, MMapIndexedDataset)
+    assert raised.value.fix == f"leave the ending out: {tmp_path / 'p'}"
+    with pytest.raises(DataError, match="cannot be opened"):
+        open_of_kind(kind, str(tmp_path / "p"), MMapIndexedDataset)
