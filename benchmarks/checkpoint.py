@@ -30,8 +30,9 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from megatron import log  # noqa: E402
-from megatron.checkpoint import storage, unpickle  # noqa: E402
-from megatron.checkpoint.background import BackgroundSaves  # noqa: E402
+from megatron.checkpoint.files import unpickle  # noqa: E402
+from megatron.checkpoint.load import storage  # noqa: E402
+from megatron.checkpoint.save.background import BackgroundSaves  # noqa: E402
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot  # noqa: E402
 from megatron.mpu.context import ParallelContext  # noqa: E402
 

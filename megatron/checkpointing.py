@@ -10,26 +10,27 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import model_kind, rng, storage
+from megatron.checkpoint import model_kind, rng
 from megatron.checkpoint.agreement import together
-from megatron.checkpoint.background import BackgroundSaves
-from megatron.checkpoint.deepspeed_save import save_deepspeed
-from megatron.checkpoint.foreign import (
+from megatron.checkpoint.folder.retention import Retention
+from megatron.checkpoint.formats.deepspeed.save import save_deepspeed
+from megatron.checkpoint.formats.megatron.save import save_megatron
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.foreign import (
     ForeignCheckpoint,
     check_resumable,
     is_foreign,
     open_foreign,
 )
-from megatron.checkpoint.inference_config import (
+from megatron.checkpoint.load.inference_config import (
     OF_TRAINING,
 )
-from megatron.checkpoint.megatron_save import save_megatron
-from megatron.checkpoint.retention import Retention
-from megatron.checkpoint.saving import Saved
-from megatron.checkpoint.selection import Selection, choose
+from megatron.checkpoint.load.selection import Selection, choose
+from megatron.checkpoint.load.storage import OpenCheckpoint
+from megatron.checkpoint.save.background import BackgroundSaves
+from megatron.checkpoint.save.saving import Saved
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.storage import OpenCheckpoint
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain

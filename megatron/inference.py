@@ -1,8 +1,8 @@
 """A trained model made ready for use without training: its checkpoint's flags, and those beside it.
 
 What a checkpoint says of its run is read before any process group is there, and what flags say is
-compared with it (`checkpoint.inference_config`); then this process is initialised for that model on
-a grid of its own, and weights are read from whatever layout and format they have.
+compared with it (`checkpoint.load.inference_config`); then this process is initialised for that
+model on a grid of its own, and weights are read from whatever layout and format they have.
 """
 
 from pathlib import Path
@@ -13,20 +13,22 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import manifest, model_kind, source_formats, storage
-from megatron.checkpoint.folder import missing_iteration
-from megatron.checkpoint.foreign import (
+from megatron.checkpoint import model_kind, source_formats
+from megatron.checkpoint.files.store import place
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder.run_folder import missing_iteration
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.foreign import (
     OURS,
     ForeignCheckpoint,
     format_in,
     is_foreign,
     open_foreign,
 )
-from megatron.checkpoint.inference_config import Values, inference_config, spoken_for
+from megatron.checkpoint.load.inference_config import Values, inference_config, spoken_for
+from megatron.checkpoint.load.source_config import completed_config
+from megatron.checkpoint.load.storage import OpenCheckpoint
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_config import completed_config
-from megatron.checkpoint.storage import OpenCheckpoint
-from megatron.checkpoint.store import place
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.device import current

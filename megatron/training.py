@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron import device, log
 from megatron.arguments import ExtraArgsProvider
-from megatron.checkpoint.background import BackgroundSaves
-from megatron.checkpoint.shared_view import refuse_separate_disks
+from megatron.checkpoint.folder.shared_view import refuse_separate_disks
+from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.curriculum import Curriculum
 from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.checkpoint.inference_config import Values
+from megatron.checkpoint.load.inference_config import Values
 from megatron.device import current
 from megatron.engine.evaluation_memory import EvaluationMemory
 from megatron.engine.scoring import Scorer

@@ -24,9 +24,9 @@ from megatron import log
 from megatron.checkpoint import source_formats
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.formats.hf_families.family import Sizes
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource
-from megatron.checkpoint.safetensors_io import dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_of
+from megatron.checkpoint.formats.huggingface.families.family import Sizes
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig

@@ -19,7 +19,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 
 from megatron import log
 from megatron.checkpoint import source_formats
-from megatron.checkpoint.formats import huggingface
+from megatron.checkpoint.formats.huggingface import source as huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run

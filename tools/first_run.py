@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron import device, log
 from megatron.atomic import publish, temporary_name
-from megatron.checkpoint import storage
+from megatron.checkpoint.load import storage
 from megatron.data.corpus.paths import data_file_path, index_file_path
 from megatron.errors import ConfigError, DataError
 from megatron.program import run

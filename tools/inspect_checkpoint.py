@@ -18,10 +18,12 @@ from typing import Any
 if __package__ in (None, ""):  # started as a file: its own folder is on the path, ours is not
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint import folder, manifest, store, verify
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.safetensors_header import tensor_bytes
-from megatron.checkpoint.store import Place
+from megatron.checkpoint.files import store
+from megatron.checkpoint.files.safetensors_header import tensor_bytes
+from megatron.checkpoint.files.store import Place
+from megatron.checkpoint.folder import manifest, verify
+from megatron.checkpoint.folder import run_folder as folder
+from megatron.checkpoint.folder.manifest import Manifest
 from megatron.errors import CheckpointError
 from megatron.program import run
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron import log
 from megatron.arguments import parse_given
-from megatron.checkpoint.inference_config import PRECISIONS
+from megatron.checkpoint.load.inference_config import PRECISIONS
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError
 from megatron.launch import launch_from_environment

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource
-from megatron.checkpoint.formats.huggingface_weights import open_weights
-from megatron.checkpoint.formats.huggingface_writer import write_huggingface
-from megatron.checkpoint.formats.sharded_source import ShardedSource, write_sharded
-from megatron.checkpoint.safetensors_io import dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_of
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.weights import open_weights
+from megatron.checkpoint.formats.huggingface.writer import write_huggingface
+from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run

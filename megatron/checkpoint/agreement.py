@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from megatron.checkpoint.durable import from_os_error
+from megatron.checkpoint.files.durable import from_os_error
 from megatron.errors import CheckpointError, MegatronError
 from megatron.mpu import collectives
 from megatron.mpu.context import ParallelContext

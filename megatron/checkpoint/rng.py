@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron import device
-from megatron.checkpoint.manifest import Layout, Manifest
+from megatron.checkpoint.folder.manifest import Layout, Manifest
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology

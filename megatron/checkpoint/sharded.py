@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Box, flat_boxes, from_slices, overlap, whole
-from megatron.checkpoint.safetensors_io import code_of
+from megatron.checkpoint.files.safetensors_io import code_of
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 from megatron.mpu.partition import Partition

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder.manifest import Manifest
 from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.manifest import Manifest
 
 
 class CheckpointSource(Protocol):

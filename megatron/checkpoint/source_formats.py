@@ -8,14 +8,13 @@ import re
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint import folder, manifest
-from megatron.checkpoint.formats import (
-    deepspeed,
-    huggingface,
-    megatron_lm,
-    sharded_source,
-    universal,
-)
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder import run_folder as folder
+from megatron.checkpoint.formats.deepspeed import source as deepspeed
+from megatron.checkpoint.formats.deepspeed import universal
+from megatron.checkpoint.formats.huggingface import source as huggingface
+from megatron.checkpoint.formats.megatron import source as megatron_lm
+from megatron.checkpoint.formats.native import source as sharded_source
 from megatron.checkpoint.source import CheckpointSource, SourceFormat, SourceOptions
 from megatron.errors import CheckpointError, ConfigError
 

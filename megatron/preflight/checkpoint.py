@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.checkpoint import folder, source_formats, storage
-from megatron.checkpoint.foreign import OURS
-from megatron.checkpoint.store import place
+from megatron.checkpoint import source_formats
+from megatron.checkpoint.files.store import place
+from megatron.checkpoint.folder import run_folder as folder
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.load.foreign import OURS
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.pipeline.plan import pipeline_plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron import device
-from megatron.checkpoint import storage
+from megatron.checkpoint.load import storage
 from megatron.config.runtime import Backend, DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.preflight.run import RunPlan

@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron.checkpoint import storage
+from megatron.checkpoint.load import storage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron import log
-from megatron.checkpoint import storage
+from megatron.checkpoint.load import storage
 from megatron.checkpointing import load_checkpoint, save_checkpoint
 from megatron.config.run import RunConfig
 from megatron.engine.base import RawBatch, StepPlan

@@ -111,7 +111,7 @@ HOMES = (
     Home(
         "pickle",
         ("pickle", "cPickle", "dill", "torch.load"),
-        ("megatron/checkpoint/unpickle.py",),  # weights only, with a list of what is allowed
+        ("megatron/checkpoint/files/unpickle.py",),  # weights only, with a list of what is allowed
         in_programs=True,
     ),
     Home("running text as code", ("eval", "exec"), (), in_programs=True),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.checkpoint.host_copy import HostMemory
+from megatron.checkpoint.save.host_copy import HostMemory
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 
 pytestmark = pytest.mark.gpu

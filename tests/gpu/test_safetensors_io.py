@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron import device
-from megatron.checkpoint import safetensors_io as io
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.threads import in_threads
+from megatron.checkpoint.files import safetensors_io as io
+from megatron.checkpoint.files.threads import in_threads
 
 pytestmark = pytest.mark.gpu
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 import megatron.training
 from megatron import log
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint import rng, safetensors_header
+from megatron.checkpoint import rng
+from megatron.checkpoint.files import safetensors_header
+from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine

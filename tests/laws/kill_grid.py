@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 import megatron.training
 from megatron import log
-from megatron.checkpoint import durable, storage
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint.background import BackgroundSaves
-from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.files import durable
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.retention import Retention
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext

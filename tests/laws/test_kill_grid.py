@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint import folder as folders
+from megatron.checkpoint.folder import run_folder as folders
 from tests.laws import kill_grid
 from tests.laws.kill_grid import Ours, Result, Run
 from tests.support.ranks import run_on_ranks

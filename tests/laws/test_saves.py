@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from megatron import log
-from megatron.checkpoint import durable, host_copy, manifest, saving
-from megatron.checkpoint import folder as folders
+from megatron.checkpoint.files import durable
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.save import host_copy, saving
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, MegatronError
 from tests.support.ranks import run_on_ranks

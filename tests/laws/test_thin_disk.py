@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import megatron.training
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from tests.support.ranks import run_on_ranks

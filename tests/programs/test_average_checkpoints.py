@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.formats.sharded_source import write_sharded
+from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
 from tests.support.sources import MemorySource
 

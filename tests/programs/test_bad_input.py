@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_args
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.config.run import RunConfig
 from megatron.errors import (
     CheckpointError,

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron import log
-from megatron.checkpoint import manifest
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource
-from megatron.checkpoint.formats.huggingface_writer import write_huggingface
-from megatron.checkpoint.formats.sharded_source import ShardedSource, write_sharded
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.writer import write_huggingface
+from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from tests.support.hf_bert import CASES as BERTS

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.checkpoint.formats.huggingface_tokenizer import plan
+from megatron.checkpoint.formats.huggingface.tokenizer import plan
 from megatron.checkpoint.source import WriteOptions
 from tests.support.hf_bert import hf_bert
 from tests.support.launch import ROOT, Ended, run_program

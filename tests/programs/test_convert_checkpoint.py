@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import source_formats
-from megatron.checkpoint.formats.sharded_source import write_sharded
+from megatron.checkpoint.formats.native.source import write_sharded
 from tests.support.megatron_files import Shape, save_megatron, whole_model
 from tests.support.sources import MemorySource, assert_same
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder.run_folder import TRACKER
 from tests.support.launch import (
     ROOT,
     Ended,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.errors import ConfigError, DataError
 from tests.support.launch import ROOT, Started, run_program, unfinished, write_text
 from tools.first_run import CHECKPOINTS, Places, main, refuse_changed_text, training_command

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import source_formats, storage
+from megatron.checkpoint import source_formats
+from megatron.checkpoint.load import storage
 from megatron.checkpoint.source import WriteOptions
 from megatron.mpu.context import ParallelContext
 from tests.support.megatron_files import Shape, save_megatron, whole_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.config.run import GROUPS
 from megatron.errors import CheckpointError, ConfigError
 from tests.support.launch import (

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.quality import minilm
-from megatron.checkpoint.formats.huggingface_tokenizer import plan
+from megatron.checkpoint.formats.huggingface.tokenizer import plan
 from megatron.checkpoint.source import WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.tokenizer import build_tokenizer

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.formats.deepspeed_parameters import (
+from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.formats.deepspeed.parameters import (
     RECORD,
     UNIVERSAL_INFO,
     RunRecord,
@@ -22,7 +23,6 @@ from megatron.checkpoint.formats.deepspeed_parameters import (
     merged,
     universal_info,
 )
-from megatron.checkpoint.manifest import Layout
 from megatron.config.precision import PrecisionConfig
 from megatron.engine.deepspeed.grid import Grid, mark_split
 from megatron.engine.deepspeed.start import start_deepspeed

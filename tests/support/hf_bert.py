@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron.checkpoint.formats.huggingface import HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import CheckpointSource
 from megatron.config.run import RunConfig
 from megatron.engine.base import BatchOptions, MicroBatch, RawBatch

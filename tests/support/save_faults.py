@@ -17,21 +17,16 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from megatron import atomic
-from megatron.checkpoint import (
-    deepspeed_save,
-    durable,
-    manifest,
-    megatron_save,
-    safetensors_io,
-    saving,
-    sealed_save,
-    store,
-    torch_file,
-)
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint.formats import megatron_writer, sharded
-from megatron.checkpoint.host_copy import HostMemory
-from megatron.checkpoint.sealed_save import SealedSave
+from megatron.checkpoint.files import durable, safetensors_io, store, torch_file
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.formats.deepspeed import save as deepspeed_save
+from megatron.checkpoint.formats.megatron import save as megatron_save
+from megatron.checkpoint.formats.megatron import writer as megatron_writer
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.save import saving, sealed_save
+from megatron.checkpoint.save.host_copy import HostMemory
+from megatron.checkpoint.save.sealed_save import SealedSave
 
 Act = Callable[[], None]
 

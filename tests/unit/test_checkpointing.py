@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import manifest, rng
-from megatron.checkpoint.background import BackgroundSaves
-from megatron.checkpoint.folder import iterations
+from megatron.checkpoint import rng
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder.run_folder import iterations
+from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.run import RunConfig
 from megatron.engine.base import PretrainTask, StepPlan, StepReport

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-from megatron.checkpoint import manifest
+from megatron.checkpoint.files.store import Place
+from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.formats.base import CheckpointFormat
-from megatron.checkpoint.formats.sharded import ShardedFormat
-from megatron.checkpoint.store import Place
+from megatron.checkpoint.formats.native.sharded import ShardedFormat
 from megatron.errors import CheckpointError
 
 REGISTRY: Mapping[str, Callable[[], CheckpointFormat]] = {

@@ -7,9 +7,9 @@ program the last.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megatron.checkpoint.manifest import FileRecord, Manifest, SavedPiece
+from megatron.checkpoint.files.store import Place
+from megatron.checkpoint.folder.manifest import FileRecord, Manifest, SavedPiece
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
-from megatron.checkpoint.store import Place
 
 
 class WritePlan(NamedTuple):

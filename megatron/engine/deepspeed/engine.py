@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron import log
-from megatron.checkpoint.deepspeed_save import Live
+from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
 from megatron.config.run import RunConfig
 from megatron.engine.base import (

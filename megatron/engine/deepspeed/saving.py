@@ -1,7 +1,7 @@
 """Lets DeepSpeed's engine save in its own layout, with nothing in it that only we can read.
 
 Names and splits of parameters, and what our optimizer keeps at stage 0, are handed over in plain
-values. How the files become a checkpoint is `checkpoint.deepspeed_save`'s business.
+values. How the files become a checkpoint is `checkpoint.formats.deepspeed.save`'s business.
 """
 
 import importlib
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.checkpoint.deepspeed_save import ClientState, Door, Live
-from megatron.checkpoint.formats.deepspeed_parameters import KnownParameter, describe_parameter
+from megatron.checkpoint.formats.deepspeed.parameters import KnownParameter, describe_parameter
+from megatron.checkpoint.formats.deepspeed.save import ClientState, Door, Live
 from megatron.config.precision import PrecisionConfig
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.optimizer import MegatronOptimizer

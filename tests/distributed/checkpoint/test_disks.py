@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint import durable, storage
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint.background import BackgroundSaves
+from megatron.checkpoint.files import durable
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology

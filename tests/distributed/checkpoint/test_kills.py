@@ -5,10 +5,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint import storage
-from megatron.checkpoint.background import BackgroundSaves
-from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.retention import Retention
+from megatron.checkpoint.load import storage
+from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
 from tests.support.ranks import run_on_ranks

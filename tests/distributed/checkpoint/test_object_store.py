@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron import log
-from megatron.checkpoint import folder as folders
-from megatron.checkpoint import manifest, store
-from megatron.checkpoint.store import place
+from megatron.checkpoint.files import store
+from megatron.checkpoint.files.store import place
+from megatron.checkpoint.folder import manifest
+from megatron.checkpoint.folder import run_folder as folders
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.inference import load_model_for_inference
@@ -114,7 +115,7 @@ def test_a_bucket_that_goes_away_is_the_same_error_on_every_rank(
 
 
 def save_to_what_goes_away(environment: dict[str, str]) -> str:
-    from megatron.checkpoint import storage
+    from megatron.checkpoint.load import storage
     from megatron.mpu.context import ParallelContext
     from megatron.mpu.topology import Topology
     from tests.unit.checkpoint.toy import snapshot_at

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.checkpoint import rng
-from megatron.checkpoint.manifest import Layout
+from megatron.checkpoint.folder.manifest import Layout
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.errors import CheckpointError
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology
-from tests.unit.checkpoint.test_manifest import example
+from tests.unit.checkpoint.folder.test_manifest import example
 
 
 def draws(streams):

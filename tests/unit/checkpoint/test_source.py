@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron.checkpoint.bert_tensors import BertHeads
-from megatron.checkpoint.manifest import Layout, Manifest
+from megatron.checkpoint.folder.manifest import Layout, Manifest
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from tests.support.sources import MemorySource
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import storage
+from megatron.checkpoint.load import storage
 from tests.programs.tasks.finetune.runs import (
     PER_EPOCH,
     Prepared,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.deepspeed_save import Door
-from megatron.checkpoint.formats.deepspeed_shards import rank_state
+from megatron.checkpoint.formats.deepspeed.save import Door
+from megatron.checkpoint.formats.deepspeed.shards import rank_state
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.engine.deepspeed.saving import LossScale, live_run

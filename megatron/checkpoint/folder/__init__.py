@@ -1,0 +1,1 @@
+"""The folder that --save and --load name: checkpoints, manifests, digests, retention."""

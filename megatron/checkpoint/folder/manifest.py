@@ -1,0 +1,369 @@
+"""`manifest.json`: what a checkpoint holds, which file holds it, and every file's digest.
+
+A folder without a valid manifest is not a checkpoint. The text is meant for people too: one line
+per file and per tensor. It carries a digest of itself, so an edit or a flipped bit is found
+before anything else is believed. No torch here.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+import xxhash
+
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.boxes import Box, describe, tiling_fault, whole
+from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
+from megatron.checkpoint.files.store import Place
+from megatron.errors import CheckpointError
+
+NAME = "manifest.json"
+SEAL = "megatron.json"  # the same, beside files in another framework's layout
+FORMAT = "megatron-verified/sharded"
+VERSION = 1
+# One folder or one below it, no way out of it.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_SELF = '"manifest_xxh3": "{}"'
+
+
+class Layout(NamedTuple):
+    """The grid of ranks that wrote a checkpoint."""
+
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+
+class FileRecord(NamedTuple):
+    """Length and xxh3-128 digest of one file, of the bytes that were handed over."""
+
+    bytes: int
+    xxh3: str
+
+
+class SavedPiece(NamedTuple):
+    """A box of a whole tensor, the file that holds it, and the digest of its data alone."""
+
+    file: str
+    box: Box
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A whole tensor and the pieces that make it up, each element in exactly one of them."""
+
+    dtype_code: str
+    global_shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of the pieces, in order."""
+        return tuple(piece.box for piece in self.pieces)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return tensor_bytes(self.dtype_code, self.global_shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint, without its tensors' values.
+
+    `generators` names one file per rank, in rank order; it is empty when none were saved.
+    `written_by` maps "megatron" and "torch" to versions. `created` is UTC, ISO 8601.
+    `validation_loss` is that of these very weights, if they were evaluated. `model_kind` is what
+    was trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
+    """
+
+    iteration: int
+    layout: Layout
+    progress: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    config: Mapping[str, Any]
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, FileRecord]
+    generators: tuple[str, ...]
+    written_by: Mapping[str, str]
+    created: str
+    data: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what was read: names of files to digests
+    validation_loss: float | None = None
+    model_kind: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of model: the one that is recorded, else the one that names tell."""
+        return self.model_kind or model_kind.told_by(self.tensors)
+
+    @cached_property
+    def config_fingerprint(self) -> str:
+        """Sixteen hex digits that differ between any two different configs."""
+        text = json.dumps(self.config, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the manifest itself."""
+        return sum(record.bytes for record in self.files.values())
+
+
+def entry_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """What a piece is called inside its file: the tensor's name, and the box unless it is whole."""
+    return name if box == whole(shape) else f"{name}{describe(box)}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON text.
+
+    Raises:
+        CheckpointError: a value of progress, scalars or config is nothing JSON can hold exactly
+            (NaN and infinities included).
+    """
+    try:
+        head = json.dumps(_plain_head(manifest), indent=2, allow_nan=False)[1:-2]
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            "a value of this run cannot be written to a checkpoint",
+            found=str(error),
+            fix="keep NaN, infinities and objects out of progress, scalars and config",
+        ) from error
+    files = {name: record._asdict() for name, record in manifest.files.items()}
+    tensors = {name: _plain_tensor(tensor) for name, tensor in manifest.tensors.items()}
+    text = "\n".join(
+        (
+            "{" + head + ",",
+            *_one_line_each("files", files),
+            *_one_line_each("tensors", tensors),
+            "  " + _SELF.format(""),
+            "}\n",
+        )
+    )
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return text.replace(_SELF.format(""), _SELF.format(digest)).encode()
+
+
+def _plain_head(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "iteration": manifest.iteration,
+        "created": manifest.created,
+        "written_by": dict(manifest.written_by),
+        "layout": {**manifest.layout._asdict(), "world": manifest.layout.world},
+        "progress": dict(manifest.progress),
+        "scalars": dict(manifest.scalars),
+        "config_fingerprint": manifest.config_fingerprint,
+        "config": dict(manifest.config),
+        "data": dict(manifest.data),
+        "validation_loss": manifest.validation_loss,
+        "model_kind": manifest.model_kind,
+        "generators": list(manifest.generators),
+    }
+
+
+def _plain_tensor(tensor: SavedTensor) -> dict[str, Any]:
+    pieces = [
+        {"file": p.file, "offset": p.box.offset, "shape": p.box.shape, "xxh3": p.xxh3}
+        for p in tensor.pieces
+    ]
+    return {"dtype": tensor.dtype_code, "shape": tensor.global_shape, "pieces": pieces}
+
+
+def _one_line_each(title: str, values: Mapping[str, Any]) -> list[str]:
+    lines = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
+    return [f'  "{title}": {{', ",\n".join(lines), "  },"] if lines else [f'  "{title}": {{}},']
+
+
+def load(directory: Place) -> tuple[Manifest, str]:
+    """The manifest in `directory`, and the digest of its text by which ranks compare.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of a newer version, or contradicts itself.
+    """
+    path = directory / NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise missing(directory) from error
+    return decode(text, path), str(xxhash.xxh3_128_hexdigest(text))
+
+
+def load_seal(directory: Place) -> Manifest | None:
+    """The manifest of a folder in another framework's layout; None where a run of ours wrote none.
+
+    Raises:
+        CheckpointError: as for `load`, but that it is missing.
+    """
+    path = directory / SEAL
+    return decode(path.read_bytes(), path) if path.is_file() else None
+
+
+def missing(directory: Place) -> CheckpointError:
+    """The error for the folder of an iteration in which there is no manifest."""
+    names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:5])
+    return CheckpointError(
+        "a checkpoint folder has no manifest",
+        found=f"{directory / NAME}: no such file; beside it: {names or 'nothing'}",
+        fix="without it nothing says what the other files are: copy the folder whole, with that "
+        "file, or load another iteration",
+    )
+
+
+def decode(text: bytes, path: Place) -> Manifest:
+    """The manifest that `text` says; `path` is for messages.
+
+    Raises:
+        CheckpointError: as for `load`.
+    """
+    parser = _Parser(path)
+    fields = parser.json(text)
+    kind, version = fields.get("format"), fields.get("version")
+    if kind != FORMAT or type(version) is not int:
+        raise parser.error(f"format {kind!r} version {version!r}, expected {FORMAT} {VERSION}")
+    if version > VERSION:
+        raise CheckpointError(
+            "the checkpoint is of a newer version than this program reads",
+            found=f"{path}: version {version}, this program reads up to {VERSION}",
+            fix="update this program, or load an older checkpoint",
+        )
+    parser.check_digest(text, fields)
+    return parser.manifest(fields)
+
+
+class _Parser:
+    """Turns JSON values into a manifest and refuses whatever is not exactly as `encode` writes."""
+
+    def __init__(self, path: Place) -> None:
+        self._path = path
+
+    def error(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            "the manifest of a checkpoint is damaged or was edited",
+            found=f"{self._path}: {found}",
+            fix="load an older iteration, or copy the checkpoint again",
+        )
+
+    def json(self, text: bytes) -> dict[str, Any]:
+        try:
+            fields = json.loads(text, object_pairs_hook=_no_name_twice, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise self.error("not an object")
+        return fields
+
+    def check_digest(self, text: bytes, fields: Mapping[str, Any]) -> None:
+        said = str(fields.get("manifest_xxh3"))
+        blank = text.replace(_SELF.format(said).encode(), _SELF.format("").encode())
+        found = xxhash.xxh3_128_hexdigest(blank)
+        if blank == text or found != said:
+            raise self.error(f"digest {found}, expected {said[:40]}")
+
+    def manifest(self, fields: Mapping[str, Any]) -> Manifest:
+        get = self.get
+        files = {
+            self.file_name(name): FileRecord(
+                self.natural(get(value, "bytes", int, name), name), self.digest(value, name)
+            )
+            for name, value in get(fields, "files", dict).items()
+        }
+        layout = get(fields, "layout", dict)
+        manifest = Manifest(
+            iteration=self.natural(get(fields, "iteration", int), "iteration"),
+            layout=Layout(*(get(layout, axis, int, "layout") for axis in Layout._fields)),
+            progress=get(fields, "progress", dict),
+            scalars=get(fields, "scalars", dict),
+            config=get(fields, "config", dict),
+            tensors={
+                name: self.tensor(name, value, files)
+                for name, value in get(fields, "tensors", dict).items()
+            },
+            files=files,
+            generators=tuple(get(fields, "generators", list)),
+            written_by=get(fields, "written_by", dict),
+            created=get(fields, "created", str),
+            data=get(fields, "data", dict) if "data" in fields else {},
+            validation_loss=None
+            if fields.get("validation_loss") is None
+            else get(fields, "validation_loss", float),
+            model_kind=None if fields.get("model_kind") is None else get(fields, "model_kind", str),
+        )
+        if min(manifest.layout) < 1 or layout.get("world") != manifest.layout.world:
+            raise self.error(f"layout {layout}")
+        if manifest.generators and len(manifest.generators) != manifest.layout.world:
+            raise self.error(f"{len(manifest.generators)} generator files in layout {layout}")
+        for name in manifest.generators:
+            if name not in files:
+                raise self.error(f"generators in {name!r}, which is no file of it")
+        if get(fields, "config_fingerprint", str) != manifest.config_fingerprint:
+            raise self.error("a config that does not match its fingerprint")
+        return manifest
+
+    def tensor(self, name: str, value: Any, files: Mapping[str, FileRecord]) -> SavedTensor:
+        dtype = self.get(value, "dtype", str, name)
+        if dtype not in ITEM_BYTES:
+            raise self.error(f"{name} has the unknown dtype {dtype!r}")
+        shape = self.integers(self.get(value, "shape", list, name), name)
+        pieces = []
+        for piece in self.get(value, "pieces", list, name):
+            file = self.get(piece, "file", str, name)
+            if file not in files:
+                raise self.error(f"{name} lies in {file!r}, which is no file of it")
+            offset = self.integers(self.get(piece, "offset", list, name), name)
+            box = Box(offset, self.integers(self.get(piece, "shape", list, name), name))
+            pieces.append(SavedPiece(file, box, self.digest(piece, name)))
+        fault = tiling_fault([piece.box for piece in pieces], shape)
+        if fault is not None:
+            raise self.error(f"the pieces of {name} do not make it up: {fault}")
+        return SavedTensor(dtype, shape, tuple(pieces))
+
+    def get(self, value: Any, key: str, kind: type, where: str = "the top level") -> Any:
+        if not isinstance(value, dict) or type(value.get(key)) is not kind:
+            raise self.error(f"no {kind.__name__} called {key!r} in {where}")
+        return value[key]
+
+    def natural(self, value: int, where: str) -> int:
+        if value < 0:
+            raise self.error(f"{value} in {where}")
+        return value
+
+    def integers(self, values: list[Any], where: str) -> tuple[int, ...]:
+        if not all(type(value) is int and value >= 0 for value in values):
+            raise self.error(f"{values} in {where}")
+        return tuple(values)
+
+    def digest(self, value: Any, where: str) -> str:
+        text: str = self.get(value, "xxh3", str, where)
+        if not _DIGEST.fullmatch(text):
+            raise self.error(f"digest {text[:40]!r} in {where}")
+        return text
+
+    def file_name(self, name: str) -> str:
+        if not _FILE_NAME.fullmatch(name) or ".." in name:
+            raise self.error(f"the file name {name!r}, which may lead out of the checkpoint")
+        return name
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")

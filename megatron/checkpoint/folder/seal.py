@@ -1,0 +1,36 @@
+"""`megatron.json`: what a run of ours says about a checkpoint in another framework's layout.
+
+The manifest of such a folder: the length and digest of every file, random states of every rank, the
+run's flags. Other programs look past it. What is in the files is left to their formats; without it
+nobody vouches for the folder, so it can be loaded but is never deleted. `sealed_save` writes it.
+"""
+
+from pathlib import Path
+
+from megatron.checkpoint.folder import manifest, verify
+from megatron.checkpoint.folder.manifest import Manifest
+
+
+def of(directory: Path) -> Manifest | None:
+    """What a save of ours wrote about `directory`; None where another program alone did.
+
+    Raises:
+        CheckpointError: it is damaged, or files are missing or of another length.
+    """
+    content = manifest.load_seal(directory)
+    if content is not None:
+        check_lengths(directory, content)
+    return content
+
+
+def check_lengths(directory: Path, content: Manifest) -> None:
+    """CheckpointError where a file is missing, or of another length."""
+    if damages := verify.wrong_sizes(directory, content, content.files):
+        raise verify.damage_error(directory, damages)
+
+
+def check_digests(directory: Path, content: Manifest, *, share: int, of: int) -> None:
+    """CheckpointError where a file of part `share` of `of` parts is not as it was written."""
+    mine = list(content.files)[share::of]
+    if damages := verify.wrong_digests(directory, content, mine):
+        raise verify.damage_error(directory, damages)

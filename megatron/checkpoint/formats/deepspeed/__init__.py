@@ -1,0 +1,1 @@
+"""DeepSpeed's layouts: `global_stepN` folders and universal checkpoints."""

@@ -1,0 +1,217 @@
+"""A running job saves in DeepSpeed's own layout, under the same rules as a checkpoint of ours.
+
+DeepSpeed's engine writes its files, through a door that makes them durable and notes their digests.
+The folder appears by one rename, after all ranks are done and rank 0 has read it back.
+"""
+
+# SAVE/global_step100/                      DeepSpeed's files, `megatron.json`, random states
+# SAVE/latest                               "global_step100", for DeepSpeed and its tools
+# SAVE/latest_checkpointed_iteration.txt    "100"; last of all
+# SAVE/.global_step100.partial-1f3a5c7e/    a save under way, or one that crashed
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files import torch_file
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.manifest import FileRecord, Layout
+from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
+from megatron.checkpoint.formats.deepspeed.parameters import (
+    RECORD,
+    UNIVERSAL_INFO,
+    KnownParameter,
+    RunRecord,
+    merged,
+    universal_info,
+)
+from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
+from megatron.checkpoint.save.saving import Saved, on_first
+from megatron.checkpoint.save.sealed_save import SealedSave
+from megatron.checkpoint.sharded import Snapshot
+from megatron.checkpoint.source import SourceOptions
+from megatron.errors import CheckpointError
+from megatron.mpu.context import ParallelContext
+
+DEEPSPEED_TRACKER = "latest"
+_ROOM_BYTES = 1 << 20  # for pickled names and numbers
+_PARAMETER_BYTES = 2048  # of them, for each parameter in each file
+
+ClientState = dict[str, Any]
+Write = Callable[[Path, str, ClientState, "Door"], None]
+
+
+class Live(NamedTuple):
+    """What a save needs of an engine of DeepSpeed's.
+
+    `parameters` are those of this rank by DeepSpeed's names, `order` the names as its optimizer
+    numbers them. `write(folder, tag, client_state, door)` lets DeepSpeed save, every file through
+    the door; all ranks call it together.
+    """
+
+    parameters: Mapping[str, KnownParameter]
+    order: tuple[str, ...]
+    write: Write
+
+
+class Door:
+    """Where DeepSpeed's files go: durable, digested, and the first error kept instead of raised.
+
+    A rank that raised within DeepSpeed's save would leave the others in its barriers.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileRecord] = {}
+        self.error: Exception | None = None
+
+    def save(self, content: Any, path: str) -> None:
+        """Write `content` to a new file at `path`, unless something has failed before."""
+        if self.error is not None:
+            return
+        try:
+            self.files[Path(path).name] = torch_file.save(Path(path), content)
+        except Exception as error:  # is told to all ranks after the last barrier
+            self.error = error
+
+    def result(self) -> Mapping[str, FileRecord]:
+        """What has come through; raises what was kept."""
+        if self.error is not None:
+            raise self.error
+        return self.files
+
+
+def save_deepspeed(
+    folder: str,
+    snapshot: Snapshot,
+    live: Live,
+    *,
+    iteration: int,
+    ctx: ParallelContext,
+    retention: Retention = KEEP_ALL,
+) -> Saved:
+    """Write the state of a DeepSpeed engine into `folder`, and make it the latest there.
+
+    All ranks call this together; on return it is durable. `snapshot` is what our own format would
+    hold of the same moment.
+
+    Raises:
+        CheckpointError: the same on every rank. The former checkpoint is as it was.
+    """
+    started = time.monotonic()
+    there = Path(folder)
+    offers = together(
+        ctx,
+        "describing what to save",
+        lambda: (live.parameters, _needed_bytes(snapshot, live, first=ctx.dp.is_first)),
+    )
+    parameters = together(ctx, "naming what to save", lambda: merged(offer for offer, _ in offers))[
+        0
+    ]
+    name = folders.deepspeed_name(iteration)
+
+    def make() -> str:
+        folders.begin(there)
+        folders.require_space(there, sum(needed for _, needed in offers) + _ROOM_BYTES)
+        stage = there / f".{name}.partial-{secrets.token_hex(4)}"
+        stage.mkdir()
+        return stage.name
+
+    stage = there / on_first(ctx, "making room for the checkpoint", make)
+    state = _client_state(snapshot, live, parameters, iteration, ctx)
+    door = Door()
+    _let_write(live, there, stage.name, state, door)
+    save = SealedSave(
+        ctx=ctx,
+        stage=stage,
+        snapshot=snapshot,
+        iteration=iteration,
+        retention=retention,
+        started=started,
+    )
+    return save.complete(
+        door.result,
+        commit=lambda: _commit(stage, there / name, iteration),
+        look=lambda: _look(stage, snapshot),
+    )
+
+
+def _let_write(live: Live, there: Path, tag: str, state: ClientState, door: Door) -> None:
+    """What DeepSpeed raises by itself is kept like an error at the door, for one verdict."""
+    try:
+        live.write(there, tag, state, door)
+    except Exception as error:  # is told to all ranks at the next step
+        door.error = door.error or error
+
+
+def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
+    """Bytes of this rank's files: its share of the optimizer, and of replica 0 the weights too."""
+    counted = [t for t in snapshot.tensors if first or not t.name.startswith("model/")]
+    parts = [part.view for tensor in counted for part in tensor.parts]
+    held = sum(view.numel() * view.element_size() for view in parts)
+    # ZeRO keeps an fp32 copy of fp32 weights, too, which is no part of our state.
+    weights = sum(
+        part.view.numel() * part.view.element_size()
+        for tensor in snapshot.tensors
+        if tensor.name.startswith("model/")
+        for part in tensor.parts
+    )
+    return held + weights + _PARAMETER_BYTES * len(live.parameters)
+
+
+def _client_state(
+    snapshot: Snapshot,
+    live: Live,
+    parameters: Mapping[str, KnownParameter],
+    iteration: int,
+    ctx: ParallelContext,
+) -> ClientState:
+    grid = ctx.topology
+    record = RunRecord(
+        iteration=iteration,
+        layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+        progress=snapshot.progress,
+        config=snapshot.config,
+        scalars=snapshot.scalars,
+        parameters=parameters,
+        order=live.order,
+    )
+    return {
+        RECORD: record.to_plain(),
+        UNIVERSAL_INFO: universal_info(parameters),
+        "iteration": iteration,
+        # DeepSpeed counts anew in every process; these are of the whole run.
+        "global_steps": iteration,
+        "global_samples": snapshot.progress["consumed_samples"],
+        "skipped_steps": snapshot.progress["skipped_iterations"],
+    }
+
+
+def _layout(ctx: ParallelContext) -> Layout:
+    grid = ctx.topology
+    return Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp)
+
+
+def _look(stage: Path, snapshot: Snapshot) -> None:
+    """Rank 0 opens what was written as a reader would, and compares it with the run."""
+    with DeepSpeedSource(stage, SourceOptions()) as source:
+        mine = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
+        wrong = [
+            name
+            for name, shape in mine.items()
+            if name not in source.tensors or source.tensors[name].global_shape != shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                "what DeepSpeed wrote does not hold all of the run",
+                found=f"{wrong[0]} and {len(wrong) - 1} more of {len(mine)} tensors",
+                fix="this is a defect: report it; save with --checkpoint-format sharded meanwhile",
+            )
+
+
+def _commit(stage: Path, final: Path, iteration: int) -> Path:
+    """Make the finished stage the checkpoint, and both trackers name it."""
+    trackers = {DEEPSPEED_TRACKER: final.name, folders.TRACKER: f"{iteration}\n"}
+    return folders.publish(stage, final.name, trackers)

@@ -1,5 +1,0 @@
-"""One small table per family of Hugging Face models: how it spells what our GPT is made of.
-
-Adding a family is one file with a `Family` and one line in `registry.py`. Reading and writing
-files is `formats/huggingface.py`'s part, not theirs.
-"""

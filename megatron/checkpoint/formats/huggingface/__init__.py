@@ -1,0 +1,1 @@
+"""Folders as Hugging Face transformers writes them: config.json, weights, tokenizer."""

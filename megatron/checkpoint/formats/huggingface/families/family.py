@@ -1,0 +1,164 @@
+"""What a family of Hugging Face models is: names, a table of tensors, and two ways of configs."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
+from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.families.layouts import Rule
+from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
+from megatron.config.fields import flag_name
+from megatron.config.model import ModelConfig
+
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model is made of beside its `ModelConfig`.
+
+    `heads` are those of a BERT, which stand in the files and not in config.json; None: a GPT.
+    """
+
+    vocab_rows: int
+    positions: int
+    heads: BertHeads | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        prefix: what the base model's keys begin with when a head is above it; files of a bare
+            base model leave it out.
+        head: the keys of the output projection, the one to write first.
+        ours: what our model has to be for the family to hold it: attribute of `ModelConfig` to
+            the values it may have.
+        tensors: rule for each of our tensors, by its name with `{}` for the layer. Keys are
+            without `prefix`, but for `head` and what begins as `above` says; `{before}` in a key
+            stands for the layer before, `{last}` for the last one.
+        buffers: patterns of keys that hold no weights: masks and frequencies of old releases.
+        experts: its layers have experts; all others are dense.
+        plain_heads: it has no groups of queries, and heads that together are as wide as the
+            hidden states.
+        read_config: fields of `ModelConfig` as plain values.
+        write_config: the config.json without what all families have.
+        kinds: which kinds of models of ours it holds, as `model_kind` calls them.
+        above: what keys of heads begin with, which have no prefix.
+        spellings: endings of keys in old releases to what they are now.
+        copies: keys that may be stored although they repeat a tensor of ours, which is named.
+        of_heads: the architecture of a BERT with these heads, in place of `architecture`.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    head: tuple[str, ...]
+    ours: Mapping[str, Sequence[Any]]
+    tensors: Mapping[str, Rule]
+    buffers: tuple[str, ...]
+    read_config: Callable[[Fields], dict[str, Any]]
+    read_sizes: Callable[[Fields], Sizes]
+    write_config: Callable[[ModelConfig, Sizes], dict[str, Any]]
+    plain_heads: bool = False
+    experts: bool = False
+    kinds: tuple[str, ...] = (model_kind.GPT,)
+    above: tuple[str, ...] = ()
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    of_heads: Callable[[BertHeads], str] | None = None
+
+    def lacks(self, config: ModelConfig) -> Iterator[str]:
+        """What of our model the family has no place for, spelled as flags."""
+        for name, allowed in self.ours.items():
+            value = getattr(config, name)
+            if value not in allowed:
+                there = " or ".join(str(one) for one in allowed)
+                yield f"{_spelled(name)} {value} ({self.model_type} has {there})"
+        if config.has_experts != self.experts:
+            there = "experts" if self.experts else "one MLP in a layer"
+            yield f"--num-experts {config.num_experts} ({self.model_type} has {there})"
+        if not self.plain_heads:
+            return
+        heads, width = config.num_attention_heads, config.head_width
+        if config.query_groups != heads:
+            yield f"--num-query-groups {config.query_groups} ({self.model_type} has {heads})"
+        if heads * width != config.hidden_size:
+            own = config.hidden_size / heads
+            yield f"--kv-channels {width} ({self.model_type} has {own:g})"
+
+    def rule(self, name: str, config: ModelConfig) -> tuple[Rule, tuple[str, ...]]:
+        """The rule of one of our tensors, and its keys as files have them."""
+        found = _LAYER.match(name)
+        layer = int(found.group(1)) if found else 0
+        rule = self.tensors.get(name) or self.tensors[_LAYER.sub("layers.{}.", name)]
+        numbers = {"{}": layer, "{before}": layer - 1, "{last}": config.num_layers - 1}
+        keys = [_filled(self.with_prefix(key), numbers) for key in rule.keys]
+        return rule, tuple(keys)
+
+    def tensors_of(self, config: ModelConfig, sizes: Sizes) -> Shapes:
+        """Whole shapes of all of our tensors, by their names without `model/`."""
+        rows, positions = sizes.vocab_rows, sizes.positions
+        if sizes.heads is None:
+            return gpt_tensors(config, vocab_rows=rows, positions=positions)
+        return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
+
+    def heads_in(self, shapes: Shapes) -> BertHeads | None:
+        """The heads that files with these keys (with prefixes) and shapes hold; None: a GPT."""
+        if self.kinds == (model_kind.GPT,):
+            return None
+        keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
+        return BertHeads.of({name: shapes[key] for name, key in keys.items() if key in shapes})
+
+    def architecture_of(self, sizes: Sizes) -> str:
+        """The class of transformers that reads all of it."""
+        if self.of_heads is None or sizes.heads is None:
+            return self.architecture
+        return self.of_heads(sizes.heads)
+
+    def written_key(self, key: str, sizes: Sizes) -> str:
+        """A key with its prefix as files have it: without, where there is nothing but the base."""
+        heads = sizes.heads
+        has_head = heads is None or heads.order or heads.words or heads.classes
+        return key if has_head else key.removeprefix(self.prefix)
+
+    def repeated(self, config: ModelConfig) -> Mapping[str, str]:
+        """Keys that may repeat a tensor of ours, and which one: a tied head repeats the table."""
+        heads = dict.fromkeys(self.head, WORD_TABLE) if config.tied else {}
+        return {**heads, **self.copies}
+
+    def is_above(self, key: str) -> bool:
+        """Whether `key` is a head's, and has no prefix."""
+        return key in self.head or key.startswith(self.above)
+
+    def with_prefix(self, key: str) -> str:
+        """A key of the table as files have it that hold a head."""
+        return key if self.is_above(key) else self.prefix + key
+
+    def respelled(self, key: str) -> str:
+        """A key as it is spelled now."""
+        for old, new in self.spellings.items():
+            if key.endswith(old):
+                return key.removesuffix(old) + new
+        return key
+
+    def is_buffer(self, key: str) -> bool:
+        """Whether `key` holds no weights."""
+        return any(re.search(pattern, key) for pattern in self.buffers)
+
+
+def _filled(key: str, numbers: Mapping[str, int]) -> str:
+    for sign, number in numbers.items():
+        key = key.replace(sign, str(number))
+    return key
+
+
+def _spelled(name: str) -> str:
+    return {
+        "glu": "--glu-activation",
+        "activation": "activation",
+    }.get(name) or flag_name(name)

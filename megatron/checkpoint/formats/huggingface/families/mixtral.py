@@ -1,0 +1,76 @@
+"""Mixtral (arXiv 2401.04088): Mistral with experts, whose gate, up and down are w1, w3 and w2.
+
+Files have three matrices for each expert, of every generation: transformers 5 has them stacked in
+memory and takes them apart to save.
+"""
+
+from typing import Any
+
+from megatron.checkpoint.formats.huggingface.families import llama
+from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Rule, Same
+from megatron.config.model import ModelConfig
+
+_ROTARY_BASE, _EPSILON = 1e6, 1e-5  # what transformers takes when config.json does not say
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.get("num_key_value_heads")  # absent would mean 8 there, and as many as heads here
+    fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on what a router looks at")
+    # Of training alone: a loss of whole micro-batches, and whether to compute it.
+    fields.number("router_aux_loss_coef", None)
+    fields.boolean("output_router_logits", False)
+    inner = fields.mapping("rope_parameters")
+    says_base = fields.get("rope_theta", None) is not None or "rope_theta" in inner
+    return llama.read_shape(fields) | {
+        "layernorm_epsilon": fields.number("rms_norm_eps", _EPSILON),
+        "sliding_window": fields.integer("sliding_window", None),
+        "num_experts": fields.integer("num_local_experts", 8),
+        "moe_router_topk": fields.integer("num_experts_per_tok", 2),
+        **({} if says_base else {"rotary_base": _ROTARY_BASE}),
+    }
+
+
+def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+    heads_fill = config.num_attention_heads * config.head_width == config.hidden_size
+    return llama.write_shape(config, sizes) | {
+        "head_dim": None if heads_fill else config.head_width,
+        "intermediate_size": config.expert_width,
+        "sliding_window": config.sliding_window,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+    }
+
+
+def _tensors() -> dict[str, Rule]:
+    dense = {name: rule for name, rule in llama.tensors().items() if ".mlp." not in name}
+    there, experts = "layers.{}.block_sparse_moe", "layers.{}.block_sparse_moe.experts.{expert}"
+    return dense | {
+        "layers.{}.mlp.router.weight": Same(f"{there}.gate.weight"),
+        "layers.{}.mlp.experts.fc1.weight": OfExperts(
+            (f"{experts}.w1.weight", f"{experts}.w3.weight")
+        ),
+        "layers.{}.mlp.experts.fc2.weight": OfExperts((f"{experts}.w2.weight",)),
+    }
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    prefix="model.",
+    head=("lm_head.weight",),
+    ours={
+        **llama.OURS,
+        "add_bias_linear": (False,),
+        "has_qkv_bias_alone": (False,),
+        "qk_layernorm": (False,),
+        "moe_router_pre_softmax": (False,),
+    },
+    tensors=_tensors(),
+    buffers=llama.BUFFERS,
+    read_config=_read,
+    read_sizes=llama.read_sizes,
+    write_config=_write,
+    experts=True,
+)

@@ -1,0 +1,93 @@
+"""Which families there are, which are known and have no model here yet, and which one fits ours."""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron.checkpoint import model_kind
+from megatron.checkpoint.formats.huggingface.families.bert import BERT
+from megatron.checkpoint.formats.huggingface.families.family import Family
+from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
+from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
+from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
+from megatron.checkpoint.formats.huggingface.families.megatron_bert import MEGATRON_BERT
+from megatron.checkpoint.formats.huggingface.families.mistral import MISTRAL
+from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
+from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError
+
+# In the order in which a model of ours looks for its family: the first that lacks nothing.
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.model_type: family
+        for family in (
+            *(GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL),
+            *(BERT, MEGATRON_BERT),
+        )
+    }
+)
+WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen2_moe": "mixture of experts",
+        "qwen3_moe": "mixture of experts",
+        "roberta": "bidirectional encoder",
+        "t5": "encoder and decoder",
+    }
+)
+
+
+def family_called(model_type: object, *, path: Path | str) -> Family:
+    """The family of a config.json's `model_type` (or of a flag; `path` says where it stands)."""
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if isinstance(model_type, str) and model_type in WITHOUT_MODEL:
+        raise CheckpointError(
+            f"the family of this Hugging Face model has no model here yet: a "
+            f"{WITHOUT_MODEL[model_type]}",
+            found=f"{path}: 'model_type' is {model_type!r}",
+            fix=f"convert a model of {', '.join(FAMILIES)}",
+        )
+    near = difflib.get_close_matches(str(model_type), FAMILIES, n=1)
+    raise CheckpointError(
+        "the family of this Hugging Face model is not known here",
+        found=f"{path}: 'model_type' is {model_type!r}",
+        fix=f"convert a model of {', '.join(FAMILIES)}"
+        + (f"; did you mean {near[0]}?" if near else ""),
+    )
+
+
+def family_for(
+    config: ModelConfig, wanted: str | None = None, *, kind: str = model_kind.GPT
+) -> Family:
+    """The family that can hold our model; `wanted` by its name, else the first that can.
+
+    Args:
+        kind: of model, one that `model_kind` knows.
+
+    Raises:
+        CheckpointError: what each of them lacks.
+    """
+    if wanted is not None:
+        family = family_called(wanted, path="the family asked for")
+        if kind not in family.kinds:
+            model_kind.refuse_kind(
+                kind, family.kinds[0], where="the checkpoint", wants=f"the family {wanted}"
+            )
+        candidates = [family]
+    else:
+        candidates = [family for family in FAMILIES.values() if kind in family.kinds]
+    lacking = {family.model_type: list(family.lacks(config)) for family in candidates}
+    for family in candidates:
+        if not lacking[family.model_type]:
+            return family
+    # The family that comes closest, since six lists would hide the one that matters.
+    closest = min(lacking.values(), key=len)
+    raise CheckpointError(
+        "no family of Hugging Face models computes what this model does"
+        if wanted is None
+        else f"the family {wanted} does not compute what this model does",
+        found="; ".join(closest),
+        fix="such a model cannot be exported; its checkpoint stays as it is",
+    )

@@ -1,0 +1,381 @@
+"""Hugging Face model folders as checkpoints: opened for reading, whatever the family.
+
+A family (`families/`) says which rows of which of their tensors make up one of ours; this module
+reads config.json, holds files and table against each other by name and shape, and fetches rows.
+Only weights are there: no optimizer, no progress. Writing is `writer`'s part.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron import log
+from megatron.checkpoint import gpt_tensors
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files.safetensors_io import dtype_of
+from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
+from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.families.layouts import Strip, flat, their_shapes
+from megatron.checkpoint.formats.huggingface.families.registry import family_called
+from megatron.checkpoint.formats.huggingface.weights import NAMES, open_weights
+from megatron.checkpoint.formats.huggingface.writer import write_huggingface
+from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
+from megatron.config.fields import from_plain, to_plain
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+
+CONFIG = "config.json"
+_PREFIX = "model/"
+_SHOWN = 8
+_COMPARED_ROWS = 1 << 12
+
+
+class _Layout(NamedTuple):
+    """One of our tensors: its shape, and where its rows are."""
+
+    shape: tuple[int, ...]
+    strips: tuple[Strip, ...]
+    transposed: bool
+
+
+class HuggingFaceSource(SourceBase):
+    """The weights of one folder under our names, in our order of heads and halves."""
+
+    format_name = "huggingface"
+
+    def __init__(self, directory: Path, options: SourceOptions) -> None:
+        self.directory = directory
+        fields = read_config(directory / CONFIG)
+        self.family = family_called(fields.get("model_type"), path=fields.path)
+        self.model = _model_config(self.family, fields)
+        sizes = self.family.read_sizes(fields)
+        _say_what_was_not_read(fields)
+        _check_vocabulary(sizes, options, fields.path)
+        self._weights = open_weights(directory)
+        try:
+            self._keys = _known_keys(self.family, self._weights.tensors, directory)
+            self._shapes = {
+                key: self._weights.tensors[own].global_shape for key, own in self._keys.items()
+            }
+            self.sizes = replace(sizes, heads=self.family.heads_in(self._shapes))
+            self._layouts = self._matched()
+            self._tensors = {n: self._described(n) for n in self._layouts}
+            self._check_copies()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tensors(self) -> Mapping[str, TensorDescription]:
+        """Dtype and whole shape of every parameter, as the model will have them."""
+        return self._tensors
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The model, the tokenizer that lies beside it, and the precision of the weights."""
+        code = self._tensors[_PREFIX + gpt_tensors.WORD_TABLE].dtype_code
+        precision = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
+        return {
+            "model": to_plain(self.model),
+            "data": {"seq_length": self.sizes.positions} | _binary_head(self.sizes),
+            "tokenizer": tokenizers.described(self.directory, self.sizes.vocab_rows),
+            "precision": precision.get(code, {}),
+        }
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """Nothing: a folder holds weights, not a run."""
+        return {}
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Nothing: there is no optimizer."""
+        return {}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements `box` of `name`; touches the rows that hold them and no others."""
+        layout, result = self._layouts[name], self._empty(name, box)
+        if len(layout.shape) < 3:
+            self._read_rows(layout, box, result)
+            return result
+        (matrix, row, *columns), (_, *lengths) = box.offset, box.shape
+        for at, target in enumerate(result, start=matrix):
+            inside = Box((at * layout.shape[1] + row, *columns), tuple(lengths))
+            self._read_rows(layout, inside, target)
+        return result
+
+    def _read_rows(self, layout: _Layout, box: Box, result: Tensor) -> None:
+        """Fill `result` with the rows and columns `box` of a layout, stacks as one matrix."""
+        (first, *columns), (count, *widths) = box.offset, box.shape
+        apart: dict[str, list[tuple[int, int, Tensor]]] = {}
+        for strip in layout.strips:
+            start, stop = max(first, strip.start), min(first + count, strip.start + strip.rows)
+            if start >= stop:
+                continue
+            target = result[start - first : stop - first]
+            at, key = strip.at + start - strip.start, self._keys[strip.key]
+            if layout.transposed:
+                apart.setdefault(key, []).append((at, stop - start, target))
+            else:
+                inside = Box((at, *columns), (stop - start, *widths))
+                self._weights.read_into(key, inside, target)
+        for key, wanted in apart.items():
+            self._read_columns(key, wanted, columns[0], widths[0])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._weights.close()
+
+    def _empty(self, name: str, box: Box) -> Tensor:
+        return torch.empty(box.shape, dtype=dtype_of(self._tensors[name].dtype_code))
+
+    def _read_columns(
+        self, key: str, wanted: list[tuple[int, int, Tensor]], row: int, rows: int
+    ) -> None:
+        """Columns of a tensor that is kept transposed: the span of all that are wanted, once."""
+        low = min(at for at, _, _ in wanted)
+        high = max(at + count for at, count, _ in wanted)
+        span = torch.empty((rows, high - low), dtype=wanted[0][2].dtype)
+        self._weights.read_into(key, Box((row, low), (rows, high - low)), span)
+        for at, count, target in wanted:
+            target.copy_(span[:, at - low : at - low + count].t())
+
+    def _matched(self) -> dict[str, _Layout]:
+        """Our tensors and where they are.
+
+        Raises:
+            CheckpointError: names and shapes in the files that are not those of the config.
+        """
+        shapes = self.family.tensors_of(self.model, self.sizes)
+        layouts: dict[str, _Layout] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            rule, keys = self.family.rule(name, self.model)
+            strips = self._stored_strips(tuple(rule.strips(self.model, flat(shape)[0], keys)))
+            transposed = rule.transposed and len(shape) == 2
+            layouts[_PREFIX + name] = _Layout(shape, strips, transposed)
+            expected |= their_shapes(shape, strips, transposed=transposed)
+        spare, stored = self.family.repeated(self.model), self._shapes
+        problems = [
+            f"missing: {key}{_nearest(key, stored)}" for key in expected if key not in stored
+        ]
+        problems += [
+            f"unknown: {key}{_nearest(key, expected)}"
+            for key in stored
+            if key not in expected and key not in spare
+        ]
+        problems += [
+            f"shape: {key} is {list(stored[key])}, and {CONFIG} makes it {list(shape)}"
+            for key, shape in expected.items()
+            if key in stored and stored[key] != shape
+        ]
+        if problems:
+            raise _mismatch(self.directory, self.family, self.sizes, problems)
+        return layouts
+
+    def _stored_strips(self, strips: tuple[Strip, ...]) -> tuple[Strip, ...]:
+        """Of a tensor that may be there twice, the keys that are."""
+        if not all(strip.key in self.family.copies for strip in strips):
+            return strips
+        return tuple(strip for strip in strips if strip.key in self._keys) or strips[:1]
+
+    def _described(self, name: str) -> TensorDescription:
+        layout = self._layouts[name]
+        codes = {self._weights.tensors[self._keys[s.key]].dtype_code for s in layout.strips}
+        if len(codes) > 1:
+            keys = ", ".join(sorted({strip.key for strip in layout.strips}))
+            raise CheckpointError(
+                "tensors that are one here have several element types",
+                found=f"{self.directory}: {keys} are {', '.join(sorted(codes))}",
+                fix="save the model in one type with transformers: "
+                "model.to(torch.bfloat16).save_pretrained(FOLDER)",
+            )
+        return TensorDescription(codes.pop(), layout.shape)
+
+    def _check_copies(self) -> None:
+        """What is stored beside the tensor that it is tied to has to be that tensor."""
+        for key, ours in self.family.repeated(self.model).items():
+            name = _PREFIX + ours
+            if key in self._keys and name in self._tensors and not self._is_copy(key, name):
+                raise self._not_tied(key, ours)
+
+    def _is_copy(self, key: str, name: str) -> bool:
+        own = self._keys[key]
+        if self._weights.tensors[own] != self._tensors[name]:
+            return False
+        rows, *widths = self._tensors[name].global_shape
+        for start in range(0, rows, _COMPARED_ROWS):
+            count = min(_COMPARED_ROWS, rows - start)
+            box = Box((start, *(0 for _ in widths)), (count, *widths))
+            expected, copy = self.read(name, box), self._empty(name, box)
+            self._weights.read_into(own, box, copy)
+            if not torch.equal(expected.view(torch.uint8), copy.view(torch.uint8)):
+                return False
+        return True
+
+    def _not_tied(self, key: str, ours: str) -> CheckpointError:
+        if ours != gpt_tensors.WORD_TABLE:
+            return CheckpointError(
+                "files hold one tensor of the model twice, with two values",
+                found=f"{self.directory}: {key} and another key of {ours} are not equal",
+                fix="take out the one that is not meant, or save the model anew with transformers",
+            )
+        return CheckpointError(
+            "the config ties the output projection to the embedding, and the files hold another",
+            found=f"{self.directory}: {key} is not the word embedding",
+            fix=f"set 'tie_word_embeddings' to false in {CONFIG} if the projection is meant, or "
+            "take it out of the files",
+        )
+
+
+def read_config(path: Path) -> Fields:
+    """The config.json at `path`.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object; it names a field twice; the weights
+            are quantized.
+    """
+    try:
+        values = json.loads(path.read_bytes(), object_pairs_hook=_no_name_twice)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "a Hugging Face folder has no config.json",
+            found=str(path.parent),
+            fix="copy the folder whole",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _not_a_config(path, str(error)) from error
+    if not isinstance(values, dict):
+        raise _not_a_config(path, "it is not an object")
+    fields = Fields(path, values)
+    if fields.get("quantization_config", None) is not None:
+        raise CheckpointError(
+            "the weights of a Hugging Face folder are quantized",
+            found=f"{path}: 'quantization_config' is {values['quantization_config']!r}"[:300],
+            fix="take the release whose weights are float32, bfloat16 or float16",
+        )
+    return fields
+
+
+def _model_config(family: Family, fields: Fields) -> ModelConfig:
+    values = family.read_config(fields)
+    std = fields.number("initializer_range", None)
+    if std:
+        values["init_method_std"] = std
+    try:
+        return from_plain(ModelConfig, values)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"the config of a Hugging Face folder describes no model: {error.problem}",
+            found=f"{fields.path}: {error.found}",
+            fix="copy config.json again, from the release that the weights are of",
+        ) from error
+
+
+def _say_what_was_not_read(fields: Fields) -> None:
+    """Nothing depends on fields that the family's class in transformers does not read either."""
+    if unread := fields.unread():
+        log.warning(
+            f"{fields.path} has fields that its family does not have, which were not read: "
+            f"{', '.join(unread)}"
+        )
+
+
+def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
+    """Rows beyond the tokenizer's are part of the model: its probabilities sum over them."""
+    if options.vocab_size is not None and options.vocab_size != sizes.vocab_rows:
+        raise CheckpointError(
+            "the vocabulary of a Hugging Face model is not that of this run",
+            found=f"{path}: 'vocab_size' is {sizes.vocab_rows}, and this run has "
+            f"{options.vocab_size} tokens",
+            fix=f"add --true-vocab-size {sizes.vocab_rows}: rows that no text uses belong to the "
+            "model too"
+            if sizes.vocab_rows > options.vocab_size
+            else "use the tokenizer of the model, which has no tokens beside it: --tokenizer-type "
+            f"HFTokenizer --tokenizer-name-or-path {path.parent}",
+        )
+
+
+def _known_keys(family: Family, stored: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """Names with the family's prefix, as they are spelled now, to names in the files; no buffers.
+
+    Files that were saved from a bare base model have no prefix.
+    """
+    bare = not any(key.startswith(family.prefix) for key in stored)
+    known: dict[str, str] = {}
+    for key in stored:
+        if family.is_buffer(key):
+            continue
+        name = family.respelled(key)
+        if name in family.head and family.head[0] not in known:
+            name = family.head[0]
+        elif bare:
+            name = family.with_prefix(name)
+        if name in known:
+            raise CheckpointError(
+                "files hold one tensor under two spellings of its name",
+                found=f"{directory}: {known[name]} and {key}",
+                fix="save the model anew with transformers: model.save_pretrained(FOLDER)",
+            )
+        known[name] = key
+    return known
+
+
+def _binary_head(sizes: Sizes) -> dict[str, bool]:
+    return {} if sizes.heads is None else {"bert_binary_head": sizes.heads.order}
+
+
+def _mismatch(
+    directory: Path, family: Family, sizes: Sizes, problems: list[str]
+) -> CheckpointError:
+    shown = problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        shown.append(f"and {len(problems) - _SHOWN} more")
+    return CheckpointError(
+        f"the files of a Hugging Face folder do not hold the {family.model_type} model that its "
+        "config describes",
+        found=f"{directory}:\n    " + "\n    ".join(shown),
+        fix="take config.json and weights of the same release, of a model such as "
+        f"{family.architecture_of(sizes)}",
+    )
+
+
+def _nearest(key: str, keys: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(keys), n=2, cutoff=0.8)
+    return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is there twice")
+    return fields
+
+
+def _not_a_config(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        "the config.json of a Hugging Face folder cannot be read",
+        found=f"{path}: {reason}",
+        fix="copy it again, from the release that the weights are of",
+    )
+
+
+def _recognise(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in NAMES)
+
+
+def _open(directory: Path, options: SourceOptions) -> HuggingFaceSource:
+    return HuggingFaceSource(directory, options)
+
+
+FORMAT = SourceFormat(
+    name="huggingface", recognise=_recognise, open_source=_open, write=write_huggingface
+)

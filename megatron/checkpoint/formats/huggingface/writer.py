@@ -1,0 +1,278 @@
+"""A Hugging Face folder from any source of checkpoints: weights, config.json, tokenizer files.
+
+Their tensors are put together from ours one at a time, into shards that are never in memory as a
+whole. The folder appears under its name complete or not at all.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron import log
+from megatron.atomic import sync_directory
+from megatron.checkpoint import gpt_tensors, model_kind
+from megatron.checkpoint.bert_tensors import BertHeads
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.files import safetensors_io
+from megatron.checkpoint.files.durable import from_os_error, write_file
+from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
+from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
+from megatron.checkpoint.formats.huggingface.families.layouts import (
+    Strip,
+    box_of,
+    flat,
+    their_shapes,
+)
+from megatron.checkpoint.formats.huggingface.families.registry import family_for
+from megatron.checkpoint.formats.huggingface.weights import INDEX, SINGLE
+from megatron.checkpoint.source import CheckpointSource, WriteOptions
+from megatron.config.fields import from_plain
+from megatron.config.model import ModelConfig, PositionEmbedding
+from megatron.errors import CheckpointError, ConfigError
+
+SHARD_BYTES = 5 * 10**9  # of one file; a larger tensor has a file of its own
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ROOM_BYTES = 64 << 20  # for tokenizer files and headers
+_PREFIX = "model/"
+
+
+class Part(NamedTuple):
+    """Rows of one of our tensors that go into one of theirs."""
+
+    name: str
+    box: Box  # of our tensor
+    strip: Strip
+
+
+@dataclass
+class Target:
+    """One of their tensors: what it is, and what it is made of."""
+
+    shape: tuple[int, ...]
+    dtype_code: str
+    transposed: bool
+    parts: list[Part] = field(default_factory=list)
+
+
+def write_huggingface(source: CheckpointSource, save: Path, options: WriteOptions) -> Path:
+    """Write the weights of `source` as the Hugging Face folder `save`, and return it.
+
+    Raises:
+        CheckpointError: no family holds the model; the folder is not empty; there is no room, or
+            the source is damaged. Nothing is left behind then.
+    """
+    model = model_of(source)
+    kind = model_kind.known(source.kind, source.tensors)
+    family = family_for(model, options.family, kind=kind)
+    sizes = _sizes(source, model, kind)
+    targets = plan_targets(source, model, family, sizes, options.dtype)
+    _refuse_existing(save)
+    tokenizer = tokenizers.plan(source.config.get("tokenizer", {}), options)
+    needed = sum(tensor_bytes(target.dtype_code, target.shape) for target in targets.values())
+    stage = save.with_name(f".{save.name}.partial-{secrets.token_hex(4)}")
+    try:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        folders.require_space(save.parent, needed + _ROOM_BYTES)
+        stage.mkdir()
+        _write_weights(source, stage, targets, options.max_shard_bytes or SHARD_BYTES)
+        _write_json(stage / "config.json", _config(family, model, sizes, targets, tokenizer))
+        if kind == model_kind.GPT:
+            _write_json(stage / "generation_config.json", _generation(tokenizer))
+        tokenizer.write(stage)
+        sync_directory(stage)
+        stage.replace(save)  # an empty folder may be there
+        sync_directory(save.parent)
+    except OSError as error:
+        raise from_os_error(error, "writing the Hugging Face folder") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    log.info(
+        f"wrote {save}: a {family.model_type} model of {len(targets)} tensors, {needed:,} bytes; "
+        f"tokenizer: {tokenizer.note}"
+    )
+    return save
+
+
+def model_of(source: CheckpointSource) -> ModelConfig:
+    """The model of `source`; CheckpointError when it does not know its shape."""
+    try:
+        return from_plain(ModelConfig, source.config.get("model", {}))
+    except ConfigError as error:
+        raise CheckpointError(
+            "the checkpoint does not say what model its weights are of",
+            found=f"{source.directory} ({source.format_name}): {error.problem}; {error.found}",
+            fix="convert it to the sharded format with the flags of its model first",
+        ) from error
+
+
+def plan_targets(
+    source: CheckpointSource,
+    model: ModelConfig,
+    family: Family,
+    sizes: Sizes,
+    dtype: str | None = None,
+) -> dict[str, Target]:
+    """Their tensors by name, in the order of the model, and which of our rows each is made of.
+
+    Raises:
+        CheckpointError: the source does not hold just the tensors of the model that it describes.
+    """
+    stored = {
+        name.removeprefix(_PREFIX): description
+        for name, description in source.tensors.items()
+        if name.startswith(_PREFIX)
+    }
+    expected = family.tensors_of(model, sizes)
+    _compare(source, expected, {name: found.global_shape for name, found in stored.items()})
+    targets: dict[str, Target] = {}
+    for name, (code, shape) in stored.items():
+        rule, keys = family.rule(name, model)
+        strips = list(rule.strips(model, flat(shape)[0], keys))
+        transposed = rule.transposed and len(shape) == 2
+        for key, theirs in their_shapes(shape, strips, transposed=transposed).items():
+            targets[key] = Target(theirs, dtype or code, transposed)
+        for strip in strips:
+            targets[strip.key].parts.append(Part(_PREFIX + name, box_of(shape, strip), strip))
+    return {family.written_key(key, sizes): target for key, target in targets.items()}
+
+
+def read_target(source: CheckpointSource, target: Target) -> Tensor:
+    """One of their tensors, put together from our rows."""
+    dtype = safetensors_io.dtype_of(target.dtype_code)
+    if len(target.parts) == 1 and not target.transposed:
+        ((name, box, _),) = target.parts
+        return source.read(name, box).to(dtype).view(target.shape)
+    result = torch.empty(target.shape, dtype=dtype)
+    for name, box, strip in target.parts:
+        rows = source.read(name, box).flatten(0, max(0, len(box.shape) - 2))
+        if target.transposed:
+            result[:, strip.at : strip.at + strip.rows] = rows.t()
+        else:
+            result[strip.at : strip.at + strip.rows] = rows
+    return result
+
+
+def shards(targets: Mapping[str, Target], limit: int) -> Iterator[list[str]]:
+    """Names for one file each, in the order of the model, up to `limit` bytes."""
+    names: list[str] = []
+    total = 0
+    for name, target in targets.items():
+        size = tensor_bytes(target.dtype_code, target.shape)
+        if names and total + size > limit:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names
+
+
+def _write_weights(
+    source: CheckpointSource, stage: Path, targets: Mapping[str, Target], limit: int
+) -> None:
+    groups = list(shards(targets, limit))
+    where: dict[str, str] = {}
+    total = 0
+    for at, names in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{at:05d}-of-{len(groups):05d}.safetensors"
+        # Larger element types first, so that all lie at multiples of their size.
+        names = sorted(names, key=lambda name: -ITEM_BYTES[targets[name].dtype_code])
+        safetensors_io.write_stream(
+            stage / file,
+            [(name, targets[name].dtype_code, targets[name].shape) for name in names],
+            (read_target(source, targets[name]) for name in names),
+            metadata={"format": "pt"},  # what transformers insists on
+        )
+        where |= dict.fromkeys(names, file)
+        total += sum(tensor_bytes(targets[n].dtype_code, targets[n].shape) for n in names)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        _write_json(stage / INDEX, index)
+
+
+def _compare(
+    source: CheckpointSource,
+    expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> None:
+    problems = [f"missing: {name}" for name in expected if name not in stored]
+    problems += [f"unknown: {name}" for name in stored if name not in expected]
+    problems += [
+        f"shape: {name} is {list(stored[name])}, and its config makes it {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and stored[name] != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            "the checkpoint does not hold a whole model of the shape that it describes",
+            found=f"{source.directory}: {'; '.join(problems[:4])}"
+            + (f"; and {len(problems) - 4} more" if len(problems) > 4 else ""),
+            fix="convert a checkpoint of pretrain_gpt or pretrain_bert, saved whole",
+        )
+
+
+def _refuse_existing(save: Path) -> None:
+    if save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise CheckpointError(
+            "the folder for the Hugging Face model is not empty",
+            found=str(save),
+            fix="name a new folder, or remove what is there",
+        )
+
+
+def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
+    tensors = {
+        name.removeprefix(_PREFIX): known.global_shape for name, known in source.tensors.items()
+    }
+    heads = None if kind == model_kind.GPT else BertHeads.of(tensors)
+    rows = tensors.get(gpt_tensors.WORD_TABLE, (0,))[0]
+    table = tensors.get(gpt_tensors.POSITION_TABLE)
+    if table is not None or model.position_embedding_type is PositionEmbedding.LEARNED:
+        return Sizes(rows, (table or (0,))[0], heads)
+    trained = source.config.get("data", {}).get("seq_length")
+    positions = model.max_position_embeddings or trained
+    if positions is None:
+        raise CheckpointError(
+            "the checkpoint does not say how long its sequences may be",
+            found=f"{source.directory}: neither max_position_embeddings nor seq_length",
+            fix="convert it to the sharded format with --seq-length first",
+        )
+    return Sizes(rows, int(positions), heads)
+
+
+def _config(
+    family: Family,
+    model: ModelConfig,
+    sizes: Sizes,
+    targets: Mapping[str, Target],
+    tokenizer: tokenizers.TokenizerFiles,
+) -> dict[str, Any]:
+    codes = {target.dtype_code for target in targets.values()}
+    table = next(iter(targets.values()))
+    return {
+        "architectures": [family.architecture_of(sizes)],
+        "model_type": family.model_type,
+        **family.write_config(model, sizes),
+        "vocab_size": sizes.vocab_rows,
+        "initializer_range": model.init_method_std,
+        "use_cache": True,
+        "torch_dtype": _DTYPE_NAMES.get(table.dtype_code if len(codes) > 1 else codes.pop()),
+        **tokenizer.special_ids,
+    }
+
+
+def _generation(tokenizer: tokenizers.TokenizerFiles) -> dict[str, Any]:
+    ids = {name: token for name, token in tokenizer.special_ids.items() if token is not None}
+    return {"_from_model_config": True, **ids}
+
+
+def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:
+    write_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())

@@ -1,0 +1,208 @@
+"""The flags that Megatron keeps in a checkpoint's `args`, to and from our config groups.
+
+Only what says what the weights mean, and how the training went on, crosses over; flags of files,
+machines and logging stay behind. What our models cannot be is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.files.unpickle import EnumValue
+from megatron.config.fields import from_plain
+from megatron.config.model import Activation, ModelConfig, PositionEmbedding
+from megatron.errors import CheckpointError, ConfigError
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
+
+Groups = dict[str, dict[str, Any]]
+
+_SAME_NAME: Mapping[str, tuple[str, ...]] = {
+    "model": (
+        *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
+        *("max_position_embeddings", "rotary_base", "rotary_percent", "layernorm_epsilon"),
+        *("apply_residual_connection_post_layernorm", "embed_layernorm", "qk_layernorm", "swiglu"),
+        *("glu_activation", "squared_relu", "openai_gelu", "onnx_safe", "add_bias_linear"),
+        *("add_qkv_bias", "untie_embeddings_and_output_weights", "hidden_dropout"),
+        *("attention_dropout", "init_method_std", "init_method_xavier_uniform"),
+        *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+    ),
+    "data": ("seq_length", "bert_binary_head"),
+    "tokenizer": ("make_vocab_size_divisible_by", "vocab_extra_ids"),
+    "training": ("micro_batch_size", "global_batch_size", "seed"),
+    "optimizer": (
+        *("optimizer", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
+        "clip_grad",
+    ),
+    "schedule": ("lr", "min_lr"),
+    "precision": (
+        *("fp16", "bf16", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+        *("loss_scale_window", "hysteresis", "fp32_residual_connection"),
+    ),
+}
+_OTHER_SPELLINGS: Mapping[str, tuple[str, str]] = {
+    "norm_epsilon": ("model", "layernorm_epsilon"),
+    "encoder_seq_length": ("data", "seq_length"),
+    "rotary_theta": ("model", "rotary_base"),
+}
+# bigscience numbers its kinds of positions, and had no names for them before.
+_POSITION_NUMBERS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
+_POSITION_NAMES = {
+    "absolute": "learned_absolute",
+    "rotary": "rope",
+    **{kind.value: kind.value for kind in PositionEmbedding},
+}
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+# Flags that change what the weights mean in ways that our models cannot follow.
+_REFUSED = (
+    *("num_experts", "multi_latent_attention", "apply_layernorm_1p", "rotary_interleaved"),
+    *("window_size", "heterogeneous_layers_config_path", "is_hybrid_model"),
+)
+
+
+def config_of_args(args: Mapping[str, Any]) -> Groups:
+    """Our config groups (plain values) as far as Megatron's flat `args` say them.
+
+    Raises:
+        CheckpointError: the flags describe a model that ours cannot be.
+    """
+    given = {name: value for name, value in args.items() if value is not None}
+    if given.get("num_experts") in (1, [1]):  # microsoft's fork says so of a dense model
+        del given["num_experts"]
+    _refuse(given)
+    groups: Groups = {group: {} for group in _SAME_NAME}
+    for theirs, (group, field) in _OTHER_SPELLINGS.items():
+        if theirs in given:
+            groups[group][field] = given[theirs]
+    for group, names in _SAME_NAME.items():
+        groups[group] |= {name: given[name] for name in names if name in given}
+    model = groups["model"]
+    model["position_embedding_type"] = _positions(given)
+    if "normalization" in given:
+        kind = str(given["normalization"])
+        model["normalization"] = _NORMS.get(kind.lower(), kind)
+    groups_ = _query_groups(given)
+    if groups_ is not None:
+        model["num_query_groups"] = groups_
+    if given.get("bias_gelu_fusion") is False and not _has_another_activation(model):
+        model["onnx_safe"] = True  # without the fused kernel Megatron computes the exact GELU
+    if given.get("tokenizer_type") in TOKENIZER_TYPES:
+        groups["tokenizer"] |= _tokenizer(given)
+    length = "train_samples" if given.get("train_samples") else "train_iters"
+    if length in given:
+        groups["training"][length] = given[length]
+    return {group: values for group, values in groups.items() if values}
+
+
+def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Megatron's flat flags for a model with our config groups (plain values), in plain types.
+
+    Raises:
+        CheckpointError: Megatron has no flags for this model.
+    """
+    groups = {name: dict(values) for name, values in config.items()}
+    try:
+        model = from_plain(ModelConfig, groups.get("model", {}))
+    except ConfigError as error:
+        raise CheckpointError(
+            "the checkpoint does not say which model it is of",
+            found=f"{error.problem}; {error.found}",
+            fix="convert from a format that stores the flags of its model",
+        ) from error
+    _refuse_ours(model)
+    args: dict[str, Any] = {
+        name: groups[group][name]
+        for group, names in _SAME_NAME.items()
+        for name in names
+        if name in groups.get(group, {})
+    }
+    seq_length = args.get("seq_length")
+    positions = model.position_embedding_type
+    length = groups.get("training", {})
+    args |= {
+        "ffn_hidden_size": model.ffn_width,
+        "kv_channels": model.head_width,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "max_position_embeddings": model.max_position_embeddings or seq_length,
+        "encoder_seq_length": seq_length,
+        "position_embedding_type": positions.value,
+        "add_position_embedding": positions is PositionEmbedding.LEARNED,
+        "use_rotary_position_embeddings": positions is PositionEmbedding.ROPE,
+        "normalization": model.normalization.value,
+        "norm_epsilon": model.layernorm_epsilon,
+        "bias_gelu_fusion": model.activation is Activation.GELU_TANH and not model.openai_gelu,
+        "encoder_num_layers": model.num_layers,
+        "train_iters": length.get("train_iters"),
+        "train_samples": length.get("train_samples"),
+        **_tokenizer(groups.get("tokenizer", {})),
+    }
+    return args
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    found = [f"{name}={given[name]!r}" for name in _REFUSED if given.get(name)]
+    if found:
+        raise CheckpointError(
+            "the checkpoint is of a kind of Megatron model that this program does not have",
+            found=", ".join(found),
+            fix="use the program that trained it",
+        )
+
+
+def _refuse_ours(model: ModelConfig) -> None:
+    if model.has_experts:
+        raise CheckpointError(
+            "experts are not written in Megatron's format here",
+            found=f"--num-experts {model.num_experts}",
+            fix="write another format: sharded or huggingface",
+        )
+    found = [
+        flag
+        for flag, on in (
+            ("--use-parallel-residual", getattr(model, "use_parallel_residual", False)),
+            ("--sliding-window", getattr(model, "sliding_window", None) is not None),
+        )
+        if on
+    ]
+    if found:
+        raise CheckpointError(
+            "Megatron has no model like this one, so it would compute something else",
+            found=", ".join(found),
+            fix="write another format: sharded or huggingface",
+        )
+
+
+def _positions(given: Mapping[str, Any]) -> str:
+    kind = given.get("position_embedding_type", "learned_absolute")
+    if given.get("use_rotary_position_embeddings"):
+        return "rope"
+    if isinstance(kind, EnumValue):
+        name = _POSITION_NUMBERS.get(kind.value)
+    else:
+        name = _POSITION_NAMES.get(str(kind))
+    if name is None:
+        raise CheckpointError(
+            "the checkpoint's model has positions of a kind that this program does not know",
+            found=f"position_embedding_type={kind!r}",
+            fix=f"use the program that trained it; known are {', '.join(_POSITION_NAMES)}",
+        )
+    if name == "learned_absolute" and given.get("add_position_embedding") is False:
+        return "none"
+    return name
+
+
+def _query_groups(given: Mapping[str, Any]) -> int | None:
+    if given.get("group_query_attention"):
+        return int(given["num_query_groups"])
+    groups = given.get("num_key_value_heads")  # microsoft's fork
+    return None if groups in (None, given.get("num_attention_heads")) else int(groups)
+
+
+def _has_another_activation(model: Mapping[str, Any]) -> bool:
+    return any(
+        model.get(name) for name in ("swiglu", "glu_activation", "squared_relu", "openai_gelu")
+    )
+
+
+def _tokenizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    fields = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size")
+    return {name: given[name] for name in fields if given.get(name) is not None}

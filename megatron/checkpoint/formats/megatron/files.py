@@ -1,0 +1,263 @@
+"""The files of one Megatron checkpoint: which ranks wrote them, and what stands in each, by name.
+
+    iter_0000100/mp_rank_TT/model_optim_rng.pt         tensor rank TT, one pipeline stage
+    iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt     pipeline stage PPP
+    release/mp_rank_.../model_optim_rng.pt             weights to start from
+
+Each holds its rank's parts. Optimizer state has no names there: it is numbered by parameter, in the
+order of the modules, weights with decay first.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron.checkpoint.files import unpickle
+from megatron.checkpoint.formats.megatron.names import is_beside_language_model, is_parameter
+from megatron.errors import CheckpointError
+
+NAMES = ("model_optim_rng.pt", "model_rng.pt")  # the latter beside a file of the optimizer alone
+HEAD_COPY = "word_embeddings_for_head.weight"
+SHARDED_OPTIMIZERS = ("distrib_optim.pt", "optim.pt")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_CHUNK = re.compile(r"model(\d*)")
+_PREFIXES = ("module.", "model.", "language_model.")
+_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Key(NamedTuple):
+    """A parameter of one rank: the virtual stage it is in, and Megatron's dotted name."""
+
+    chunk: int
+    name: str
+
+
+class OptimizerShard(NamedTuple):
+    """The optimizer's state of one rank: tensors by kind and parameter, updates, loss scale."""
+
+    tensors: Mapping[str, Mapping[Key, Tensor]]
+    steps: int
+    scaler: Mapping[str, Any]
+
+
+class RankFile:
+    """What one rank of a Megatron job wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = unpickle.load(path)
+        if not isinstance(content, dict) or not any(map(_is_chunk, content)):
+            raise self.error("no model in it", "give a checkpoint of Megatron-LM's own format")
+        self.content: Mapping[str, Any] = content
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """The flags of the run, flat; empty where a tool wrote the file without them."""
+        args = self.content.get("args")
+        return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+    @cached_property
+    def parameters(self) -> dict[Key, Tensor]:
+        """This rank's parts of parameters, in the order of the modules."""
+        found = {}
+        chunks = sorted(name for name in self.content if _is_chunk(name))
+        for name in chunks:
+            chunk = int(name.removeprefix("model") or 0)
+            for dotted, value in _flat(self.content[name], ""):
+                if isinstance(value, Tensor) and is_parameter(dotted):
+                    found[Key(chunk, _bare(dotted))] = value
+        heads_last = sorted(found, key=lambda key: (key.chunk, is_beside_language_model(key.name)))
+        return {key: found[key] for key in heads_last}
+
+    @cached_property
+    def optimizer(self) -> OptimizerShard | None:
+        """The optimizer's state; None where the file has none, or a part of another rank's.
+
+        Raises:
+            CheckpointError: it is not of the parameters that are in the file.
+        """
+        state = self.content.get("optimizer")
+        if not isinstance(state, Mapping):
+            return None
+        inner = state.get("optimizer", state)
+        if not isinstance(inner, Mapping) or not inner.get("state"):
+            return None  # the distributed optimizer keeps its tensors in files of its own
+        groups = inner["param_groups"]
+        keys = self._keys_of_groups(groups, inner["state"])
+        tensors: dict[str, dict[Key, Tensor]] = {kind: {} for kind in _KINDS}
+        for group, names in zip(groups, keys):
+            for number, key in zip(group["params"], names):
+                for kind, tensor in inner["state"][number].items():
+                    if kind in tensors and isinstance(tensor, Tensor):
+                        tensors[kind][key] = tensor
+        masters = state.get("fp32_from_fp16_params")
+        if masters is not None:
+            pairs = zip(itertools.chain(*masters), itertools.chain(*keys), strict=True)
+            tensors["master"] = {key: master for master, key in pairs}
+        tensors = {kind: named for kind, named in tensors.items() if named}
+        return OptimizerShard(tensors, self._steps(groups, inner["state"]), self._scaler(state))
+
+    def error(self, found: str, fix: str) -> CheckpointError:
+        """An error that this file is not what a Megatron checkpoint should be."""
+        return CheckpointError(
+            "a file of a Megatron checkpoint does not hold what it should",
+            found=f"{self.path}: {found}",
+            fix=fix,
+        )
+
+    def _keys_of_groups(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
+    ) -> list[list[Key]]:
+        """Which parameters the numbers of each group stand for, held to the shapes of the state."""
+        decayed = [key for key, value in self.parameters.items() if value.dim() > 1]
+        spared = [key for key, value in self.parameters.items() if value.dim() <= 1]
+        wanted = [names for names in (decayed, spared) if names]
+        for order in itertools.permutations(wanted):
+            if self._fits(groups, order, state):
+                return [list(names) for names in order]
+        sizes = [len(group["params"]) for group in groups]
+        raise self.error(
+            f"optimizer state for groups of {sizes} parameters, whose shapes are not those of the "
+            f"{len(decayed)} matrices and {len(spared)} vectors of the model",
+            "load the weights alone (--finetune), or convert it with the program that wrote it",
+        )
+
+    def _fits(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        order: Sequence[Sequence[Key]],
+        state: Mapping[Any, Any],
+    ) -> bool:
+        if [len(group["params"]) for group in groups] != [len(names) for names in order]:
+            return False
+        return all(
+            tensor.shape == self.parameters[key].shape
+            for group, names in zip(groups, order)
+            for number, key in zip(group["params"], names)
+            for kind, tensor in state[number].items()
+            if kind in _KINDS and isinstance(tensor, Tensor)
+        )
+
+    def _steps(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> int:
+        counts = [group["step"] for group in groups if "step" in group]
+        counts += [values["step"] for values in state.values() if "step" in values]
+        if counts:
+            return int(counts[0])
+        if not any(kind in _KINDS[:2] for values in state.values() for kind in values):
+            return int(self.content.get("iteration", 0))  # SGD counts nothing
+        raise self.error(
+            "optimizer state that does not say how many updates were made",
+            "load the weights alone (--finetune)",
+        )
+
+    def _scaler(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        kept = state.get("grad_scaler") or {}
+        if "growth_tracker" not in kept:
+            return {}  # a constant scale, which follows the flags
+        return {
+            "scale": float(kept["scale"]),
+            "good_iterations": int(kept["growth_tracker"]),
+            "overflows_left": int(kept["hysteresis_tracker"]),
+        }
+
+
+class MegatronFiles:
+    """All files of one checkpoint, by tensor and pipeline rank; opened when they are needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.paths = _find(directory)
+        self.tp = 1 + max(tp for tp, _ in self.paths)
+        self.pp = 1 + max(pp for _, pp in self.paths)
+        missing = [
+            f"tensor rank {tp} of stage {pp}"
+            for pp in range(self.pp)
+            for tp in range(self.tp)
+            if (tp, pp) not in self.paths
+        ]
+        if missing:
+            raise CheckpointError(
+                "a Megatron checkpoint lacks files of some ranks",
+                found=f"{directory}: none of {', '.join(missing[:4])}"
+                + (" ..." if len(missing) > 4 else ""),
+                fix="copy the checkpoint whole",
+            )
+        self._open: dict[tuple[int, int], RankFile] = {}
+
+    def rank(self, tp: int, pp: int) -> RankFile:
+        """The file of one rank. Files that cannot be mapped are kept for one stage at a time."""
+        if (tp, pp) not in self._open:
+            path = self.paths[tp, pp]
+            if not unpickle.is_mapped(path):
+                self._open = {at: file for at, file in self._open.items() if at[1] == pp}
+            opened = RankFile(path)
+            self._check_same_save(opened)
+            self._open[tp, pp] = opened
+        return self._open[tp, pp]
+
+    def close(self) -> None:
+        """Let go of everything that is mapped or read."""
+        self._open.clear()
+
+    def _check_same_save(self, opened: RankFile) -> None:
+        for other in self._open.values():
+            for name in ("iteration", "checkpoint_version"):
+                ours, theirs = opened.content.get(name), other.content.get(name)
+                if ours != theirs:
+                    raise opened.error(
+                        f"{name} {ours}, but {theirs} in {other.path}",
+                        "copy the checkpoint whole, from one save",
+                    )
+
+
+def is_megatron(directory: Path) -> bool:
+    """Whether a folder holds files of ranks as Megatron names them."""
+    return any(
+        _RANK.fullmatch(entry.name) and any((entry / name).is_file() for name in NAMES)
+        for entry in directory.iterdir()
+        if entry.is_dir()
+    )
+
+
+def _find(directory: Path) -> dict[tuple[int, int], Path]:
+    paths = {}
+    for entry in sorted(directory.iterdir()):
+        match = _RANK.fullmatch(entry.name)
+        if match is None:
+            continue
+        if match[3]:
+            raise CheckpointError(
+                "the checkpoint is of a Megatron model with experts, which is not read",
+                found=str(entry),
+                fix="use the program that trained it",
+            )
+        for name in NAMES:
+            if (entry / name).is_file():
+                paths[int(match[1]), int(match[2] or 0)] = entry / name
+                break
+    return paths
+
+
+def _is_chunk(name: object) -> bool:
+    return isinstance(name, str) and _CHUNK.fullmatch(name) is not None
+
+
+def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names: Megatron nests some modules and writes dots for others."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _bare(dotted: str) -> str:
+    while prefix := next((one for one in _PREFIXES if dotted.startswith(one)), None):
+        dotted = dotted.removeprefix(prefix)
+    return dotted

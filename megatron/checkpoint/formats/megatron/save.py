@@ -1,0 +1,147 @@
+"""A running job saves in Megatron-LM's layout: each model-parallel rank writes the file of its own.
+
+Replica 0 writes, from what it holds: its stage and its tensor-parallel part are the ones that
+Megatron would have there too. Random states of all ranks and digests lie beside, where Megatron
+does not look. One verdict, one rename, the tracker last, as for our own format. Converting
+afterwards (`tools/convert_checkpoint.py`) also changes the layout; this does not.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.boxes import Box, describe, overlap
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.manifest import FileRecord
+from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
+from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.formats.megatron import writer as megatron_writer
+from megatron.checkpoint.save.saving import Saved, on_first
+from megatron.checkpoint.save.sealed_save import SealedSave
+from megatron.checkpoint.sharded import Snapshot
+from megatron.checkpoint.source import SourceBase
+from megatron.errors import CheckpointError
+from megatron.mpu.context import ParallelContext
+
+_GENERATOR_BYTES = 1 << 16  # of the random states of one rank
+
+
+class LiveSource(SourceBase):
+    """What one rank holds of a run, as a source: every tensor is described, its own can be read."""
+
+    format_name = "live"
+    directory = Path()
+
+    def __init__(self, snapshot: Snapshot, described: Mapping[str, TensorDescription]) -> None:
+        self._snapshot = snapshot
+        self._mine = snapshot.by_name()
+        self.tensors = described
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The flags of the run."""
+        return self._snapshot.config
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """How far it is."""
+        return self._snapshot.progress
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """What its engine keeps beside tensors."""
+        return self._snapshot.scalars
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements `box` of `name`, where this rank holds them.
+
+        Raises:
+            CheckpointError: another rank holds them, so the layouts are not the same.
+        """
+        for part in self._mine[name].parts if name in self._mine else ():
+            if overlap(part.box, box) == box:
+                return part.view[box.within(part.box).slices].cpu()
+        raise CheckpointError(
+            "a rank does not hold what Megatron's file of this rank would",
+            found=f"{name}{describe(box)} is not, or not as one part, on this rank",
+            fix="use --checkpoint-format sharded, and tools/convert_checkpoint.py on what it wrote",
+        )
+
+
+def save_megatron(
+    folder: str,
+    snapshot: Snapshot,
+    *,
+    iteration: int,
+    ctx: ParallelContext,
+    num_chunks: int,
+    padded_rows: int,
+    retention: Retention = KEEP_ALL,
+) -> Saved:
+    """Write `snapshot` into `folder` as Megatron would, and make it the latest there.
+
+    All ranks call this together; on return it is durable.
+
+    Args:
+        num_chunks: virtual stages of each pipeline rank.
+        padded_rows: rows of the vocabulary in the run, padding included.
+
+    Raises:
+        CheckpointError: the same on every rank. The former checkpoint is as it was.
+    """
+    started = time.monotonic()
+    described = _described(snapshot, ctx)
+    source = LiveSource(snapshot, described)
+    grid, there = ctx.topology, Path(folder)
+    layout = together(
+        ctx,
+        "planning Megatron's files",
+        lambda: megatron_writer.file_layout(
+            source, tp=grid.tp, pp=grid.pp, chunks=num_chunks, padded_rows=padded_rows
+        ),
+    )[0]
+
+    def make() -> str:
+        folders.begin(there)
+        needed = megatron_writer.needed_bytes(described, layout)
+        folders.require_space(there, needed + ctx.world.size * _GENERATOR_BYTES)
+        return folders.make_stage(there, iteration).name
+
+    stage = there / on_first(ctx, "making room for the checkpoint", make)
+
+    def write() -> Mapping[str, FileRecord]:
+        if not ctx.dp.is_first:
+            return {}
+        content = megatron_writer.rank_content(
+            source,
+            layout,
+            tp=ctx.tp.rank,
+            pp=ctx.pp.rank,
+            iteration=iteration,
+            optimizer=any(name.startswith("optimizer/") for name in described),
+        )
+        return megatron_writer.write_rank(stage, layout, content, tp=ctx.tp.rank, pp=ctx.pp.rank)
+
+    save = SealedSave(
+        ctx=ctx,
+        stage=stage,
+        snapshot=snapshot,
+        iteration=iteration,
+        retention=retention,
+        started=started,
+    )
+    return save.complete(write, commit=lambda: megatron_writer.commit(stage, iteration))
+
+
+def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDescription]:
+    """What all ranks hold together."""
+    mine = {
+        name: TensorDescription(tensor.dtype_code, tensor.global_shape)
+        for name, tensor in snapshot.by_name().items()
+    }
+    offers = together(ctx, "describing what to save", lambda: mine)
+    return {name: known for offer in offers for name, known in offer.items()}

@@ -1,0 +1,286 @@
+"""Classic Megatron-LM checkpoints, versions 0 to 3 and any TP and PP, as a source.
+
+What differs between versions is the order of rows and some names (`names`). Files are
+mapped, so that only what is asked for is read. Random states are not taken over: they mean
+something only to the ranks and the program that had them.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron import log
+from megatron.checkpoint.boxes import Box, from_slices, overlap
+from megatron.checkpoint.files import unpickle
+from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
+from megatron.checkpoint.folder import seal
+from megatron.checkpoint.folder.run_folder import RELEASE
+from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.formats.megatron import names
+from megatron.checkpoint.formats.megatron.args import config_of_args
+from megatron.checkpoint.formats.megatron.files import (
+    HEAD_COPY,
+    SHARDED_OPTIMIZERS,
+    Key,
+    MegatronFiles,
+    RankFile,
+    is_megatron,
+)
+from megatron.checkpoint.formats.megatron.writer import write_megatron
+from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
+from megatron.errors import CheckpointError
+from megatron.mpu import partition as partitions
+
+NEWEST_VERSION = 3.0
+_DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
+
+
+class _Place(NamedTuple):
+    """Where a parameter's parts lie: a pipeline stage, and the key in its ranks' files."""
+
+    stage: int
+    key: Key
+
+
+class MegatronSource(SourceBase):
+    """One Megatron checkpoint: weights, and optimizer state where its files have it by rank."""
+
+    format_name = "megatron"
+
+    def __init__(self, directory: Path, options: SourceOptions) -> None:
+        self.directory = directory
+        self.seal = seal.of(directory)
+        self._files = MegatronFiles(directory)
+        first = self._files.rank(0, 0)
+        self._config = config_of_args(first.args)
+        self._gated = names.is_gated(self._config)
+        self._order = names.row_order(self._config, _version(first))
+        self._places, self._copies = self._find_parameters()
+        self._rows = self._true_rows(first, options)
+        self._tensors = dict(self._describe())
+
+    @property
+    def tensors(self) -> Mapping[str, TensorDescription]:
+        """Dtype and whole shape of every tensor, in the order of the model."""
+        return self._tensors
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The groups of flags that `args` says."""
+        return self._config
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """How far the run was; empty for a release, which is where a run starts from."""
+        content, args = self._files.rank(0, 0).content, self._files.rank(0, 0).args
+        if self.directory.name == RELEASE:
+            return {}
+        iteration = int(content.get("iteration", content.get("total_iters", 0)))
+        samples = args.get("consumed_train_samples")
+        if samples is None and args.get("global_batch_size"):
+            samples = iteration * int(args["global_batch_size"])  # as Megatron counts them then
+        progress = {"iteration": iteration}
+        if samples is not None:
+            progress["consumed_samples"] = int(samples)
+            length = int(args.get("seq_length") or 0)
+            tokens = content.get("tokens", args.get("consumed_train_tokens"))
+            progress["consumed_tokens"] = int(tokens or int(samples) * length)
+        if args.get("consumed_valid_samples") is not None:
+            progress["consumed_valid_samples"] = int(args["consumed_valid_samples"])
+        return progress
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """The number of updates and the loss scale; empty without optimizer state."""
+        shard = self._files.rank(0, 0).optimizer
+        if shard is None:
+            return {}
+        return {"optimizer": {"steps": shard.steps, "loss_scaler": dict(shard.scaler)}}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements `box` of `name`, from the ranks that hold them, rows in our order."""
+        description, parameter = self._tensors[name], _parameter_of(name)
+        place = self._places[parameter]
+        result = torch.empty(box.shape, dtype=dtype_of(description.dtype_code))
+        partition = names.partition_of_name(parameter, gated=self._gated)
+        holders = self._files.tp if partition is not None else 1
+        for tp in range(holders):
+            rank = self._files.rank(tp, place.stage)
+            stored = self._stored(rank, name, place.key)
+            shape = partitions.global_shape(stored.shape, partition, holders)
+            if stored.dtype != result.dtype or shape[1:] != description.global_shape[1:]:
+                raise rank.error(
+                    f"{place.key.name} is {stored.dtype} {list(stored.shape)}, unlike on rank 0",
+                    "copy the checkpoint whole, from one save",
+                )
+            local: Tensor | None = None
+            for piece in partitions.pieces(shape, partition, tp, holders):
+                here, there = from_slices(piece.local), from_slices(piece.global_)
+                common = overlap(there, box)
+                if common is None:
+                    continue
+                if local is None:
+                    local = self._order.to_ours(parameter, stored)
+                values = local[common.within(there).moved(here.offset).slices]
+                result[common.within(box).slices] = values
+        return result
+
+    def verify(self, *, share: int = 0, of: int = 1) -> None:
+        """Check the sums of part `share` of `of` parts of the files, and that copies are equal."""
+        if self.seal is not None:
+            seal.check_digests(self.directory, self.seal, share=share, of=of)
+        else:
+            for path in [*self._files.paths.values()][share::of]:
+                unpickle.check(path)
+        for parameter, place in list(self._copies.items())[share::of]:
+            for tp in range(self._files.tp):
+                rank = self._files.rank(tp, place.stage)
+                original = self._places[parameter]
+                mine = rank.parameters[place.key]
+                theirs = self._files.rank(tp, original.stage).parameters[original.key]
+                if not torch.equal(mine, theirs):
+                    raise rank.error(
+                        f"{place.key.name} differs from {original.key.name} of the first stage, "
+                        "whose copy it should be",
+                        "it is not of one save, or its training had gone wrong: use another",
+                    )
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.close()
+
+    def _find_parameters(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
+        """Where each parameter of ours lies, and where a copy of the word embedding does."""
+        places: dict[str, _Place] = {}
+        copies: dict[str, _Place] = {}
+        unknown: list[str] = []
+        tied = not self._config.get("model", {}).get("untie_embeddings_and_output_weights")
+        for stage, key, first_layer in self._keys():
+            if key.name == HEAD_COPY or (tied and names.our_name(key.name) == names.OUTPUT):
+                copies[names.WORD] = _Place(stage, key)
+                continue
+            ours = names.our_name(key.name, first_layer=first_layer)
+            if ours is None:
+                unknown.append(key.name)
+            elif ours in places:
+                raise self._files.rank(0, stage).error(
+                    f"{key.name} of stage {stage} is {ours} again",
+                    "copy the checkpoint whole, from one save",
+                )
+            else:
+                places[ours] = _Place(stage, key)
+        if unknown or names.WORD not in places:
+            raise CheckpointError(
+                "the checkpoint is not of a GPT or BERT as this program knows them",
+                found=f"{self.directory} holds {', '.join(unknown[:6])}"
+                if unknown
+                else f"{self.directory} holds no word embedding",
+                fix="only GPT and BERT models are read; T5 and others are not",
+            )
+        self._check_layers(places)
+        ordered = dict(sorted(places.items(), key=lambda item: names.module_order(item[0])))
+        return ordered, {} if names.WORD not in copies else copies
+
+    def _keys(self) -> Iterator[tuple[int, Key, int]]:
+        """(stage, key, layer of the model that the virtual stage begins with), model order."""
+        by_chunk: dict[tuple[int, int], list[Key]] = {}
+        for stage in range(self._files.pp):
+            for key in self._files.rank(0, stage).parameters:
+                by_chunk.setdefault((key.chunk, stage), []).append(key)
+        first_layer = 0
+        for (_, stage), keys in sorted(by_chunk.items()):
+            yield from ((stage, key, first_layer) for key in keys)
+            found = [names.our_name(key.name) for key in keys]
+            layers = {name.split(".")[1] for name in found if name and name.startswith("layers.")}
+            first_layer += len(layers)
+
+    def _check_layers(self, places: Mapping[str, _Place]) -> None:
+        found = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
+        said = self._config.get("model", {}).get("num_layers", len(found))
+        if found != set(range(said)):
+            raise CheckpointError(
+                "the checkpoint does not hold every layer of its model",
+                found=f"{self.directory}: {len(found)} layers, its args say num_layers={said}",
+                fix="copy the checkpoint whole",
+            )
+
+    def _true_rows(self, first: RankFile, options: SourceOptions) -> int:
+        """Rows of the vocabulary that are tokens: as the file says, or the reader, or all."""
+        padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
+        said = first.content.get("checkpoint_info")
+        known = said.get("original_vocab_size") if isinstance(said, Mapping) else None
+        known = known or options.vocab_size
+        divisible_by = int(first.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
+        if known is not None and 0 <= padded - known < divisible_by * self._files.tp:
+            return int(known)
+        return padded
+
+    def _describe(self) -> Iterator[tuple[str, TensorDescription]]:
+        for parameter, place in self._places.items():
+            yield f"model/{parameter}", self._description(parameter, place, "model")
+        if (shard := self._files.rank(0, 0).optimizer) is None:
+            self._say_why_no_optimizer()
+            return
+        for parameter, place in self._places.items():
+            for kind in shard.tensors:
+                name = f"optimizer/{kind}/{parameter}"
+                yield name, self._description(parameter, place, name)
+
+    def _description(self, parameter: str, place: _Place, name: str) -> TensorDescription:
+        stored = self._stored(self._files.rank(0, place.stage), name, place.key)
+        partition = names.partition_of_name(parameter, gated=self._gated)
+        shape = partitions.global_shape(stored.shape, partition, self._files.tp)
+        if names.has_vocabulary_rows(parameter):
+            shape = (self._rows, *shape[1:])
+        return TensorDescription(code_of(stored.dtype), shape)
+
+    def _stored(self, rank: RankFile, name: str, key: Key) -> Tensor:
+        held: Mapping[Key, Tensor] = rank.parameters
+        if name.startswith("optimizer/"):
+            kind = name.split("/")[1]
+            held = {} if rank.optimizer is None else rank.optimizer.tensors.get(kind, {})
+        if key not in held:
+            raise rank.error(f"no {name.partition('/')[0]} {key.name}", "copy the checkpoint whole")
+        return held[key]
+
+    def _say_why_no_optimizer(self) -> None:
+        beside = [
+            path.name
+            for name in SHARDED_OPTIMIZERS
+            for path in [self._files.paths[0, 0].parent / name]
+            if path.is_file()
+        ]
+        if beside:
+            log.warning(
+                f"{self.directory} keeps its optimizer in {', '.join(beside)}, as Megatron's "
+                "distributed optimizer shares it out, which is not read: only weights are loaded"
+            )
+
+
+def _parameter_of(name: str) -> str:
+    return name.split("/")[-1]
+
+
+def _version(first: RankFile) -> float:
+    if "checkpoint_version" not in first.content:
+        log.warning(f"{first.path} says no checkpoint_version: it is read as version 0")
+    version = float(first.content.get("checkpoint_version", 0))
+    if version > NEWEST_VERSION or version not in (0.0, 1.0, 2.0, 3.0):
+        raise CheckpointError(
+            "the Megatron checkpoint is of a version that this program does not read",
+            found=f"{first.path}: checkpoint_version {version:g}",
+            fix="convert it to version 3 with the program that wrote it",
+        )
+    return version
+
+
+def _recognise(directory: Path) -> bool:
+    return is_megatron(directory)
+
+
+FORMAT = SourceFormat(
+    name="megatron", recognise=_recognise, open_source=MegatronSource, write=write_megatron
+)

@@ -1,0 +1,1 @@
+"""Our own format: sharded safetensors files under a manifest."""

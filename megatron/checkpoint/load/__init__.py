@@ -1,0 +1,1 @@
+"""Loading a checkpoint of any format by all ranks of a job."""

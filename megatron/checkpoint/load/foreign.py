@@ -1,0 +1,233 @@
+"""A checkpoint of another format loaded into a running job by all ranks, as one of ours would be.
+
+Each rank opens the source and reads only what it holds; what they see, and every verdict, is agreed
+on first. There are random states in it only where a run of ours wrote it, and where it has no
+optimizer state it can only begin a run.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.checkpoint import reshard, source_formats
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files.store import Place, place
+from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
+from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.load.source_config import completed_progress
+from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, by_name
+from megatron.checkpoint.source import CheckpointSource, SourceOptions
+from megatron.config.checkpoint import Verification
+from megatron.errors import CheckpointError
+from megatron.mpu.context import ParallelContext
+
+OURS = "sharded"
+
+
+def is_foreign(folder: str | Place, iteration: int | None, *, ctx: ParallelContext) -> bool:
+    """Whether `folder` holds a checkpoint of a format that is not ours, as every rank sees it.
+
+    False also where there is none: our own loading says what is wrong then.
+    """
+
+    seen = together(ctx, f"looking at {folder}", lambda: format_in(folder, iteration))
+    if len(set(seen)) > 1:
+        odd = next(rank for rank, name in enumerate(seen) if name != seen[0])
+        raise CheckpointError(
+            "ranks see different checkpoints in the same folder",
+            found=f"rank 0 sees format {seen[0]}, rank {odd} sees {seen[odd]}; in {folder}",
+            fix="put --load on a file system that all ranks see, or copy it to all nodes again",
+        )
+    return seen[0] != OURS
+
+
+def format_in(folder: str | Place, iteration: int | None) -> str:
+    """The name of the format of the checkpoint in `folder`, as this rank sees it; ours if none."""
+    there = place(folder)
+    if not isinstance(there, Path):
+        return OURS  # others are read from disks alone
+    try:
+        found = source_formats.recognise(source_formats.locate(there, iteration))
+    except CheckpointError:
+        return OURS
+    return OURS if found is None else found.name
+
+
+class _Seen(NamedTuple):
+    """What one rank found: digests of what is in the checkpoint, without its values."""
+
+    directory: str
+    tensors: str
+    facts: str
+
+
+def open_foreign(
+    folder: str | Place,
+    iteration: int | None = None,
+    *,
+    ctx: ParallelContext,
+    options: SourceOptions,
+    verification: Verification = Verification.FULL,
+) -> "ForeignCheckpoint":
+    """The checkpoint of another format in `folder`, the same one on every rank.
+
+    Raises:
+        CheckpointError: missing, incomplete, or ranks see different ones. The same on every rank.
+    """
+    opened: list[CheckpointSource] = []
+
+    def look() -> _Seen:
+        source = source_formats.open_source(Path(str(folder)), iteration, options=options)
+        opened.append(source)
+        facts = [source.format_name, source.config, source.progress, source.scalars]
+        return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
+
+    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            names = [name for name, a, b in zip(_Seen._fields, seen[0], other) if a != b]
+            raise CheckpointError(
+                "ranks see different checkpoints in the same folder",
+                found=f"{', '.join(names)} of rank {rank} differ from rank 0's; in {folder}",
+                fix="put --load on a file system that all ranks see, or copy it to all nodes again",
+            )
+    return ForeignCheckpoint(opened[0], _as_manifest(opened[0]), ctx, verification)
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_manifest(source: CheckpointSource) -> Manifest:
+    """What our own checkpoints say about themselves, as far as this one knows it."""
+    iteration = int(source.progress.get("iteration", 0))
+    # A run of ours that saved as another tool does has put a manifest beside its files.
+    seal: Manifest | None = getattr(source, "seal", None)
+    return Manifest(
+        iteration=iteration,
+        layout=Layout(tp=1, pp=1, dp=1) if seal is None else seal.layout,
+        progress=completed_progress(source, iteration),
+        scalars=source.scalars,
+        config=source.config,
+        tensors={
+            name: SavedTensor(known.dtype_code, known.global_shape, ())
+            for name, known in source.tensors.items()
+        },
+        files={},
+        generators=() if seal is None else seal.generators,
+        written_by={} if seal is None else seal.written_by,
+        created="" if seal is None else seal.created,
+        data={} if seal is None else seal.data,
+        model_kind=source.kind,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignCheckpoint:
+    """A source that all ranks agree on; all call its reading methods together."""
+
+    source: CheckpointSource
+    manifest: Manifest
+    ctx: ParallelContext
+    verification: Verification
+    _verified: list[bool] = field(default_factory=list, repr=False)
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's own folder."""
+        return self.source.directory
+
+    def read_into(
+        self,
+        targets: Iterable[ShardedTensor],
+        *,
+        prefixes: tuple[str, ...] = ("",),
+        cast: bool = False,
+        only: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Fill this rank's `targets` in place; as `OpenCheckpoint.read_into`.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes do not match, or a file is damaged. The same
+                on every rank.
+        """
+        wanted = by_name(list(targets))
+        together(
+            self.ctx, "matching the checkpoint with this run", lambda: self._match(wanted, cast)
+        )
+        named = together(self.ctx, "naming what is read", lambda: frozenset(wanted))
+        saved = filter(only, self.manifest.tensors)
+        if extra := reshard.unexpected(saved, frozenset().union(*named), prefixes):
+            raise reshard.mismatch_error(extra)
+        self.verify_all()
+        together(self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values())))
+
+    def verify_all(self) -> None:
+        """Check every file once, shared out over the ranks, as far as the format lets one tell.
+
+        Raises:
+            CheckpointError: what is damaged. The same on every rank.
+        """
+        if self._verified or self.verification is not Verification.FULL:
+            return
+        share, of = self.ctx.rank, self.ctx.world.size
+        together(
+            self.ctx,
+            "checking the checkpoint's files",
+            lambda: self.source.verify(share=share, of=of),
+        )
+        self._verified.append(True)
+
+    def read_generators(self) -> GeneratorStates:
+        """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
+
+        Raises:
+            CheckpointError: they are damaged. The same on every rank.
+        """
+        states: list[GeneratorStates] = []
+
+        def read() -> None:
+            form = ShardedFormat()
+            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+
+        together(self.ctx, "reading the random states", read)
+        return states[0]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.source.close()
+
+    def _match(self, wanted: dict[str, ShardedTensor], cast: bool) -> None:
+        has_state = any(name.startswith("optimizer/") for name in self.manifest.tensors)
+        if not has_state and any(name.startswith("optimizer/") for name in wanted):
+            raise CheckpointError(
+                "the checkpoint holds weights alone, and the run is to go on with its optimizer",
+                found=f"{self.directory}, format {self.source.format_name}",
+                fix="add --finetune to begin a run with these weights, or --no-load-optim",
+            )
+        if problems := reshard.mismatches(self.source.tensors, wanted, cast=cast):
+            raise reshard.mismatch_error(problems)
+
+    @torch.no_grad()
+    def _fill(self, targets: Sequence[ShardedTensor]) -> None:
+        for target in targets:
+            for part in target.parts:
+                part.view.copy_(self.source.read(target.name, part.box))
+            target.zero_padding()
+
+
+def check_resumable(opened: ForeignCheckpoint) -> None:
+    """CheckpointError where a run could not go on with its data: nobody knows where it was."""
+    known = opened.source.progress
+    if int(known.get("iteration", 0)) and "consumed_samples" not in known:
+        raise CheckpointError(
+            "the checkpoint does not say how many samples its run had consumed",
+            found=f"{opened.directory} at iteration {known['iteration']}",
+            fix="add --finetune to begin a run with these weights",
+        )

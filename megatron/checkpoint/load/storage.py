@@ -1,0 +1,322 @@
+"""Opening checkpoints by all ranks together: one view, one verdict, and only then a tensor.
+
+Agree on which checkpoint it is, check lengths and digests, agree, and read from whatever layout it
+was saved at. `save` is here too, for whoever does both; its steps are `saving`'s. What to save or
+load, and when, is the program's policy, not ours.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from megatron import log
+from megatron.checkpoint import formats, reshard
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files.store import Place, place
+from megatron.checkpoint.files.threads import fair_threads, this_host
+from megatron.checkpoint.folder import manifest, verify
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.manifest import Layout, Manifest
+from megatron.checkpoint.folder.run_folder import (
+    TRACKER,
+    iteration_name,
+    latest_iteration,
+    never_held_a_checkpoint,
+    probe_writable,
+)
+from megatron.checkpoint.formats.base import ReadPlan
+from megatron.checkpoint.save.saving import Saved, on_first, save
+from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
+from megatron.config.checkpoint import Verification
+from megatron.errors import CheckpointError
+from megatron.mpu.context import ParallelContext
+
+__all__ = [
+    "TRACKER",
+    "OpenCheckpoint",
+    "Saved",
+    "Verification",
+    "iteration_name",
+    "latest_iteration",
+    "never_held_a_checkpoint",
+    "open_checkpoint",
+    "open_or_previous",
+    "probe_writable",
+    "save",
+]
+
+
+class _Seen(NamedTuple):
+    """What one rank found in the folder."""
+
+    iteration: int
+    manifest: str  # its digest
+    version: int
+    layout: Layout
+    host: str
+
+
+def open_checkpoint(
+    folder: str | Place,
+    iteration: int | None = None,
+    *,
+    ctx: ParallelContext,
+    verification: Verification = Verification.FULL,
+) -> "OpenCheckpoint":
+    """The checkpoint of `iteration` in `folder` (None: the latest), the same one on every rank.
+
+    Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
+    whether later reads check digests too, or trust the lengths.
+
+    Raises:
+        CheckpointError: missing, incomplete, damaged, of a newer version, or ranks see different
+            checkpoints. The same on every rank.
+    """
+    manifests: list[Manifest] = []
+    directories: list[Place] = []
+
+    def look() -> _Seen:
+        there = place(folder)
+        wanted = latest_iteration(there) if iteration is None else iteration
+        directory = there / iteration_name(wanted)
+        if not directory.is_dir():
+            raise folders.missing_iteration(there, wanted)
+        formats.recognise(directory)
+        content, digest = manifest.load(directory)
+        if content.iteration != wanted:
+            raise CheckpointError(
+                "a checkpoint lies in the folder of another iteration",
+                found=f"{directory} holds iteration {content.iteration}",
+                fix=f"rename it to {iteration_name(content.iteration)}",
+            )
+        manifests.append(content)
+        directories.append(directory)
+        return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
+
+    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    for rank, other in enumerate(seen):
+        if other[:-1] != seen[0][:-1]:
+            names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
+            raise CheckpointError(
+                "ranks see different checkpoints in the same folder",
+                found=f"{', '.join(names)} differ: rank 0 has {_told(seen[0])}; rank {rank} has "
+                f"{_told(other)}; in {folder}",
+                fix="put --load on a file system that all ranks see, or copy it to all nodes again",
+            )
+    opened = OpenCheckpoint(
+        directory=directories[0],
+        manifest=manifests[0],
+        ctx=ctx,
+        verification=verification,
+        hosts=tuple(other.host for other in seen),
+    )
+    together(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
+    _warn_of_newer(directories[0].parent, seen[0].iteration, iteration)
+    return opened
+
+
+def _told(seen: _Seen) -> str:
+    layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
+    return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
+
+
+def _warn_of_newer(folder: Place, opened: int, asked: int | None) -> None:
+    newer = [i for i in folders.iterations(folder) if i > opened]
+    if asked is None and newer:
+        log.warning(
+            f"{TRACKER} in {folder} names iteration {opened}, but {newer[-1]} is there too: a save "
+            f"was cut short before the tracker, or the tracker was set back on purpose"
+        )
+
+
+class Verifiable(Protocol):
+    """A checkpoint that can be checked before anything is read."""
+
+    def verify_all(self) -> None:
+        """CheckpointError, the same on every rank, where a file is damaged."""
+
+
+C = TypeVar("C", bound=Verifiable)
+
+
+def open_or_previous(
+    folder: str | Place,
+    iteration: int | None,
+    open_at: Callable[[int | None], C],
+    *,
+    ctx: ParallelContext,
+) -> C:
+    """The checkpoint that is asked for, or the newest whole one before it, which is said loudly.
+
+    Each is verified before it is taken. With a tracker that is missing or garbled the newest whole
+    one of all is taken. Where no iterations are told apart (a checkpoint's own folder, a release)
+    there is nothing to fall back to.
+
+    Args:
+        open_at: opens the checkpoint of an iteration, of whatever format; None: the folder's own.
+
+    Raises:
+        CheckpointError: none is whole; with what is wrong with each. The same on every rank.
+    """
+
+    def look() -> list[int]:
+        there = place(folder)
+        present = folders.saved_iterations(there)
+        if not present or (iteration is None and folders.names_release(there)):
+            return []
+        wanted = iteration
+        if wanted is None:
+            try:
+                wanted = latest_iteration(there, of=present)
+            except CheckpointError as error:
+                refused.append(f"the tracker file: {_short(error)}")
+                return present[::-1]
+        return [wanted, *(i for i in reversed(present) if i < wanted)]
+
+    refused: list[str] = []
+    # One list for all, in case they do not see the same.
+    candidates = on_first(ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused))
+    wanted, refused = candidates
+    if not wanted:
+        return open_at(iteration)
+    for at in wanted:
+        try:
+            opened = open_at(at)
+            opened.verify_all()
+        except CheckpointError as error:  # the same on every rank
+            refused.append(f"iteration {at}: {_short(error)}")
+            continue
+        if refused:
+            lines = "".join(f"\n    {line}" for line in refused)
+            log.warning(
+                f"*** --load-fallback previous: going on from iteration {at} in {folder}, because "
+                f"what is newer cannot be used ***{lines}"
+            )
+        return opened
+    raise CheckpointError(
+        "no checkpoint in the folder is whole",
+        found=f"{folder}: " + "\n    ".join(refused),
+        fix="copy one again from where it is whole; nothing was changed here",
+    )
+
+
+def _short(error: CheckpointError) -> str:
+    return f"{error.problem} ({' '.join(str(error.found).split())})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCheckpoint:
+    """A checkpoint that all ranks agree on; all call its reading methods together."""
+
+    directory: Place
+    manifest: Manifest
+    ctx: ParallelContext
+    verification: Verification
+    hosts: tuple[str, ...] = field(repr=False)
+    _checked: set[tuple[str, str]] = field(default_factory=set, repr=False)  # (host, file)
+
+    def check_sizes(self) -> None:
+        """Check this rank's share of its host's view of the files; does not communicate.
+
+        Raises:
+            CheckpointError: files are missing or of another length.
+        """
+        here = [r for r, host in enumerate(self.hosts) if host == self.hosts[self.ctx.rank]]
+        mine = list(self.manifest.files)[here.index(self.ctx.rank) :: len(here)]
+        if damages := verify.wrong_sizes(self.directory, self.manifest, mine):
+            raise verify.damage_error(self.directory, damages)
+
+    def read_into(
+        self,
+        targets: Iterable[ShardedTensor],
+        *,
+        prefixes: tuple[str, ...] = ("",),
+        cast: bool = False,
+        only: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Fill this rank's `targets` in place, from whatever layout they were saved at.
+
+        Over all ranks the targets must be exactly the saved tensors under `prefixes` (default:
+        all) that `only` names. `cast` permits another dtype than the saved one. Nothing is touched
+        until names, shapes and files have been checked on all ranks.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes do not match; a file is damaged or cannot be
+                read (only then may targets be partly filled). The same on every rank.
+        """
+        targets = list(targets)
+        form = formats.recognise(self.directory)
+        plans: list[ReadPlan] = []
+
+        def plan() -> tuple[frozenset[str], frozenset[str]]:
+            made = form.plan_read(self.directory, self.manifest, targets, cast=cast)
+            plans.append(made)
+            return frozenset(target.name for target in targets), made.files
+
+        agreed = together(self.ctx, "matching the checkpoint with this run", plan)
+        wanted = frozenset().union(*(names for names, _ in agreed))
+        saved = filter(only, self.manifest.tensors)
+        if extra := reshard.unexpected(saved, wanted, prefixes):
+            raise reshard.mismatch_error(extra)
+        self._verify([files for _, files in agreed], others=True)
+        threads = fair_threads(self.hosts, self.ctx.rank)
+        together(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
+
+    def read_generators(self) -> GeneratorStates:
+        """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
+
+        Raises:
+            CheckpointError: there are none for this rank, or they are damaged.
+        """
+        saved = self.manifest.generators
+        if len(saved) != self.ctx.world.size:
+            raise CheckpointError(
+                "the checkpoint has no random states for these ranks",
+                found=f"{len(saved)} saved, {self.ctx.world.size} ranks; {self.directory}",
+                fix="add --no-load-rng to go on with fresh generators",
+            )
+        form = formats.recognise(self.directory)
+        self._verify([{name} for name in saved], others=False)
+        states: list[GeneratorStates] = []
+
+        def read() -> None:
+            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+
+        together(self.ctx, "reading the random states", read)
+        return states[0]
+
+    def verify_all(self) -> None:
+        """Check the digest of every file once, shared out over the ranks.
+
+        Raises:
+            CheckpointError: what is damaged.
+        """
+        self._verify([set() for _ in self.hosts], others=True)
+
+    def _verify(self, needs: Iterable[Any], *, others: bool) -> None:
+        """Check digests of the `needs` of each rank, and of files that nobody needs if `others`."""
+        if self.verification is Verification.SIZE:
+            return
+        left = [
+            {name for name in need if (host, name) not in self._checked}
+            for need, host in zip(needs, self.hosts)
+        ]
+        met = {name for _, name in self._checked}
+        sizes = {
+            name: record.bytes
+            for name, record in self.manifest.files.items()
+            if any(name in need for need in left) or (others and name not in met)
+        }
+        shares = verify.shares(sizes, left, self.hosts)
+
+        def check() -> None:
+            mine, threads = shares[self.ctx.rank], fair_threads(self.hosts, self.ctx.rank)
+            if damages := verify.wrong_digests(
+                self.directory, self.manifest, mine, threads=threads
+            ):
+                raise verify.damage_error(self.directory, damages)
+
+        together(self.ctx, "checking the checkpoint's files", check)
+        self._checked.update(
+            (host, name) for host, names in zip(self.hosts, shares) for name in names
+        )

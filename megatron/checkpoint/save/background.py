@@ -1,0 +1,315 @@
+"""Saves beside the training: it stands still only while its state is copied to host memory.
+
+A thread of each rank writes and never communicates. All agreement happens on the main thread, in
+`look` between two steps: whether all have written, then whether rank 0 has put the checkpoint in
+place. So no message of a save can come between those of the training. One save is under way at a
+time; a failure is raised by the next `look`, the same on every rank. Memory for the copy is made
+by such a thread too, when the run begins, so that no save has to wait for it.
+"""
+
+import contextvars
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron import device, log
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files.durable import CANCELLED
+from megatron.checkpoint.files.store import Place
+from megatron.checkpoint.files.threads import fair_threads, this_host
+from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
+from megatron.checkpoint.formats.base import WrittenPart
+from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_taken
+from megatron.checkpoint.save.saving import Saved, Stage, on_first, prepare, share_of, writing
+from megatron.checkpoint.sharded import ShardedTensor, Snapshot
+from megatron.errors import ConfigError, MegatronError
+from megatron.host import available_memory_bytes
+from megatron.mpu.collectives import all_reduce
+from megatron.mpu.context import ParallelContext
+
+_LOOK_S = (0.002, 0.5)  # first and longest pause between two looks of a rank that waits
+_WORTH_SAYING_S = 0.1
+_LEAVE_S = 10.0  # how long a run that fails waits for its own thread
+
+
+class _Work:
+    """A call in a thread of its own; `result` is its value, or raises what it raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._value = call, None
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        context = contextvars.copy_context()
+        # A daemon: a process that fails must not wait for a disk that hangs.
+        self._thread = threading.Thread(
+            target=lambda: context.run(self._run), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        CANCELLED.set(self._cancelled)
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.is_done and self._error is not None
+
+    def cancel(self) -> None:
+        """Let it fail at the next block that it writes."""
+        self._cancelled.set()
+
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+    def part(self) -> Any:
+        """The result, or None if it was cancelled: somebody else has the error to tell."""
+        try:
+            return self.result()
+        except OSError as error:
+            if error.errno == errno.ECANCELED:
+                return None
+            raise
+
+    def result(self) -> Any:
+        """What the call returned, or raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Flight:
+    """One save under way, as this rank sees it."""
+
+    def __init__(self, stage: Stage, snapshot: Snapshot, work: _Work, stalled: float) -> None:
+        self.stage, self.snapshot, self.work, self.stalled = stage, snapshot, work, stalled
+        self.is_writing = True  # else rank 0 puts the checkpoint in place
+
+
+class _Wanted(NamedTuple):
+    """Host memory that one rank wants, and what its host has left, where that is told."""
+
+    host: str
+    bytes: int
+    free: int | None
+
+
+class BackgroundSaves:
+    """The saves of one run; make one on every rank, and call each method on all ranks together.
+
+    A context manager: leaving it by an error gives a save under way up, which leaves the former
+    checkpoint. Otherwise `wait` has to be called before.
+    """
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self._ctx, self._memory = ctx, HostMemory()
+        self._flight: _Flight | None = None
+        self._making: _Work | None = None  # memory, while a thread asks the system for it
+
+    def __enter__(self) -> "BackgroundSaves":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        flight, self._flight = self._flight, None
+        if self._making is not None:
+            self._making.cancel()
+            self._making.join(_LEAVE_S)
+        if flight is None:
+            return
+        if flight.is_writing:
+            log.warning(
+                f"the checkpoint of iteration {flight.stage.iteration} was being written and is "
+                "given up; the one before it stays"
+            )
+            flight.work.cancel()
+        flight.work.join(_LEAVE_S)  # putting it in place takes moments
+
+    def reserve(self, tensors: Iterable[ShardedTensor], *, format_name: str = "sharded") -> None:
+        """Begin to make the host memory that saves of such `tensors` are copied to.
+
+        A thread goes on with it, and the first `start` waits until it is there. Without this call
+        the first save makes it.
+
+        Raises:
+            ConfigError: the ranks of a host want more than it has left. The same on every rank.
+            CheckpointError: ranks do not fit together. The same on every rank.
+        """
+        ctx = self._ctx
+        share = share_of(
+            Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx, format_name=format_name
+        )
+        size = copied_bytes(share)
+        doing = "looking for the host memory that --async-save needs"
+
+        def look() -> _Wanted:
+            return _Wanted(this_host(), memory_taken(size), available_memory_bytes())
+
+        wanted = together(ctx, doing, look)
+        together(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
+        self._memory.threads = fair_threads([one.host for one in wanted], ctx.rank)
+        self._making = _Work(lambda: self._memory.make_room(size))
+
+    def wait_for_memory(self) -> None:
+        """Return when the memory that `reserve` asked for is there; does not communicate.
+
+        Raises:
+            MachineError: the system refuses it.
+        """
+        if self._making is not None:
+            self._making.result()
+            self._making = None
+
+    def start(
+        self,
+        folder: str | Place,
+        snapshot: Snapshot,
+        *,
+        iteration: int,
+        retention: Retention = KEEP_ALL,
+        format_name: str = "sharded",
+    ) -> None:
+        """Copy `snapshot` to host memory and begin to write it as the checkpoint of `iteration`.
+
+        Waits for the save before, if that is still under way, which is said.
+
+        Raises:
+            CheckpointError: the save before has failed, or this one cannot begin.
+        """
+        started = time.monotonic()
+        if self._flight is not None:
+            before = self._flight.stage.iteration
+            self.wait()
+            if (seconds := time.monotonic() - started) >= _WORTH_SAYING_S:
+                log.warning(
+                    f"the checkpoint of iteration {before} was not written when that of iteration "
+                    f"{iteration} was due: training stood still for {seconds:.1f} s"
+                )
+        ctx = self._ctx
+        stage = prepare(
+            folder,
+            snapshot,
+            iteration=iteration,
+            ctx=ctx,
+            retention=retention,
+            format_name=format_name,
+        )
+
+        def take() -> Snapshot:
+            self.wait_for_memory()
+            share = stage.form.share(snapshot, stage.plan, rank=ctx.rank)
+            return self._memory.copy_of(share)
+
+        mine: list[Snapshot] = []
+        try:
+            together(ctx, "copying the state to host memory", lambda: mine.append(take()))
+        except MegatronError:
+            on_first(ctx, "removing what was written", stage.discard)
+            raise
+        work = _Work(lambda: stage.write(mine[0], ctx.rank))
+        self._flight = _Flight(stage, mine[0], work, time.monotonic() - started)
+
+    def look(self) -> Saved | None:
+        """Go on with the save under way, without waiting; what it became once it is complete.
+
+        Raises:
+            CheckpointError: it has failed on some rank. Nothing of it is left, unless the message
+                says so, and the former checkpoint is as it was.
+        """
+        flight = self._flight
+        if flight is None:  # on all ranks, since all begin and end a save together
+            return None
+        started = time.monotonic()
+        done, fine = self._agree(flight.work.is_done, not flight.work.has_failed)
+        if not fine:
+            flight.work.cancel()
+        elif not done:
+            flight.stalled += time.monotonic() - started
+            return None
+        saved = None
+        try:
+            if flight.is_writing:
+                self._put_in_place(flight)
+            else:
+                saved = self._complete(flight)
+        except MegatronError:
+            self._flight = None
+            raise
+        flight.stalled += time.monotonic() - started
+        return saved
+
+    def wait(self) -> Saved | None:
+        """Return when no save is under way: what the last one became. Raises as `look` does."""
+        pause, longest = _LOOK_S
+        saved = None
+        while (flight := self._flight) is not None and saved is None:
+            began = time.monotonic()
+            flight.work.join(pause)
+            flight.stalled += time.monotonic() - began
+            pause = min(1.5 * pause, longest)
+            saved = self.look()
+        return saved
+
+    def _agree(self, *said: bool) -> list[bool]:
+        """What is true on all ranks."""
+        votes = torch.tensor([float(one) for one in said], device=device.current())
+        return [bool(one) for one in all_reduce(votes, self._ctx.world, op="min").tolist()]
+
+    def _put_in_place(self, flight: _Flight) -> None:
+        """All have written, or one has failed: agree on which; then rank 0 goes on."""
+        stage, snapshot, ctx = flight.stage, flight.snapshot, self._ctx
+        try:
+            parts: list[WrittenPart] = together(ctx, writing(stage.iteration), flight.work.part)
+        except MegatronError:  # the same on all ranks, and nobody is still writing
+            on_first(ctx, "removing what was written", stage.discard)
+            raise
+
+        def finish() -> Saved:
+            try:
+                size = stage.describe(snapshot, parts).bytes
+            except BaseException:
+                stage.discard()
+                raise
+            directory = stage.commit()
+            return stage.saved(directory, size, stage.retire())
+
+        flight.work = _Work(finish if ctx.world.is_first else lambda: None)
+        flight.is_writing = False
+
+    def _complete(self, flight: _Flight) -> Saved:
+        doing = f"putting the checkpoint of iteration {flight.stage.iteration} in place"
+
+        saved: Saved = together(self._ctx, doing, flight.work.result)[0]
+        self._flight = None
+        seconds = time.monotonic() - flight.stage.started
+        saved = saved._replace(seconds=seconds, stalled=flight.stalled)
+        log.info(str(saved))
+        return saved
+
+
+def _require_memory(wanted: list[_Wanted], rank: int) -> None:
+    here = [one for one in wanted if one.host == wanted[rank].host]
+    needed = sum(one.bytes for one in here)
+    free = min((one.free for one in here if one.free is not None), default=None)
+    if free is not None and needed > free:
+        raise ConfigError(
+            "the host has no memory for the copy of the state that --async-save writes from",
+            found=f"{needed:,} bytes wanted by {len(here)} of its ranks, {free:,} free",
+            fix="drop --async-save, or spread the run over more hosts",
+        )

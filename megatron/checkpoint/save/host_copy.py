@@ -1,0 +1,152 @@
+"""A copy of what a rank will write, in host memory that one save hands on to the next.
+
+Pinned where a GPU copies into it. The copy is taken at once, so that training may go on; only one
+copy exists at a time, and whoever writes it must be done before the next is taken. Memory that is
+new costs many times what a copy does, so it is made, and touched, before the first copy.
+"""
+
+import contextlib
+import copy
+import errno
+import math
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron import device
+from megatron.checkpoint.files.durable import refuse_if_cancelled
+from megatron.checkpoint.sharded import GeneratorStates, Part, Snapshot
+from megatron.errors import MachineError
+
+_ALIGNMENT = 64  # bytes; of any element type
+_BLOCK_BYTES = 4 << 20  # of one copy by a thread; less is not worth one
+_TOUCH_BYTES = 256 << 20  # between two looks whether the memory is still wanted
+
+
+def copied_bytes(snapshot: Snapshot) -> int:
+    """Bytes of memory that a copy of `snapshot` takes."""
+    return sum(_padded(part.view) for tensor in snapshot.tensors for part in tensor.parts)
+
+
+def memory_taken(size: int) -> int:
+    """Bytes that `make_room(size)` takes of the host: torch rounds pinned memory to powers of 2."""
+    is_pinned = device.current().type == "cuda"
+    return 1 << (size - 1).bit_length() if is_pinned and size else size
+
+
+class HostMemory:
+    """Memory of the host for one copy, kept between copies and only ever made larger.
+
+    `threads` copy at the same time where the values are in host memory too.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.threads = 1
+
+    def make_room(self, size: int) -> None:
+        """Have memory for a copy of `size` bytes, every page of it given by the system.
+
+        Raises:
+            MachineError: the system refuses it.
+            OSError: ECANCELED, when it is no longer wanted.
+        """
+        if self._bytes.numel() >= size:
+            return
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # the old memory goes first
+        try:
+            if device.current().type == "cuda":
+                self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            else:
+                self._bytes = _touched(size)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ECANCELED:
+                raise
+            raise MachineError(
+                "the system gives no host memory for the copy that --async-save writes from",
+                found=f"{size:,} bytes wanted: {error}",
+                fix="drop --async-save, or spread the run over more hosts",
+            ) from error
+
+    def copy_of(self, snapshot: Snapshot) -> Snapshot:
+        """The same snapshot, of values that nobody else holds; complete on return."""
+        self.make_room(copied_bytes(snapshot))
+        at, tensors = 0, []
+        with _Copies(self.threads) as copies:
+            for tensor in snapshot.tensors:
+                parts = []
+                for part in tensor.parts:
+                    values = self._at(at, part.view)
+                    copies.take(values, part.view)
+                    parts.append(Part(part.box, values))
+                    at += _padded(part.view)
+                tensors.append(replace(tensor, parts=tuple(parts), padding=()))
+        device.synchronize()
+        return replace(
+            snapshot,
+            tensors=tuple(tensors),
+            generators=_copied(snapshot.generators),
+            progress=copy.deepcopy(dict(snapshot.progress)),
+            scalars=copy.deepcopy(dict(snapshot.scalars)),
+        )
+
+    def _at(self, start: int, like: Tensor) -> Tensor:
+        size = like.element_size() * math.prod(like.shape)
+        return self._bytes[start : start + size].view(like.dtype).view(like.shape)
+
+
+class _Copies:
+    """Copies under way, in threads where that is worth it; leaving the `with` block ends them."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "checkpoint") if threads > 1 else None
+        self._pending: list[Future[Tensor]] = []
+
+    def __enter__(self) -> "_Copies":
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        for copied in self._pending:
+            copied.result()
+
+    def take(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source` into `target`, of the same shape; it may still go on when this returns."""
+        size = target.element_size() * target.numel()
+        if self._pool is None or source.device.type != "cpu" or size < _BLOCK_BYTES:
+            target.copy_(source, non_blocking=True)
+            return
+        rows = max(1, target.shape[0] * _BLOCK_BYTES // size)
+        for at in range(0, target.shape[0], rows):
+            some, of_source = target[at : at + rows], source[at : at + rows]
+            self._pending.append(self._pool.submit(some.copy_, of_source))
+
+
+def _touched(size: int) -> Tensor:
+    """New memory, in large pages where the system has them: those are given many times faster."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux's
+        with contextlib.suppress(OSError):  # advice: a kernel without large pages has small ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(memory, dtype=torch.uint8)
+    for at in range(0, size, _TOUCH_BYTES):
+        refuse_if_cancelled()
+        found[at : at + _TOUCH_BYTES].zero_()
+    return found
+
+
+def _padded(view: Tensor) -> int:
+    return -(-view.element_size() * view.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copied(states: GeneratorStates | None) -> GeneratorStates | None:
+    if states is None:
+        return None
+    tensors = {name: tensor.clone() for name, tensor in states.tensors.items()}
+    return GeneratorStates(tensors, copy.deepcopy(dict(states.values)))

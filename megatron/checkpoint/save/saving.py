@@ -1,0 +1,335 @@
+"""The steps of a save, and a save that takes them one after the other while the training waits.
+
+Agree on the plan and the room, write to a stage, agree, manifest, rename, tracker, retention. A
+failure on any rank is the same CheckpointError on all, removes the stage and leaves the former
+checkpoint as it was. `background` takes the same steps beside the training.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import megatron
+from megatron import log
+from megatron.checkpoint import formats
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files import store
+from megatron.checkpoint.files.durable import from_os_error
+from megatron.checkpoint.files.store import Place
+from megatron.checkpoint.folder import manifest, verify
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
+from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
+from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
+from megatron.checkpoint.formats.base import CheckpointFormat, SharedPlan, WrittenPart
+from megatron.checkpoint.sharded import Snapshot
+from megatron.errors import CheckpointError, MegatronError
+from megatron.mpu.context import ParallelContext
+
+_ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
+_PIECE_BYTES = 256  # of manifest for one piece
+
+
+class Saved(NamedTuple):
+    """A finished save: where, how much, how long, and which older iterations it retired.
+
+    `stalled` are the seconds of `seconds` for which the training stood still.
+    """
+
+    iteration: int
+    directory: Place
+    bytes: int
+    seconds: float
+    stalled: float
+    retired: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rate = f"{self.bytes / 2**20:.1f} MiB in {self.seconds:.1f} s"
+        if self.stalled < self.seconds:
+            rate += f", for {self.stalled:.2f} s of which training stood still"
+        return (
+            f"successfully saved checkpoint at iteration {self.iteration} to {self.directory} "
+            f"({rate})"
+        )
+
+
+class _Facts(NamedTuple):
+    """What must be equal on all ranks before they write one checkpoint."""
+
+    iteration: int
+    progress: str
+    scalars: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A save that all ranks have agreed on, with a place to write to. Nothing here communicates."""
+
+    form: CheckpointFormat
+    plan: SharedPlan
+    folder: Place
+    directory: Place  # where the files go before they are a checkpoint
+    iteration: int
+    layout: Layout
+    retention: Retention
+    started: float
+
+    def write(self, snapshot: Snapshot, rank: int) -> WrittenPart:
+        """Write the part of `rank` durably.
+
+        Where an older checkpoint may be deleted because of this one, the part is read back too.
+        """
+        on_disk = isinstance(self.directory, Path)
+        if on_disk and not self.directory.is_dir():
+            raise CheckpointError(
+                "the folder that rank 0 made for the checkpoint is not there",
+                found=str(self.directory),
+                fix="--save must be on a file system that all ranks see",
+            )
+        part = self.form.write(self.directory, snapshot, self.plan, rank=rank)
+        if on_disk and self.retention.last is not None:
+            verify.read_back(self.directory, part.files)
+        return part
+
+    def describe(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
+        """Rank 0 must see every file at its length; then the manifest says what they are.
+
+        Objects are a checkpoint from here on.
+        """
+        content = self._manifest(snapshot, parts)
+        damages = verify.wrong_sizes(self.directory, content, content.files)
+        if damages:
+            raise verify.damage_error(self.directory, damages)
+        text = manifest.encode(content)
+        manifest.decode(text, self.directory / manifest.NAME)
+        store.write_file(self.directory / manifest.NAME, text)
+        return content
+
+    def commit(self) -> Place:
+        """Make what was described the latest checkpoint."""
+        try:
+            return folders.commit(self.directory, self.iteration)
+        except OSError as error:
+            final = self.folder / iteration_name(self.iteration)
+            if isinstance(self.directory, Path) and self.directory.exists():
+                folders.remove(self.directory)
+                raise
+            problem = from_os_error(error, "writing the tracker file")
+            raise CheckpointError(
+                f"the checkpoint of iteration {self.iteration} is whole, but is not named as the "
+                "latest",
+                found=f"{final}; {problem.problem}; {problem.found}",
+                fix=f"echo {self.iteration} > {self.folder / TRACKER}",
+            ) from error
+
+    def retire(self) -> tuple[int, ...]:
+        """As the function of this name."""
+        return retire(self.folder, self.retention, newest=self.iteration)
+
+    def discard(self) -> None:
+        """Remove what was written; nobody may be writing any more."""
+        folders.remove(self.directory)
+
+    def saved(self, directory: Place, size: int, retired: tuple[int, ...]) -> Saved:
+        """What to tell of it once all steps are taken."""
+        seconds = time.monotonic() - self.started
+        return Saved(self.iteration, directory, size, seconds, seconds, retired)
+
+    def _manifest(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
+        pieces = {
+            name: [p for part in parts for p in part.pieces.get(name, ())]
+            for name in self.plan.tensors
+        }
+        tensors = {
+            name: SavedTensor(
+                known.dtype_code, known.global_shape, tuple(sorted(pieces[name], key=_place))
+            )
+            for name, known in self.plan.tensors.items()
+        }
+        return manifest_of(
+            snapshot, parts, iteration=self.iteration, layout=self.layout, tensors=tensors
+        )
+
+
+def manifest_of(
+    snapshot: Snapshot,
+    parts: Sequence[WrittenPart],
+    *,
+    iteration: int,
+    layout: Layout,
+    tensors: Mapping[str, SavedTensor],
+) -> Manifest:
+    """The manifest of what all ranks have written; `parts` are in rank order."""
+    return Manifest(
+        iteration=iteration,
+        layout=layout,
+        progress=snapshot.progress,
+        scalars=snapshot.scalars,
+        config=snapshot.config,
+        tensors=tensors,
+        files={name: record for part in parts for name, record in part.files.items()},
+        generators=tuple(part.generators for part in parts if part.generators is not None),
+        written_by={"megatron": megatron.__version__, "torch": torch.__version__},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        data=snapshot.data,
+        validation_loss=snapshot.validation_loss,
+        model_kind=snapshot.model_kind,
+    )
+
+
+def _place(piece: manifest.SavedPiece) -> tuple[int, ...]:
+    return piece.box.offset
+
+
+def save(
+    folder: str | Place,
+    snapshot: Snapshot,
+    *,
+    iteration: int,
+    ctx: ParallelContext,
+    retention: Retention = KEEP_ALL,
+    format_name: str = "sharded",
+) -> Saved:
+    """Write `snapshot` as the checkpoint of `iteration` in `folder`, and make it the latest.
+
+    All ranks call this together; `folder` is on a file system, or a store of objects, that all of
+    them see. On return the checkpoint is durable.
+
+    Raises:
+        CheckpointError: the same on every rank. The former checkpoint is as it was, and no part
+            of this one is left, unless the message says that only the tracker is missing.
+    """
+    stage = prepare(
+        folder,
+        snapshot,
+        iteration=iteration,
+        ctx=ctx,
+        retention=retention,
+        format_name=format_name,
+    )
+    try:
+        parts = together(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
+        size = on_first(
+            ctx,
+            "checking and describing the checkpoint",
+            lambda: stage.describe(snapshot, parts).bytes,
+        )
+    except MegatronError:  # the same on all ranks, so nobody is still writing
+        on_first(ctx, "removing what was written", stage.discard)
+        raise
+    directory = on_first(ctx, "putting the checkpoint in place", stage.commit)
+    retired = on_first(ctx, "removing older checkpoints", stage.retire)
+    return stage.saved(directory, size, retired)
+
+
+def share_of(snapshot: Snapshot, *, ctx: ParallelContext, format_name: str = "sharded") -> Snapshot:
+    """What this rank would write of such a snapshot; all ranks call this together.
+
+    Raises:
+        CheckpointError: ranks do not fit together. The same on every rank.
+    """
+    form = formats.get(format_name)
+    offers = together(ctx, "describing what will be saved", lambda: form.describe(snapshot))
+    return form.share(snapshot, form.plan_write(offers), rank=ctx.rank)
+
+
+def writing(iteration: int) -> str:
+    """What ranks are doing that write their parts, for messages."""
+    return f"writing the checkpoint of iteration {iteration}"
+
+
+def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ...]:
+    """Delete what the checkpoint of `newest` makes redundant.
+
+    That one is safe by now, so trouble with the old ones is only said.
+    """
+    if retention.last is None:
+        return ()
+    try:
+        return tuple(folders.retire(folder, retention, newest=newest))
+    except OSError as error:
+        log.warning(f"older checkpoints in {folder} could not be removed: {error}")
+        return ()
+
+
+def on_first(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
+    """Take `step` on rank 0 alone; its result, or its error, on all."""
+    return together(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
+
+
+def prepare(
+    folder: str | Place,
+    snapshot: Snapshot,
+    *,
+    iteration: int,
+    ctx: ParallelContext,
+    retention: Retention = KEEP_ALL,
+    format_name: str = "sharded",
+) -> Stage:
+    """Agree on who writes what, and make room for it; all ranks call this together.
+
+    Raises:
+        CheckpointError: the same on every rank; nothing is left behind.
+    """
+    started = time.monotonic()
+    form = formats.get(format_name)
+    plan = _agree_on_plan(form, snapshot, iteration, ctx)
+    pieces = sum(len(name) + _PIECE_BYTES for name in plan.tensors) * len(plan.ranks)
+    needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
+    where: list[Place] = []
+
+    def look() -> None:
+        where.append(store.place(folder))
+
+    def make() -> tuple[str, str | None]:
+        there = where[0]
+        folders.begin(there)
+        folders.require_space(there, needed)
+        stage = folders.make_stage(there, iteration)
+        return stage.name, getattr(stage, "token", None)
+
+    together(ctx, "looking for the folder to save in", look)
+    name, token = on_first(ctx, "making room for the checkpoint", make)
+    topology = ctx.topology
+    return Stage(
+        form=form,
+        plan=plan,
+        folder=where[0],
+        directory=folders.stage_called(where[0], name, token),
+        iteration=iteration,
+        layout=Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
+        retention=retention,
+        started=started,
+    )
+
+
+def _agree_on_plan(
+    form: CheckpointFormat, snapshot: Snapshot, iteration: int, ctx: ParallelContext
+) -> SharedPlan:
+    def offer() -> tuple[_Facts, Any]:
+        facts = _Facts(iteration, _digest(snapshot.progress), _digest(snapshot.scalars))
+        return facts, form.describe(snapshot)
+
+    offers = together(ctx, "describing what to save", offer)
+    first = offers[0][0]
+    for rank, (facts, _) in enumerate(offers):
+        unequal = [name for name, a, b in zip(_Facts._fields, first, facts) if a != b]
+        if unequal:
+            raise CheckpointError(
+                "ranks are not at the same point of the run, so their parts do not fit together",
+                found=f"{', '.join(unequal)} of rank {rank} differ from those of rank 0",
+                fix="this is a defect or a rank that runs other code: compare their versions",
+            )
+    return form.plan_write([offer for _, offer in offers])
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()

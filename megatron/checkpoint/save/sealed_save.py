@@ -1,0 +1,96 @@
+"""The end of a save in another framework's layout: random states, the seal, rename, retention.
+
+`formats.megatron.save` and `formats.deepspeed.save` say how the files are written and named; from
+there on both go the way of our own format. One verdict of all ranks, nothing half-made, the tracker last.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.files import durable
+from megatron.checkpoint.folder import manifest, seal, verify
+from megatron.checkpoint.folder import run_folder as folders
+from megatron.checkpoint.folder.manifest import SEAL, FileRecord, Layout, Manifest
+from megatron.checkpoint.folder.retention import Retention
+from megatron.checkpoint.formats.base import WrittenPart
+from megatron.checkpoint.formats.native.sharded import write_generators
+from megatron.checkpoint.save.saving import Saved, manifest_of, on_first, retire, writing
+from megatron.checkpoint.sharded import Snapshot
+from megatron.errors import MegatronError
+from megatron.mpu.context import ParallelContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedSave:
+    """A save that has its stage; `started` is by the monotonic clock."""
+
+    ctx: ParallelContext
+    stage: Path
+    snapshot: Snapshot
+    iteration: int
+    retention: Retention
+    started: float
+
+    def complete(
+        self,
+        write: Callable[[], Mapping[str, FileRecord]],
+        *,
+        commit: Callable[[], Path],
+        look: Callable[[], None] = lambda: None,
+    ) -> Saved:
+        """Write, seal and commit, by all ranks together.
+
+        Args:
+            write: writes this rank's files into the stage; their records by name.
+            commit: makes the stage a checkpoint and names it in the trackers (rank 0).
+            look: raises if what all have written is not what it should be (rank 0).
+
+        Raises:
+            CheckpointError: the same on every rank; nothing of the stage is left.
+        """
+        ctx, grid, stage = self.ctx, self.ctx.topology, self.stage
+        try:
+            parts = together(ctx, writing(self.iteration), lambda: self.write_part(write()))
+            content = manifest_of(
+                self.snapshot,
+                parts,
+                iteration=self.iteration,
+                layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+                tensors={},  # the other framework's files say where they are
+            )
+            on_first(ctx, "reading the checkpoint back", lambda: self.put(content, look))
+        except MegatronError:  # the same on all ranks, so nobody is still writing
+            on_first(ctx, "removing what was written", lambda: folders.remove(stage))
+            raise
+        directory = on_first(ctx, "putting the checkpoint in place", commit)
+        retired = on_first(
+            ctx,
+            "removing older checkpoints",
+            lambda: retire(directory.parent, self.retention, newest=self.iteration),
+        )
+        seconds = time.monotonic() - self.started
+        return Saved(self.iteration, directory, content.bytes, seconds, seconds, retired)
+
+    def write_part(self, files: Mapping[str, FileRecord]) -> WrittenPart:
+        """Add this rank's random states to the `files` that it has written.
+
+        Where an older checkpoint may be deleted because of this one, all of them are read back.
+        """
+        made, generators, states = dict(files), None, self.snapshot.generators
+        if states is not None:
+            generators = f"generators-{self.ctx.rank:05d}.safetensors"
+            made[generators] = write_generators(self.stage / generators, states)
+        if self.retention.last is not None:
+            verify.read_back(self.stage, made)
+        return WrittenPart(made, {}, generators)
+
+    def put(self, content: Manifest, look: Callable[[], None]) -> None:
+        """Rank 0 must see every file at its length, and what `look` wants; then it seals them."""
+        seal.check_lengths(self.stage, content)
+        look()
+        text = manifest.encode(content)
+        manifest.decode(text, self.stage / SEAL)
+        durable.write_file(self.stage / SEAL, text)

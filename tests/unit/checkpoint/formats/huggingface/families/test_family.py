@@ -1,0 +1,94 @@
+"""Every family has a place for every tensor that the models it holds can have."""
+
+import dataclasses
+
+import pytest
+
+from megatron.checkpoint.bert_tensors import BertHeads
+from megatron.checkpoint.formats.huggingface.families.family import Sizes
+from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
+from megatron.config.model import Normalization, PositionEmbedding
+from tests.support.models import tiny_config
+
+LLAMA = {
+    "position_embedding_type": PositionEmbedding.ROPE,
+    "normalization": Normalization.RMS_NORM,
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+HELD = {
+    "gpt2": [{}, {"untie_embeddings_and_output_weights": True}, {"onnx_safe": True}],
+    "gpt_neox": [
+        {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": parallel}
+        for parallel in (False, True)
+    ],
+    "llama": [LLAMA, {**LLAMA, "add_bias_linear": True, "num_query_groups": 2, "kv_channels": 6}],
+    "mistral": [LLAMA, {**LLAMA, "sliding_window": 4}],
+    "qwen2": [{**LLAMA, "add_qkv_bias": True, "sliding_window": 4}],
+    "qwen3": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6}],
+    "mixtral": [
+        {**LLAMA, "num_experts": 3},
+        {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
+    ],
+    "bert": [
+        {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
+        {"apply_residual_connection_post_layernorm": True},
+    ],
+    "megatron-bert": [{"onnx_safe": True}, {}],
+}
+
+
+def heads_for(name: str) -> BertHeads | None:
+    return BertHeads() if "bert" in name else None
+
+
+def test_experts_are_held_by_families_that_have_them() -> None:
+    dense, several = tiny_config(**LLAMA), tiny_config(**LLAMA, num_experts=4)
+    assert list(FAMILIES["llama"].lacks(several)) == [
+        "--num-experts 4 (llama has one MLP in a layer)"
+    ]
+    assert list(FAMILIES["mixtral"].lacks(dense)) == ["--num-experts None (mixtral has experts)"]
+    # One expert is a dense model.
+    assert list(FAMILIES["llama"].lacks(tiny_config(**LLAMA, num_experts=1))) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
+    family = FAMILIES[name]
+    for changes in HELD[name]:
+        config = tiny_config(**changes)
+        assert list(family.lacks(config)) == []
+        keys: list[str] = []
+        for ours in family.tensors_of(config, Sizes(50, 12, heads_for(name))):
+            keys += family.rule(ours, config)[1]
+        assert len(keys) == len(set(keys))
+        layers = [key for key in keys if ".1." in key]
+        assert len(layers) == len([key for key in keys if ".0." in key]) > 5
+        assert all(key.startswith(family.prefix) or family.is_above(key) for key in keys)
+        assert not any(family.is_buffer(key) for key in keys)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
+    family, config = FAMILIES[name], tiny_config(**HELD[name][0])
+    for change, told in (
+        ({"embed_layernorm": True}, "--embed-layernorm True"),
+        ({"position_embedding_type": PositionEmbedding.ALIBI}, "--position-embedding-type alibi"),
+        (
+            {
+                "apply_residual_connection_post_layernorm": (
+                    not config.apply_residual_connection_post_layernorm
+                )
+            },
+            "--apply-residual-connection",
+        ),
+    ):
+        lacking = list(family.lacks(dataclasses.replace(config, **change)))
+        assert any(text.startswith(told) for text in lacking)
+
+
+def test_families_of_plain_heads_say_so() -> None:
+    wide = tiny_config(kv_channels=6)
+    assert list(FAMILIES["gpt2"].lacks(wide)) == ["--kv-channels 6 (gpt2 has 4)"]
+    grouped = tiny_config(num_query_groups=2)
+    assert list(FAMILIES["gpt2"].lacks(grouped)) == ["--num-query-groups 2 (gpt2 has 4)"]

@@ -1,0 +1,65 @@
+"""Biases, norms of heads, and windows of Qwen2 and Qwen3."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.formats.huggingface.families.fields import Fields
+from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
+from megatron.config.fields import from_plain
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError
+from tests.unit.checkpoint.formats.huggingface.families.test_llama import SHAPE
+
+
+def read(family: Any = QWEN2, **values: Any) -> ModelConfig:
+    fields = Fields(Path("config.json"), SHAPE | {"num_key_value_heads": 2} | values)
+    return from_plain(ModelConfig, family.read_config(fields))
+
+
+def test_the_second_has_biases_of_q_k_v_and_the_third_norms() -> None:
+    assert read().has_qkv_bias_alone
+    assert not read().qk_layernorm
+    third = read(QWEN3)
+    assert third.qk_layernorm
+    assert not third.has_qkv_bias_alone
+    assert third.head_width == 128  # what transformers takes for an absent field
+
+
+def test_a_window_counts_only_where_it_is_used() -> None:
+    assert read(sliding_window=64).sliding_window is None
+    used = {"use_sliding_window": True, "sliding_window": 64}
+    assert read(**used, max_window_layers=0).sliding_window == 64
+    assert read(**used, max_window_layers=2).sliding_window is None
+    every = ["sliding_attention"] * 2
+    assert read(**used, max_window_layers=1, layer_types=every).sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "'max_window_layers' is 1",
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "'layer_types' is ['full_attention', 'sliding_attention']",
+        ),
+        ({"layer_types": ["linear_attention"] * 2}, "'layer_types' is ['linear_attention'"),
+    ],
+)
+def test_layers_of_several_kinds_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match="no model here does") as caught:
+        read(**values)
+    assert told in str(caught.value)
+
+
+def test_biases_in_attention_alone_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="biases in attention alone"):
+        read(QWEN3, attention_bias=True)
