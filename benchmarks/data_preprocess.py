@@ -34,7 +34,7 @@ from benchmarks.data_turns import (
 from benchmarks.data_worker import Answer, Worker, WorkerError
 from megatron.tokenizer.tokenizer import TokenizerSpec
 from tools import make_corpus, train_tokenizer
-from tools.documents import TextRule, is_text, texts
+from tools.preprocessing.documents import TextRule, is_text, texts
 
 _TOOL = Path(__file__).resolve().parents[1] / "tools" / "preprocess_data.py"
 _ENCODERS = ("gigatoken", "tiktoken", "tokenizers")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from tools.text_output import write_text_files
+from tools.preprocessing.text_output import write_text_files
 
 
 def check_output(output: str | None, flag: str = "--output") -> None:

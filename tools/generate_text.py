@@ -25,7 +25,7 @@ from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
 from megatron.program import run
 from megatron.tokenizer.protocol import Tokenizer
-from tools.model_flags import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_flags
 
 INTERACTIVE_PROMPT = "> "
 

@@ -30,7 +30,7 @@ from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer
-from tools.tokenizer_flags import tokenizer_spec
+from tools.flags.tokenizer import tokenizer_spec
 
 _TOKENIZER_SOURCES = (
     "vocab_file",

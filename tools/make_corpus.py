@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.documents import find_inputs
-from tools.text_output import refuse_existing, write_text_files
+from tools.preprocessing.documents import find_inputs
+from tools.preprocessing.text_output import refuse_existing, write_text_files
 
 # Tests repeat themselves, encodings are tables, and what is installed differs between machines.
 _PASSED_OVER = frozenset(

@@ -29,9 +29,9 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.corpus_merge import METHODS, Merge, merge_on_ranks, require_space, space_of
-from tools.ranks import Ranks
-from tools.text_output import refuse_existing
+from tools.preprocessing.corpus_merge import METHODS, Merge, merge_on_ranks, require_space, space_of
+from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.text_output import refuse_existing
 
 # What must be equal for ids to mean the same in all parts.
 _MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")

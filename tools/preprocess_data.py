@@ -2,7 +2,7 @@
 
 A row is kept under every key of --json-keys or dropped under every key, so that the outputs of one
 run stay aligned row by row. Nothing appears under its final name before everything has been
-tokenized. The work between text and ids is in `tools.encoding`, the file formats are
+tokenized. The work between text and ids is in `tools.preprocessing.encoding`, the file formats are
 `megatron.data.indexed_dataset`'s.
 """
 
@@ -37,12 +37,13 @@ from megatron.tokenizer.tokenizer import (
     Tokenizer,
     require_eod,
 )
-from tools import resume
-from tools.corpus_output import CorpusSet, Totals
-from tools.dataset_rows import DatasetName, open_dataset
-from tools.documents import TEXT_RULES, TextRule, find_inputs, is_text
-from tools.encoders import ENCODERS, choose_encoder
-from tools.encoding import (
+from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
+from tools.preprocessing import resume
+from tools.preprocessing.corpus_output import CorpusSet, Totals
+from tools.preprocessing.dataset_rows import DatasetName, open_dataset
+from tools.preprocessing.documents import TEXT_RULES, TextRule, find_inputs, is_text
+from tools.preprocessing.encoders import ENCODERS, choose_encoder
+from tools.preprocessing.encoding import (
     Chunk,
     EncodedChunk,
     EncodeSettings,
@@ -52,9 +53,8 @@ from tools.encoding import (
     texts_of_rows,
     tokenizer_of,
 )
-from tools.resume import Journal, Part
-from tools.sources import FileSource, Source
-from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
+from tools.preprocessing.resume import Journal, Part
+from tools.preprocessing.sources import FileSource, Source
 
 _COMPARED_ROWS = 25
 _COMPARED_CHARACTERS = 20_000  # of each of the first documents, when encoders are compared

@@ -26,10 +26,6 @@ if importlib.util.find_spec("megatron") is None:
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.program import run
-from tools import resume
-from tools.corpus_merge import METHODS, Merge, merge_on_ranks
-from tools.corpus_output import CorpusSet, Totals, sidecar_of
-from tools.encoding import Chunk, EncodedChunk
 from tools.preprocess_data import (
     Job,
     Progress,
@@ -40,9 +36,13 @@ from tools.preprocess_data import (
     require_documents,
     what_decides,
 )
-from tools.ranks import Ranks
-from tools.resume import PieceJournal
-from tools.sources import Source
+from tools.preprocessing import resume
+from tools.preprocessing.corpus_merge import METHODS, Merge, merge_on_ranks
+from tools.preprocessing.corpus_output import CorpusSet, Totals, sidecar_of
+from tools.preprocessing.encoding import Chunk, EncodedChunk
+from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.resume import PieceJournal
+from tools.preprocessing.sources import Source
 
 _PIECES_PER_RANK = 4  # so that ranks that are slower, or got longer pieces, end with the others
 _VISIBLE_S = 10.0  # how long a shared file system may take to show what another machine wrote

@@ -31,9 +31,16 @@ from megatron.data.samples.sft_dataset import PARTS, SFTCorpusBuilder, part_pref
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from megatron.tokenizer.tokenizer import Tokenizer
-from tools.documents import PARQUET, DocumentFile, Row, find_inputs, is_text, record_of
-from tools.text_output import refuse_existing
-from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
+from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
+from tools.preprocessing.documents import (
+    PARQUET,
+    DocumentFile,
+    Row,
+    find_inputs,
+    is_text,
+    record_of,
+)
+from tools.preprocessing.text_output import refuse_existing
 
 _TOLD = 3  # lines that are left out and told one by one; the rest is counted
 

@@ -40,7 +40,7 @@ from megatron.initialize import tokenizer_of
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.program import run
 from pretrain_gpt import gpt_task
-from tools.text_output import refuse_existing, write_text_files
+from tools.preprocessing.text_output import refuse_existing, write_text_files
 
 _ENDS = 5  # tokens shown of each end of a sample without --all-tokens
 # The model does not change what is read, so its flags may be left out.

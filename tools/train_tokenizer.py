@@ -24,8 +24,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from megatron.tokenizer.bert_wordpiece import SPECIAL_TOKENS
 from megatron.tokenizer.protocol import END_OF_TEXT
-from tools.documents import TEXT_RULES, DocumentFile, TextRule, find_inputs, texts
-from tools.text_output import refuse_existing, write_text_files
+from tools.preprocessing.documents import TEXT_RULES, DocumentFile, TextRule, find_inputs, texts
+from tools.preprocessing.text_output import refuse_existing, write_text_files
 
 _BYTES = 256
 

@@ -22,7 +22,7 @@ from tasks.eval_harness.interface import check_interface, check_version
 from tasks.loading import load_scorer
 from tasks.results import check_output, write_result
 from tasks.zeroshot.program import add_row_flags
-from tools.model_flags import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_flags
 
 # Of the scripts of bigscience that evaluate; what they ask for happens here anyway.
 _NO_EFFECT = {

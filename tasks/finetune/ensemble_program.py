@@ -25,7 +25,7 @@ from tasks.finetune.predictions import (
 from tasks.finetune.questions import QUESTIONS
 from tasks.finetune.rows import UNKNOWN
 from tasks.results import check_output, write_result
-from tools.text_output import write_text_files
+from tools.preprocessing.text_output import write_text_files
 
 _NAME = "predictions.tsv"
 _FEWEST = 2

@@ -27,7 +27,7 @@ from tasks.finetune.rows import Rows, make_rows
 from tasks.finetune.start import finetuning_config, start_of
 from tasks.finetune.training import FineTuning, Outcome, say_parts
 from tasks.results import check_output, write_result
-from tools.text_output import write_text_files
+from tools.preprocessing.text_output import write_text_files
 
 # Those of pretraining but what is about corpora, which are not read here.
 FINETUNE_CHECKS: tuple[Check, ...] = tuple(

@@ -24,7 +24,7 @@ from tasks.zeroshot.pairs import (
     read_questions,
 )
 from tasks.zeroshot.perplexity import USUAL_STEP, evaluate_perplexity, read_texts
-from tools.model_flags import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_flags
 
 
 class Result(Protocol):

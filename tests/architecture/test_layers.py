@@ -79,8 +79,8 @@ def test_a_circle_inside_a_package_is_found(tmp_path: Path) -> None:
 
 def test_an_import_of_a_program_is_found(tmp_path: Path) -> None:
     package = write_tree(
-        tmp_path / "megatron", {"log.py": "from tools.documents import find_inputs\n"}
+        tmp_path / "megatron", {"log.py": "from tools.preprocessing.documents import find_inputs\n"}
     )
     assert list(outsiders(package)) == [
-        "megatron/log.py:1: the library may not import tools.documents.find_inputs"
+        "megatron/log.py:1: the library may not import tools.preprocessing.documents.find_inputs"
     ]

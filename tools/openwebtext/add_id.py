@@ -14,7 +14,6 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.errors import DataError
 from megatron.program import run
-from tools.documents import DocumentFile, record_of
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -22,7 +21,8 @@ from tools.openwebtext.json_lines import (
     json_line_files,
     require_rows,
 )
-from tools.text_output import WholeFile
+from tools.preprocessing.documents import DocumentFile, record_of
+from tools.preprocessing.text_output import WholeFile
 
 _DIGITS = 10  # as many as Megatron writes
 

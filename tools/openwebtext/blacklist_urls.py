@@ -17,7 +17,6 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.documents import DocumentFile, TextRule, find_inputs, is_text
 from tools.openwebtext.json_lines import check_outputs, print_counts
 from tools.openwebtext.urls import (
     DOMAINS,
@@ -27,7 +26,8 @@ from tools.openwebtext.urls import (
     UrlFilter,
     listed_entries,
 )
-from tools.text_output import WholeFile
+from tools.preprocessing.documents import DocumentFile, TextRule, find_inputs, is_text
+from tools.preprocessing.text_output import WholeFile
 
 
 def main(argv: list[str] | None = None) -> None:

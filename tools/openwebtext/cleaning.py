@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
-from tools.documents import fields_of, record_of
-from tools.encoding import BAD_LINES_SHOWN, Chunk
 from tools.openwebtext.json_lines import json_line, line_of
 from tools.openwebtext.packages import package
+from tools.preprocessing.documents import fields_of, record_of
+from tools.preprocessing.encoding import BAD_LINES_SHOWN, Chunk
 
 LENGTH_UNITS = ("words", "characters", "tokens")
 REASONS = ("empty", "javascript", "too short", "language", "bad line")

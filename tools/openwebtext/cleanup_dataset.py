@@ -20,8 +20,7 @@ from tqdm import tqdm
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.program import run
-from tools.documents import TextRule
-from tools.encoding import BAD_LINES_SHOWN, encode_in_order, read_chunks
+from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
 from tools.openwebtext.cleaning import LENGTH_UNITS, REASONS, Steps, clean_chunk
 from tools.openwebtext.json_lines import (
     add_file_flags,
@@ -30,8 +29,9 @@ from tools.openwebtext.json_lines import (
     print_counts,
     require_rows,
 )
-from tools.text_output import WholeFile
-from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_spec
+from tools.preprocessing.documents import TextRule
+from tools.preprocessing.encoding import BAD_LINES_SHOWN, encode_in_order, read_chunks
+from tools.preprocessing.text_output import WholeFile
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,6 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.documents import DocumentFile, TextRule, fields_of, find_inputs, record_of, texts
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -27,7 +26,15 @@ from tools.openwebtext.json_lines import (
     line_of,
     require_rows,
 )
-from tools.text_output import WholeFile
+from tools.preprocessing.documents import (
+    DocumentFile,
+    TextRule,
+    fields_of,
+    find_inputs,
+    record_of,
+    texts,
+)
+from tools.preprocessing.text_output import WholeFile
 
 _WORD = re.compile(r"\w+")
 

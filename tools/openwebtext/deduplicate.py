@@ -27,8 +27,6 @@ from tqdm import tqdm
 from megatron import atomic
 from megatron.errors import ConfigError
 from megatron.program import run
-from tools.documents import Row, TextRule, fields_of
-from tools.encoding import encode_in_order, read_chunks
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -46,7 +44,9 @@ from tools.openwebtext.near_duplicates import (
     shingles_of,
     sign_chunk,
 )
-from tools.text_output import WholeFile
+from tools.preprocessing.documents import Row, TextRule, fields_of
+from tools.preprocessing.encoding import encode_in_order, read_chunks
+from tools.preprocessing.text_output import WholeFile
 
 
 class Groups:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError, DataError
-from tools.documents import Row, find_inputs, is_text
-from tools.text_output import refuse_existing
+from tools.preprocessing.documents import Row, find_inputs, is_text
+from tools.preprocessing.text_output import refuse_existing
 
 
 def add_file_flags(parser: argparse.ArgumentParser) -> None:

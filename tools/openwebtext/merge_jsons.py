@@ -12,7 +12,6 @@ if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.program import run
-from tools.documents import DocumentFile, fields_of
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -21,7 +20,8 @@ from tools.openwebtext.json_lines import (
     print_counts,
     require_rows,
 )
-from tools.text_output import WholeFile
+from tools.preprocessing.documents import DocumentFile, fields_of
+from tools.preprocessing.text_output import WholeFile
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tools.documents import fields_of
-from tools.encoding import Chunk
 from tools.openwebtext.packages import package
+from tools.preprocessing.documents import fields_of
+from tools.preprocessing.encoding import Chunk
 
 _SCHEME = "affine32"  # of datasketch's permutations; 32 bits are enough for 100 M shingles
 _RECALL = 0.99  # of the pairs at the threshold that are compared at all

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 import xxhash
 
 from megatron.errors import DataError
-from tools.documents import DocumentFile, TextRule, text_of
+from tools.preprocessing.documents import DocumentFile, TextRule, text_of
 
 REASONS = ("too short", "malformed", "domain", "extension", "duplicate")
 

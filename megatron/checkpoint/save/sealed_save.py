@@ -1,7 +1,8 @@
 """The end of a save in another framework's layout: random states, the seal, rename, retention.
 
 `formats.megatron.save` and `formats.deepspeed.save` say how the files are written and named; from
-there on both go the way of our own format. One verdict of all ranks, nothing half-made, the tracker last.
+there on both go the way of our own format. One verdict of all ranks, nothing half-made, the tracker
+last.
 """
 
 import time

@@ -1,0 +1,373 @@
+"""The benchmarks run, compare equals, and say what they could not measure."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import (
+    data,
+    data_preprocess,
+    data_sections,
+    data_turns,
+    data_worker,
+    gpu_suite,
+    parallel_cpu,
+    pipeline_bubble,
+)
+from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
+from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
+from megatron.errors import ConfigError, NumericsError
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = (
+    *("--layers", "2", "--hidden", "32", "--heads", "2", "--seq-length", "16", "--vocab", "96"),
+    *("--micro-batch", "2", "--steps", "3", "--warmup", "1", "--peak-sizes", "64"),
+)
+TINY_GPT3 = (
+    *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"),
+    *("--seq-length", "16", "--max-position-embeddings", "16"),
+)
+
+
+def script(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark as a user would, on one thread and without any GPU there may be."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+
+
+def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> None:
+    done = script("train_cpu.py", *TINY, "--json", str(tmp_path / "out" / "result.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert {"machine", "shape", "recipe", "flops_convention", "steps", "results"} <= report.keys()
+    assert {"cpu", "threads", "torch", "load_1min", "time"} <= report["machine"].keys()
+    assert [result["dtype"] for result in report["results"]] == ["fp32", "bf16"]
+    for result in report["results"]:
+        ours, plain = result["ours"], result["plain"]
+        tolerance = TOLERANCE[result["dtype"]]
+        assert ours["first_loss"] == pytest.approx(plain["first_loss"], rel=tolerance)
+        assert ours["last_loss"] == pytest.approx(plain["last_loss"], rel=10 * tolerance)
+        assert ours["first_grad_norm"] == pytest.approx(plain["first_grad_norm"], rel=5e-3)
+        assert ours["last_loss"] != ours["first_loss"]
+        for score in (ours, plain):
+            assert len(score["seconds"]) == 3
+            assert score["tokens_per_second"] > 0
+            assert score["median_cpu_seconds"] > 0
+            work = score["tokens_per_second"] * result["flops_per_token"] / 1e12
+            share = work / result["matmul_peak_tflops"]
+            assert score["share_of_matmul_peak"] == pytest.approx(share)
+        low, high = result["ratio_range"]
+        assert low <= result["ratio"] <= high
+    assert "ours / plain in tokens/s" in done.stdout
+
+
+def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path: Path) -> None:
+    done = script("parallel_cpu.py", "--quick", "--json", str(tmp_path / "out" / "result.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "result.json").read_text())
+    rows = {row["who"]: row for row in report["rows"]}
+    assert set(parallel_cpu.OURS) < rows.keys()
+    first = rows[parallel_cpu.PLAIN_ALONE]["turns"][0]["losses"]
+    for row in rows.values():
+        assert len(row["turns"]) == report["rounds"] == 2
+        assert row["turns"][0]["losses"] == pytest.approx(first, rel=10 * TOLERANCE["fp32"])
+        assert row["cpu"] > 0
+    assert report["efficiency"].keys() == {*parallel_cpu.OURS, parallel_cpu.DDP}
+    assert min(report["beside_ddp"].values()) > 0
+    for who in parallel_cpu.OURS:
+        sent = report["bytes"][who]
+        # What is more than the formula: the loss, the norm, and the padding of buckets.
+        assert 1.0 <= sent["counted"] / sent["formula"] < 1.05
+    for target in ("efficiency of ours over DDP's own", "efficiency of ours, overlap over DDP's"):
+        assert f"target >= 0.95: {target}" in done.stdout
+
+
+def test_a_ring_sends_two_halves_of_an_all_reduce() -> None:
+    both = [parallel_cpu.ring_bytes(kind, 120.0, 4) for kind in ("reduce-scatter", "all-gather")]
+    assert sum(both) == parallel_cpu.ring_bytes("all-reduce", 120.0, 4) == 180.0
+
+
+def test_an_overlap_that_changes_a_bit_is_refused() -> None:
+    def rows(changed: float) -> list[data_turns.Row]:
+        losses = {who: 6.0 for who in ("ours", parallel_cpu.PLAIN_ALONE)}
+        losses["ours, overlap"] = 6.0 + changed
+        turns = {who: {"losses": [loss], "norms": [1.0]} for who, loss in losses.items()}
+        return [data_turns.Row(who, 1, "tokens", [turn]) for who, turn in turns.items()]
+
+    warm = {row.who: row.turns[0] for row in rows(0.0)}
+    parallel_cpu.check_all_equal(rows(0.0), warm)
+    with pytest.raises(NumericsError, match="overlapping the sum of gradients changes results"):
+        parallel_cpu.check_all_equal(rows(1e-7), warm)
+    with pytest.raises(NumericsError, match="do not compute the same last loss"):
+        parallel_cpu.check_all_equal(rows(1e-2), warm)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "what"),
+    [
+        ((6.0, 5.0), (1.0, 1.0), "first loss"),
+        ((6.001, 5.0), (1.01, 1.0), "first gradient norm"),
+        ((6.001, 5.1), (1.0, 1.0), "last loss"),
+        ((float("nan"), 5.0), (1.0, 1.0), "first loss"),
+    ],
+)
+def test_a_comparison_of_unequal_work_is_refused(
+    losses: tuple[float, float], norms: tuple[float, float], what: str
+) -> None:
+    plain = Contestant("plain", lambda text: (0.0, 0.0), losses=[6.001, 5.0], norms=[1.0, 1.0])
+    ours = Contestant("ours", lambda text: (0.0, 0.0), losses=list(losses), norms=list(norms))
+    with pytest.raises(NumericsError, match=f"do not compute the same {what}"):
+        check_equal_work("fp32", ours, plain)
+    check_equal_work("fp32", plain, plain)
+
+
+def test_a_weight_without_a_source_is_an_error_and_not_left_at_random() -> None:
+    shape = Shape(layers=1, hidden=8, heads=2, seq_length=4, vocab=11, micro_batch=1)
+    with pytest.raises(KeyError, match=r"position\.weight"):
+        copy_weights([("embedding.word.weight", torch.zeros(11, 8))], PlainGPT(shape), shape)
+
+
+def test_the_gpu_suite_says_what_it_did_not_measure_where_there_is_no_gpu(tmp_path: Path) -> None:
+    done = script("gpu_suite.py", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for part in ("tests/gpu", "training gpt3-125m", "training gpt3-1.3b"):
+        assert f"not measured: {part} (no CUDA device)" in done.stdout
+    (written,) = tmp_path.glob("gpu_suite-*.json")
+    report = json.loads(written.read_text())
+    assert report["device"] is None
+    assert report["trainings"] == []
+    assert len(report["not_measured"]) == 3
+    assert written.with_suffix(".md").read_text() == done.stdout
+
+
+def test_the_gpu_suite_measures_a_training_and_where_its_time_goes(tmp_path: Path) -> None:
+    found = tmp_path / "measured.json"
+    gpu_suite.main(
+        [
+            *("--measure", "gpt3-125m", "--device", "cpu", "--micro-batch", "2", "--steps", "2"),
+            *("--warmup", "1", "--matmul-size", "64", "--peak-tflops", "2", "--json", str(found)),
+            *("--", *TINY_GPT3),
+        ]
+    )
+    one = json.loads(found.read_text())
+    assert one["steps"] == 2
+    assert one["tokens_per_step"] == 32
+    assert one["mfu"] == pytest.approx(one["model_tflops"] / 2)
+    assert one["profile"]["top"][0]["ms_per_step"] > 0
+    tests = {"ok": False, "why": "", "counts": {"passed": 2, "failed": 1}, "seconds": 1.0}
+    report: dict[str, Any] = {
+        "time": "now",
+        "torch": "2",
+        "device": "a GPU",
+        "flops_convention": "ours",
+        "tests": tests | {"failures": ["FAILED tests/gpu/x.py::y"]},
+        "trainings": [one],
+        "not_measured": [{"part": "training gpt3-1.3b", "why": "out of memory"}],
+    }
+    text = gpu_suite.markdown(report)
+    assert "2 passed, 1 failed" in text
+    assert "- FAILED tests/gpu/x.py::y" in text
+    assert "of the stated 2 TFLOP/s" in text
+    assert "not measured: training gpt3-1.3b (out of memory)" in text
+
+
+def test_parts_that_fail_or_take_too_long_are_reported_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endings: list[Any] = [
+        SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nOutOfMemoryError: full"),
+        subprocess.TimeoutExpired("x", 1.0),
+        SimpleNamespace(
+            returncode=1,
+            stdout="FAILED tests/gpu/a.py::b - c\n1 failed, 14 passed in 9s",
+            stderr="",
+        ),
+        subprocess.TimeoutExpired("x", 1.0),
+    ]
+
+    def end(*_: Any, **__: Any) -> Any:
+        ending = endings.pop(0)
+        if isinstance(ending, BaseException):
+            raise ending
+        return ending
+
+    monkeypatch.setattr(gpu_suite.subprocess, "run", end)
+    one = gpu_suite.TRAININGS[0]
+    assert "OutOfMemoryError: full" in gpu_suite._measure_apart(one, None)["why"]
+    assert gpu_suite._measure_apart(one, 5.0)["why"] == f"not done within {one.deadline_s:.0f} s"
+    tests = gpu_suite._run_tests()
+    assert tests["counts"] == {"failed": 1, "passed": 14}
+    assert tests["failures"] == ["FAILED tests/gpu/a.py::b - c"]
+    assert not tests["ok"]
+    assert gpu_suite._run_tests()["why"].startswith("not done within")
+
+
+TINY_DATA = (
+    *("--tokens", "20000", "--documents", "50", "--index-documents", "300", "--samples", "1000"),
+    *("--turn-samples", "20", "--seq-length", "64", "--rounds", "2", "--repeats", "1"),
+    *("--megabytes", "0.05"),
+)
+
+
+@pytest.mark.slow
+def test_the_data_benchmark_measures_ours_and_says_what_is_missing(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"line {n}: the quick brown fox, again " * 9}) for n in range(60)]
+    text.write_text("\n".join(lines) + "\n")
+    output = tmp_path / "out" / "data.json"
+    done = script("data.py", *TINY_DATA, "--text", str(text), "--json", str(output))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    sections = {section["name"]: section for section in report["sections"]}
+    assert list(sections) == list(data.SECTIONS)
+    assert report["peers"] is None
+    for name, section in sections.items():
+        assert f"== {name}: " in done.stdout
+        assert all(row["cpu"] >= 0 and row["who"].strip() for row in section["rows"])
+        assert "no --peer-python, so there is no peer here" in section["notes"]
+        for target in section["targets"]:
+            beside_a_peer = "megatron-core" in target["what"]
+            assert (target["found"] is None) == beside_a_peer
+            assert (target["reached"] is None) == beside_a_peer
+    assert done.stdout.count("not measured") == 4  # preprocess, two blends, sample-index
+    assert "wall s after imports" in done.stdout
+    rows = {row["who"]: row for row in sections["samples"]["rows"]}
+    assert {"ours off", "ours touched", "ours touched, mapped", "bare memmap"} <= rows.keys()
+    assert len(rows["ours touched"]["turns"]) == 2
+    assert any("every .bin has the same bytes" in n for n in sections["preprocess"]["notes"])
+
+
+def test_the_data_benchmark_does_only_the_sections_asked_for_and_keeps_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY_DATA, "--folder", str(tmp_path / "kept"), "--only", "samples"]
+    for made in (True, False):
+        data.main(flags)
+        said = capsys.readouterr().out
+        assert ("made a corpus of 20,000 tokens" in said) == made
+        assert said.count("== ") == 1
+        assert "touched beside off, % more CPU s" in said
+
+
+def test_the_peers_side_of_the_data_benchmark_imports_nothing_of_ours() -> None:
+    peers = data_sections.PEERS
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(peers.parent)!r})
+found = runpy.run_path({str(peers)!r})
+assert not any(name.split(".")[0] in ("megatron", "torch", "tools") for name in sys.modules)
+print(*sorted(found["JOBS"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    ours = {"open_samples", "read_samples", "blending", "sample_index", "first_batch"}
+    assert ours <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--repeats", "0"), "--repeats is too small"),
+        (("--tokens", "1000"), "--tokens is too small"),
+        (("--vocab-file", "vocab.json"), "a GPT-2 vocabulary is two files"),
+    ],
+)
+def test_the_data_benchmark_refuses_flags_that_measure_nothing(
+    flags: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        data.main(flags)
+
+
+def test_a_job_that_fails_is_told_with_its_traceback() -> None:
+    with data_worker.Worker(sys.executable, data_sections.OURS) as worker:
+        with pytest.raises(data_worker.WorkerError, match=r"job read_samples failed(.|\n)*absent"):
+            worker.ask("read_samples", name="absent", start=0, count=1)
+        assert worker.ask("blending", weights=[1.0, 2.0], size=9, digest=True)["digest"]
+    gone = data_worker.Worker(sys.executable, ROOT / "absent.py")
+    with gone, pytest.raises(data_worker.WorkerError, match="process of the job blending ended"):
+        gone.ask("blending")
+
+
+def test_turns_alternate_and_ratios_are_those_of_neighbouring_turns() -> None:
+    order = []
+
+    def turn(who: str, seconds: list[float]) -> data_turns.Turn:
+        def take() -> dict[str, Any]:
+            order.append(who)
+            return {"cpu": seconds.pop(0), "wall": 1.0, "peak_mb": 5.0}
+
+        return take
+
+    rows = data_turns.take_turns(
+        {"a": turn("a", [1.0, 2.0, 9.0]), "b": turn("b", [2.0, 4.0, 9.0])},
+        repeats=3,
+        amount=10,
+        unit="MB",
+        fresh=True,
+    )
+    assert "".join(order) == "abbaab"
+    assert rows[0].per_cpu_second == pytest.approx(5.0)
+    assert data_turns.ratio(rows[1], rows[0]) == pytest.approx(2.0)
+    assert data_turns.ratio(rows[1], None) is None
+    targets = [
+        data_turns.Target("fast", 2.0, at_least=2.0),
+        data_turns.Target("cheap", 3.0, below=3.0),
+        data_turns.Target("unknown", None, at_least=1.0),
+    ]
+    text = data_turns.table(data_turns.Section("name", "says", rows, targets, ["something"]))
+    assert "target >= 2: fast: 2, reached" in text
+    assert "target < 3: cheap: 3, NOT REACHED" in text
+    assert "target >= 1: unknown: not measured" in text
+    assert "note: something" in text
+    with pytest.raises(NumericsError, match="ours and the peer's differ: the order"):
+        data_turns.require_equal("the order", "x", "y")
+
+
+def test_the_lengths_of_the_documents_add_up() -> None:
+    for documents, tokens in ((1, 5), (50, 20_000), (7, 8)):
+        sizes = data_sections.document_sizes(documents, tokens, np.random.default_rng(1))
+        assert sizes.sum() == tokens
+        assert sizes.min() >= 1
+
+
+def test_paragraphs_of_plain_text_become_documents_of_some_length(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(f"paragraph {n} " + "word " * 200 for n in range(12)))
+    found = list(data_preprocess._documents([path]))
+    assert sum(text.count("paragraph") for text in found) == 12
+    assert 1 < len(found) < 12
+    assert all(text for text in found)
+
+
+def test_the_pipeline_benchmark_reads_its_clock_against_theory() -> None:
+    case = pipeline_bubble.Case("1f1b", 2, 8, 1)
+    # Eight micro-batches of 3 units and one of waiting, of 10 ms each.
+    stages = [pipeline_bubble.Measured(0.27, 0.24, peak) for peak in (2, 1)]
+    line = pipeline_bubble.row(case, stages, unit_s=0.01)
+    assert line == "| 1f1b | 2 | 8 | 1 | 11.1% | 11.1% | 1.000 | 2 1 | 2 1 |"
+
+
+@pytest.mark.parametrize("case", [("zero-bubble", 2, 3, 1), ("interleaved", 2, 3, 2)])
+def test_the_pipeline_benchmark_runs_its_stages(case: tuple[str, int, int, int]) -> None:
+    wanted = pipeline_bubble.Case(*case)
+    stages = pipeline_bubble.measure(wanted, unit_s=0.001, steps=1)
+    assert [one.peak for one in stages] == ([2, 1] if wanted.chunks == 1 else [6, 4])
+    # Sleeps never end early: 3 units of work for each micro-batch.
+    assert all(one.step_s >= one.work_s >= 0.009 for one in stages)

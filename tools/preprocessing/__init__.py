@@ -1,0 +1,1 @@
+"""Parts of the preprocessing programs: reading documents, encoding them, writing corpora."""
