@@ -46,16 +46,16 @@ test: gates  ## everything that has to pass: gates, then all tests
 	@$(BIN)/python -m pytest -n $(JOBS) tests
 
 test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
-	@$(BIN)/python -m tests.laws.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
+	@$(BIN)/python -m tests.laws.layouts.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
 
 test-faults: $(READY)  ## kills at every moment of a save, in every format; WRITE=1 keeps the table
-	@$(BIN)/python -m tests.laws.kill_grid $(if $(WRITE),--write)
+	@$(BIN)/python -m tests.laws.checkpoints.kill_grid $(if $(WRITE),--write)
 
 test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 keeps the table
-	@$(BIN)/python -m tests.laws.corruption $(if $(WRITE),--write)
+	@$(BIN)/python -m tests.laws.checkpoints.corruption $(if $(WRITE),--write)
 
 test-reshard: $(READY)  ## every layout's checkpoint loaded at every other layout, 281 pairs
-	@$(BIN)/python -m tests.laws.reshard
+	@$(BIN)/python -m tests.laws.checkpoints.reshard
 
 quick: gates  ## the gates and the tests that start no processes
 	@$(BIN)/python -m pytest -q tests/architecture tests/unit

@@ -130,7 +130,7 @@ def test_flags_that_documents_name_are_taken_by_something() -> None:
     known = every_flag() | {*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET} | FLAGS_OF_NOBODY
     for source in programs():  # the tools declare theirs, and pass on those of other programs
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", source.text))
-    for law in (ROOT / "tests" / "laws").glob("*.py"):  # some of which are programs too
+    for law in (ROOT / "tests" / "laws").rglob("*.py"):  # some of which are programs too
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", law.read_text(encoding="utf-8")))
     for example in (ROOT / "examples").glob("*.sh"):  # which name those of launchers
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", example.read_text()))

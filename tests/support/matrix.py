@@ -382,7 +382,7 @@ class Verdict(NamedTuple):
 
 def command(case: Case, precision: str) -> str:
     """What runs one case again."""
-    return f'python -m tests.laws.matrix --precision {precision} --case "{case}"'
+    return f'python -m tests.laws.layouts.matrix --precision {precision} --case "{case}"'
 
 
 def _differences(

@@ -23,7 +23,7 @@ from megatron.mpu.topology import Topology
 from megatron.progress import Progress
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches
 

@@ -11,7 +11,7 @@ import torch
 from megatron.arguments import parse_given
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.inference import load_model_for_inference, stored_config
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
 

@@ -13,8 +13,8 @@ from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
+from tests.support.checkpoints.small_disk import read_only, small_disk
 from tests.support.ranks import run_on_ranks
-from tests.support.small_disk import read_only, small_disk
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
 RANKS = 2

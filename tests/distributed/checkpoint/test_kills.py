@@ -11,8 +11,8 @@ from megatron.checkpoint.load import storage
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
+from tests.support.checkpoints.save_faults import MOMENTS, kill_this_process, moments_of
 from tests.support.ranks import run_on_ranks
-from tests.support.save_faults import MOMENTS, kill_this_process, moments_of
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
 RANKS = 2

@@ -17,9 +17,9 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.inference import load_model_for_inference
-from tests.support.object_store import SECRET, ObjectStore, object_store
+from tests.support.checkpoints.object_store import SECRET, ObjectStore, object_store
+from tests.support.checkpoints.save_faults import kill_this_process
 from tests.support.ranks import run_on_ranks
-from tests.support.save_faults import kill_this_process
 from tests.support.tiny import Record, tiny_run, train, whole, write_tiny_corpus
 
 STEPS, RANKS = 4, 2

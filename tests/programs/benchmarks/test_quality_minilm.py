@@ -10,7 +10,7 @@ from megatron.checkpoint.formats.huggingface.tokenizer import plan
 from megatron.checkpoint.source import WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.tokenizer import build_tokenizer
-from tests.support.hf_bert import hf_bert
+from tests.support.checkpoints.hf_bert import hf_bert
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

@@ -11,7 +11,7 @@ from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.sources import MemorySource
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "average_checkpoints.py"

@@ -16,9 +16,9 @@ from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
-from tests.support.hf_bert import CASES as BERTS
-from tests.support.hf_bert import save_bert
-from tests.support.hf_models import CASES, hf_model, save_case
+from tests.support.checkpoints.hf_bert import CASES as BERTS
+from tests.support.checkpoints.hf_bert import save_bert
+from tests.support.checkpoints.hf_models import CASES, hf_model, save_case
 from tools.compare_with_transformers import check_export, main
 
 WITH_BOTH = [case for case, one in BERTS.items() if one.model.endswith("ForPreTraining")]

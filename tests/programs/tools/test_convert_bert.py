@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.formats.huggingface.tokenizer import plan
 from megatron.checkpoint.source import WriteOptions
-from tests.support.hf_bert import hf_bert
+from tests.support.checkpoints.hf_bert import hf_bert
 from tests.support.launch import ROOT, Ended, run_program
 
 VOCABULARY = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es")

@@ -10,8 +10,8 @@ import torch
 
 from megatron.checkpoint import source_formats
 from megatron.checkpoint.formats.native.source import write_sharded
-from tests.support.megatron_files import Shape, save_megatron, whole_model
-from tests.support.sources import MemorySource, assert_same
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.sources import MemorySource, assert_same
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"

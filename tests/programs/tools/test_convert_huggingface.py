@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.support.hf_models import hf_model
+from tests.support.checkpoints.hf_models import hf_model
 from tests.support.launch import ROOT, Ended, run_program
 from tests.unit.tokenizer.vocabularies import write_gpt2
 

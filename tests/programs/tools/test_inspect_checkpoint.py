@@ -12,9 +12,9 @@ from megatron.checkpoint import source_formats
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.source import WriteOptions
 from megatron.mpu.context import ParallelContext
-from tests.support.megatron_files import Shape, save_megatron, whole_model
-from tests.support.object_store import object_store
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.object_store import object_store
+from tests.support.checkpoints.sources import MemorySource
 from tests.unit.checkpoint.toy import snapshot_at
 from tools import inspect_checkpoint
 

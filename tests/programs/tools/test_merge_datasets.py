@@ -19,8 +19,8 @@ from megatron.data.corpus.metadata import metadata_file_path, read_metadata
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
+from tests.support.checkpoints.small_disk import small_disk
 from tests.support.launch import run_program, torchrun_words, unfinished
-from tests.support.small_disk import small_disk
 from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_gpt2
 from tools import merge_datasets, preprocess_data

@@ -20,7 +20,7 @@ import zstandard
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
 from megatron.tokenizer.tokenizer import TokenizerSpec, build_tokenizer
-from tests.support.small_disk import small_disk
+from tests.support.checkpoints.small_disk import small_disk
 from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
 from tools.preprocess_data import main

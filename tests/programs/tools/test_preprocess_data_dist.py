@@ -16,8 +16,8 @@ import pytest
 from megatron.data.corpus.paths import corpus_files
 from megatron.errors import ConfigError, DataError, MachineError, MegatronError, PeerError
 from tests.programs.tools.preprocessing.test_dataset_rows import TABLE, save_fake, write_lines
+from tests.support.checkpoints.small_disk import small_disk
 from tests.support.launch import Ended, Started, all_ended, free_port, run_program, torchrun_words
-from tests.support.small_disk import small_disk
 from tools import preprocess_data, preprocess_data_dist
 from tools.preprocessing.encoding import Chunk, EncodedChunk, EncodeSettings, encode_chunk
 from tools.preprocessing.resume import partial_folder

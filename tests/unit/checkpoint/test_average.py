@@ -7,7 +7,7 @@ from megatron.checkpoint.average import AveragedSource
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box, whole
 from megatron.errors import CheckpointError
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.sources import MemorySource
 
 NAME = "model/layers.1.mlp.fc1.weight"
 

@@ -5,7 +5,7 @@ import dataclasses
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.folder.manifest import Layout, Manifest
 from megatron.checkpoint.source import SourceOptions, WriteOptions
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.sources import MemorySource
 
 
 def test_the_iteration_is_the_one_asked_for_or_the_sources_own_or_0() -> None:

@@ -8,7 +8,7 @@ from megatron.checkpoint import source_formats
 from megatron.checkpoint.load import storage
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.context import ParallelContext
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.unit.checkpoint.toy import snapshot_at
 
 

@@ -15,7 +15,7 @@ from megatron.preflight.checkpoint import (
     megatron_files_can_hold_the_run,
     starts_fresh_if_empty,
 )
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.unit.preflight.plans import found, only, plan
 
 

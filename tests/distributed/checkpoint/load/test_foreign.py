@@ -15,7 +15,7 @@ from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import local_shape, local_slice
 from megatron.mpu.topology import Topology
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.ranks import run_on_ranks
 
 SHAPE = Shape(gated=True, tied=False)

@@ -16,7 +16,7 @@ from megatron.checkpoint.files import store
 from megatron.checkpoint.files.durable import CANCELLED, from_os_error
 from megatron.checkpoint.files.store import RemotePath, place
 from megatron.errors import ConfigError
-from tests.support.object_store import BUCKET, SECRET, object_store
+from tests.support.checkpoints.object_store import BUCKET, SECRET, object_store
 
 
 class Flaky(MemoryFileSystem):

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from megatron.checkpoint.files import durable, torch_file, unpickle
-from tests.support.small_disk import small_disk
+from tests.support.checkpoints.small_disk import small_disk
 
 
 def test_what_is_saved_is_loaded_and_digested_as_it_lies_on_the_disk(tmp_path: Path) -> None:

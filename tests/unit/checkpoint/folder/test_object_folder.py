@@ -13,7 +13,7 @@ from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.load import storage
 from megatron.errors import CheckpointError, MachineError
 from megatron.mpu.context import ParallelContext
-from tests.support.object_store import SECRET, object_store
+from tests.support.checkpoints.object_store import SECRET, object_store
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
 CTX = ParallelContext.single()

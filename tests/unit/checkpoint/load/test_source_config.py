@@ -8,7 +8,7 @@ from megatron.checkpoint.load.source_config import completed_config, completed_p
 from megatron.checkpoint.source import SourceBase
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.sources import MemorySource
 
 
 def test_a_model_and_a_length_are_enough_for_a_whole_config() -> None:

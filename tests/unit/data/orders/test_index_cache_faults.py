@@ -18,7 +18,7 @@ from megatron.data.orders.index_cache import IndexCache, cache_folders, fingerpr
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import MachineError
 from tests.architecture.source_tree import ROOT
-from tests.support.small_disk import read_only, small_disk
+from tests.support.checkpoints.small_disk import read_only, small_disk
 from tests.unit.data.corpora import cache_in, random_sizes, write_corpus
 
 DESCRIPTION = {"corpus": "abc", "seed": 1}

@@ -10,8 +10,8 @@ from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.formats.deepspeed.universal import UniversalSource
 from megatron.checkpoint.source import SourceOptions
 from tests.distributed.checkpoint.formats.deepspeed.test_source import assert_holds
-from tests.support.deepspeed_folders import STEPS, Case, convert, joined
-from tests.support.megatron_deepspeed import LAYERS, Piped, write_piped, write_plain
+from tests.support.checkpoints.deepspeed_folders import STEPS, Case, convert, joined
+from tests.support.checkpoints.megatron_deepspeed import LAYERS, Piped, write_piped, write_plain
 
 HEAD_WIDTH = 4
 

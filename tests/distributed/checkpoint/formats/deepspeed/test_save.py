@@ -16,7 +16,7 @@ from megatron.checkpoint.source import SourceOptions
 from megatron.checkpoint.source_formats import locate
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
-from tests.support.deepspeed_folders import convert
+from tests.support.checkpoints.deepspeed_folders import convert
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     BF16,

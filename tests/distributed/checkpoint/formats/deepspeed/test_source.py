@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
-from tests.support.deepspeed_folders import GATED, SEQUENCE, STEPS, Case, write
+from tests.support.checkpoints.deepspeed_folders import GATED, SEQUENCE, STEPS, Case, write
 
 ON_CPU = {"device": "cpu"}
 

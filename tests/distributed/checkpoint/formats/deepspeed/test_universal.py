@@ -13,7 +13,7 @@ from megatron.checkpoint.formats.deepspeed.universal import (
 )
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from tests.distributed.checkpoint.formats.deepspeed.test_source import assert_holds
-from tests.support.deepspeed_folders import (
+from tests.support.checkpoints.deepspeed_folders import (
     DIVISIBLE_BY,
     GATED,
     STEPS,

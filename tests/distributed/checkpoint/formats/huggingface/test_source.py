@@ -12,7 +12,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.config.run import RunConfig
-from tests.support.hf_models import CASES, LOGITS, VOCABULARY, hf_model, save_case
+from tests.support.checkpoints.hf_models import CASES, LOGITS, VOCABULARY, hf_model, save_case
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record, tiny_run, train_all, write_tiny_corpus
 from tools.compare_with_transformers import check_export

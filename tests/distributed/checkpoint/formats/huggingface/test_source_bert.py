@@ -18,7 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.initialize import shutdown_megatron
 from tasks.main import main
-from tests.support.hf_bert import SAME, Continued, hf_bert, save_bert, train_and_keep
+from tests.support.checkpoints.hf_bert import SAME, Continued, hf_bert, save_bert, train_and_keep
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_bert import TinySentences, tiny_bert_run, write_tiny_sentences
 from tools.compare_with_transformers import check_export

@@ -16,8 +16,8 @@ from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import local_slice
 from megatron.mpu.topology import Topology
+from tests.support.checkpoints.sources import MemorySource, assert_same
 from tests.support.ranks import run_on_ranks
-from tests.support.sources import MemorySource, assert_same
 from tests.support.tiny import FP64, assert_close, whole
 from tests.support.tiny_bert import tiny_bert_run, train_bert_all, write_tiny_sentences
 

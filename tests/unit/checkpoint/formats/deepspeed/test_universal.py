@@ -12,7 +12,7 @@ from megatron.checkpoint.formats.deepspeed.universal import FORMAT, UniversalSou
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.checkpoint.source_formats import locate, open_source
 from megatron.errors import CheckpointError
-from tests.support.sources import MemorySource, assert_same
+from tests.support.checkpoints.sources import MemorySource, assert_same
 from tests.unit.checkpoint.formats.deepspeed.toy import MODEL, PADDED, STEPS, write_folder
 
 SMALL = WriteOptions(make_vocab_size_divisible_by=PADDED)

@@ -22,7 +22,7 @@ from megatron.generation.generate import generate
 from megatron.generation.sampling import SamplingParams
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
-from tests.support.hf_models import (
+from tests.support.checkpoints.hf_models import (
     CASES,
     LOGITS,
     POSITIONS,

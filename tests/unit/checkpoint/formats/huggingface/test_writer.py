@@ -24,7 +24,7 @@ from megatron.config.fields import to_plain
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.errors import CheckpointError
 from megatron.model.gpt_model import GPTModel
-from tests.support.hf_models import (
+from tests.support.checkpoints.hf_models import (
     CASES,
     LOGITS,
     hf_model,

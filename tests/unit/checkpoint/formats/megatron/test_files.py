@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint.formats.megatron.files import Key, MegatronFiles, RankFile, is_megatron
 from megatron.errors import CheckpointError
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 
 
 def _file(tmp_path: Path, content: Any) -> RankFile:

@@ -14,7 +14,7 @@ from megatron.checkpoint.formats.megatron.names import megatron_name
 from megatron.checkpoint.formats.megatron.source import FORMAT, MegatronSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.errors import CheckpointError
-from tests.support.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 
 SHAPES = {
     "gpt2": Shape(),

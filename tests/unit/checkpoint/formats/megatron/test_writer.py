@@ -13,7 +13,7 @@ from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.formats.megatron.writer import write_megatron
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError
-from tests.support.sources import MemorySource, assert_same
+from tests.support.checkpoints.sources import MemorySource, assert_same
 
 WIDE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 2, 2)]

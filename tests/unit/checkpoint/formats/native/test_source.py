@@ -13,7 +13,7 @@ from megatron.checkpoint.sharded import ShardedTensor
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
-from tests.support.sources import MemorySource, assert_same
+from tests.support.checkpoints.sources import MemorySource, assert_same
 
 
 def test_what_is_written_reads_back_bit_for_bit_and_loads_as_ours(tmp_path: Path) -> None:

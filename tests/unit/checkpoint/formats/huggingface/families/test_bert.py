@@ -21,7 +21,7 @@ from megatron.checkpoint.source import SourceBase, SourceOptions, WriteOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
-from tests.support.hf_bert import (
+from tests.support.checkpoints.hf_bert import (
     CASES,
     SAME,
     VOCABULARY,

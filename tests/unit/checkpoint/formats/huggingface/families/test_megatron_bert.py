@@ -8,7 +8,7 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
-from tests.support.hf_bert import save_bert
+from tests.support.checkpoints.hf_bert import save_bert
 from tests.support.models import tiny_config
 
 

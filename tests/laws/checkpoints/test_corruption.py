@@ -1,6 +1,6 @@
 """Corruption: whatever is done to the files of a checkpoint is found before a weight changes.
 
-The slice among the tests; `python -m tests.laws.corruption` flips a thousand bits.
+The slice among the tests; `python -m tests.laws.checkpoints.corruption` flips a thousand bits.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ import pytest
 from megatron.config.checkpoint import Verification
 from megatron.config.run import RunConfig
 from megatron.progress import Progress
-from tests.laws import corruption
-from tests.laws.corruption import EARLIER, EARLIER_ONE, FOUND, GOOD, UNHARMED, Result
+from tests.laws.checkpoints import corruption
+from tests.laws.checkpoints.corruption import EARLIER, EARLIER_ONE, FOUND, GOOD, UNHARMED, Result
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.config.run import RunConfig
-from tests.laws.test_resume import check_joined
+from tests.laws.checkpoints.test_resume import check_joined
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     FP32,

@@ -17,7 +17,7 @@ from megatron.data.data_utils import IndexPlace, build_datasets
 from megatron.data.kinds.dataset_makers import gpt_maker
 from megatron.data.loading.gpt_batch import decoder_batch
 from megatron.model.losses import LossSum
-from tests.laws.test_resume import FULL, HALF, check_joined
+from tests.laws.checkpoints.test_resume import FULL, HALF, check_joined
 from tests.support.models import tiny_build, tiny_config, tiny_model
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (

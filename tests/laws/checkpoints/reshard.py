@@ -1,6 +1,6 @@
 """Which layouts save a checkpoint and which load it, and what is compared after.
 
-`python -m tests.laws.reshard` loads every checkpoint of `LAYOUTS` at every layout; the slice among
+`python -m tests.laws.checkpoints.reshard` loads every checkpoint of `LAYOUTS` at every layout; the slice among
 the tests (test_reshard.py) holds every value of a source beside every value of a target. Right
 after the load the weights and the optimizer's state have to be the saved bits; then the run goes
 on, and its losses have to be those of one process that was never interrupted. Without DeepSpeed
@@ -396,7 +396,7 @@ def check(pair: Pair, saved: Sequence[Loaded], loaded: Sequence[Loaded], straigh
 def main(argv: Sequence[str] | None = None) -> None:
     """Every pair, or the slice; exit code 1 if the law is broken for one of them."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.laws.reshard", description=(__doc__ or "").splitlines()[0]
+        prog="python -m tests.laws.checkpoints.reshard", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--slice", action="store_true", help="only what is among the tests")
     parser.add_argument("--list", action="store_true", help="say the pairs, and run none")

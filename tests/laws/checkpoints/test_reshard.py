@@ -1,7 +1,7 @@
 """The reshard law: save at one layout, load at another: the same bits, and the next losses.
 
 A slice in which every value of a source is beside every value of a target, over both engines;
-`python -m tests.laws.reshard` runs every pair. The second loss after the load depends on the
+`python -m tests.laws.checkpoints.reshard` runs every pair. The second loss after the load depends on the
 optimizer's state, so that has to be right too.
 """
 
@@ -16,8 +16,8 @@ from megatron.checkpointing import load_checkpoint
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine
 from megatron.progress import Progress
-from tests.laws import reshard
-from tests.laws.reshard import (
+from tests.laws.checkpoints import reshard
+from tests.laws.checkpoints.reshard import (
     ALL,
     SAVED_AT,
     SLICE,

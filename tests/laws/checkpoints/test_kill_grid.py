@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.folder import run_folder as folders
-from tests.laws import kill_grid
-from tests.laws.kill_grid import Ours, Result, Run
+from tests.laws.checkpoints import kill_grid
+from tests.laws.checkpoints.kill_grid import Ours, Result, Run
+from tests.support.checkpoints.save_faults import MOMENTS_OF
 from tests.support.ranks import run_on_ranks
-from tests.support.save_faults import MOMENTS_OF
 from tests.support.tiny import assert_went_on, train_all
 
 

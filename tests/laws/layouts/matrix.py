@@ -1,6 +1,6 @@
 """The whole differential matrix: every triple in float64, every pair in float32 and bfloat16.
 
-`python -m tests.laws.matrix` (or `make test-matrix`) prints a line for each composition and ends
+`python -m tests.laws.layouts.matrix` (or `make test-matrix`) prints a line for each composition and ends
 with 1 if one of them trains something else than one process does. `--write` keeps the result in
 docs/parallelism.md. The fast slice, and what shows that a difference is seen, is test_matrix.py.
 """
@@ -37,7 +37,7 @@ from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record, write_tiny_corpus
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "parallelism.md"
 MARKS = ("<!-- matrix: written by `make test-matrix WRITE=1` -->", "<!-- matrix: end -->")
 STRENGTH = {"fp64": 3, "fp32": 2, "bf16": 2}
 BATCH = 8  # cases that share a start of processes
@@ -180,7 +180,9 @@ def write(page: Path, lines: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.laws.matrix", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.laws.layouts.matrix", description=__doc__
+    )
     add = parser.add_argument
     add("--case", type=Case.of, metavar="WORDS", help="one composition, by the words that name it")
     add(

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint import source_formats
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
-from tests.laws.test_reshard import ALL, SAVED_AT, check_continued
+from tests.laws.checkpoints.test_reshard import ALL, SAVED_AT, check_continued
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     FP32,

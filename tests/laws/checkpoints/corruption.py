@@ -1,6 +1,6 @@
 """What a load makes of a damaged checkpoint: flipped bits, files that are cut, swapped, not there.
 
-`python -m tests.laws.corruption` (or `make test-damage`) damages the checkpoints of two real runs
+`python -m tests.laws.checkpoints.corruption` (or `make test-damage`) damages the checkpoints of two real runs
 in one way after another, and each time loads into an engine that is ready to train. What counts as
 found: a CheckpointError that names the file, and the tensor where the damage is in one, with every
 weight, number and generator of the run as it was. Exit code 1 if anything else was loaded.
@@ -39,7 +39,7 @@ from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import MODELS, Record, tiny_run, train, train_all, whole, write_tiny_corpus
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
 MARKS = (
     "<!-- corruption: written by `make test-damage WRITE=1` -->",
     "<!-- corruption: end -->",
@@ -83,7 +83,8 @@ class Result(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Do all of it and print a table; exit code 1 unless all is found or harmless."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.laws.corruption", description=(__doc__ or "").splitlines()[0]
+        prog="python -m tests.laws.checkpoints.corruption",
+        description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("--flips", type=int, default=FLIPS, help=f"bits to flip [{FLIPS}]")
     parser.add_argument("--seed", type=int, default=1234, help="of bits and bytes [1234]")

@@ -2,7 +2,7 @@
 
 Every feasible pair of values of every axis, in float64, where rounding cannot hide a wrong
 reduction, in as few cases as hold them. `make test-matrix` runs every triple, and every pair in
-float32 and bfloat16 (tests/laws/matrix.py). Negative controls show that what is wrong is seen.
+float32 and bfloat16 (tests/laws/layouts/matrix.py). Negative controls show that what is wrong is seen.
 """
 
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws import matrix
+from tests.laws.layouts import matrix
 from tests.support.faults import FAULTS, train_with_faults
 from tests.support.matrix import (
     AXES,
@@ -138,7 +138,7 @@ def test_a_difference_is_named_with_the_command_that_runs_its_case_again() -> No
     assert Verdict(case, "fp64", (fine, nothing)).first is nothing
     said = str(Verdict(case, "fp64", (fine, wrong)))
     assert "first in a.weight: 1.0e-03 apart, 1e-09 allowed (1 of 2 differ)" in said
-    assert f'python -m tests.laws.matrix --precision fp64 --case "{case}"' in said
+    assert f'python -m tests.laws.layouts.matrix --precision fp64 --case "{case}"' in said
 
 
 def test_the_table_counts_and_is_written_between_its_marks(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What is left of checkpoints when a rank is killed at any moment of a save, in every format.
 
-`python -m tests.laws.kill_grid` (or `make test-faults`) kills each rank at each named moment of a
+`python -m tests.laws.checkpoints.kill_grid` (or `make test-faults`) kills each rank at each named moment of a
 save, then ranks at random moments (`--random 400`), in each way of saving; it ends with 1 if a
 checkpoint was lost. Ours are saved by the library alone, those of other frameworks by runs that
 train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
@@ -35,9 +35,14 @@ from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
+from tests.support.checkpoints.save_faults import (
+    MOMENTS_OF,
+    kill_after,
+    kill_this_process,
+    moments_of,
+)
 from tests.support.pages import write_between
 from tests.support.ranks import run_on_ranks
-from tests.support.save_faults import MOMENTS_OF, kill_after, kill_this_process, moments_of
 from tests.support.tiny import (
     Record,
     assert_went_on,
@@ -48,7 +53,7 @@ from tests.support.tiny import (
 )
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
 MARKS = ("<!-- faults: written by `make test-faults WRITE=1` -->", "<!-- faults: end -->")
 RANKS = 2
 BEFORE, DURING, AFTER = 100, 200, 300

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.source import WriteOptions
-from tests.support.sources import MemorySource
+from tests.support.checkpoints.sources import MemorySource
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2,

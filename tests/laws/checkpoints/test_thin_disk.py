@@ -22,8 +22,8 @@ import megatron.training
 from megatron.checkpoint.folder.run_folder import TRACKER
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
+from tests.support.checkpoints.small_disk import ThinDisk, thin_disk
 from tests.support.ranks import run_on_ranks
-from tests.support.small_disk import ThinDisk, thin_disk
 from tests.support.tiny import assert_went_on, tiny_run, train, train_all, write_tiny_corpus
 
 RANKS, STEPS = 2, 4

@@ -26,8 +26,8 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.save import host_copy, saving
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, MegatronError
+from tests.support.checkpoints.save_faults import MOMENTS, kill_this_process
 from tests.support.ranks import run_on_ranks
-from tests.support.save_faults import MOMENTS, kill_this_process
 from tests.support.tiny import (
     Record,
     assert_went_on,

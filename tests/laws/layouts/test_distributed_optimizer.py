@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from tests.laws.test_resume import check_joined
+from tests.laws.checkpoints.test_resume import check_joined
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     BF16,

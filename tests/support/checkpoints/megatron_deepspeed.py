@@ -18,7 +18,14 @@ from megatron.engine.deepspeed.start import start_deepspeed
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
-from tests.support.deepspeed_folders import DEADLINE_S, SEQUENCE, STEPS, Case, Local, held_by
+from tests.support.checkpoints.deepspeed_folders import (
+    DEADLINE_S,
+    SEQUENCE,
+    STEPS,
+    Case,
+    Local,
+    held_by,
+)
 from tests.support.models import TINY_VOCAB, tiny_build, tiny_config, tiny_model
 from tests.support.ranks import run_on_ranks
 
