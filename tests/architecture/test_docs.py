@@ -94,15 +94,6 @@ def test_the_layers_of_the_architecture_page_are_those_of_the_gate() -> None:
     assert layer_table(text) == list(LAYERS)
 
 
-def test_every_module_of_the_library_is_in_the_tree_of_the_architecture_page() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    packages = {path.parent.name for path in MEGATRON.glob("*/__init__.py")}
-    top = {f"{path.stem}.py" for path in MEGATRON.glob("*.py")} - {"__init__.py"}
-    missing = [name for name in sorted(top) if name not in text]
-    missing += [name for name in sorted(packages) if f"{name}/" not in text]
-    assert missing == []
-
-
 def test_links_and_paths_in_documents_exist() -> None:
     found = [line for document in documents() for line in broken_links(document)]
     assert not found, "\n".join(found)

@@ -1,11 +1,11 @@
 """What a load makes of a damaged checkpoint: flipped bits, files that are cut, swapped, not there.
 
-`python -m tests.laws.checkpoints.corruption` (or `make test-damage`) damages the checkpoints of two real runs
-in one way after another, and each time loads into an engine that is ready to train. What counts as
-found: a CheckpointError that names the file, and the tensor where the damage is in one, with every
-weight, number and generator of the run as it was. Exit code 1 if anything else was loaded.
-`--write` keeps the table in docs/checkpoints.md. What happens to files while they are written is
-kill_grid's.
+`python -m tests.laws.checkpoints.corruption` (or `make test-damage`) damages the checkpoints of two
+real runs in one way after another, and each time loads into an engine that is ready to train. What
+counts as found: a CheckpointError that names the file, and the tensor where the damage is in one,
+with every weight, number and generator of the run as it was. Exit code 1 if anything else was
+loaded. `--write` keeps the table in docs/checkpoints.md. What happens to files while they are
+written is kill_grid's.
 """
 
 import argparse

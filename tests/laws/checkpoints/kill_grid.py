@@ -1,9 +1,9 @@
 """What is left of checkpoints when a rank is killed at any moment of a save, in every format.
 
-`python -m tests.laws.checkpoints.kill_grid` (or `make test-faults`) kills each rank at each named moment of a
-save, then ranks at random moments (`--random 400`), in each way of saving; it ends with 1 if a
-checkpoint was lost. Ours are saved by the library alone, those of other frameworks by runs that
-train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
+`python -m tests.laws.checkpoints.kill_grid` (or `make test-faults`) kills each rank at each named
+moment of a save, then ranks at random moments (`--random 400`), in each way of saving; it ends with
+1 if a checkpoint was lost. Ours are saved by the library alone, those of other frameworks by runs
+that train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
 Smaller grids are among the tests; damage to files that lie there is `corruption`'s.
 """
 

@@ -1,10 +1,10 @@
 """Which layouts save a checkpoint and which load it, and what is compared after.
 
-`python -m tests.laws.checkpoints.reshard` loads every checkpoint of `LAYOUTS` at every layout; the slice among
-the tests (test_reshard.py) holds every value of a source beside every value of a target. Right
-after the load the weights and the optimizer's state have to be the saved bits; then the run goes
-on, and its losses have to be those of one process that was never interrupted. Without DeepSpeed
-that is in float64; between the engines in float32, the widest type that DeepSpeed has.
+`python -m tests.laws.checkpoints.reshard` loads every checkpoint of `LAYOUTS` at every layout; the
+slice among the tests (test_reshard.py) holds every value of a source beside every value of a
+target. Right after the load the weights and the optimizer's state have to be the saved bits; then
+the run goes on, and its losses have to be those of one process that was never interrupted. Without
+DeepSpeed that is in float64; between the engines in float32, the widest type that DeepSpeed has.
 """
 
 import argparse

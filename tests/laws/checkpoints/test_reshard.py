@@ -1,8 +1,8 @@
 """The reshard law: save at one layout, load at another: the same bits, and the next losses.
 
 A slice in which every value of a source is beside every value of a target, over both engines;
-`python -m tests.laws.checkpoints.reshard` runs every pair. The second loss after the load depends on the
-optimizer's state, so that has to be right too.
+`python -m tests.laws.checkpoints.reshard` runs every pair. The second loss after the load depends
+on the optimizer's state, so that has to be right too.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The whole differential matrix: every triple in float64, every pair in float32 and bfloat16.
 
-`python -m tests.laws.layouts.matrix` (or `make test-matrix`) prints a line for each composition and ends
-with 1 if one of them trains something else than one process does. `--write` keeps the result in
-docs/parallelism.md. The fast slice, and what shows that a difference is seen, is test_matrix.py.
+`python -m tests.laws.layouts.matrix` (or `make test-matrix`) prints a line for each composition and
+ends with 1 if one of them trains something else than one process does. `--write` keeps the result
+in docs/parallelism.md. The fast slice, and what shows that a difference is seen, is test_matrix.py.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 Every feasible pair of values of every axis, in float64, where rounding cannot hide a wrong
 reduction, in as few cases as hold them. `make test-matrix` runs every triple, and every pair in
-float32 and bfloat16 (tests/laws/layouts/matrix.py). Negative controls show that what is wrong is seen.
+float32 and bfloat16 (tests/laws/layouts/matrix.py). Negative controls show that what is wrong is
+seen.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Tiny BERTs of `transformers` for tests, with weights in which every value counts.
 
-As `tests.support.checkpoints.hf_models` has them of GPTs. Names of cases say what is unusual in them.
+As `tests.support.checkpoints.hf_models` has them of GPTs. Names of cases say what is unusual in
+them.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """The DeepSpeed engine against the native one: the same numbers from real runs, and its traps.
 
-The law over stages, precisions and grids is in `tests/laws/layouts/test_engine.py`; here is what it does
-not vary: offloading, loss scales, ramps, sequence parallelism, recomputation, evaluation, faults.
+The law over stages, precisions and grids is in `tests/laws/layouts/test_engine.py`; here is what it
+does not vary: offloading, loss scales, ramps, sequence parallelism, recomputation, evaluation,
+faults.
 """
 
 import itertools
