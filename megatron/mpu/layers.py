@@ -25,10 +25,8 @@ from megatron.mpu.collectives import (
 )
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.mappings import (
-    gather_from_tp,
     reduce_from_tp,
     reduce_scatter_to_sequence,
-    scatter_to_tp,
 )
 from megatron.mpu.partition import Init, Partition, describe, local_shape
 from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
@@ -41,10 +39,7 @@ class ColumnParallelLinear(nn.Module):
     gradient is being computed).
 
     Args:
-        gather_output: return all output features instead of this rank's.
         blocks: the output is this many stacked projections, each split evenly (2 for [gate; up]).
-        skip_bias_add: leave the bias out, for a caller that fuses `layer.bias` into its next
-            operation.
         sequence_parallel: the input is this rank's part of the sequence, and so is its gradient.
 
     Raises:
@@ -59,15 +54,12 @@ class ColumnParallelLinear(nn.Module):
         ctx: ParallelContext,
         init: Init,
         bias: bool = True,
-        gather_output: bool = False,
         blocks: int = 1,
-        skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.blocks, self.skip_bias_add = gather_output, blocks, skip_bias_add
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
         split = Partition("tp", dim=0, blocks=blocks)
         # Rows of the output features: [out/tp, in].
@@ -77,17 +69,10 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _parameter((out_features,), split, self._tp, Init("zeros"), dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Project [s, .., in] to [s, .., out/tp], or to [s, .., out] when the output is gathered.
-
-        The input is [s/tp, .., in] under sequence parallelism.
-        """
-        bias = None if self.skip_bias_add else self.bias
-        output = linear_with_input_reduction(
-            hidden, self.weight, bias, self._tp, sequence_parallel=self._sequence_parallel
+        """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
+        return linear_with_input_reduction(
+            hidden, self.weight, self.bias, self._tp, sequence_parallel=self._sequence_parallel
         )
-        if self.gather_output and self._tp.size > 1:
-            output = _unsplit_blocks(gather_from_tp(output, self._tp), self._tp.size, self.blocks)
-        return output
 
     def extra_repr(self) -> str:
         """The whole sizes, for `print(model)`."""
@@ -100,10 +85,6 @@ class RowParallelLinear(nn.Module):
     The bias is whole on every rank and is added once, after the sum.
 
     Args:
-        input_is_parallel: the input already holds only this rank's features; otherwise it is
-            whole and is split here.
-        skip_bias_add: leave the bias out, for a caller that fuses `layer.bias` into its next
-            operation (with dropout and the residual, as a rule).
         sequence_parallel: the output is this rank's part of the sequence; the bias is added to
             that part alone, so its gradient is a summand.
 
@@ -119,14 +100,11 @@ class RowParallelLinear(nn.Module):
         ctx: ParallelContext,
         init: Init,
         bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
         split = Partition("tp", dim=1)
         # Columns of the input features: [out, in/tp].
@@ -137,18 +115,15 @@ class RowParallelLinear(nn.Module):
             describe(self.bias, init=Init("zeros"), sequence_parallel=sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Project [s, .., in/tp] (or whole [s, .., in]) to [s, .., out], equal on every tp rank.
+        """Project [s, .., in/tp] to [s, .., out], equal on every tp rank.
 
         The output is [s/tp, .., out] under sequence parallelism.
         """
-        bias = None if self.skip_bias_add else self.bias
         if self._tp.size == 1:
-            return _linear(hidden, self.weight, bias)
-        if not self.input_is_parallel:
-            hidden = scatter_to_tp(hidden, self._tp)
+            return _linear(hidden, self.weight, self.bias)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
         output = reduce(_linear(hidden, self.weight, None), self._tp)
-        return output if bias is None else output + bias
+        return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
         """The whole sizes, for `print(model)`."""
@@ -326,11 +301,3 @@ def _parameter(
     parameter = nn.Parameter(torch.empty(local_shape(whole, partition, tp.size), dtype=dtype))
     describe(parameter, init=init, partition=partition)
     return parameter
-
-
-def _unsplit_blocks(gathered: Tensor, size: int, blocks: int) -> Tensor:
-    """Undo the interleaving of a gather: [tp, blocks, n] features become [blocks, tp, n]."""
-    if blocks == 1:
-        return gathered
-    parts = gathered.view(*gathered.shape[:-1], size, blocks, -1)
-    return parts.transpose(-3, -2).flatten(-3)

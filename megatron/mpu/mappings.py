@@ -26,16 +26,6 @@ def reduce_from_tp(tensor: Tensor, group: Group) -> Tensor:
     return tensor if group.size == 1 else _REDUCE(tensor, group)
 
 
-def scatter_to_tp(tensor: Tensor, group: Group) -> Tensor:
-    """Keep this rank's part [.., n/tp] of a replicated [.., n]; the gradient is gathered."""
-    return tensor if group.size == 1 else _SCATTER(tensor, group)
-
-
-def gather_from_tp(tensor: Tensor, group: Group) -> Tensor:
-    """Concatenate [.., n/tp] into [.., n] on every rank; the gradient's own part is kept."""
-    return tensor if group.size == 1 else _GATHER(tensor, group)
-
-
 def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
     """Concatenate [s/tp, ..] into [s, ..]; the gradient is summed and split again.
 
@@ -100,28 +90,6 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own_part(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.group, dim=-1), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(tensor, group, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_part(grad, ctx.group), None
-
-
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -148,7 +116,5 @@ class _ReduceScatterSequence(torch.autograd.Function):
 _Mapping = Callable[[Tensor, Group], Tensor]
 _COPY: _Mapping = _Copy.apply
 _REDUCE: _Mapping = _Reduce.apply
-_SCATTER: _Mapping = _Scatter.apply
-_GATHER: _Mapping = _Gather.apply
 _GATHER_SEQUENCE: _Mapping = _GatherSequence.apply
 _REDUCE_SCATTER_SEQUENCE: _Mapping = _ReduceScatterSequence.apply

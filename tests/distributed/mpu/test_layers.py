@@ -19,7 +19,7 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     linear_with_input_reduction,
 )
-from megatron.mpu.mappings import gather_from_tp, sequence_part
+from megatron.mpu.mappings import sequence_part
 from megatron.mpu.partition import Init
 from tests.distributed.mpu.reference import EXACT, build, fill, own_part, sample
 from tests.support.ranks import run_on_ranks
@@ -53,7 +53,7 @@ def noting(shapes: list[torch.Size]) -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
-def column_linear_is_linear(tp: int, blocks: int, gather_output: bool, split: bool) -> None:
+def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
     ctx = build(tp)
     layer = ColumnParallelLinear(
         6,
@@ -61,7 +61,6 @@ def column_linear_is_linear(tp: int, blocks: int, gather_output: bool, split: bo
         ctx=ctx,
         init=NORMAL,
         blocks=blocks,
-        gather_output=gather_output,
         sequence_parallel=split,
         dtype=FP64,
     )
@@ -72,8 +71,6 @@ def column_linear_is_linear(tp: int, blocks: int, gather_output: bool, split: bo
     expected.backward(upstream)
 
     def mine(whole: Tensor) -> Tensor:
-        if gather_output:
-            return whole
         return own_part(whole.permute(2, 0, 1), layer.bias, ctx).permute(1, 2, 0)
 
     saved: list[torch.Size] = []
@@ -89,14 +86,13 @@ def column_linear_is_linear(tp: int, blocks: int, gather_output: bool, split: bo
     close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
 
 
-def row_linear_is_linear(tp: int, input_is_parallel: bool, split: bool) -> None:
+def row_linear_is_linear(tp: int, split: bool) -> None:
     ctx = build(tp)
     layer = RowParallelLinear(
         8,
         6,
         ctx=ctx,
         init=NORMAL,
-        input_is_parallel=input_is_parallel,
         sequence_parallel=split,
         dtype=FP64,
     )
@@ -106,7 +102,7 @@ def row_linear_is_linear(tp: int, input_is_parallel: bool, split: bool) -> None:
     expected.backward(upstream)
 
     def mine(tensor: Tensor) -> Tensor:
-        return tensor.chunk(tp, dim=-1)[ctx.tp.rank] if input_is_parallel else tensor
+        return tensor.chunk(tp, dim=-1)[ctx.tp.rank]
 
     hidden = mine(whole.detach()).clone().requires_grad_()
     output = layer(hidden)
@@ -147,20 +143,20 @@ def logits_of_a_split_sequence_and_frozen_parts(tp: int) -> None:
     ids, upstream = torch.arange(LENGTH).unsqueeze(1), sample(LENGTH, 1, 12, seed=2)
 
     def scores(hidden: Tensor, of: Tensor) -> Tensor:
-        logits = linear_with_input_reduction(hidden, of, None, ctx.tp, sequence_parallel=True)
-        return gather_from_tp(logits, ctx.tp)
+        return linear_with_input_reduction(hidden, of, None, ctx.tp, sequence_parallel=True)
 
+    own_upstream = upstream.chunk(tp, dim=-1)[ctx.tp.rank]
     F.linear(F.embedding(ids, weight), weight).backward(upstream)
-    scores(table(ids), table.weight).backward(upstream)
+    scores(table(ids), table.weight).backward(own_upstream)
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
     whole = sample(LENGTH, 1, 6, seed=3).requires_grad_()
     F.linear(whole, weight.detach()).backward(upstream)
     mine = whole.detach()[tokens].clone().requires_grad_()
-    scores(mine, table.weight.detach()).backward(upstream)
+    scores(mine, table.weight.detach()).backward(own_upstream)
     close(mine.grad, whole.grad[tokens])
     weight.grad = table.weight.grad = None
     F.linear(whole.detach(), weight).backward(upstream)
-    scores(mine.detach(), table.weight).backward(upstream)
+    scores(mine.detach(), table.weight).backward(own_upstream)
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
 
 
@@ -172,7 +168,7 @@ def tied_logits_and_frozen_inputs(tp: int) -> None:
     ids, upstream = torch.tensor([[0, 11, 3]]), sample(1, 3, 12, seed=2)
     F.linear(F.embedding(ids, weight), weight).backward(upstream)
     logits = linear_with_input_reduction(table(ids), table.weight, None, ctx.tp)
-    gather_from_tp(logits, ctx.tp).backward(upstream)
+    logits.backward(upstream.chunk(tp, dim=-1)[ctx.tp.rank])
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
     frozen = sample(2, 6, seed=3)
     linear_with_input_reduction(frozen, table.weight, None, ctx.tp).sum().backward()
@@ -195,10 +191,8 @@ def two_layers_agree_on_a_grid_with_data_parallelism() -> None:
 
 def every_layer(tp: int, split: bool) -> None:
     for blocks in (1, 2):
-        for gather_output in (False, True):
-            column_linear_is_linear(tp, blocks, gather_output, split)
-    for input_is_parallel in (True, False):
-        row_linear_is_linear(tp, input_is_parallel, split)
+        column_linear_is_linear(tp, blocks, split)
+    row_linear_is_linear(tp, split)
     embedding_is_a_lookup(tp, split)
     if split:
         logits_of_a_split_sequence_and_frozen_parts(tp)

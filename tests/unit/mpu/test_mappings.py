@@ -13,8 +13,6 @@ def test_every_mapping_is_the_identity_on_a_group_of_one() -> None:
     for function in (
         mappings.copy_to_tp,
         mappings.reduce_from_tp,
-        mappings.scatter_to_tp,
-        mappings.gather_from_tp,
         mappings.gather_from_sequence,
         mappings.reduce_scatter_to_sequence,
     ):
