@@ -36,7 +36,7 @@ from megatron.model.specs import Carry, ModelBuild
 from megatron.model.stage import Stage
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
-from megatron.optimizer.clip_grads import counted_here, global_norm
+from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
@@ -183,9 +183,7 @@ class NativeEngine:
     def params_norm(self) -> float:
         """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
         self._replica.wait_for_parameters()
-        named = list(self.stage.named_parameters())
-        mine = counted_here(named, self._context)
-        return global_norm([p.detach() for (_, p), here in zip(named, mine) if here], self._context)
+        return parameters_norm(list(self.stage.named_parameters()), self._context)
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold bit by bit: replicas, unsplit weights, tied weights."""

@@ -58,10 +58,11 @@ def optimizer_tensors(
 
 def placement_of(parameter: Tensor, context: ParallelContext) -> Placement:
     """Which part of the whole parameter this rank holds; padding rows are not part of it."""
-    init = init_of(parameter)
+    partition, init = partition_of(parameter), init_of(parameter)
+    index, size = context.share(partition)
     return Placement(
-        partition_of(parameter),
-        index=context.tp.rank,
-        size=context.tp.size,
+        partition,
+        index=index,
+        size=size,
         true_rows=None if init is None else init.true_rows,
     )

@@ -53,8 +53,7 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
                 fix="give it an Init with megatron.mpu.partition.describe() where it is made",
             )
         partition = partition_of(parameter)
-        group = None if partition is None else ctx.axis(partition.axis)
-        size, index = (1, 0) if group is None else (group.size, group.rank)
+        index, size = ctx.share(partition)
         if init.kind in ("zeros", "ones"):
             parameter.fill_(1.0 if init.kind == "ones" else 0.0)
             continue

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.collective_checks import CollectiveChecks
+from megatron.mpu.partition import PARTITION_AXES, Partition
 from megatron.mpu.topology import Coord, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
@@ -57,13 +58,12 @@ class ParallelContext:
     pp: Group
     dp: Group
     model: Group  # tp x pp: one whole replica, for the gradient norm
-    embedding: Group  # first and last stage, which share a tied embedding; else this rank alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
         """The context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), alone, alone, alone, alone, alone, alone)
+        return cls(Topology(), alone, alone, alone, alone, alone)
 
     @classmethod
     def build(
@@ -108,7 +108,6 @@ class ParallelContext:
             pp=maker.make(topology.groups("pp")),
             dp=maker.make(topology.groups("dp")),
             model=maker.make(topology.groups("pp", "tp")),
-            embedding=maker.make(_ends_of_pipelines(topology)),
         )
         if dist.get_backend() == dist.Backend.GLOO:
             # gloo connects here, NCCL at first use: a rank that went on and ended would close
@@ -137,22 +136,32 @@ class ParallelContext:
         return self.pp.is_last
 
     def axis(self, name: str) -> Group:
-        """The group of the grid axis called `name`, as in `Partition.axis`."""
+        """Return the group of the grid axis called `name`, as in `Partition.axis`."""
         group: Group = getattr(self, name)
         return group
 
+    def share(self, partition: Partition | None) -> tuple[int, int]:
+        """Return the index of this rank's part of a parameter, and the number of its parts."""
+        if partition is None:
+            return 0, 1
+        group = self.axis(partition.axis)
+        return group.rank, group.size
 
-def _ends_of_pipelines(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    pipelines = topology.groups("pp")
-    ends = [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines]
-    return (*ends, *((rank,) for ranks in pipelines for rank in ranks[1:-1]))
+    def counts(self, partition: Partition | None) -> bool:
+        """Return whether this rank counts its part when a stage's parameters are summed up.
+
+        Several ranks of `model` hold equal copies where a parameter is not split over an axis; the
+        first rank of that axis counts them.
+        """
+        split_over = None if partition is None else partition.axis
+        return all(self.axis(name).is_first for name in PARTITION_AXES if name != split_over)
 
 
 class _GroupMaker:
     """Creates process groups, once per set of ranks.
 
-    Axes of size one make the same sets again (at tp = pp = 1 every rank is its own tp, pp, model
-    and embedding group); a second communicator for them would cost memory and start-up time. The
+    Axes of size one make the same sets again (at tp = pp = 1 every rank is its own tp, pp and
+    model group); a second communicator for them would cost memory and start-up time. The
     world handle is not shared this way, so that groups can be destroyed without it.
     """
 

@@ -69,7 +69,7 @@ def destroy_model_parallel() -> None:
     if _current is None:
         return
     context, _current = _current.context, None
-    groups = (context.tp, context.pp, context.dp, context.model, context.embedding)
+    groups = (context.tp, context.pp, context.dp, context.model)
     # One handle can serve several groups (see context._GroupMaker).
     for handle in {id(group.handle): group.handle for group in groups}.values():
         if handle is not None and dist.is_initialized():
@@ -109,11 +109,6 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 def get_model_parallel_group() -> dist.ProcessGroup:
     """The group that holds one whole replica (tp x pp); never None."""
     return _handle(get_parallel_context().model)
-
-
-def get_embedding_group() -> dist.ProcessGroup:
-    """The first and last stage of this pipeline; a group of one in the stages between."""
-    return _handle(get_parallel_context().embedding)
 
 
 def get_tensor_model_parallel_world_size() -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 
+PARTITION_AXES = ("tp",)  # axes of the grid that parameters are split over
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -73,6 +75,12 @@ def partition_of(parameter: Tensor) -> Partition | None:
     """How `parameter` is split; None when every rank holds the whole of it."""
     partition: Partition | None = getattr(parameter, "split_by", None)
     return partition
+
+
+def is_split_over(parameter: Tensor, axis: str) -> bool:
+    """Return whether each rank along `axis` holds a part of its own of `parameter`."""
+    partition = partition_of(parameter)
+    return partition is not None and partition.axis == axis
 
 
 def init_of(parameter: Tensor) -> Init | None:

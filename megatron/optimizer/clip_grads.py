@@ -31,7 +31,7 @@ def counted_here(
     stages = all_gather_object([name for name, _ in named_parameters], ctx.pp)
     earlier = {name for names in stages[: ctx.pp.rank] for name in names}
     return tuple(
-        name not in earlier and (ctx.tp.is_first or partition_of(parameter) is not None)
+        name not in earlier and ctx.counts(partition_of(parameter))
         for name, parameter in named_parameters
     )
 

@@ -150,11 +150,6 @@ class GradBuffer:
             if reduction.pending is not None:
                 reduction.pending.wait()
 
-    def scale_(self, factor: float) -> None:
-        """Multiply every gradient by `factor`."""
-        for flat in self.flats:
-            flat.data.mul_(factor)
-
     def _lay_out(self, gradient_dtype: torch.dtype, bucket_elements: int) -> tuple[Flat, ...]:
         """One flat tensor per dtype of parameters; they get their `main_grad`."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}

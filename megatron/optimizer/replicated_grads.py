@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group
-from megatron.mpu.partition import is_sequence_parallel, partition_of
+from megatron.mpu.partition import is_sequence_parallel, is_split_over
 from megatron.optimizer.agreement import check_equal
 
 
@@ -45,7 +45,11 @@ def check_replicated_agree(named_parameters: Iterable[tuple[str, Parameter]], tp
         NumericsError: on every rank, naming parameters that differ.
     """
     check_equal(
-        ((name, parameter) for name, parameter in named_parameters if not partition_of(parameter)),
+        (
+            (name, parameter)
+            for name, parameter in named_parameters
+            if not is_split_over(parameter, "tp")
+        ),
         tp,
         problem="tensor-parallel ranks hold different values of weights that are not split",
     )

@@ -24,7 +24,7 @@ TINY_VOCAB = VocabSize(true=50, padded=56)
 def second_of_two() -> ParallelContext:
     """The context of tp rank 1 of 2, for tests that build but do not communicate."""
     one, two = Group((1,), 0), Group((0, 1), 1)
-    return ParallelContext(Topology(tp=2), two, two, one, one, two, one)
+    return ParallelContext(Topology(tp=2), two, two, one, one, two)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -40,7 +40,7 @@ from megatron.engine.deepspeed.state import partition_range
 from megatron.engine.deepspeed.updates import Updates, updates_for
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.model.specs import ModelBuild
-from megatron.mpu.partition import partition_of
+from megatron.mpu.partition import is_split_over
 from megatron.optimizer.agreement import check_equal
 from megatron.optimizer.clip_grads import counted_here, global_norm
 from megatron.optimizer.replicated_grads import check_replicated_agree
@@ -208,7 +208,7 @@ class DeepSpeedEngine:
             )
             check_replicated_agree(self.named, self._context.tp)
             return
-        unsplit = [pair for pair, (_, p) in zip(held, self.named) if partition_of(p) is None]
+        unsplit = [pair for pair, (_, p) in zip(held, self.named) if not is_split_over(p, "tp")]
         check_equal(
             unsplit,
             self._context.tp,

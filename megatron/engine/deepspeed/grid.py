@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import partition_of
+from megatron.mpu.partition import is_split_over
 
 
 class Grid:
@@ -79,4 +79,4 @@ class Grid:
 def mark_split(parameters: Iterable[Parameter]) -> None:
     """Tell DeepSpeed which parameters are split over tp; the others count once in a norm."""
     for parameter in parameters:
-        vars(parameter)["tensor_model_parallel"] = partition_of(parameter) is not None
+        vars(parameter)["tensor_model_parallel"] = is_split_over(parameter, "tp")

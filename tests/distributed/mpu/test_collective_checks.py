@@ -223,5 +223,5 @@ def test_nothing_is_asked_of_the_store_without_the_flag() -> None:
 
 def unchecked() -> bool:
     ctx = ParallelContext.build(Topology(tp=2))
-    groups = (ctx.world, ctx.tp, ctx.pp, ctx.dp, ctx.model, ctx.embedding)
+    groups = (ctx.world, ctx.tp, ctx.pp, ctx.dp, ctx.model)
     return all(group.checks is None for group in groups)

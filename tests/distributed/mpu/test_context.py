@@ -10,7 +10,7 @@ from megatron.mpu.topology import Topology
 from tests.distributed.mpu.reference import build
 from tests.support.ranks import run_on_ranks
 
-NAMES = ("world", "tp", "pp", "dp", "model", "embedding")
+NAMES = ("world", "tp", "pp", "dp", "model")
 
 
 def every_group_sums_over_its_own_ranks(tp: int, pp: int) -> dict[str, tuple[int, ...]]:
@@ -38,11 +38,6 @@ def every_group_sums_over_its_own_ranks(tp: int, pp: int) -> dict[str, tuple[int
 )
 def test_every_group_sums_over_its_own_ranks(world_size: int, tp: int, pp: int) -> None:
     run_on_ranks(world_size, every_group_sums_over_its_own_ranks, tp, pp)
-
-
-def test_the_embedding_group_is_the_two_ends_of_the_pipeline() -> None:
-    found = run_on_ranks(3, every_group_sums_over_its_own_ranks, 1, 3)
-    assert [ranks["embedding"] for ranks in found] == [(0, 2), (1,), (0, 2)]
 
 
 def equal_groups_share_one_communicator() -> tuple[int, bool]:

@@ -46,7 +46,7 @@ def of_ranks(monkeypatch):
 
     def gather(errors):
         world = Group(tuple(range(len(errors))), 0)
-        ctx = ParallelContext(CTX.topology, world, *(CTX.tp,) * 5)
+        ctx = ParallelContext(CTX.topology, world, *(CTX.tp,) * 4)
         outcomes = [agreement._Outcome(None, error) for error in errors]
         monkeypatch.setattr(collectives, "all_gather_object", lambda obj, group: outcomes)
         return ctx

@@ -18,7 +18,6 @@ def test_a_rank_is_where_its_context_says() -> None:
         pp=Group((1, 5), 1),
         dp=Group((5, 7), 0),
         model=Group((0, 1, 4, 5), 3),
-        embedding=Group((1, 5), 1),
     )
     grid = Grid(context)
     assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (3, 4)
