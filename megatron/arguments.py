@@ -100,11 +100,6 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
     return values
 
 
-def flag_names() -> list[str]:
-    """Every flag that has a meaning here, one spelling each, in the order of the groups."""
-    return [flag_name(name) for group in GROUPS.values() for name in field_names(group)]
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(

@@ -67,11 +67,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def bf16_is_supported() -> bool:
-    """Whether bfloat16 arithmetic runs on the current device."""
-    return _CURRENT.device.type == "cpu" or torch.cuda.is_bf16_supported()
-
-
 def get_rng_state() -> torch.Tensor:
     """State of the current device's default generator, as a CPU uint8 tensor."""
     if _CURRENT.device.type == "cuda":
@@ -164,16 +159,3 @@ def _copying_stream() -> torch.cuda.Stream:
     if _CURRENT.copying is None:
         _CURRENT.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _CURRENT.copying
-
-
-class Event:
-    """A moment on the device's own clock; `elapsed_s` waits only for the two moments compared."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def elapsed_s(self, later: "Event") -> float:
-        """Seconds between this moment and `later`."""
-        later._event.synchronize()
-        return float(self._event.elapsed_time(later._event)) / 1000

@@ -158,9 +158,7 @@ class StepLog:
             self._write_speed(progress, speed)
             self._window = _Window()
 
-    def evaluation(
-        self, name: str, result: EvaluationSum, progress: Progress, *, group: str = "lm-loss"
-    ) -> None:
+    def evaluation(self, name: str, result: EvaluationSum, progress: Progress) -> None:
         """Say and store one evaluation of the dataset `name` (validation or test)."""
         values = [
             f"{loss} value: {mean:.6E} | {loss} PPL: {_perplexity(mean):.6E} |"

@@ -15,7 +15,6 @@ from megatron.pipeline.action import (
     Action,
     Kind,
     Round,
-    Schedule,
     UnsoundScheduleError,
     virtual_stage,
 )
@@ -35,20 +34,10 @@ class Timed(NamedTuple):
     action: Action
 
 
-def with_exchanges(orders: Sequence[Sequence[Round]], *, num_chunks: int) -> tuple[Schedule, ...]:
-    """One schedule per stage: the rounds of its order, and the communication that they need.
-
-    Raises:
-        UnsoundScheduleError: stages wait for each other's results in a circle.
-    """
-    timed = with_ticks(orders, num_chunks=num_chunks)
-    return tuple(tuple(entry.action for entry in each) for each in timed)
-
-
 def with_ticks(
     orders: Sequence[Sequence[Round]], *, num_chunks: int
 ) -> tuple[tuple[Timed, ...], ...]:
-    """`with_exchanges`, with the tick of every action.
+    """Return one schedule per stage: its order's rounds and the messages they need, with ticks.
 
     An output is sent at the end of its round. It is received as late as that allows: before the
     round that needs it, or, when the sender could go on before that, before the round that starts

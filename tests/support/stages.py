@@ -19,6 +19,8 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import Init
 from megatron.mpu.weight_gradients import WeightGradients
+from megatron.pipeline.action import Round, Schedule
+from megatron.pipeline.exchange import with_ticks
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.p2p import Message
 
@@ -176,6 +178,12 @@ class Chunks:
         (target,) = labels
         wrong = (hidden - target.t().unsqueeze(-1)).square()
         return wrong.sum(), torch.tensor(float(target.numel()), dtype=torch.float64)
+
+
+def with_exchanges(orders: Sequence[Sequence[Round]], *, num_chunks: int) -> tuple[Schedule, ...]:
+    """Return the schedule of each stage, messages included, without its ticks."""
+    timed = with_ticks(orders, num_chunks=num_chunks)
+    return tuple(tuple(entry.action for entry in each) for each in timed)
 
 
 def microbatches(lengths: Sequence[int]) -> Iterator[tuple[tuple[Tensor], tuple[Tensor]]]:

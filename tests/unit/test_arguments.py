@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.arguments import (
-    _parser,
-    flag_names,
-    parse_args,
-    parse_given,
-)
+from megatron.arguments import _parser, parse_args, parse_given
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.fields import field_names, flag_name
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import DecayStyle
+from megatron.config.run import GROUPS
 from megatron.errors import ConfigError, PreflightError
 from tests.unit.config.groups import COMMAND, a_run, problems_of
+
+FLAG_NAMES = [flag_name(name) for group in GROUPS.values() for name in field_names(group)]
 
 
 def test_a_command_line_becomes_a_run() -> None:
@@ -50,7 +49,7 @@ def test_help_ends_the_program_well(capsys: pytest.CaptureFixture[str]) -> None:
         parse_args(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in flag_names())
+    assert all(name in text for name in FLAG_NAMES)
 
 
 def test_everything_that_is_wrong_is_reported_together() -> None:
@@ -98,7 +97,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(word: str, near: str) -> N
 
 @given(data=st.data())
 def test_a_flag_without_one_of_its_letters_is_never_taken(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name in flag_names() if len(name) > 6]))
+    name = data.draw(st.sampled_from([name for name in FLAG_NAMES if len(name) > 6]))
     at = data.draw(st.integers(2, len(name) - 1))
     wrong = name[:at] + name[at + 1 :]
     if wrong in _parser([])._option_string_actions:

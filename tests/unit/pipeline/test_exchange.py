@@ -17,9 +17,10 @@ from megatron.pipeline.action import (
     UnsoundScheduleError,
     peer_of,
 )
-from megatron.pipeline.exchange import matched_batches, with_exchanges, with_ticks
+from megatron.pipeline.exchange import matched_batches, with_ticks
 from megatron.pipeline.orders import gpipe, one_forward_one_backward
 from megatron.pipeline.simulate import Durations, simulate
+from tests.support.stages import with_exchanges
 
 
 def forward(microbatch: int, chunk: int = 0) -> Round:

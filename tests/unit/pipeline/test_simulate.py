@@ -7,7 +7,6 @@ import pytest
 
 from megatron.pipeline import orders
 from megatron.pipeline.action import Action, Kind, Schedule, UnsoundScheduleError, batches
-from megatron.pipeline.exchange import with_exchanges
 from megatron.pipeline.schedule import (
     GPIPE,
     INTERLEAVED,
@@ -20,6 +19,7 @@ from megatron.pipeline.schedule import (
 )
 from megatron.pipeline.simulate import Durations, Simulation, simulate
 from megatron.pipeline.theory import bubble_share, peak_activations
+from tests.support.stages import with_exchanges
 
 STAGES, MICROBATCHES, CHUNKS = range(1, 9), range(1, 17), range(1, 4)
 ROUNDING = 1e-9  # sums of durations in another order; theory holds exactly here, not to some %

@@ -38,10 +38,6 @@ class KnownParameter:
     shape: tuple[int, ...] | None = None
     tied: bool = False
 
-    def whole_shape(self, local_shape: Sequence[int], tp: int) -> tuple[int, ...]:
-        """The shape of the whole with its padding rows, from one rank's part."""
-        return partitions.global_shape(local_shape, self.partition, tp)
-
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:

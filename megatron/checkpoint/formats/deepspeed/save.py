@@ -189,11 +189,6 @@ def _client_state(
     }
 
 
-def _layout(ctx: ParallelContext) -> Layout:
-    grid = ctx.topology
-    return Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp)
-
-
 def _look(stage: Path, snapshot: Snapshot) -> None:
     """Rank 0 opens what was written as a reader would, and compares it with the run."""
     with DeepSpeedSource(stage, SourceOptions()) as source:
