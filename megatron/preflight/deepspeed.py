@@ -4,10 +4,7 @@ DeepSpeed itself would find most of this after minutes, one thing at a time, or 
 silence. Nothing of it is imported here.
 """
 
-import ctypes.util
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron import device
 from megatron.config.deepspeed.agreement import problems, stage_of
@@ -19,7 +16,7 @@ from megatron.config.optimizer import StateDtype
 from megatron.config.parallel import ParallelConfig, PipelineSchedule
 from megatron.config.precision import Precision
 from megatron.config.runtime import DeviceKind
-from megatron.errors import ConfigError, MachineError, MegatronError
+from megatron.errors import ConfigError, MegatronError
 from megatron.preflight.run import RunPlan
 
 # Flags of the native engine, each with what takes its place.
@@ -143,33 +140,6 @@ def deepspeed_has_the_precision(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
-def offloading_has_its_folder(plan: RunPlan) -> Iterator[MegatronError]:
-    """What goes to NVMe has a folder that can be written, and the library that writes it."""
-    if not plan.config.engine.deepspeed:
-        return
-    user, wants = _readable_json(plan), False
-    for name in ("offload_optimizer", "offload_param"):
-        block = f"zero_optimization.{name}"
-        path = value_at(user, f"{block}.nvme_path")
-        if value_at(user, f"{block}.device") != "nvme" or not isinstance(path, str):
-            continue
-        wants = True
-        folder = Path(path)
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            state = "is no folder" if not folder.is_dir() else "cannot be written"
-            yield MachineError(
-                "the folder that ZeRO offloads to is not usable",
-                found=f"{block}.nvme_path {path}, which {state} on this node",
-                fix="make the folder on every node, or name another one",
-            )
-    if wants and ctypes.util.find_library("aio") is None:
-        yield MachineError(
-            "offloading to NVMe needs asynchronous I/O, which this machine lacks",
-            found="no libaio",
-            fix='install libaio (apt-get install libaio-dev), or use "device": "cpu"',
-        )
-
-
 CHECKS = (
     deepspeed_is_installed,
     deepspeed_flags_have_an_engine,
@@ -177,7 +147,6 @@ CHECKS = (
     zero_stage_fits_the_pipeline,
     deepspeed_can_time_the_run,
     deepspeed_has_the_precision,
-    offloading_has_its_folder,
 )
 
 

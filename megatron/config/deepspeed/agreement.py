@@ -224,7 +224,7 @@ def _engine_said(config: RunConfig, user: Mapping[str, Any]) -> dict[str, Said]:
     if engine.remote_device is not None:
         device = engine.remote_device.value
         said[f"{zero}.offload_param.device"] = Said(device, f"--remote-device {device}")
-    if engine.cpu_optimizer and value_at(user, f"{zero}.offload_optimizer.device") != "nvme":
+    if engine.cpu_optimizer:
         said[f"{zero}.offload_optimizer.device"] = Said("cpu", "--cpu-optimizer")
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
@@ -333,11 +333,11 @@ def _offload_problems(
                 found=f"{origin}; ZeRO stage {stage}",
                 fix=f"use --zero-stage {least}, or leave {name} out",
             )
-        if device == "nvme" and not value_at(user, f"{path}.nvme_path"):
+        if device == "nvme":
             yield ConfigError(
-                "something is to be offloaded to NVMe, and no folder is named",
-                found=f"{origin} without {path}.nvme_path",
-                fix=f'write {path}.nvme_path, for example "/local_nvme"',
+                "offloading to NVMe is not supported: a checkpoint would not hold what lies there",
+                found=origin,
+                fix='offload to the CPU: "device": "cpu", or --remote-device cpu',
             )
 
 

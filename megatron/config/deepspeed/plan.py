@@ -45,9 +45,8 @@ class DeepSpeedPlan:
         stage: of ZeRO, 0 to 3.
         json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
             0 without precision and clipping, which are the business of our own optimizer there.
-        offload_optimizer: "none", "cpu" or "nvme": where the optimizer's state lies.
+        offload_optimizer: "none" or "cpu": where the optimizer's state lies.
         offload_param: the same of parameters, which only stage 3 can move.
-        nvme_paths: folders that offloading writes to.
         cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
         partition_method: how the model is cut into pipeline stages; None: as natively.
         curriculum: the block `curriculum_learning`, which the loop follows; None: no such block.
@@ -58,7 +57,6 @@ class DeepSpeedPlan:
     json: Mapping[str, Any]
     offload_optimizer: str
     offload_param: str
-    nvme_paths: tuple[str, ...]
     cpu_adam: bool
     partition_method: str | None
     curriculum: Mapping[str, Any] | None
@@ -83,9 +81,6 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
         json=_handed_on(whole),
         offload_optimizer=offloads["offload_optimizer"]["device"],
         offload_param=offloads["offload_param"]["device"],
-        nvme_paths=tuple(
-            block["nvme_path"] for block in offloads.values() if block["device"] == "nvme"
-        ),
         cpu_adam=not (config.engine.cpu_torch_adam or torch_adam),
         partition_method=config.engine.pp_partition_method or partition,
         curriculum=value_at(user, "curriculum_learning"),

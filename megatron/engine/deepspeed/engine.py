@@ -33,7 +33,7 @@ from megatron.engine.base import (
 from megatron.engine.deepspeed.grid import Grid, mark_split
 from megatron.engine.deepspeed.model import WholeModel, sharer, weights_saved_by_reference
 from megatron.engine.deepspeed.monitor import tell_monitors
-from megatron.engine.deepspeed.offload import cpu_adam_for, refuse_nvme
+from megatron.engine.deepspeed.offload import cpu_adam_for
 from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.engine.deepspeed.start import quietly, start_deepspeed
 from megatron.engine.deepspeed.state import partition_range
@@ -72,7 +72,6 @@ class DeepSpeedEngine:
         with quietly():
             self._deepspeed = start_deepspeed(build.ctx)
         _say_what_has_no_effect(config, self.plan)
-        refuse_nvme(self.plan.offload_optimizer, self.plan.offload_param)
         model = self._build_model()
         self.named: tuple[tuple[str, Parameter], ...] = self._named_of(model)
         mark_split(parameter for _, parameter in self.named)

@@ -13,8 +13,7 @@ from torch.utils import cpp_extension
 
 from megatron import log
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
-from megatron.engine.deepspeed.start import async_io_builds, quietly
-from megatron.errors import ConfigError, MachineError
+from megatron.engine.deepspeed.start import quietly
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
 
@@ -46,29 +45,6 @@ def cpu_adam_for(
         return None
     log.info("offloaded weights are updated by DeepSpeed's CPUAdam")
     return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-
-
-def refuse_nvme(offload_optimizer: str, offload_param: str) -> None:
-    """What cannot be kept on NVMe here.
-
-    Raises:
-        MachineError: DeepSpeed's asynchronous I/O does not build.
-        ConfigError: the optimizer's state is to be there, where no checkpoint would find it.
-    """
-    if "nvme" not in (offload_optimizer, offload_param):
-        return
-    if not async_io_builds():
-        raise MachineError(
-            "nothing can be offloaded to NVMe: DeepSpeed's async_io does not build here",
-            found=f"optimizer: {offload_optimizer}, parameters: {offload_param}; libaio or its "
-            "headers are missing",
-            fix="install libaio's development package, or offload to the CPU",
-        )
-    raise ConfigError(
-        "weights and state on NVMe are not saved by this program",
-        found=f"optimizer: {offload_optimizer}, parameters: {offload_param}",
-        fix="offload to the CPU",
-    )
 
 
 def _stale_lock() -> str | None:

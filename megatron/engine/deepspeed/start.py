@@ -67,14 +67,6 @@ def import_deepspeed() -> ModuleType:
         speaker.disabled = False
 
 
-def async_io_builds() -> bool:
-    """Whether DeepSpeed can read and write NVMe here (libaio and its headers); runs a compiler."""
-    builder: Any = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(builder().is_compatible(verbose=False))
-
-
 @contextmanager
 def quietly() -> Iterator[None]:
     """What is printed inside, as DeepSpeed does beside its logger, goes to our log as details."""

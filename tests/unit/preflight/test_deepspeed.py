@@ -1,6 +1,5 @@
 """What is wrong with a run through DeepSpeed is known before DeepSpeed is imported."""
 
-import ctypes.util
 import importlib.metadata
 import json
 from pathlib import Path
@@ -204,42 +203,3 @@ def test_float16_on_a_cpu_is_refused_where_zero_would_refuse_it() -> None:
     assert found(deepspeed.deepspeed_has_the_precision, through_deepspeed(fp16=True)) == []
     asked = through_deepspeed(bf16=True, zero_stage="1")
     assert found(deepspeed.deepspeed_has_the_precision, asked) == []
-
-
-def offloading(folder: Path, nvme: Path) -> Any:
-    """A plan that keeps the optimizer's state below `nvme`."""
-    block = {"device": "nvme", "nvme_path": str(nvme)}
-    values = {"zero_optimization": {"stage": 3, "offload_optimizer": block}}
-    return through_deepspeed(deepspeed_config=written(folder, values))
-
-
-def test_an_nvme_folder_that_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: "libaio.so.1")
-    errors = found(deepspeed.offloading_has_its_folder, offloading(tmp_path, tmp_path / "none"))
-    only(
-        errors,
-        "the folder that ZeRO offloads to is not usable",
-        "zero_optimization.offload_optimizer.nvme_path",
-        "which is no folder on this node",
-    )
-    assert found(deepspeed.offloading_has_its_folder, offloading(tmp_path, tmp_path)) == []
-
-
-def test_an_nvme_folder_that_is_read_only_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: "libaio.so.1")
-    monkeypatch.setattr(deepspeed.os, "access", lambda path, mode: False)
-    errors = found(deepspeed.offloading_has_its_folder, offloading(tmp_path, tmp_path))
-    only(errors, "which cannot be written on this node")
-
-
-def test_asynchronous_io_that_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    errors = found(deepspeed.offloading_has_its_folder, offloading(tmp_path, tmp_path))
-    only(errors, "needs asynchronous I/O, which this machine lacks", "libaio-dev")
-    assert found(deepspeed.offloading_has_its_folder, through_deepspeed()) == []

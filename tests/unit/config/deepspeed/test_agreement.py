@@ -272,16 +272,14 @@ def test_offloading_by_flag_needs_its_stage_too() -> None:
     assert str(error.found) == "--remote-device cpu; ZeRO stage 2"
 
 
-def test_nvme_needs_a_folder() -> None:
-    user = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}
-    (error,) = found(user)
-    assert error.problem == "something is to be offloaded to NVMe, and no folder is named"
-
-
-def test_an_optimizer_on_the_cpu_may_keep_its_state_on_nvme() -> None:
+def test_nvme_is_refused_by_flag_and_by_key() -> None:
     offload = {"device": "nvme", "nvme_path": "/fast"}
-    user = {"zero_optimization": {"stage": 1, "offload_optimizer": offload}}
-    assert found(user, cpu_optimizer=True) == []
+    (error,) = found({"zero_optimization": {"stage": 1, "offload_optimizer": offload}})
+    assert error.problem.startswith("offloading to NVMe is not supported")
+    assert "zero_optimization.offload_optimizer.device nvme" in str(error.found)
+    assert "offload to the CPU" in str(error.fix)
+    (error,) = found({}, zero_stage="3", remote_device="nvme")
+    assert str(error.found) == "--remote-device nvme"
 
 
 def test_the_stage_is_the_flags_or_else_the_files_or_else_0() -> None:

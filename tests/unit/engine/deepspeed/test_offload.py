@@ -6,8 +6,7 @@ import pytest
 
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.engine.deepspeed import offload
-from megatron.engine.deepspeed.offload import cpu_adam_for, refuse_nvme
-from megatron.errors import ConfigError, MachineError
+from megatron.engine.deepspeed.offload import cpu_adam_for
 from megatron.mpu.context import Group
 
 ALONE = Group((0,), 0)
@@ -55,13 +54,3 @@ def test_it_is_used_where_it_builds(
     monkeypatch.setattr(offload.importlib, "import_module", lambda name: Module)
     assert cpu_adam_for(True, True, ADAM, ALONE) == "the class"
     assert "updated by DeepSpeed's CPUAdam" in capsys.readouterr().out
-
-
-def test_nvme_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "async_io_builds", lambda: False)
-    refuse_nvme("cpu", "none")
-    with pytest.raises(MachineError, match="async_io does not build here"):
-        refuse_nvme("nvme", "none")
-    monkeypatch.setattr(offload, "async_io_builds", lambda: True)
-    with pytest.raises(ConfigError, match="weights and state on NVMe are not saved"):
-        refuse_nvme("none", "nvme")
