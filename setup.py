@@ -10,9 +10,9 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 try:
-    from pybind11.setup_helpers import Pybind11Extension
+    from pybind11 import setup_helpers as pybind11
 except ImportError:
-    Pybind11Extension = None
+    pybind11 = None
 
 # The blending order compares sums of products: contracting them would change the order.
 SAME_ROUNDING = [] if sys.platform == "win32" else ["-O3", "-ffp-contract=off"]
@@ -20,11 +20,11 @@ SAME_ROUNDING = [] if sys.platform == "win32" else ["-O3", "-ffp-contract=off"]
 
 def extensions() -> list[Extension]:
     """Every compiled module, or none where pybind11 itself is missing."""
-    if Pybind11Extension is None:
+    if pybind11 is None:
         say_what_serves_instead("all compiled modules", "pybind11 is not installed")
         return []
     return [
-        Pybind11Extension(
+        pybind11.Pybind11Extension(
             f"megatron.data._{name}",
             [f"csrc/data/{name}.cpp"],
             cxx_std=17,

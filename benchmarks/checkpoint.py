@@ -26,7 +26,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp  # noqa: E402
 
 from benchmarks.machine import machine  # noqa: E402
 from megatron import log  # noqa: E402
@@ -158,7 +159,7 @@ def load_raw(folder: Path, state: State) -> None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).numpy()).cast("B")
+    return tensor.view(-1).numpy().data.cast("B")
 
 
 def save_ours(folder: Path, state: State) -> None:
@@ -193,12 +194,12 @@ def load_pickled(folder: Path, state: State) -> None:
 
 def save_dcp(folder: Path, state: State) -> None:
     """torch's distributed checkpoint as it comes, which syncs its files."""
-    dcp.save(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
+    save_with_dcp(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
 
 
 def load_dcp(folder: Path, state: State) -> None:
     """The same, in place."""
-    dcp.load(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
+    load_with_dcp(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
 
 
 WAYS: Mapping[str, Way] = {
@@ -230,7 +231,9 @@ def measure(place: Path, state: State, target: State, turn: int) -> Round:
     Raises:
         ValueError: a way loads something else than was saved.
     """
-    save, load, again = {}, {}, {}
+    save: dict[str, Taken] = {}
+    load: dict[str, Taken] = {}
+    again: dict[str, Taken] = {}
     for name in order(turn):
         folder, way = place / name, WAYS[name]
         folder.mkdir()

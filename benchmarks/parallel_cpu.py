@@ -213,7 +213,7 @@ def _beside(rows: list[Row], who: str) -> float:
     """Our efficiency over DDP's: median over rounds, in each of which all four took a turn."""
     by_name = {row.who: [turn["wall"] for turn in row.turns] for row in rows}
     turns = zip(*(by_name[name] for name in (ALONE, who, PLAIN_ALONE, DDP)))
-    return median((ours / spread) / (plain / ddp) for ours, spread, plain, ddp in turns)
+    return float(median((ours / spread) / (plain / ddp) for ours, spread, plain, ddp in turns))
 
 
 def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:

@@ -6,10 +6,9 @@ enough cores: what is measured is the order of work and the cost of exchanges, n
 
 import argparse
 import multiprocessing as mp
-import sys
 import tempfile
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,7 +85,7 @@ class _Sleeper:
     def run(self, chunk: int, carry: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         del chunk
         (hidden,) = carry
-        return (_Sleep.apply(hidden.requires_grad_(), self),)
+        return (_SLEEP(hidden.requires_grad_(), self),)
 
     def loss(self, carry: tuple[Tensor, ...], labels: Any) -> tuple[Tensor, Tensor]:
         del labels
@@ -107,6 +106,10 @@ class _Sleep(torch.autograd.Function):
         ctx.sleeper.work(1 if ctx.sleeper.weights_wait else 2)
         ctx.sleeper.alive -= 1
         return grad, None
+
+
+# Function.apply is untyped in torch; this says what it takes and gives here.
+_SLEEP: Callable[[Tensor, _Sleeper], Tensor] = _Sleep.apply
 
 
 @dataclass
@@ -228,4 +231,4 @@ def _step(executor: Executor, sleeper: _Sleeper, case: Case, group: Group) -> Me
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

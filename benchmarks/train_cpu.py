@@ -221,6 +221,7 @@ def _our_step(ours: Workload) -> Callable[[Tensor], tuple[float, float]]:
 
 
 def our_flags(dtype: str, shape: Shape) -> list[str]:
+    """Return the flags of our GPT of this shape."""
     sizes = {
         "num-layers": shape.layers,
         "hidden-size": shape.hidden,

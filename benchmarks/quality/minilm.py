@@ -134,7 +134,7 @@ def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
 def _vectors(hidden: Tensor, rows: Rows) -> Tensor:
     """The mean of the hidden states of each row, as sentence-transformers takes it, of length 1."""
     lengths = rows.inputs.padding_mask.sum(1).tolist()
-    means = torch.stack([part.mean(0) for part in hidden.split(lengths)])
+    means = torch.stack([part.mean(0) for part in torch.split(hidden, lengths)])
     return F.normalize(means, dim=-1)
 
 

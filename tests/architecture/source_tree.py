@@ -51,6 +51,11 @@ def programs(root: Path = ROOT) -> list[Source]:
     return top + [one for folder in PROGRAM_FOLDERS for one in sources(root / folder)]
 
 
+def everything(root: Path = ROOT) -> list[Source]:
+    """Return the library and what users start: all code that is not a test."""
+    return sources(root / "megatron") + programs(root)
+
+
 def write_tree(folder: Path, files: dict[str, str]) -> Path:
     """Write `files` (path: text) below `folder`, for a gate to be tried on; returns `folder`."""
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""No passage of the library stands in it twice."""
+"""No passage of the library or of the programs stands in them twice."""
 
 import ast
 from collections import defaultdict
@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.architecture.source_tree import MEGATRON, Source, sources, write_tree
+from tests.architecture.source_tree import Source, everything, sources, write_tree
 
 RUN_LINES = 12
 
@@ -60,8 +60,8 @@ def _same(files: Sequence[Sequence[Line]], where: Sequence[tuple[int, int]]) -> 
     return len({files[at][start].text for at, start in where}) == 1
 
 
-def test_no_passage_of_the_library_stands_in_it_twice() -> None:
-    found = duplicate_runs(sources(MEGATRON))
+def test_no_passage_stands_in_the_code_twice() -> None:
+    found = duplicate_runs(everything())
     assert not found, "\n".join(found)
 
 

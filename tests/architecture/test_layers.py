@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.architecture.layers import LEVEL, cycles, outsiders, violations
-from tests.architecture.source_tree import MEGATRON, write_tree
+from tests.architecture.source_tree import MEGATRON, PROGRAM_FOLDERS, ROOT, write_tree
 
 
 def test_no_import_points_up_or_sideways() -> None:
@@ -13,6 +15,12 @@ def test_no_import_points_up_or_sideways() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     found = cycles(MEGATRON)
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
+
+
+@pytest.mark.parametrize("folder", PROGRAM_FOLDERS)
+def test_no_programs_import_each_other_in_a_circle(folder: str) -> None:
+    found = cycles(ROOT / folder)
     assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 

@@ -4,9 +4,20 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.source_tree import MEGATRON, ROOT, Source, sources, write_tree
+import pytest
+
+from tests.architecture.source_tree import (
+    MEGATRON,
+    PROGRAM_FOLDERS,
+    ROOT,
+    Source,
+    everything,
+    sources,
+    write_tree,
+)
 
 REFUSED_WORDS = frozenset({"utils", "util", "helpers", "helper", "common", "misc", "shared"})
+CODE_FOLDERS = ("megatron", *PROGRAM_FOLDERS)
 TEST_ROOTS = ("tests/unit", "tests/distributed")
 LONGEST_DOCSTRING_LINES = 8
 
@@ -53,13 +64,15 @@ def mirrors(source: Source) -> list[str]:
     return [f"{top}/{inside.parent / name}" for top in TEST_ROOTS for name in names]
 
 
-def test_every_module_says_what_it_owns() -> None:
-    found = list(without_docstring(MEGATRON))
+@pytest.mark.parametrize("folder", CODE_FOLDERS)
+def test_every_module_says_what_it_owns(folder: str) -> None:
+    found = list(without_docstring(ROOT / folder))
     assert not found, "\n".join(found)
 
 
-def test_every_public_name_has_a_sentence() -> None:
-    found = list(without_sentence(MEGATRON))
+@pytest.mark.parametrize("folder", CODE_FOLDERS)
+def test_every_public_name_has_a_sentence(folder: str) -> None:
+    found = list(without_sentence(ROOT / folder))
     assert not found, "\n".join(found)
 
 
@@ -70,7 +83,7 @@ def test_every_module_has_a_test_of_the_same_name() -> None:
 
 def test_no_module_is_a_drawer_for_anything() -> None:
     found = [
-        source.name for source in sources(MEGATRON) if REFUSED_WORDS & set(source.module.split("."))
+        source.name for source in everything() if REFUSED_WORDS & set(source.module.split("."))
     ]
     assert not found, f"name what it owns instead: {', '.join(found)}"
 
