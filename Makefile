@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard quick gates bench docs clean
+.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard quick gates bench docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,7 +36,7 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools wheel "pybind11>=2.11" ninja py-cpuinfo
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test,docs]'
 	@touch $@
 
 pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt for your own text
@@ -71,6 +71,10 @@ bench: $(READY)  ## tokens/s of this machine beside a plain eager GPT
 docs: $(READY)  ## write docs/flags.md again from the config
 	@$(BIN)/python -m tools.write_flag_docs
 
+docs-site: $(READY)  ## build the documentation with API pages into site/, links checked, without a network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "wrote site/index.html; to search in it: $(BIN)/python -m http.server --directory site"
+
 clean:  ## remove builds and caches, but neither .venv nor runs/
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find megatron tests tools tasks benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

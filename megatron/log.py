@@ -1,66 +1,99 @@
 """Rank-aware logging: the only place in the library that writes to the terminal.
 
-What every rank would say alike is said once, by rank 0 (`info`, `warning`); the step line is said
-by the last rank, as in Megatron (`last_rank`); what only one rank knows is said by that rank with
-its number in front (`error`). Standard output carries progress, standard error carries trouble.
+What is the same on every rank is printed once, by rank 0 (`info`, `warning`). Progress of the steps
+is printed by the last rank, as in Megatron (`last_rank`). An `error` is printed by the rank that
+calls, with the rank's number. Standard output carries progress, standard error carries trouble.
+
+Records go through the logger `megatron` of the standard `logging` module. A handler added to it
+receives what this rank prints, with the attribute `rank`. The root logger does not receive it.
 """
 
+import logging
 import sys
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+_ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(slots=True)
 class _Speaker:
-    """Who this process is, as far as logging is concerned."""
+    """The rank of this process and what it has printed."""
 
     rank: int = 0
     world_size: int = 1
-    level: int = LEVELS.index("info")
-    replica_level: int = LEVELS.index("error")
     said: set[str] = field(default_factory=set)
-
-    def hears(self, level: str) -> bool:
-        return LEVELS.index(level) >= self.level
+    bars: int = 0  # progress bars on this process's terminal, drawn by this rank or another
 
 
 _SPEAKER = _Speaker()
 
 
+class _Terminal(logging.Handler):
+    """Writes a record with its time, and with its rank and level where they say something."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank: int = getattr(record, "rank", _SPEAKER.rank)
+        is_error = record.levelno >= logging.ERROR
+        is_named = _SPEAKER.world_size > 1 and is_error
+        is_named |= rank != 0 and record.name == _RANK.name
+        time = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
+        level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
+        return f"{time} {f'[rank {rank}] ' if is_named else ''}{level}{record.getMessage()}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_progress = record.levelno < logging.WARNING and (
+            record.name == _STEPS.name or _SPEAKER.rank == 0
+        )
+        # Looked up for every record: programs redirect standard output. An error of writing is not
+        # caught: a run whose output cannot be written must not go on without it.
+        _write(self.format(record), sys.stdout if is_progress else sys.stderr)
+
+
+_RANK = logging.getLogger("megatron")
+_STEPS = logging.getLogger("megatron.steps")  # printed by the last rank
+_RANK.addHandler(_Terminal())
+_RANK.propagate = False
+
+
 def configure(
     rank: int, world_size: int, *, level: str = "info", replica_level: str = "error"
 ) -> None:
-    """Say who this process is, and from which level on rank 0 and the other ranks speak."""
+    """Set the rank of this process, and the lowest level that rank 0 and the other ranks print."""
     _SPEAKER.rank, _SPEAKER.world_size = rank, world_size
-    _SPEAKER.level, _SPEAKER.replica_level = LEVELS.index(level), LEVELS.index(replica_level)
+    own = level if rank == 0 else replica_level
+    _RANK.setLevel(min(_number(own), logging.ERROR))  # errors are always printed
+    # above every level on all ranks but the last
+    _STEPS.setLevel(_number(level) if rank == world_size - 1 else logging.CRITICAL + 1)
 
 
 def is_rank_zero() -> bool:
-    """Whether this process speaks for the whole job."""
+    """Return whether this process prints for the whole job."""
     return _SPEAKER.rank == 0
 
 
 def debug(message: str) -> None:
     """Print `message` on rank 0 when the level asks for it."""
-    _say("debug", message)
+    _log(_RANK, logging.DEBUG, message)
 
 
 def info(message: str) -> None:
     """Print `message` once for the whole job, on rank 0."""
-    _say("info", message)
+    _log(_RANK, logging.INFO, message)
 
 
 def last_rank(message: str) -> None:
-    """Print `message` on the last rank, which is the one that knows the loss under pipelines."""
-    if _SPEAKER.rank == _SPEAKER.world_size - 1 and _SPEAKER.hears("info"):
-        _write(message, sys.stdout)
+    """Print `message` on the last rank, which is the one that knows the loss under pipelines.
+
+    The time stands before the first line only, so lines that scripts parse come after it.
+    """
+    _log(_STEPS, logging.INFO, message)
 
 
 def warning(message: str) -> None:
     """Print a warning once for the whole job, on rank 0, to standard error."""
-    _say("warning", f"WARNING: {message}")
+    _log(_RANK, logging.WARNING, message)
 
 
 def warning_once(key: str, message: str) -> None:
@@ -72,19 +105,52 @@ def warning_once(key: str, message: str) -> None:
 
 def error(message: str) -> None:
     """Print `message` from whichever rank calls, with the rank's number in front."""
-    prefix = f"[rank {_SPEAKER.rank}] " if _SPEAKER.world_size > 1 else ""
-    _write(f"{prefix}ERROR: {message}", sys.stderr)
+    _log(_RANK, logging.ERROR, message)
 
 
-def _say(level: str, message: str) -> None:
-    if _SPEAKER.rank == 0:
-        if _SPEAKER.hears(level):
-            _write(message, sys.stderr if level == "warning" else sys.stdout)
-    elif LEVELS.index(level) >= _SPEAKER.replica_level:
-        _write(f"[rank {_SPEAKER.rank}] {message}", sys.stderr)
+class ProgressBar:
+    """Progress with the time to go, drawn on standard error by the last rank.
+
+    Nothing is drawn where standard error is not a terminal, or where `last_rank` prints nothing.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        self._bar: Any = None
+        self._is_open = sys.stderr.isatty()
+        _SPEAKER.bars += self._is_open
+        if self._is_open and _STEPS.isEnabledFor(logging.INFO):
+            from tqdm import tqdm  # programs that draw no bar do not import it
+
+            self._bar = tqdm(total=total, initial=done, unit=" steps", dynamic_ncols=True)
+
+    def update(self, done: int) -> None:
+        """Draw that `done` steps of the total are done."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the bar as it is, on a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
+        _SPEAKER.bars -= self._is_open
+        self._is_open = False
+
+
+def _number(level: str) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
+def _log(logger: logging.Logger, level: int, message: str) -> None:
+    logger.log(level, message, extra={"rank": _SPEAKER.rank})
 
 
 def _write(message: str, stream: TextIO) -> None:
+    if _SPEAKER.bars:  # the bar is drawn anew, below the message, when it moves next
+        sys.stderr.write(_ERASE_LINE)
+        sys.stderr.flush()
     # One write for the line and its end: ranks share a terminal, and would end up on one line.
     stream.write(message + "\n")
     stream.flush()
+
+
+configure(0, 1)

@@ -21,11 +21,11 @@ from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.data.samples.chat_template import (
-    TEMPLATES,
     ChatTemplate,
     EncodedDialogue,
     encode_dialogue,
     messages_of,
+    template_of,
 )
 from megatron.data.samples.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
 from megatron.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
     spec = tokenizer_spec(args)
     tokenizer = spec.build()
-    template = TEMPLATES[args.template]
+    template = template_of(args.template)
     _check_template(template, tokenizer)
     files = find_inputs(args.input).files
     for path in files:
@@ -154,16 +154,23 @@ def _encoder(tokenizer: Tokenizer) -> Encode:
 
 
 def _check_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    if not template.end and tokenizer.eod is None:
+    if template.ends_document and tokenizer.eod is None:
         raise ConfigError(
             f"the template {template.name} ends answers with a token that the tokenizer lacks",
             found=f"{tokenizer.name}: {tokenizer.eod_note or 'no end-of-document token'}",
             fix="use --template chatml, or a tokenizer with an end-of-document token",
         )
-    if template.end and len(tokenizer.tokenize(template.end)) > 1:
-        count = len(tokenizer.tokenize(template.end))
+    end = template.end
+    if not end and not template.ends_document:
+        raise ConfigError(
+            "the template ends answers with nothing, so a model would not learn to stop",
+            found=f"--template {template.name}",
+            fix="use --template chatml, or a template that writes eos_token after an answer",
+        )
+    count = len(tokenizer.tokenize(end)) if end else 0
+    if count > 1:
         log.warning(
-            f"{tokenizer.name} spells {template.end!r} with {count} tokens, as it is not in the "
+            f"{tokenizer.name} spells {end!r} with {count} tokens, as it is not in the "
             "vocabulary: the end of an answer has to be looked for as text"
         )
 
@@ -188,10 +195,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--json-key", default="messages", help="key of the list of messages [messages]")
     add(
         "--template",
-        choices=tuple(TEMPLATES),
+        metavar="chatml|plain|FOLDER",
         default="chatml",
-        help="how messages are written out: with <|im_start|> and <|im_end|>, or under plain "
-        "headings with the end-of-document token behind each answer [chatml]",
+        help="how messages are written out: with <|im_start|> and <|im_end|>; under plain headings "
+        "with the end-of-document token behind each answer; or as the chat template of a Hugging "
+        "Face folder does [chatml]",
     )
     add(
         "--on-bad-line",

@@ -1,7 +1,8 @@
-"""What a run says of itself: the step line, TensorBoard, throughput, MFU and memory.
+"""What a run says of itself: step lines, a progress bar, TensorBoard, throughput, MFU and memory.
 
-Both the line and the TensorBoard tags are those of Megatron-DeepSpeed, which other people's scripts
-parse; tokens/s, MFU and memory follow at the end of the line. The last rank speaks and writes.
+A step has two lines: a short one to read, with the time, and that of Megatron-DeepSpeed, which
+other people's scripts parse; tokens/s, MFU and memory follow at its end. The TensorBoard tags are
+Megatron-DeepSpeed's too. The last rank speaks and writes.
 """
 
 import math
@@ -102,6 +103,7 @@ class StepLog:
         self._peak = config.peak_tflops or _peak_of(device.name())
         self._timers = timers or Timers()
         self._window = _Window()
+        self._bar: log.ProgressBar | None = None  # from the first step on
         self._writer: Any = None
         if is_writer and config.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports, one rank only
@@ -121,6 +123,8 @@ class StepLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._bar is not None:
+            self._bar.close()
         if self._writer is not None:
             self._writer.close()
 
@@ -154,9 +158,14 @@ class StepLog:
         ):
             device.synchronize()
             speed = self._speed(time.perf_counter() - window.started)
-            log.last_rank(self._line(progress, plan, report, speed, extra))
+            short = self._short_line(progress, plan, report, speed)
+            log.last_rank(f"{short}\n{self._line(progress, plan, report, speed, extra)}")
             self._write_speed(progress, speed)
             self._window = _Window()
+        if self._bar is None:
+            before = progress.iteration - 1
+            self._bar = log.ProgressBar(self._duration.total_iterations, before)
+        self._bar.update(progress.iteration)
 
     def evaluation(self, name: str, result: EvaluationSum, progress: Progress) -> None:
         """Say and store one evaluation of the dataset `name` (validation or test)."""
@@ -168,7 +177,10 @@ class StepLog:
             f" {name} loss at iteration {progress.iteration} | {' '.join(values)} "
             f"tokens: {result.tokens} |"
         )
-        log.last_rank("\n".join(["-" * len(words), words, "-" * len(words)]))
+        short = f"{name} after {progress.iteration} steps"
+        means = [f"{loss} {mean:.4g}" for loss, mean in zip(self._losses, result.means)]
+        frame = "-" * len(words)
+        log.last_rank("\n".join([" | ".join([short, *means]), frame, words, frame]))
         for loss, mean in zip(self._losses, result.means):
             tag = f"lm-loss-validation/{name}/{loss} validation"
             self._scalar(tag, mean, progress.iteration)
@@ -188,6 +200,30 @@ class StepLog:
             tflops,
             None if self._peak is None else tflops / self._peak,
         )
+
+    def _short_line(
+        self, progress: Progress, plan: StepPlan, report: StepReport, speed: Speed
+    ) -> str:
+        """Return what people look for, in at most 160 columns with the time in front.
+
+        None of its words are those that scripts search for in the line that follows.
+        """
+        window, total = self._window, self._duration.total_iterations
+        left = max(0, total - progress.iteration)
+        minutes, seconds = divmod(round(left * speed.seconds_per_iteration), 60)
+        means = [
+            f"{name} {losses / window.losses:.4g}"
+            for name, losses in zip(self._losses, window.loss_totals)
+        ]
+        parts = [
+            f"step {progress.iteration}/{total}",
+            *(means or ["no finite loss"]),
+            f"lr {plan.learning_rate:.3g}",
+            f"grad norm {report.grad_norm:.3g}",
+            f"{speed.tokens_per_second:,.0f} tokens/s",
+            f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} to go",
+        ]
+        return " | ".join(parts)
 
     def _line(
         self,

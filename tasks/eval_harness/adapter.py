@@ -12,7 +12,13 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from megatron.data.samples.chat_template import CHATML, LEARNED_ROLE, ChatTemplate, Message
+from megatron.data.samples.chat_template import (
+    CHATML,
+    END_OF_DOCUMENT,
+    LEARNED_ROLE,
+    ChatTemplate,
+    Message,
+)
 from megatron.engine.scoring import Row
 from megatron.errors import ConfigError, NumericsError
 from megatron.generation.generate import generate
@@ -120,17 +126,19 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 fix=f"add --apply-chat-template {CHATML.name}",
             )
         messages = [Message(turn["role"], turn["content"]) for turn in chat_history]
-        pieces = template.render(messages)
-        if add_generation_prompt and any(piece.then_eod for piece in pieces):
+        if add_generation_prompt:
+            text = template.prompt(messages)
+        elif messages[-1].role == LEARNED_ROLE:  # whose answer the model goes on with
+            text = template.prompt(messages[:-1]) + messages[-1].content
+        else:
+            text = "".join(piece.text for piece in template.render(messages))
+        if END_OF_DOCUMENT in text:
             raise ConfigError(
                 f"the template {template.name} ends answers with a token that is no text",
                 found=f"{len(messages)} messages, an answer among them",
                 fix=f"use --apply-chat-template {CHATML.name}, or --num-fewshot 0",
             )
-        text = "".join(piece.text for piece in pieces)
-        if add_generation_prompt:
-            return text + template.header(LEARNED_ROLE)
-        return text.removesuffix(template.between).removesuffix(template.end)
+        return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The name of the template, which stands for its text in the record of an evaluation."""

@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from megatron import log
-from megatron.data.samples.chat_template import TEMPLATES
+from megatron.data.samples.chat_template import template_of
 from megatron.errors import ConfigError
 from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary
@@ -41,10 +41,11 @@ def main(name: str, argv: Sequence[str]) -> None:
     check_interface(TemplateLM)
     manager = TaskManager(include_path=flags.include_path, include_defaults=not flags.only_included)
     tasks = _tasks(flags.tasks, set(manager.all_tasks))
+    name_of_template = flags.apply_chat_template
+    template = None if name_of_template is None else template_of(name_of_template)
     loaded = load_scorer(choice.folder, choice.iteration, given=choice.given)
     try:
-        template = flags.apply_chat_template
-        adapter = MegatronLM(loaded, None if template is None else TEMPLATES[template])
+        adapter = MegatronLM(loaded, template)
         check_canary(adapter)
         results = lm_eval.simple_evaluate(
             model=adapter,
@@ -97,7 +98,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add(
         "--apply-chat-template",
         "--apply_chat_template",
-        choices=tuple(TEMPLATES),
+        metavar="chatml|plain|FOLDER",
         help="write questions as dialogues, as tools/preprocess_sft.py does",
     )
     add("--system-instruction", "--system_instruction", help="text that opens each question")

@@ -14,7 +14,7 @@ from tests.architecture.layers import LAYERS
 from tests.architecture.source_tree import MEGATRON, ROOT, programs, sources, write_tree
 from tests.architecture.test_flags import every_flag
 
-PASSED_OVER = {".git", ".venv", "build", "runs", ".hypothesis", "__pycache__"}
+PASSED_OVER = {".git", ".venv", "build", "runs", "site", ".hypothesis", "__pycache__"}
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".yaml", ".yml", ".cpp", ".h", ".sh", ".cfg", ".txt"}
 # mypy's, pip's, and an example of a typing error
 FLAGS_OF_NOBODY = {"--strict", "--no-build-isolation", "--num-layrs"}

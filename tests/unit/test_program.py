@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from tests.architecture.source_tree import ROOT
+from tests.support.output import without_times
 
 CONFIG_ERROR, DATA_ERROR, MACHINE_ERROR = 64, 65, 75
 FRAME = """
@@ -19,9 +20,9 @@ program.run(main)
 
 
 def end_of(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program whose main is `body`."""
+    """Run a program whose main is `body`; the times of its log are left out."""
     text = FRAME.format(body="\n".join(f"    {line}" for line in body.splitlines()))
-    return subprocess.run(
+    end = subprocess.run(
         [sys.executable, "-c", text],
         cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT)} | environment,
@@ -30,6 +31,8 @@ def end_of(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+    end.stdout, end.stderr = without_times(end.stdout), without_times(end.stderr)
+    return end
 
 
 def as_rank(rank: int) -> dict[str, str]:

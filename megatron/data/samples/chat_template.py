@@ -1,20 +1,29 @@
 """How a dialogue is written as text, and which of that text a model is to learn.
 
-A template turns messages into pieces. What is given up to an answer is tokenized as one text, as a
-prompt will be; answers and their ends by themselves, so the border between given and learned is a
-border of tokens. What a reader would get wrong: the end of an assistant's turn is learned with it
-(or the model never stops), the header before it is not.
+Templates are Jinja's, as the folders of Hugging Face have them: two of ours, or a model's own. An
+answer is what a template writes between its prompt for it and the end of its message. All that is
+given up to an answer is tokenized as one text, as a prompt will be; answers and their ends by
+themselves, so the border between given and learned is a border of tokens. What a reader would get
+wrong: the end of an assistant's turn is learned with it, or the model never stops; the header
+before it is not.
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 ROLES = ("system", "user", "assistant")
 LEARNED_ROLE = "assistant"
@@ -44,53 +53,180 @@ class EncodedDialogue(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A message is its header, its content, an end, and what stands between two messages."""
+    """The source of a template, and the texts of tokens that it may write."""
 
     name: str
-    headers: tuple[tuple[str, str], ...]  # (role, what opens its messages)
-    end: str  # text that ends a message; "": the assistant's end with the end-of-document token
-    between: str
-    reserved: tuple[str, ...]  # what no message may contain, as it would pass for another turn
+    source: str
+    tokens: Mapping[str, str]  # what the template knows of the tokenizer: eos_token ...
+    reserved: tuple[str, ...]  # texts that no message may contain, as they would end its turn
 
-    def header(self, role: str) -> str:
-        """What opens a message of `role`; the assistant's is the prompt for an answer."""
-        return dict(self.headers)[role]
+    @property
+    def ends_document(self) -> bool:
+        """Whether answers end with the tokenizer's end-of-document token, whatever its text."""
+        return END_OF_DOCUMENT in self.tokens.values()
+
+    @property
+    def end(self) -> str:
+        """The text that ends an answer; empty where it is a token, or nothing."""
+        targets = [p.text for p in self.render(_EXAMPLE) if p.is_target]
+        return targets[1] if len(targets) > 1 else ""
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text of `messages` up to where the assistant's answer begins."""
+        return self._written(messages, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
-        """The dialogue as pieces; raises DataError for content that imitates the template."""
-        pieces: list[Piece] = []
+        """Return the dialogue as pieces, with one for all that is given between two answers.
+
+        Raises:
+            DataError: content that imitates the template, or a dialogue that it cannot write.
+        """
         for number, (role, content) in enumerate(messages, 1):
-            found = [text for text in self.reserved if text in content]
-            if found:
+            if found := [text for text in self.reserved if text in content]:
                 raise DataError(
                     f"the content of a message holds what the template {self.name} writes itself",
                     found=f"{found[0]!r} in message {number} ({role})",
                     fix="take it out of the content, or use another template",
                 )
-            learned = role == LEARNED_ROLE
-            ends_document = learned and not self.end
-            pieces.append(Piece(self.header(role), False))
-            pieces.append(Piece(content, learned, ends_document))
-            pieces.append(Piece(self.end, learned))
-            pieces.append(Piece(self.between, False))
+        pieces: list[Piece] = []
+        before = given = ""
+        for number, (role, content) in enumerate(messages):
+            if role != LEARNED_ROLE:
+                continue
+            prompt = self.prompt(messages[:number])
+            text = self._written(messages[: number + 1])
+            given += self._rest(prompt, before, number)
+            answer = self._rest(text, prompt, number)
+            # Some templates strip what they are given.
+            body = content if answer.startswith(content) else content.strip()
+            ending = self._rest(answer, body, number)
+            then_eod = ending.startswith(END_OF_DOCUMENT)
+            ending = ending.removeprefix(END_OF_DOCUMENT)
+            end = ending.rstrip()
+            pieces += [Piece(given, False), Piece(body, True, then_eod), Piece(end, True)]
+            before, given = text, ending[len(end) :]
+        given += self._rest(self._written(messages), before, len(messages) - 1)
+        pieces.append(Piece(given, False))
         return tuple(piece for piece in pieces if piece.text or piece.then_eod)
 
+    def _rest(self, text: str, start: str, number: int) -> str:
+        """Return what follows `start` in `text`, which ends with message `number`."""
+        if not text.startswith(start):
+            raise DataError(
+                f"the template {self.name} does not write a dialogue from start to end: what it "
+                "has written changes with later messages, or an answer is not written whole",
+                found=f"message {number + 1}",
+                fix="use --template chatml, or leave the dialogue out",
+            )
+        return text[len(start) :]
 
+    def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        import jinja2  # not needed by training, which reads what was written
+
+        try:
+            return _compiled(self.source).render(
+                messages=[message._asdict() for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            roles = ", ".join(role for role, _ in messages) or "nobody"
+            raise DataError(
+                f"the template {self.name} cannot write a dialogue",
+                found=f"{error} (messages of {roles})",
+                fix="leave the dialogue out, or use another --template",
+            ) from error
+
+
+END_OF_DOCUMENT = "\0end of document\0"  # stands in rendered text for the tokenizer's token
+_EXAMPLE = (Message("user", "a"), Message(LEARNED_ROLE, "b"))
 CHATML = ChatTemplate(
     name="chatml",
-    headers=tuple((role, f"<|im_start|>{role}\n") for role in ROLES),
-    end="<|im_end|>",
-    between="\n",
+    source=r"""{% for message in messages -%}
+{{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}""",
+    tokens={},
     reserved=("<|im_start|>", "<|im_end|>"),
 )
 PLAIN = ChatTemplate(
     name="plain",
-    headers=tuple((role, f"### {role.capitalize()}:\n") for role in ROLES),
-    end="",
-    between="\n\n",
-    reserved=tuple(f"### {role.capitalize()}:\n" for role in ROLES),
+    source=r"""{% for message in messages -%}
+{{ "### " + message.role | capitalize + ":\n" + message.content }}
+{%- if message.role == "assistant" %}{{ eos_token }}{% endif %}{{ "\n\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "### Assistant:\n" }}{% endif %}""",
+    tokens={"eos_token": END_OF_DOCUMENT},
+    reserved=(END_OF_DOCUMENT, *(f"### {role.capitalize()}:\n" for role in ROLES)),
 )
 TEMPLATES = {template.name: template for template in (CHATML, PLAIN)}
+
+
+def template_of(name: str) -> ChatTemplate:
+    """Return the template called `name`, or that of the Hugging Face folder `name`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    file, settings_file = Path(name) / "chat_template.jinja", Path(name) / "tokenizer_config.json"
+    try:
+        settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
+        source = file.read_text(encoding="utf-8") if file.is_file() else settings["chat_template"]
+        if isinstance(source, list):  # several under names; transformers uses this one
+            source = {entry["name"]: entry["template"] for entry in source}["default"]
+        known = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
+        tokens = {key: text for key, text in known.items() if text is not None}
+        added = settings.get("added_tokens_decoder", {}).values()
+        special = {_text(token) for token in added if token.get("special")}
+        _compiled(source)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "there is no such chat template",
+            found=f"{name}: {type(error).__name__}: {error}",
+            fix=f"use {', '.join(TEMPLATES)}, or a folder with a chat_template.jinja or a "
+            "tokenizer_config.json that has a chat_template",
+        ) from error
+    reserved = tuple(sorted(text for text in {*tokens.values(), *special} if text))
+    return ChatTemplate(name=name, source=source, tokens=tokens, reserved=reserved)
+
+
+def _text(token: Any) -> str | None:
+    """The text of a token of tokenizer_config.json, which is written in two ways."""
+    text: str | None = token["content"] if isinstance(token, dict) else token
+    return text
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> "Template":
+    """The template as transformers runs it: in a sandbox, blocks leaving no blank lines.
+
+    The time of day is left out, so that the same dialogue gives the same text every day.
+    """
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _as_json
+    # What transformers marks answers with changes no text.
+    source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
+    source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _as_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def messages_of(value: object) -> tuple[Message, ...]:
@@ -123,7 +259,6 @@ def encode_dialogue(
     """The tokens of a rendered dialogue; `encode` gives the ids of several texts at once."""
     tokens: list[int] = []
     mask: list[int] = []
-    pieces = _given_joined(pieces)
     for piece, ids in zip(pieces, encode([piece.text for piece in pieces]), strict=True):
         tokens += ids
         if piece.then_eod:
@@ -136,18 +271,6 @@ def encode_dialogue(
             tokens.append(eod)
         mask += [int(piece.is_target)] * (len(tokens) - len(mask))
     return EncodedDialogue(np.array(tokens, np.int64), np.array(mask, np.uint8))
-
-
-def _given_joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same text with one piece for all that is given between two that are learned."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if last is not None and not (piece.is_target or last.is_target or last.then_eod):
-            joined[-1] = Piece(last.text + piece.text, False, piece.then_eod)
-        else:
-            joined.append(piece)
-    return joined
 
 
 def _message(entry: object, number: int) -> Message:

@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDataset
 from megatron.errors import ConfigError, DataError, MachineError
 from megatron.tokenizer.tokenizer import TokenizerSpec, build_tokenizer
 from tests.support.checkpoints.small_disk import small_disk
+from tests.support.output import without_times
 from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
 from tools.preprocess_data import main
@@ -469,7 +470,7 @@ def test_the_program_says_what_is_wrong_and_exits_with_its_code(
     folder = ROOT if as_module else tmp_path
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == DataError.exit_code
-    assert done.stderr.startswith("ERROR: the line has no key 'text'")
+    assert without_times(done.stderr).startswith("ERROR: the line has no key 'text'")
     assert "Traceback" not in done.stderr
     assert not list(folder.glob("out*"))
 

@@ -126,6 +126,28 @@ def test_plain_text_holds_no_dialogues(tmp_path: Path) -> None:
         preprocess(tmp_path / "a.txt", tmp_path / "out", *BYTES)
 
 
+def test_the_template_of_a_folder_writes_the_dialogues(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": GOOD}])
+    preprocess(source, tmp_path / "out", *BYTES, "--template", str(tmp_path))
+    assert learned_texts(tmp_path / "out") == ["Hello \u00e9</s>"]
+    tokens = SFTCorpus(str(tmp_path / "out")).document(0).tokens.tolist()
+    assert bytes(tokens).decode() == "<user>Hi</s>\n<assistant>Hello \u00e9</s>\n"
+
+
+def test_a_template_whose_answers_have_no_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": GOOD}])
+    with pytest.raises(ConfigError, match="would not learn to stop"):
+        preprocess(source, tmp_path / "out", *BYTES, "--template", str(tmp_path))
+
+
 def test_the_plain_template_needs_an_end_of_document(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", [{"messages": GOOD}])
     vocab = write_bert(tmp_path)

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.arguments import parse_args
 from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from tests.support.output import without_times
 from tests.unit.config.groups import COMMAND, a_run, problems_of
 
 
@@ -25,7 +26,7 @@ def test_a_flag_without_effect_is_taken_and_said(
 ) -> None:
     values = [NO_EFFECT[word].only or "1"] * abs(NO_EFFECT[word].values)
     assert parse_args([word, *values, *COMMAND]) == a_run()
-    said = capsys.readouterr().out
+    said = without_times(capsys.readouterr().out)
     assert said.startswith(f"{' '.join([word, *values])}: accepted, has no effect here because ")
     assert NO_EFFECT[word].because in said
 

@@ -15,6 +15,7 @@ from megatron.engine.base import EvaluationSum, StepPlan, StepReport
 from megatron.loop import report as report_module
 from megatron.loop.report import PEAK_TFLOPS, StepLog
 from megatron.progress import BatchSchedule, Duration, Progress
+from tests.support.output import without_times
 
 TEN = Duration(BatchSchedule(1, 8, 1), train_iters=10)
 PLAN = StepPlan(
@@ -62,7 +63,7 @@ def test_the_line_is_that_of_megatron(
     clock[0] = 104.0
     log.paused(2.0)  # an evaluation
     log.step(at(4), PLAN, StepReport(3.0, 0.5, loss_scale=65536.0, num_zeros=7), params_norm=9.5)
-    line = capsys.readouterr().out.rstrip("\n")
+    short, line = without_times(capsys.readouterr().out).splitlines()
     line, memory = re.sub(r"\d+\.\d\d \|$", "M |", line), re.search(r"(\d+\.\d\d) \|$", line)
     assert memory is not None
     assert float(memory[1]) > 0
@@ -76,6 +77,33 @@ def test_the_line_is_that_of_megatron(
         "samples per second: 8.000 | TFLOPs: 0.03 | tokens per second: 128 | MFU: 1.6% | "
         "memory (GiB): M |"
     )
+    # 6 iterations of 1 second are left
+    assert short == (
+        "step 4/10 | lm loss 3.5 | lr 0.00015 | grad norm 0.5 | 128 tokens/s | 0:00:06 to go"
+    )
+
+
+def test_the_short_line_fits_160_columns_and_has_no_words_of_megatrons(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    log = StepLog(
+        LoggingConfig(log_interval=1),
+        Duration(BatchSchedule(1, 8, 1), train_iters=9_000_000),
+        flops_per_token=lambda _: 1.0,
+        world_size=1,
+        is_writer=True,
+        purge_step=0,
+        losses=("lm loss", "sop loss"),
+    )
+    log._window.started, clock[0] = 100.0, 100.9
+    plan = dataclasses.replace(PLAN, learning_rate=1.23456e-15, seq_length=131072)
+    losses = StepReport(1.0, 1.23456e-12, means=(1.23456e-12, 1.23456e12))
+    log.step(at(1_234_567), plan, losses)
+    short, line, _ = capsys.readouterr().out.split("\n")
+    assert 150 < len(short) <= 160
+    names = [part.partition(":")[0] for part in line.split(" | ")]
+    assert not [name for name in names if f"{name}:" in short]
+    assert "iteration " not in short
 
 
 def test_it_speaks_at_the_first_at_intervals_and_at_the_end(
@@ -156,7 +184,8 @@ def test_how_busy_experts_are_is_said_where_a_loss_looks_at_it(
 
 def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     step_log().evaluation("validation", EvaluationSum(20.0, 10), at(5))
-    dashes, words, again, _ = capsys.readouterr().out.split("\n")
+    short, dashes, words, again, _ = without_times(capsys.readouterr().out).split("\n")
+    assert short == "validation after 5 steps | lm loss 2"
     assert words == (
         " validation loss at iteration 5 | lm loss value: 2.000000E+00 | "
         "lm loss PPL: 7.389056E+00 | tokens: 10 |"

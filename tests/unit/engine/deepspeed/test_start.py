@@ -9,6 +9,7 @@ from megatron.config.deepspeed.version import version_problem
 from megatron.engine.deepspeed import start
 from megatron.errors import MachineError
 from megatron.mpu.context import ParallelContext
+from tests.support.output import without_times
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
@@ -91,7 +92,10 @@ def test_its_words_go_through_our_log(capsys: pytest.CaptureFixture[str]) -> Non
         speaker.handlers, speaker.level = kept
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "WARNING: DeepSpeed: something odd\nERROR: DeepSpeed: something wrong\n"
+    assert (
+        without_times(said.err)
+        == "WARNING: DeepSpeed: something odd\nERROR: DeepSpeed: something wrong\n"
+    )
 
 
 def test_what_it_prints_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
