@@ -47,5 +47,5 @@ def test_flags_that_datasets_do_not_read_are_refused(tmp_path: Path) -> None:
         is_builder=True,
         wait=lambda: None,
     )
-    with pytest.raises(ConfigError, match="--fim-data True\n.*\n.*\n.*--eod-mask-loss True"):
+    with pytest.raises(ConfigError, match=r"--fim-data True\n.*\n.*\n.*--eod-mask-loss True"):
         datasets_of(BERT_DATA)(request)
