@@ -1,6 +1,6 @@
 """Linear layers and an embedding whose weights are split over the tensor-parallel ranks.
 
-Parameters are created empty, on torch's default device, with `partition` and `init` attributes;
+Parameters are created empty, on torch's default device, with `split_by` and `init` attributes;
 filling them is model initialisation's work. Without sequence parallelism parameters that are not
 split (a row layer's bias) get equal gradients on all tp ranks by construction: nobody may reduce
 them over tp again. With it, hidden states between layers are [s/tp, b, h] and those gradients are
