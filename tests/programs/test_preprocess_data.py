@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDataset
 from megatron.errors import ConfigError, DataError, MachineError
 from megatron.tokenizer.huggingface import byte_symbols
 from megatron.tokenizer.tokenizer import TokenizerSpec, build_tokenizer
+from tests.conftest import optional_data_folder
 from tests.support.small_disk import small_disk
 from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
@@ -39,7 +40,6 @@ from tools.preprocess_data import main
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
-SHARED = Path(os.environ.get("MEGATRON_SHARED_DATA", ROOT.parent / "shared" / "data"))
 
 
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -524,9 +524,9 @@ def corpora(folder: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
     preprocess(source, folder / "own", *flags, "--merge-file", str(tokenizer / "merges.txt"))
     own = folder / "own_text_document"
     yield own, tokenizer, SYNTHETIC_HASHES
-    golden = SHARED / "megatron_mmap" / "meg-gpt2-openwebtext_text_document"
-    if golden.with_suffix(".bin").exists():
-        yield golden, SHARED / "tokenizers" / "gpt2-tiny", GOLDEN_HASHES
+    if (shared := optional_data_folder()) is not None:
+        golden = shared / "megatron_mmap" / "meg-gpt2-openwebtext_text_document"
+        yield golden, shared / "tokenizers" / "gpt2-tiny", GOLDEN_HASHES
 
 
 def test_a_corpus_that_is_decoded_and_encoded_again_is_the_same_byte_for_byte(
