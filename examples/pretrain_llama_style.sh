@@ -15,7 +15,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" pretrain_gpt.py \
   --position-embedding-type rope --rotary-base 10000 \
   --normalization RMSNorm --layernorm-epsilon 1e-5 \
-  --swiglu --num-query-groups 2 --disable-bias-linear \
+  --swiglu --num-key-value-heads 2 --disable-bias-linear \
   --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 \
   --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \
   --micro-batch-size 8 --global-batch-size 16 --train-iters "$ITERS" \

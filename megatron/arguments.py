@@ -14,6 +14,13 @@ from typing import Any, NoReturn
 from megatron import log
 from megatron.config.deepspeed.agreement import flags_from_json
 from megatron.config.deepspeed.plan import read_json
+from megatron.config.dependent_flags import (
+    EXPLAINED,
+    FlagValue,
+    GivenFlags,
+    NoChange,
+    meanings,
+)
 from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig
@@ -52,7 +59,8 @@ def parse_args(
     known_to_us = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = _with_extra_flags(parser, extra_args_provider)
-    given = _read(parser, sys.argv[1:] if argv is None else list(argv), problems)
+    argv = sys.argv[1:] if argv is None else argv
+    given = _read(parser, argv, problems)
     extra = {name: given.pop(name) for name in sorted(given) if name not in known_to_us}
     defaults = dict(args_defaults or {})
     for name in [name for name in extra if name in defaults]:
@@ -62,6 +70,7 @@ def parse_args(
     typed = {name: value for name, value in given.items() if value is not None}
     preset = _preset(typed.pop("model_preset", None), problems)
     values = defaults | preset | _from_deepspeed(typed, problems) | typed
+    values |= _from_dependent(argv, values, problems)
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
         if any(given.get(field, 0) is None for field in field_names(group)):
@@ -95,6 +104,7 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
     given = _read(_parser(problems), argv, problems, beside)
     typed = {name: value for name, value in given.items() if value is not None}
     values = _preset(typed.pop("model_preset", None), problems) | typed
+    values |= _from_dependent(argv, values, problems)
     if problems:
         raise CommandLineError(problems)
     return values
@@ -167,6 +177,8 @@ def _translate(
             words.append(word)
         elif word in ALIASES:
             words += ALIASES[word]
+        elif word in EXPLAINED:
+            continue  # `_from_dependent` says what it means beside the others
         elif word in NO_EFFECT:
             values, because, only = NO_EFFECT[word]
             if values == -1:
@@ -261,6 +273,24 @@ def _from_deepspeed(typed: Mapping[str, Any], problems: list[ConfigError]) -> di
     for name, value in said.items():
         log.info(f"{flag_name(name)} {value}: from {path}, as the flag is not given")
     return said
+
+
+def _from_dependent(
+    argv: Iterable[str], values: Mapping[str, Any], problems: list[ConfigError]
+) -> dict[str, Any]:
+    """Values of fields that flags of other Megatrons stand for beside the others."""
+    words = {_split_equals(word)[0] for word in argv if word.startswith("--")}
+    meant: dict[str, Any] = {}
+    for flag, meaning in meanings(GivenFlags(words, values)):
+        if isinstance(meaning, FlagValue):
+            meant[meaning.field] = meaning.value
+            shown = f"{flag_name(meaning.field)} {meaning.value}"
+            log.info(f"{flag}: taken as {shown}, because {meaning.because}")
+        elif isinstance(meaning, NoChange):
+            log.info(f"{flag}: accepted, has no effect here because {meaning.because}")
+        else:
+            problems.append(meaning)
+    return meant
 
 
 def _preset(name: str | None, problems: list[ConfigError]) -> dict[str, Any]:

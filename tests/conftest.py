@@ -38,14 +38,11 @@ def _the_speaker_of_other_tests() -> Iterator[None]:
     log._SPEAKER.said.clear()
 
 
-@pytest.fixture(scope="session")
-def optional_data() -> Path | None:
-    """The folder of public corpora and golden files, where there is one; else None."""
-    return optional_data_folder()
-
-
 def optional_data_folder() -> Path | None:
-    """MEGATRON_SHARED_DATA, or shared/data beside the checkout; None where it is no folder."""
+    """Return the folder of public corpora and golden files, or None where there is none.
+
+    MEGATRON_SHARED_DATA names it; otherwise it is shared/data beside the checkout.
+    """
     folder = Path(os.environ.get("MEGATRON_SHARED_DATA", ROOT.parent / "shared" / "data"))
     return folder if folder.is_dir() else None
 

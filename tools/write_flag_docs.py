@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.dependent_flags import DEPENDENT, OTHER_DEFAULTS
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
@@ -87,6 +88,22 @@ def _legacy_sections() -> Iterator[str]:
     yield (
         "### Accepted, without effect\n\nEach use is said in the log, with the reason.\n\n"
         + _table(("flag", "why"), [(f"`{k}`", v.because) for k, v in NO_EFFECT.items()])
+    )
+    yield (
+        "### Meaning depends on the flags beside them\n\n"
+        + _table(("flag", "means"), [(f"`{one.flag}`", one.meaning) for one in DEPENDENT])
+    )
+    yield (
+        "### Defaults that differ\n\nWhat other Megatrons do where the flag is not given.\n\n"
+        + _table(
+            ("flag", "default here", "elsewhere"),
+            [
+                (f"`{flag_name(field.name)}`", _default(field), OTHER_DEFAULTS[field.name])
+                for group in GROUPS.values()
+                for field in dataclasses.fields(group)
+                if field.name in OTHER_DEFAULTS
+            ],
+        )
     )
     yield (
         "### Refused: removed long ago\n\n"

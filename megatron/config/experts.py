@@ -13,14 +13,15 @@ from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
 PER_SEQUENCE = "seq_aux_loss"
+_TOGETHER = (
+    "it assigns the tokens of a micro-batch together, so that its size would change the model"
+)
 _ANOTHER_BALANCE: Mapping[str, str] = MappingProxyType(
     {
         "aux_loss": "its loss is of whole micro-batches, so that their size would change the model",
         "global_aux_loss": "its loss is of what was seen so far, which depends on micro-batches",
-        "sinkhorn": "it assigns the tokens of a micro-batch together, so that its size would "
-        "change the model",
-        "quantile": "it assigns the tokens of a micro-batch together, so that its size would "
-        "change the model",
+        "sinkhorn": _TOGETHER,
+        "quantile_balancing": _TOGETHER,
     }
 )
 
@@ -68,7 +69,8 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
         yield ConfigError(
             "experts have no biases here",
             found=f"--num-experts {experts} without --disable-bias-linear",
-            fix="add --disable-bias-linear (and --add-qkv-bias if attention shall have one)",
+            fix="add --disable-bias-linear, with a flag that names the activation such as --swiglu "
+            "(and --add-qkv-bias if attention shall have one)",
         )
     yield from _balance_problems(flags)
 

@@ -75,7 +75,8 @@ class ModelConfig:
     )
     num_query_groups: int | None = flag(
         None,
-        help="key/value heads: 1 is multi-query, num-attention-heads (or not set) multi-head",
+        help="key/value heads: 1 is multi-query, num-attention-heads (or not set) multi-head; this "
+        "spelling needs --group-query-attention beside it, as in Megatron-LM",
         aliases=("--num-key-value-heads",),
     )
     position_embedding_type: PositionEmbedding = flag(

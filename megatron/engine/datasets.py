@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatron.config.fields import raise_all
 from megatron.data.data_utils import IndexPlace, build_datasets
 from megatron.data.kinds.program_data import ProgramData
 from megatron.engine.base import DatasetRequest, Datasets
@@ -11,7 +12,12 @@ def datasets_of(reads: ProgramData) -> Callable[[DatasetRequest], Datasets]:
     """What `PretrainTask.datasets` is for a program that reads corpora of tokens."""
 
     def datasets(request: DatasetRequest) -> Datasets:
-        """The kind of dataset that the flags ask for, over the corpora that they name."""
+        """The kind of dataset that the flags ask for, over the corpora that they name.
+
+        Raises:
+            ConfigError: flags that the datasets of the program do not read.
+        """
+        raise_all(reads.unread_flags(request.data))
         maker = reads.maker(
             request.data,
             tokenizer=request.tokenizer,

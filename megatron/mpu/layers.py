@@ -1,6 +1,6 @@
 """Linear layers and an embedding whose weights are split over the tensor-parallel ranks.
 
-Parameters are created empty, on torch's default device, with `partition` and `init` attributes;
+Parameters are created empty, on torch's default device, with `split_by` and `init` attributes;
 filling them is model initialisation's work. Without sequence parallelism parameters that are not
 split (a row layer's bias) get equal gradients on all tp ranks by construction: nobody may reduce
 them over tp again. With it, hidden states between layers are [s/tp, b, h] and those gradients are
@@ -271,24 +271,24 @@ def check_ids(ids: Tensor, true_size: int) -> None:
         return
     if ids.device.type != "cpu":
         # Asynchronous: an exception would have to wait for the device at every step.
-        torch._assert_async(((ids >= 0) & (ids < true_size)).all(), _TOO_HIGH)
+        torch._assert_async(((ids >= 0) & (ids < true_size)).all(), _OUTSIDE)
         return
     lowest, highest = (int(bound) for bound in ids.aminmax())
     if highest >= true_size:
         raise DataError(
-            _TOO_HIGH,
-            found=f"input id {highest}, vocabulary of {true_size} (highest id {true_size - 1})",
+            _OUTSIDE,
+            found=f"token id {highest}, vocabulary of {true_size} (highest id {true_size - 1})",
             fix="use the tokenizer that the data was prepared with (--vocab-file, --vocab-size)",
         )
     if lowest < 0:
         raise DataError(
-            "There is an input id in the input that is negative",
-            found=f"input id {lowest}",
+            "a token id is negative",
+            found=f"token id {lowest}",
             fix="prepare the data again; ids start at 0",
         )
 
 
-_TOO_HIGH = "There is an input id in the input that is greater than the highest possible input id"
+_OUTSIDE = "a token id is outside the vocabulary"
 
 
 def _parameter(

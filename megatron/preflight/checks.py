@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     config.tokenizer_knows_ends_of_documents,
     machine.save_folder_can_be_written,
     memory.weights_and_state_fit_in_memory,
+    data.flags_of_data_are_read,
     data.tokenizer_has_what_the_data_need,
     data.corpora_open_and_are_whole,
     data.corpora_fit_the_tokenizer,

@@ -34,13 +34,14 @@ from megatron.preflight.run import RunPlan
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 
+def flags_of_data_are_read(plan: RunPlan) -> Iterator[MegatronError]:
+    """Every flag about data that was given is one that the program's datasets read."""
+    yield from plan.reads.unread_flags(plan.config.data)
+
+
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
     """Every named corpus has all its files, of the kind that is read, and its headers add up."""
     data = plan.config.data
-    try:
-        plan.reads.kind(data)
-    except ConfigError:
-        return  # tokenizer_has_what_the_data_need says so
     weighted = data.has_weighted_splits
     problems = list(weighted_problems(data)) if weighted else check_data_path(data)
     yield from problems
@@ -56,7 +57,6 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
 
 def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
     """Marks, sentinels and ends of documents of the kind of dataset are in the vocabulary."""
-    plan.reads.kind(plan.config.data)
     if plan.tokenizer is not None:
         plan.reads.maker(
             plan.config.data,

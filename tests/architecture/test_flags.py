@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.arguments import _parser
+from megatron.config.dependent_flags import EXPLAINED
 from megatron.config.fields import flag, flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
@@ -139,7 +140,7 @@ def test_the_page_of_flags_is_up_to_date() -> None:
 
 
 def test_a_legacy_spelling_is_in_one_table_and_is_no_flag_of_ours() -> None:
-    tables = [*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET]
+    tables = [*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET, *EXPLAINED]
     assert [word for word, count in Counter(tables).items() if count > 1] == []
     assert sorted(set(tables) & every_flag()) == []
 

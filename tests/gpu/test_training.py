@@ -26,17 +26,19 @@ MODELS = {
     "gpt2": (),
     "llama": (
         *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
-        *("--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
+        *("--num-key-value-heads", "2", "--untie-embeddings-and-output-weights"),
         "--disable-bias-linear",
     ),
     "bloom": ("--position-embedding-type", "alibi", "--embed-layernorm"),
     "neox, qwen, mistral": (
         *("--position-embedding-type", "rope", "--rotary-percent", "0.5", "--use-rope-scaling"),
         *("--use-parallel-residual", "--qk-layernorm", "--sliding-window", "7"),
-        *("--num-query-groups", "2", "--disable-bias-linear", "--add-qkv-bias"),
+        *("--num-key-value-heads", "2", "--disable-bias-linear", "--add-qkv-bias"),
+        "--openai-gelu",
     ),
     "mixtral": (
-        *("--num-experts", "4", "--swiglu", "--disable-bias-linear", "--moe-z-loss-coeff", "0.001"),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--swiglu", "--disable-bias-linear"),
+        *("--moe-z-loss-coeff", "0.001"),
         *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
     ),
     "documents": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),

@@ -581,6 +581,25 @@ def test_a_run_without_evaluation_needs_no_data_for_it(prefix: str, tmp_path: Pa
     assert not unfinished(tmp_path)
 
 
+def test_four_mistakes_are_four_findings_of_one_report(tmp_path: Path) -> None:
+    flags = small_run(
+        str(tmp_path / "none"),
+        "--micro-bach-size",
+        "3",
+        "--mask-prob",
+        "0.3",
+        "--use-one-sent-docs",
+    )
+    words = [
+        "4 checks failed before training",
+        "did you mean --micro-batch-size?",
+        "--mask-prob 0.3",
+        "--use-one-sent-docs True",
+        str(tmp_path / "none"),
+    ]
+    assert_refused(run_program(pretrain_words(*flags), cwd=tmp_path), ConfigError, words)
+
+
 def test_a_mistyped_flag_and_a_missing_corpus_are_reported_together(tmp_path: Path) -> None:
     flags = small_run(str(tmp_path / "none"), "--micro-bach-size", "3")
     words = ["did you mean --micro-batch-size?", "corpora_open_and_are_whole", "command_line"]

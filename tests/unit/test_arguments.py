@@ -166,8 +166,6 @@ def test_a_module_that_cannot_be_recomputed_is_refused() -> None:
 def test_older_names_of_positions_are_understood() -> None:
     rope = parse_args([*COMMAND, "--use-rotary-position-embeddings"])
     assert rope.model.position_embedding_type is PositionEmbedding.ROPE
-    none = parse_args([*COMMAND, "--no-position-embedding"])
-    assert none.model.position_embedding_type is PositionEmbedding.NONE
 
 
 def test_an_optional_value_of_a_flag_without_effect_may_be_left_out() -> None:

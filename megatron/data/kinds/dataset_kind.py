@@ -5,6 +5,7 @@ reader would get wrong: dialogues and pairs are two corpora under one prefix, an
 range of (items, documents of sentences, pairs) differs from kind to kind.
 """
 
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from megatron.config.data import DataConfig
@@ -47,35 +48,8 @@ class DatasetKind(StrEnum):
         return "sentence" if self in sentences else "document"
 
 
-# Flags of kinds that are read by other programs than those that train a GPT, as they are unasked.
-_OF_SENTENCES = {
-    name: default_of(DataConfig, name)
-    for name in (
-        "mask_prob",
-        "short_seq_prob",
-        "bert_binary_head",
-        "decoder_seq_length",
-        "titles_data_path",
-        "query_in_block_prob",
-        "use_one_sent_docs",
-    )
-}
-
-
 def dataset_kind(data: DataConfig) -> DatasetKind:
-    """The kind that a program for GPT is asked for.
-
-    Raises:
-        ConfigError: a flag that only datasets of sentences read, and so would do nothing.
-    """
-    for name, unasked in _OF_SENTENCES.items():
-        value = getattr(data, name)
-        if value != unasked:
-            raise ConfigError(
-                "a flag was given that the data of a GPT do not know",
-                found=f"{flag_name(name)} {value}",
-                fix=f"leave {flag_name(name)} out; it is for BERT, T5 or inverse cloze",
-            )
+    """Return the kind of dataset that the flags of a program for GPT ask for."""
     if data.sft:
         return DatasetKind.SFT
     if data.mtf:
@@ -86,22 +60,49 @@ def dataset_kind(data: DataConfig) -> DatasetKind:
 
 
 def bert_dataset_kind(data: DataConfig) -> DatasetKind:
-    """The kind that a program for BERT reads.
-
-    Raises:
-        ConfigError: a flag that only other datasets read, and so would do nothing.
-    """
-    for name in _OF_OTHERS_THAN_BERT:
-        value, unasked = getattr(data, name), default_of(DataConfig, name)
-        if value != unasked:
-            raise ConfigError(
-                "a flag was given that the data of a BERT do not know",
-                found=f"{flag_name(name)} {value}",
-                fix=f"leave {flag_name(name)} out",
-            )
+    """Return the kind of dataset that a program for BERT reads, whatever its flags are."""
+    del data
     return DatasetKind.BERT
 
 
+def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that only datasets of sentences read, if it was given."""
+    for name, shown in _given(data, _OF_SENTENCES):
+        yield ConfigError(
+            "a flag was given that the data of a GPT do not know",
+            found=shown,
+            fix=f"leave {name} out; it is for BERT, T5 or inverse cloze",
+        )
+
+
+def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
+    """Yield an error for each flag that only other datasets than BERT's read, if it was given."""
+    for name, shown in _given(data, _OF_OTHERS_THAN_BERT):
+        yield ConfigError(
+            "a flag was given that the data of a BERT do not know",
+            found=shown,
+            fix=f"leave {name} out",
+        )
+
+
+def _given(data: DataConfig, fields: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the flag of each field whose value is not the default, alone and with that value."""
+    for field in fields:
+        value = getattr(data, field)
+        if value != default_of(DataConfig, field):
+            yield flag_name(field), f"{flag_name(field)} {value}"
+
+
+# Fields of kinds that are read by other programs than those that train a GPT.
+_OF_SENTENCES = (
+    "mask_prob",
+    "short_seq_prob",
+    "bert_binary_head",
+    "decoder_seq_length",
+    "titles_data_path",
+    "query_in_block_prob",
+    "use_one_sent_docs",
+)
 _OF_OTHERS_THAN_BERT = (
     "sft",
     "mtf",

@@ -4,17 +4,25 @@ Programs, their checks before training and the loop all take the same value, so 
 disagree about what a flag means.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
 from megatron.data.corpus.verification_progress import Beat, unheard
 from megatron.data.data_utils import DatasetMaker
-from megatron.data.kinds.dataset_kind import DatasetKind, bert_dataset_kind, dataset_kind
+from megatron.data.kinds.dataset_kind import (
+    DatasetKind,
+    bert_dataset_kind,
+    dataset_kind,
+    flags_unread_by_bert,
+    flags_unread_by_gpt,
+)
 from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker
+from megatron.errors import ConfigError
 
 
 class Kind(Protocol):
-    """Chooses a kind by the flags; ConfigError for flags that would do nothing."""
+    """Chooses a kind by the flags, whether or not all of them are read."""
 
     def __call__(self, data: DataConfig) -> DatasetKind:
         """The kind of every dataset of the run."""
@@ -36,11 +44,12 @@ class Maker(Protocol):
 
 
 class ProgramData(NamedTuple):
-    """What a program reads."""
+    """What a program reads; `unread_flags` yields an error for each flag that would do nothing."""
 
     kind: Kind
     maker: Maker
+    unread_flags: Callable[[DataConfig], Iterator[ConfigError]]
 
 
-GPT_DATA = ProgramData(dataset_kind, gpt_maker)
-BERT_DATA = ProgramData(bert_dataset_kind, bert_maker)
+GPT_DATA = ProgramData(dataset_kind, gpt_maker, flags_unread_by_gpt)
+BERT_DATA = ProgramData(bert_dataset_kind, bert_maker, flags_unread_by_bert)

@@ -1,9 +1,10 @@
 """What is left of checkpoints when a rank is killed at any moment of a save, in every format.
 
 `python -m tests.laws.checkpoints.kill_grid` (or `make test-faults`) kills each rank at each named
-moment of a save, then ranks at random moments (`--random 400`), in each way of saving; it ends with
-1 if a checkpoint was lost. Ours are saved by the library alone, those of other frameworks by runs
-that train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
+moment of a save, then ranks at random moments (`--random 400`), half of them of the commit alone,
+in each way of saving. It ends with 1 if a checkpoint was lost, or if no random kill of a way came
+after the commit began. Ours are saved by the library alone, those of other frameworks by runs that
+train, and a run goes on from what is left. `--write` keeps the table in docs/checkpoints.md.
 Smaller grids are among the tests; damage to files that lie there is `corruption`'s.
 """
 
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
@@ -58,10 +60,31 @@ MARKS = ("<!-- faults: written by `make test-faults WRITE=1` -->", "<!-- faults:
 RANKS = 2
 BEFORE, DURING, AFTER = 100, 200, 300
 SLOW_WRITE_S = 0.002  # so that random moments fall into a save and not beside it
+OVERTIME = 1.1  # of a save: random moments fall into the time just after it too
+COMMIT_S = 0.03  # about as long as a commit takes
 DEADLINE_S = 120.0
 GOOD = ("former", "new")  # what is loaded after a kill; anything else is a loss
 # Whose end is heard of first, that of the victim or of who misses it, is chance.
 _KILLED = re.compile(r"died with exit code -9|Connection|Read error|closed")
+
+
+class RandomMoment(NamedTuple):
+    """A moment of a save, or of its commit alone, which is too short to be met otherwise.
+
+    Of a save it is a share of the time that the save before it took, since formats differ; of a
+    commit, which is rank 0's, a share of `COMMIT_S`.
+    """
+
+    share: float
+    of_commit: bool = False
+
+    def __str__(self) -> str:
+        if self.of_commit:
+            return f"{self.share * COMMIT_S:.4f} s after the commit began"
+        return f"at {self.share * OVERTIME:.3f} of a save"
+
+
+When = str | RandomMoment
 
 
 class Result(NamedTuple):
@@ -70,6 +93,7 @@ class Result(NamedTuple):
     kind: str
     what: str
     found: str
+    in_commit: bool = False  # whether the commit had begun, or was over
 
     @property
     def is_good(self) -> bool:
@@ -81,13 +105,12 @@ class Way(Protocol):
     """One way to save, with a rank that is killed in its second save."""
 
     spelled: str
-    span_s: float  # of random moments, from the beginning of a save; about as long as one takes
 
     def moments(self, rank: int) -> list[str]:
         """The named moments that come on a rank."""
 
-    def killed(self, folder: Path, victim: int, when: str | float) -> str:
-        """Kill a rank at a moment, or so many seconds into the save; one of `GOOD`, or the loss."""
+    def killed(self, folder: Path, victim: int, when: When) -> str:
+        """Kill a rank at a moment, by name or at random; one of `GOOD`, or the loss."""
 
 
 def ways(place: Path) -> list[Way]:
@@ -118,9 +141,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     took = f"{len(results)} kills in {(time.monotonic() - started) / 60:.1f} minutes"
     bad = [result for result in results if not result.is_good]
     print("\n".join(["", *lines, "", f"{took}, {len(bad)} lost"]))
+    if missed := without_commit(results):
+        print(f"no random kill came after the commit began: {', '.join(missed)}")
     if flags.write:
         write(PAGE, [*lines, "", f"{took}, on {os.cpu_count()} cores, {RANKS} ranks."])
-    sys.exit(1 if bad else 0)
+    sys.exit(1 if bad or missed else 0)
 
 
 def run_all(place: Path, flags: argparse.Namespace) -> Iterator[Result]:
@@ -131,22 +156,66 @@ def run_all(place: Path, flags: argparse.Namespace) -> Iterator[Result]:
             for moment in () if flags.no_moments else way.moments(victim):
                 at += 1
                 kind, what = f"at a named moment, {way.spelled}", f"rank {victim}, {moment}"
-                yield Result(kind, what, way.killed(place / str(at), victim, moment))
-    for number in range(flags.random):
+                found = way.killed(place / str(at), victim, moment)
+                yield Result(kind, what, found, in_commit=commit_began(place / str(at)))
+    for way, victim, when in random_kills(every, flags.random, draw):
         at += 1
-        way, victim = every[number % len(every)], draw.randrange(RANKS)
-        after = way.span_s * draw.random()
-        kind = f"at a random moment, {way.spelled}"
-        what = f"rank {victim}, {after:.3f} s after a save began"
-        yield Result(kind, what, way.killed(place / str(at), victim, after))
+        folder = place / str(at)
+        found = way.killed(folder, victim, when)
+        kind, what = f"{_AT_RANDOM}, {way.spelled}", f"rank {victim}, {when}"
+        yield Result(kind, what, found, in_commit=commit_began(folder))
 
 
-def lay_in_wait(hit: ExitStack, form: str, when: str | float) -> None:
-    """Kill this process at a moment of a save of this format, or after so many seconds."""
+_AT_RANDOM = "at a random moment"
+
+
+def random_kills(
+    every: Sequence[Way], number: int, draw: random.Random
+) -> Iterator[tuple[Way, int, RandomMoment]]:
+    """Each way in turn, a rank, and a moment: of all of a save, then of its commit, in turn."""
+    for at in range(number):
+        of_commit = at // len(every) % 2 == 1
+        victim = 0 if of_commit else draw.randrange(RANKS)
+        yield every[at % len(every)], victim, RandomMoment(draw.random(), of_commit)
+
+
+def without_commit(results: Sequence[Result]) -> list[str]:
+    """The ways whose random kills all came before the commit began."""
+    at_random = [result for result in results if result.kind.startswith(_AT_RANDOM)]
+    kinds = dict.fromkeys(result.kind for result in at_random)
+    reached = {result.kind for result in at_random if result.in_commit}
+    return [kind.removeprefix(f"{_AT_RANDOM}, ") for kind in kinds if kind not in reached]
+
+
+def _commit_mark(folder: str | Path) -> Path:
+    return Path(f"{folder}.committing")
+
+
+def commit_began(folder: Path) -> bool:
+    """Whether the commit of the save that was killed in `folder` had begun."""
+    return _commit_mark(folder).exists()
+
+
+def lay_in_wait(hit: ExitStack, form: str, when: When, former_s: float) -> None:
+    """Kill this process at a moment of a save of this format; the one before took `former_s`."""
     if isinstance(when, str):
         hit.enter_context(MOMENTS_OF[form][when].put_in(kill_this_process))
+    elif when.of_commit:
+        soon = partial(kill_after, when.share * COMMIT_S)
+        hit.enter_context(at_commit(soon))
     else:
-        kill_after(when)
+        kill_after(when.share * OVERTIME * former_s)
+
+
+def at_commit(act: Callable[[], None]) -> Any:
+    """Call `act` when a commit begins, inside of the `with` block."""
+    real = folders.publish
+
+    def publish(*args: Any, **kwargs: Any) -> Path:
+        act()
+        return real(*args, **kwargs)
+
+    return patch.object(folders, "publish", publish)
 
 
 def slow_disk() -> Any:
@@ -175,8 +244,6 @@ def end_of(body: Any, *args: Any, **how: Any) -> str | None:
 class Ours:
     """Our own format, of a few tensors that are cut in every way, without a run."""
 
-    span_s = 0.15
-
     def __init__(self, *, beside: bool) -> None:
         self.beside = beside
         self.spelled = "beside the training" if beside else "training waits"
@@ -185,9 +252,9 @@ class Ours:
         """As `Way.moments`."""
         return moments_of(rank, beside=self.beside)
 
-    def killed(self, folder: Path, victim: int, when: str | float) -> str:
+    def killed(self, folder: Path, victim: int, when: When) -> str:
         """As `Way.killed`; then another number of ranks saves a third one."""
-        args = (folder, self.beside, victim, when, self.span_s)
+        args = (folder, self.beside, victim, when)
         if (wrong := end_of(save_and_die, *args)) is not None:
             return wrong
         alone = ParallelContext.single()
@@ -202,14 +269,18 @@ class Ours:
         return tidied(folder) or ("new" if found == DURING else "former")
 
 
-def save_and_die(folder: Path, beside: bool, victim: int, when: str | float, span_s: float) -> None:
+def save_and_die(folder: Path, beside: bool, victim: int, when: When) -> None:
     """A rank of a job that saves twice."""
     ctx = ParallelContext.build(Topology(dp=RANKS))
     log.configure(ctx.rank, RANKS, level="error")
     with slow_disk(), ExitStack() as hit:
+        former_s = 0.0
         for iteration in (BEFORE, DURING):
-            if iteration == DURING and ctx.rank == victim:
-                lay_in_wait(hit, "sharded", when)
+            if iteration == DURING:
+                if ctx.rank == victim:
+                    lay_in_wait(hit, "sharded", when, former_s)
+                hit.enter_context(at_commit(_commit_mark(folder).touch))
+            began = time.monotonic()
             snapshot = snapshot_at(1, RANKS, ctx.rank, seed=iteration, iteration=iteration)
             if beside:
                 with BackgroundSaves(ctx) as saves:
@@ -217,7 +288,14 @@ def save_and_die(folder: Path, beside: bool, victim: int, when: str | float, spa
                     saves.wait()
             else:
                 storage.save(folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(1))
-    time.sleep(span_s if ctx.rank == victim else 0.0)
+            former_s = time.monotonic() - began
+        wait_to_be_killed(ctx.rank == victim, when)
+
+
+def wait_to_be_killed(is_victim: bool, when: When) -> None:
+    """Let a random kill come just after the save; a named moment has come in it, or never will."""
+    if is_victim and isinstance(when, RandomMoment):
+        time.sleep(DEADLINE_S)
 
 
 def loaded(folder: Path, ctx: ParallelContext) -> int:
@@ -253,8 +331,6 @@ STEPS, KILLED_AT = 3, 2
 class Run:
     """A run that saves in the layout of another framework, and one that goes on from it."""
 
-    span_s = 0.8
-
     def __init__(self, form: str, place: Path) -> None:
         self.form, self.spelled = form, _SPELLED[form]
         self._place, self._corpus = place, ""
@@ -265,10 +341,10 @@ class Run:
         """As `Way.moments`."""
         return moments_of(rank, beside=False, of=self.form)
 
-    def killed(self, folder: Path, victim: int, when: str | float) -> str:
+    def killed(self, folder: Path, victim: int, when: When) -> str:
         """As `Way.killed`; then a run goes on to its end, as if nothing had been, and saves."""
         config = self.config(save=str(folder), load=str(folder))
-        args = (config, victim, when, self.span_s)
+        args = (config, victim, when)
         if (wrong := end_of(train_and_die, *args, **self._start)) is not None:
             return wrong
         try:
@@ -304,19 +380,25 @@ def named_by_tracker(folder: Path) -> int:
     return int((folder / folders.TRACKER).read_text())
 
 
-def train_and_die(config: RunConfig, victim: int, when: str | float, span_s: float) -> None:
+def train_and_die(config: RunConfig, victim: int, when: When) -> None:
     """A rank of a run that saves after every step, until one is killed in the second save."""
     real, rank, saves = megatron.training.save_checkpoint, dist.get_rank(), 0
+    former_s = 0.0
     with slow_disk(), ExitStack() as hit:
 
         def save(*args: Any, **kwargs: Any) -> None:
-            nonlocal saves
+            nonlocal saves, former_s
             saves += 1
-            if saves == KILLED_AT and rank == victim:
-                lay_in_wait(hit, config.checkpoint.checkpoint_format.value, when)
+            if saves == KILLED_AT:
+                if rank == victim:
+                    form = config.checkpoint.checkpoint_format.value
+                    lay_in_wait(hit, form, when, former_s)
+                hit.enter_context(at_commit(_commit_mark(config.checkpoint.save or "").touch))
+            began = time.monotonic()
             real(*args, **kwargs)
-            if saves == KILLED_AT:  # neither goes on: the kill falls into this save, or right after
-                time.sleep(span_s + (rank != victim))
+            former_s = time.monotonic() - began
+            if saves == KILLED_AT:  # no other rank goes on alone: the next step needs the victim
+                wait_to_be_killed(rank == victim, when)
 
         with patch.object(megatron.training, "save_checkpoint", save):
             train(config)
@@ -325,12 +407,14 @@ def train_and_die(config: RunConfig, victim: int, when: str | float, span_s: flo
 def table(results: Sequence[Result]) -> list[str]:
     """A row for each kind of kill."""
     lines = [
-        "| a rank killed | times | former loaded | new one loaded | lost |",
-        "|---|---|---|---|---|",
+        "| a rank killed | times | commit begun | former loaded | new one loaded | lost |",
+        "|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(result.kind for result in results):
-        count = Counter(r.found if r.is_good else "lost" for r in results if r.kind == kind)
-        numbers = [count.total(), *(count[name] for name in (*GOOD, "lost"))]
+        these = [result for result in results if result.kind == kind]
+        count = Counter(result.found if result.is_good else "lost" for result in these)
+        committing = sum(result.in_commit for result in these)
+        numbers = [len(these), committing, *(count[name] for name in (*GOOD, "lost"))]
         lines.append(f"| {kind} | {' | '.join(map(str, numbers))} |")
     return lines
 

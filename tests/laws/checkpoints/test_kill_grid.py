@@ -1,5 +1,6 @@
 """The grid of kills loses nothing in any format, and says so where something was lost."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from megatron.checkpoint.folder import run_folder as folders
 from tests.laws.checkpoints import kill_grid
-from tests.laws.checkpoints.kill_grid import Ours, Result, Run
+from tests.laws.checkpoints.kill_grid import Ours, RandomMoment, Result, Run
 from tests.support.checkpoints.save_faults import MOMENTS_OF
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import assert_went_on, train_all
@@ -18,7 +19,48 @@ from tests.support.tiny import assert_went_on, train_all
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_kill_at_a_random_moment_loses_nothing(tmp_path: Path, beside: bool) -> None:
-    assert Ours(beside=beside).killed(tmp_path / "run", 1, 0.02) in kill_grid.GOOD
+    folder, way = tmp_path / "run", Ours(beside=beside)
+    assert way.killed(folder, 1, RandomMoment(0.2)) == "former"
+    assert not kill_grid.commit_began(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(4))
+def test_a_kill_at_a_random_moment_of_a_commit_loses_nothing(tmp_path: Path, at: int) -> None:
+    """Uniform draws over a whole save seldom meet its commit, which is short."""
+    way = kill_grid.ways(tmp_path)[at]
+    folder = tmp_path / "run"
+    assert way.killed(folder, 0, RandomMoment(0.1, of_commit=True)) in kill_grid.GOOD
+    assert kill_grid.commit_began(folder)
+
+
+@pytest.mark.slow
+def test_a_random_moment_is_a_share_of_what_a_save_of_its_format_takes(tmp_path: Path) -> None:
+    folder, way = tmp_path / "run", Run("megatron", tmp_path / "corpus")
+    assert way.killed(folder, 1, RandomMoment(1.0)) == "new"
+    assert kill_grid.commit_began(folder)
+
+
+def test_random_kills_come_in_saves_and_in_commits_of_every_way() -> None:
+    every = kill_grid.ways(Path("nowhere"))
+    kills = [*kill_grid.random_kills(every, 80, random.Random(1234))]
+    assert len(kills) == 80
+    for way in every:
+        of_way = [(victim, when) for each, victim, when in kills if each is way]
+        assert {victim for victim, when in of_way if when.of_commit} == {0}
+        assert {victim for victim, when in of_way if not when.of_commit} == {0, 1}
+        assert sum(when.of_commit for _, when in of_way) == len(of_way) // 2
+
+
+def test_a_way_whose_random_kills_never_came_in_a_commit_is_named() -> None:
+    results = [
+        Result("at a random moment, training waits", "rank 0", "former"),
+        Result("at a random moment, training waits", "rank 0", "new", in_commit=True),
+        Result("at a random moment, Megatron's layout", "rank 1", "former"),
+        Result("at a named moment, beside the training", "rank 1", "former"),
+    ]
+    assert kill_grid.without_commit(results) == ["Megatron's layout"]
+    assert kill_grid.without_commit(results[:2]) == []
 
 
 # A moment of each rank, and one between two of what a commit consists of.
@@ -103,11 +145,14 @@ def test_there_is_a_moment_of_every_kind_in_every_format() -> None:
 def test_the_table_counts_what_came_of_each_kind(tmp_path: Path) -> None:
     results = [
         Result("a", "1", "former"),
-        Result("a", "2", "new"),
+        Result("a", "2", "new", in_commit=True),
         Result("a", "3", "lost: x"),
         Result("b", "4", "new"),
     ]
-    assert kill_grid.table(results)[2:] == ["| a | 3 | 1 | 1 | 1 |", "| b | 1 | 0 | 1 | 0 |"]
+    assert kill_grid.table(results)[2:] == [
+        "| a | 3 | 1 | 1 | 1 | 1 |",
+        "| b | 1 | 0 | 0 | 1 | 0 |",
+    ]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{kill_grid.MARKS[0]}\nold\n{kill_grid.MARKS[1]}\nafter\n")
     kill_grid.write(page, ["new"])

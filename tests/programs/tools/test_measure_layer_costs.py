@@ -26,7 +26,9 @@ def layers_of_five_blocks() -> list[LayerSpec]:
     return [LayerSpec(name, never, block=name.startswith("layers.")) for name in NAMES]  # type: ignore[arg-type]
 
 
-EXPERTS = "--num-experts 3 --disable-bias-linear --moe-z-loss-coeff 0.1"
+EXPERTS = (
+    "--num-experts 3 --moe-router-topk 2 --disable-bias-linear --openai-gelu --moe-z-loss-coeff 0.1"
+)
 
 
 @pytest.mark.parametrize("more", ["", EXPERTS])

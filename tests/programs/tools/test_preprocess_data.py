@@ -19,7 +19,9 @@ import zstandard
 
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError, MachineError
+from megatron.tokenizer.huggingface import byte_symbols
 from megatron.tokenizer.tokenizer import TokenizerSpec, build_tokenizer
+from tests.conftest import optional_data_folder
 from tests.support.checkpoints.small_disk import small_disk
 from tests.support.output import without_times
 from tests.unit.tokenizer.test_punkt import write_model
@@ -39,7 +41,6 @@ from tools.preprocessing.encoding import (
 ROOT = Path(__file__).resolve().parents[3]
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000")
-SHARED = Path(os.environ.get("MEGATRON_SHARED_DATA", ROOT.parent / "shared" / "data"))
 
 
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -491,25 +492,42 @@ def test_the_time_per_document_is_small(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 30
 
 
+# Of the reference corpus, and of 50 short documents in a vocabulary of bytes and a few merges.
 GOLDEN_HASHES = {
     ".bin": "bd6cae4cbc03040e8b86c834d4f03bea1e33aec1a6245a66c469b7f51fc82254",
     ".idx": "6c66639d39299e15605f39283e4b08849cf1ea4172c0abce900849a5762c8e5c",
 }
 
 
+SYNTHETIC_HASHES = {
+    ".bin": "8e0bebe74c8b4006b9d2f6447ae27dfc366ba0be2bbe50a3f2db4f076312913b",
+    ".idx": "fc2d5dc4e3e5f153eb93b2745a9123e12cfed1ba6e80bbeb2d38d03a5802ed08",
+}
+MERGES = ("t h", "th e", "\u0120 c", "a t", "\u0120c at")  # U+0120 stands for a space
+
+
+def write_fixed_gpt2(folder: Path) -> None:
+    """A vocabulary that no trainer has a part in, so that its ids are the same for ever."""
+    folder.mkdir()
+    pieces = [*sorted(byte_symbols()), *(merge.replace(" ", "") for merge in MERGES)]
+    ids = {piece: number for number, piece in enumerate([*pieces, "<|endoftext|>"])}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
+
+
 def corpora(folder: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
     """(prefix, folder of the tokenizer, hashes of the files): one of ours, and the golden one."""
     tokenizer = folder / "tokenizer"
-    write_gpt2(tokenizer)
+    write_fixed_gpt2(tokenizer)
     source = write_jsonl(folder / "a.jsonl", [f"the {n} cats\n\n sat \u00e9" for n in range(50)])
     flags = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
     flags += ["--vocab-file", str(tokenizer / "vocab.json")]
     preprocess(source, folder / "own", *flags, "--merge-file", str(tokenizer / "merges.txt"))
     own = folder / "own_text_document"
-    yield own, tokenizer, {suffix: _sha256(Path(f"{own}{suffix}")) for suffix in GOLDEN_HASHES}
-    golden = SHARED / "megatron_mmap" / "meg-gpt2-openwebtext_text_document"
-    if golden.with_suffix(".bin").exists():
-        yield golden, SHARED / "tokenizers" / "gpt2-tiny", GOLDEN_HASHES
+    yield own, tokenizer, SYNTHETIC_HASHES
+    if (shared := optional_data_folder()) is not None:
+        golden = shared / "megatron_mmap" / "meg-gpt2-openwebtext_text_document"
+        yield golden, shared / "tokenizers" / "gpt2-tiny", GOLDEN_HASHES
 
 
 def test_a_corpus_that_is_decoded_and_encoded_again_is_the_same_byte_for_byte(

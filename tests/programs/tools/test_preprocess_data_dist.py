@@ -15,7 +15,11 @@ import pytest
 
 from megatron.data.corpus.paths import corpus_files
 from megatron.errors import ConfigError, DataError, MachineError, MegatronError, PeerError
-from tests.programs.tools.preprocessing.test_dataset_rows import TABLE, save_fake, write_lines
+from tests.programs.tools.preprocessing.test_dataset_rows import (
+    TABLE,
+    save_dataset,
+    write_lines,
+)
 from tests.support.checkpoints.small_disk import small_disk
 from tests.support.launch import Ended, Started, all_ended, free_port, run_program, torchrun_words
 from tools import preprocess_data, preprocess_data_dist
@@ -92,16 +96,11 @@ def test_rows_of_a_dataset_are_shared_by_ranks(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "rows.jsonl", TABLE)
     one = ["--input", str(lines), "--output-prefix", str(tmp_path / "one"), *BYTES]
     preprocess_data.main(one)
-    saved = save_fake(tmp_path / "saved", {"train": TABLE, "test": TABLE})
-    stand_in = "from tests.programs.tools.preprocessing.test_dataset_rows import fake_module\n"
-    (tmp_path / "modules").mkdir()
-    stand_in += "globals().update(fake_module().__dict__)\n"
-    (tmp_path / "modules" / "datasets.py").write_text(stand_in)
+    saved = save_dataset(tmp_path / "saved", {"train": TABLE, "test": TABLE})
     flags = ["--hf-dataset", str(saved), "--output-prefix", str(tmp_path / "two"), *BYTES]
     ended = run_program(
         torchrun_words(2, PROGRAM, *flags, "--hf-split", "train"),
         cwd=tmp_path,
-        environment={"PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}"},
     )
     assert ended.status == 0, ended.err
     assert outputs(tmp_path / "two", ("text",)) == outputs(tmp_path / "one", ("text",))

@@ -122,11 +122,17 @@ def save_megatron(
     chunks: int = 1,
     version: float | None = 3.0,
     old_names: bool = False,
+    core: bool = False,
     moments: Mapping[str, Mapping[str, Tensor]] | None = None,
     iteration: int = 10,
     legacy_files: bool = False,
 ) -> Path:
-    """Write `model` as a save of Megatron at iteration 10; `moments`: optimizer kinds, whole."""
+    """Write `model` as a save of Megatron at iteration 10.
+
+    Args:
+        core: under Megatron core's names, in the order of `model`.
+        moments: kinds of the optimizer's state, whole.
+    """
     directory = folder / f"iter_{iteration:07d}"
     per = shape.layers // (pp * chunks)
     for stage in range(pp):
@@ -142,19 +148,30 @@ def save_megatron(
             for chunk in range(chunks):
                 virtual = chunk * pp + stage
                 mine = list(_of_stage(model, shape, virtual, per, pp * chunks))
-                state: dict[str, Any] = {"language_model": {}}
+                state: dict[str, Any] = {} if core else {"language_model": {}}
                 for whole_name, local in mine:
                     part = cut(whole_name, model[whole_name], shape, rank, tp, version or 0.0)
-                    _put(state, local, part, old_names)
+                    if core:
+                        state[core_name(local)] = part
+                    else:
+                        _put(state, local, part, old_names)
                 names += mine
                 last = virtual == pp * chunks - 1
                 if last and virtual and shape.tied:
                     word = "embedding.word_embeddings.weight"
                     part = cut(word, model[word], shape, rank, tp, version or 0.0)
-                    # Last in the file; among the modules before a BERT's heads.
-                    state["word_embeddings_for_head"] = {"weight": part}
-                    heads = [at for at, (name, _) in enumerate(names) if name.startswith(_HEADS)]
-                    at = heads[0] if heads else len(names)
+                    if core:  # the weight of a layer whose bias is in the model
+                        at = [name for name, _ in names].index("lm_head.bias")
+                        items = [*state.items()]
+                        place = [*state].index("output_layer.bias")
+                        items.insert(place, ("output_layer.weight", part))
+                        state = dict(items)
+                    else:  # last in the file; among the modules before a BERT's heads
+                        state["word_embeddings_for_head"] = {"weight": part}
+                        heads = [
+                            at for at, (name, _) in enumerate(names) if name.startswith(_HEADS)
+                        ]
+                        at = heads[0] if heads else len(names)
                     names.insert(at, (word, "word_embeddings_for_head.weight"))
                 content["model" if chunks == 1 else f"model{chunk}"] = state
             if moments is not None:
@@ -172,6 +189,22 @@ def save_megatron(
             )
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return directory
+
+
+def core_name(name: str) -> str:
+    """Megatron core's name of a BERT's parameter that is called `name` in version 3."""
+    for theirs, cores in (
+        ("self_attention.query_key_value", "self_attention.linear_qkv"),
+        ("self_attention.dense", "self_attention.linear_proj"),
+        ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
+        ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
+        ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+        ("post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
+        ("lm_head.layernorm", "lm_head.layer_norm"),
+        ("lm_head.bias", "output_layer.bias"),
+    ):
+        name = name.replace(theirs, cores)
+    return name
 
 
 def cut(name: str, whole: Tensor, shape: Shape, rank: int, tp: int, version: float) -> Tensor:

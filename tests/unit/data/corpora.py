@@ -1,6 +1,5 @@
 """Synthetic corpora made on the spot, and real ones where the machine has them."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.orders.index_cache import IndexCache
+from tests.conftest import optional_data_folder
 
 METADATA = CorpusMetadata(tokenizer_type="GPT2BPETokenizer", vocab_size=5000, eod=4999)
 
@@ -40,9 +40,10 @@ def cache_in(folder: Path, **options) -> IndexCache:
 
 def real_gpt2_corpora() -> list[str]:
     """The prefix of the 1000-document reference corpus in a list, or an empty list without it."""
-    beside = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-    folder = Path(os.environ.get("MEGATRON_SHARED_DATA", beside)) / "megatron_mmap"
-    prefix = str(folder / "meg-gpt2-openwebtext_text_document")
+    folder = optional_data_folder()
+    if folder is None:
+        return []
+    prefix = str(folder / "megatron_mmap" / "meg-gpt2-openwebtext_text_document")
     return [prefix] if MMapIndexedDataset.exists(prefix) else []
 
 

@@ -41,5 +41,5 @@ def test_an_fp32_stream_begins_here() -> None:
 
 def test_a_token_of_the_padding_is_refused() -> None:
     word = WordEmbedding(tiny_config(), tiny_build())
-    with pytest.raises(DataError, match="greater than the highest possible input id"):
+    with pytest.raises(DataError, match="a token id is outside the vocabulary"):
         word(torch.tensor([TINY_VOCAB.true]))

@@ -90,7 +90,7 @@ def test_a_non_finite_logit_gives_a_non_finite_loss() -> None:
 def test_a_label_among_the_padding_is_refused() -> None:
     logits, labels = sample(16, 13, torch.float32)
     labels[0, 0] = 13
-    with pytest.raises(DataError, match="greater than the highest possible input id"):
+    with pytest.raises(DataError, match="a token id is outside the vocabulary"):
         vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=13)
 
 

@@ -14,7 +14,8 @@ from megatron.data.data_utils import Corpus
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.data.samples.packing import build_packed_indices
 from megatron.preflight import data as rules
-from megatron.preflight.run import Check
+from megatron.preflight.checks import CHECKS
+from megatron.preflight.run import Check, collect_findings
 from tests.support.tiny import TOKENS_PER_SAMPLE, write_tiny_corpus
 from tests.unit.data.dialogues import (
     NULL,
@@ -27,6 +28,7 @@ from tests.unit.preflight.plans import found, only, plan
 from tests.unit.tokenizer.vocabularies import write_gpt2
 
 ALL = [
+    rules.flags_of_data_are_read,
     rules.tokenizer_has_what_the_data_need,
     rules.corpora_open_and_are_whole,
     rules.corpora_fit_the_tokenizer,
@@ -332,3 +334,21 @@ def test_sentinels_added_behind_a_vocabulary_are_no_other_vocabulary(tmp_path: P
             builder.add_document(np.arange(10))
         asked = plan(str(tmp_path / "c"), vocab_extra_ids=now, **flags)
         assert (found(rules.corpora_fit_the_tokenizer, asked) == []) == same
+
+
+def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) -> None:
+    bad = plan(
+        str(tmp_path / "none"), mask_prob=0.3, use_one_sent_docs=True, fim_data=True, eval_iters=1
+    )
+    findings = collect_findings(bad, CHECKS)
+    assert [finding.check for finding in findings] == [
+        "flags_of_data_are_read",
+        "flags_of_data_are_read",
+        "tokenizer_has_what_the_data_need",
+        "corpora_open_and_are_whole",
+    ]
+    told = [str(finding.error) for finding in findings]
+    for text, words in zip(
+        told, ("--mask-prob 0.3", "--use-one-sent-docs", "<fim_prefix>", str(tmp_path / "none"))
+    ):
+        assert words in text

@@ -116,6 +116,7 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
     seq_length = args.get("seq_length")
     positions = model.position_embedding_type
+    is_tanh = model.activation is Activation.GELU_TANH
     length = groups.get("training", {})
     args |= {
         "ffn_hidden_size": model.ffn_width,
@@ -129,7 +130,9 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "use_rotary_position_embeddings": positions is PositionEmbedding.ROPE,
         "normalization": model.normalization.value,
         "norm_epsilon": model.layernorm_epsilon,
-        "bias_gelu_fusion": model.activation is Activation.GELU_TANH and not model.openai_gelu,
+        # Megatron leaves the fused kernel, and with it the tanh form, where there are no biases.
+        "bias_gelu_fusion": is_tanh and model.add_bias_linear and not model.openai_gelu,
+        "openai_gelu": model.openai_gelu or (is_tanh and not model.add_bias_linear),
         "encoder_num_layers": model.num_layers,
         "train_iters": length.get("train_iters"),
         "train_samples": length.get("train_samples"),

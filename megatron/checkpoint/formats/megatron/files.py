@@ -66,12 +66,16 @@ class RankFile:
     def parameters(self) -> dict[Key, Tensor]:
         """This rank's parts of parameters, in the order of the modules."""
         found = {}
+        nested = False  # Megatron core keeps heads beside the rest, in the order of its modules
         chunks = sorted(name for name in self.content if _is_chunk(name))
         for name in chunks:
             chunk = int(name.removeprefix("model") or 0)
             for dotted, value in _flat(self.content[name], ""):
+                nested = nested or "language_model." in dotted
                 if isinstance(value, Tensor) and is_parameter(dotted):
                     found[Key(chunk, _bare(dotted))] = value
+        if not nested:
+            return found
         heads_last = sorted(found, key=lambda key: (key.chunk, is_beside_language_model(key.name)))
         return {key: found[key] for key in heads_last}
 

@@ -63,12 +63,13 @@ _EDGES: Mapping[str, str] = {
     "output_layer.weight": OUTPUT,
     "embedding.tokentype_embeddings.weight": TYPE_TABLE,
     "lm_head.bias": WORD_BIAS,
+    "output_layer.bias": WORD_BIAS,  # Megatron core
 }
 # What stands above a BERT's encoder: our modules and theirs, of which the first is written.
 _HEADS: Mapping[str, tuple[str, ...]] = {
     POOLER: ("pooler.dense",),
     WORDS: ("lm_head.dense",),
-    WORDS_NORM: ("lm_head.layernorm", "lm_head.norm"),
+    WORDS_NORM: ("lm_head.layernorm", "lm_head.norm", "lm_head.layer_norm"),
     ORDER: ("binary_head",),
 }
 # Those that lie beside the language model, not in it.

@@ -82,7 +82,7 @@ def test_other_formats_are_not_written() -> None:
 
 
 def test_losses_of_routers_are_for_pretraining() -> None:
-    experts = ("--num-experts", "4", "--disable-bias-linear")
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--swiglu")
     assert read("MNLI", MNLI, *experts).config.model.has_experts
     with pytest.raises(ConfigError, match="fine-tuning has no losses of routers"):
         read("MNLI", MNLI, *experts, "--moe-z-loss-coeff", "0.001")

@@ -1,13 +1,12 @@
-"""Parquet input, by pyarrow where it is installed and by a stand-in everywhere."""
+"""Parquet input: rows, columns and damage of files that pyarrow wrote."""
 
-import importlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet
 import pytest
 
 from megatron.data.indexed_dataset import MMapIndexedDataset
@@ -20,95 +19,30 @@ Table = dict[str, list[Any]]
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 
 
-class FakeColumn:
-    def __init__(self, cells: list[Any]) -> None:
-        self._cells = cells
-
-    def cast(self, kind: str) -> "FakeColumn":
-        assert kind == "large_binary"
-        return FakeColumn([c.encode("latin-1") if isinstance(c, str) else c for c in self._cells])
-
-    def to_pylist(self) -> list[Any]:
-        return self._cells
-
-
-class FakeParquetFile:
-    """pyarrow.parquet.ParquetFile of a file that is JSON in truth (one byte a character)."""
-
-    def __init__(self, path: Path) -> None:
-        self._table: Table = json.loads(path.read_text())  # its error is a ValueError, as pyarrow's
-        names = list(self._table)
-        self.metadata = SimpleNamespace(num_rows=len(self._table[names[0]]))
-        kinds = {
-            name: "string" if all(isinstance(c, str | None) for c in cells) else "int64"
-            for name, cells in self._table.items()
-        }
-        self.schema_arrow = SimpleNamespace(
-            names=names, field=lambda name: SimpleNamespace(type=kinds[name])
-        )
-
-    def iter_batches(self, *, batch_size: int, columns: list[str]) -> Iterator[SimpleNamespace]:
-        for start in range(0, self.metadata.num_rows, batch_size):
-            cells = {name: self._table[name][start : start + batch_size] for name in columns}
-            yield SimpleNamespace(column=lambda name, cells=cells: FakeColumn(cells[name]))
-
-
-def write_fake(path: Path, table: Table) -> Path:
-    as_bytes = {
-        name: [
-            (c if isinstance(c, bytes) else c.encode()).decode("latin-1")
-            if isinstance(c, bytes | str)
-            else c
-            for c in cells
-        ]
-        for name, cells in table.items()
-    }
-    path.write_text(json.dumps(as_bytes))
-    return path
-
-
-def write_real(path: Path, table: Table) -> Path:
-    arrow = importlib.import_module("pyarrow")
+def write_table(path: Path, table: Table) -> Path:
+    """Write the columns as a file of several groups of rows."""
     columns = {}
     for name, cells in table.items():
         column = arrow.array(cells)
         if arrow.types.is_binary(column.type):
             column = column.view(arrow.string())  # without a look at its bytes
         columns[name] = column
-    importlib.import_module("pyarrow.parquet").write_table(
-        arrow.table(columns), path, row_group_size=700
-    )
+    pyarrow.parquet.write_table(arrow.table(columns), path, row_group_size=700)
     return path
-
-
-def writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A writer of files for the stand-in, then one for pyarrow where it is installed."""
-    with monkeypatch.context() as patch:
-        fake = ModuleType("pyarrow.parquet")
-        fake.__dict__["ParquetFile"] = FakeParquetFile
-        patch.setitem(sys.modules, "pyarrow", ModuleType("pyarrow"))
-        patch.setitem(sys.modules, "pyarrow.parquet", fake)
-        yield write_fake
-    try:
-        importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        return
-    yield write_real
 
 
 def test_rows_come_in_order_with_their_numbers_and_the_share_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for write in writers(monkeypatch):
-        texts = [f"text {n} \u00e9" for n in range(2500)]
-        path = write(tmp_path / "a.parquet", {"id": list(range(2500)), "text": texts})
-        source = DocumentFile(path)
-        rows = list(source)
-        assert [row.line for row in rows] == list(range(1, 2501))
-        assert [json.loads(row.data) for row in rows] == [{"text": text} for text in texts]
-        assert source.read_bytes == source.size_bytes
-        shares = [share for _, share in parquet_rows(path, ["text"])]
-        assert shares == sorted(shares)
+    texts = [f"text {n} \u00e9" for n in range(2500)]
+    path = write_table(tmp_path / "a.parquet", {"id": list(range(2500)), "text": texts})
+    source = DocumentFile(path)
+    rows = list(source)
+    assert [row.line for row in rows] == list(range(1, 2501))
+    assert [json.loads(row.data) for row in rows] == [{"text": text} for text in texts]
+    assert source.read_bytes == source.size_bytes
+    shares = [share for _, share in parquet_rows(path, ["text"])]
+    assert shares == sorted(shares)
 
 
 def test_a_corpus_of_parquet_is_that_of_the_same_rows_as_json_lines(
@@ -118,62 +52,58 @@ def test_a_corpus_of_parquet_is_that_of_the_same_rows_as_json_lines(
     lines = tmp_path / "a.jsonl"
     rows = [dict(zip(table, row)) for row in zip(*table.values())]
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for write in writers(monkeypatch):
-        folder = tmp_path / write.__name__
-        folder.mkdir()
-        write(folder / "a.parquet", table)
-        for source, name in ((lines, "json"), (folder, "parquet")):
-            prefix = tmp_path / f"{write.__name__}_{name}"
-            flags = ["--input", str(source), "--output-prefix", str(prefix), *BYTES]
-            preprocess_data.main([*flags, "--json-keys", "q", "a"])
-        for key in ("q", "a"):
-            one, two = (
-                MMapIndexedDataset(str(tmp_path / f"{write.__name__}_{name}_{key}_document"))
-                for name in ("json", "parquet")
-            )
-            assert [item.tolist() for item in one] == [item.tolist() for item in two]
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    write_table(folder / "a.parquet", table)
+    for source, name in ((lines, "json"), (folder, "parquet")):
+        prefix = tmp_path / f"made_of_{name}"
+        flags = ["--input", str(source), "--output-prefix", str(prefix), *BYTES]
+        preprocess_data.main([*flags, "--json-keys", "q", "a"])
+    for key in ("q", "a"):
+        one, two = (
+            MMapIndexedDataset(str(tmp_path / f"made_of_{name}_{key}_document"))
+            for name in ("json", "parquet")
+        )
+        assert [item.tolist() for item in one] == [item.tolist() for item in two]
 
 
 def test_a_missing_cell_and_bytes_that_are_no_text_are_bad_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for write in writers(monkeypatch):
-        prefix = tmp_path / write.__name__
-        for name, cells in (("none", ["a", None]), ("bytes", [b"a", b"\xff"])):
-            path = write(tmp_path / f"{name}.parquet", {"text": cells})
-            words = ["--input", str(path), "--output-prefix", f"{prefix}{name}", *BYTES]
-            with pytest.raises(DataError, match=r"not a string|not UTF-8") as caught:
-                preprocess_data.main(words)
-            assert f"{path}:2: " in str(caught.value)
-            preprocess_data.main([*words, "--on-bad-line", "skip"])
-            assert "skipped 1 bad lines" in capsys.readouterr().err
+    prefix = tmp_path / "out"
+    for name, cells in (("none", ["a", None]), ("bytes", [b"a", b"\xff"])):
+        path = write_table(tmp_path / f"{name}.parquet", {"text": cells})
+        words = ["--input", str(path), "--output-prefix", f"{prefix}{name}", *BYTES]
+        with pytest.raises(DataError, match=r"not a string|not UTF-8") as caught:
+            preprocess_data.main(words)
+        assert f"{path}:2: " in str(caught.value)
+        preprocess_data.main([*words, "--on-bad-line", "skip"])
+        assert "skipped 1 bad lines" in capsys.readouterr().err
 
 
 def test_columns_that_are_not_there_or_hold_no_text_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for write in writers(monkeypatch):
-        path = write(tmp_path / "a.parquet", {"texts": ["x"], "id": [1]})
-        with pytest.raises(DataError, match="has no column 'text'") as caught:
-            list(DocumentFile(path))
-        assert "columns 'texts', 'id'" in str(caught.value)
-        assert "use --json-keys texts" in str(caught.value)
-        with pytest.raises(DataError, match="the column 'id' does not hold text") as caught:
-            list(DocumentFile(path, columns=["id"]))
-        assert "int64" in str(caught.value)
+    path = write_table(tmp_path / "a.parquet", {"texts": ["x"], "id": [1]})
+    with pytest.raises(DataError, match="has no column 'text'") as caught:
+        list(DocumentFile(path))
+    assert "columns 'texts', 'id'" in str(caught.value)
+    assert "use --json-keys texts" in str(caught.value)
+    with pytest.raises(DataError, match="the column 'id' does not hold text") as caught:
+        list(DocumentFile(path, columns=["id"]))
+    assert "int64" in str(caught.value)
 
 
 def test_a_damaged_file_and_a_giant_row_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for write in writers(monkeypatch):
-        path = write(tmp_path / "a.parquet", {"text": ["long " * 20]})
-        with pytest.raises(DataError, match="larger than 40 bytes") as caught:
-            list(DocumentFile(path, limit=40))
-        assert f"{path}:1" in str(caught.value)
-        path.write_bytes(path.read_bytes()[:-9])
-        with pytest.raises(DataError, match="damaged or was not copied whole"):
-            list(DocumentFile(path))
+    path = write_table(tmp_path / "a.parquet", {"text": ["long " * 20]})
+    with pytest.raises(DataError, match="larger than 40 bytes") as caught:
+        list(DocumentFile(path, limit=40))
+    assert f"{path}:1" in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="damaged or was not copied whole"):
+        list(DocumentFile(path))
 
 
 def test_without_pyarrow_the_input_is_refused_before_any_work(

@@ -55,7 +55,7 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
         # No model together with the checkpoint's width; still it is the heads that are wrong.
         ("--num-attention-heads 3", "--num-attention-heads 3 given, 4 stored"),
         ("--swiglu", "--swiglu given, False stored"),
-        ("--disable-bias-linear", "--no-add-bias-linear given, True stored"),
+        ("--disable-bias-linear --openai-gelu", "--no-add-bias-linear given, True stored"),
         (
             "--position-embedding-type rope",
             "--position-embedding-type rope given, learned_absolute stored",
@@ -70,7 +70,7 @@ def test_another_model_is_refused_with_both_values(words: str, said: str) -> Non
 
 
 def test_other_spellings_of_the_same_model_are_the_same() -> None:
-    used("--ffn-hidden-size 64 --kv-channels 4 --num-query-groups 4 --openai-gelu")
+    used("--ffn-hidden-size 64 --kv-channels 4 --num-key-value-heads 4 --openai-gelu")
     used("--glu-activation swiglu", swiglu=True, ffn_hidden_size=24)
     note = used("--hidden-dropout 0.3").notes
     assert note == ("without effect, as nothing is trained: --hidden-dropout 0.3",)

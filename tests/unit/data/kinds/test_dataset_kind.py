@@ -7,7 +7,13 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.kinds.dataset_kind import DatasetKind, dataset_kind, open_of_kind
+from megatron.data.kinds.dataset_kind import (
+    DatasetKind,
+    dataset_kind,
+    flags_unread_by_bert,
+    flags_unread_by_gpt,
+    open_of_kind,
+)
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.corpora import METADATA, write_corpus
 from tests.unit.data.dialogues import write_dialogues, write_pairs
@@ -47,9 +53,24 @@ def test_one_flag_chooses_the_kind(changes, kind):
     ],
 )
 def test_what_only_sentences_know_is_refused_for_a_gpt(name, value):
-    with pytest.raises(ConfigError, match="that the data of a GPT do not know") as raised:
-        dataset_kind(flags(**{name: value}))
-    assert f"--{name.replace('_', '-')} {value}" in raised.value.found
+    (error,) = flags_unread_by_gpt(flags(**{name: value}))
+    assert isinstance(error, ConfigError)
+    assert error.problem == "a flag was given that the data of a GPT do not know"
+    assert error.found == f"--{name.replace('_', '-')} {value}"
+
+
+def test_every_flag_that_is_not_read_is_found():
+    many = flags(mask_prob=0.2, short_seq_prob=0.0, use_one_sent_docs=True, fim_data=True)
+    assert [error.found for error in flags_unread_by_gpt(many)] == [
+        "--mask-prob 0.2",
+        "--short-seq-prob 0.0",
+        "--use-one-sent-docs True",
+    ]
+    assert [error.found for error in flags_unread_by_bert(many)] == [
+        "--fim-data True",
+        "--use-one-sent-docs True",
+    ]
+    assert dataset_kind(many) is DatasetKind.FIM
 
 
 def test_a_corpus_is_counted_in_what_a_split_divides(tmp_path):

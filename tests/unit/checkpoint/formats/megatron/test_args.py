@@ -51,6 +51,8 @@ def test_heads_norms_and_activations_keep_their_meaning() -> None:
     assert _model(bias_gelu_fusion=True).activation is Activation.GELU_TANH
     assert _model(bias_gelu_fusion=False).activation is Activation.GELU_ERF
     assert _model(bias_gelu_fusion=False, squared_relu=True).activation is Activation.SQUARED_RELU
+    without = _model(bias_gelu_fusion=False, add_bias_linear=False)
+    assert without.activation is Activation.GELU_ERF
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,8 @@ def test_lengths_tokenizers_and_numbers_of_the_training_cross_over() -> None:
         {"glu_activation": "geglu", "add_bias_linear": False},
         {"onnx_safe": True, "untie_embeddings_and_output_weights": True},
         {"openai_gelu": True, "kv_channels": 8},
+        {"add_bias_linear": False},
+        {"add_bias_linear": False, "onnx_safe": True},
         {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_base": 5e5},
         {"position_embedding_type": "alibi", "embed_layernorm": True},
         {"position_embedding_type": "none", "ffn_hidden_size": 24},
@@ -121,6 +125,14 @@ def test_flags_of_ours_come_back_with_the_same_meaning(flags: dict[str, Any]) ->
     meant["max_position_embeddings"] = found["max_position_embeddings"]  # said outright there
     assert found == meant
     assert back["data"]["seq_length"] == 12
+
+
+def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
+    """It takes the exact form wherever linear layers have no biases, unless a flag says else."""
+    plain = args_of_config({"model": SIZES})
+    assert (plain["bias_gelu_fusion"], plain["openai_gelu"]) == (True, False)
+    without = args_of_config({"model": {**SIZES, "add_bias_linear": False}})
+    assert (without["bias_gelu_fusion"], without["openai_gelu"]) == (False, True)
 
 
 @pytest.mark.parametrize("flags", [{"use_parallel_residual": True}, {"sliding_window": 4}])

@@ -82,6 +82,8 @@ def test_every_name_of_a_gpt_goes_there_and_back(flags: dict[str, object]) -> No
         ("embedding.word_embeddings.norm.weight", "embedding.norm.weight"),
         ("lm_head.norm.bias", "lm_head.norm.bias"),
         ("lm_head.layernorm.bias", "lm_head.norm.bias"),
+        ("lm_head.layer_norm.weight", "lm_head.norm.weight"),
+        ("output_layer.bias", "output_bias.bias"),
         ("binary_head.weight", "order_head.dense.weight"),
         ("retriever.dense.weight", None),
         ("encoder.layers.0.inter_attention.query.weight", None),

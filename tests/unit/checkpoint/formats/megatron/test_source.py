@@ -14,7 +14,7 @@ from megatron.checkpoint.formats.megatron.names import megatron_name
 from megatron.checkpoint.formats.megatron.source import FORMAT, MegatronSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.errors import CheckpointError
-from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
+from tests.support.checkpoints.megatron_files import Shape, core_name, save_megatron, whole_model
 
 SHAPES = {
     "gpt2": Shape(),
@@ -142,6 +142,34 @@ def test_names_of_megatron_core_are_read(tmp_path: Path) -> None:
     with MegatronSource(directory, TOKENS) as source:
         check(source, model, "model/", shape.true_rows)
         source.verify()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_bert_of_megatron_core_is_read_with_its_optimizer(
+    tmp_path: Path, tied: bool, pp: int
+) -> None:
+    """Its heads have names and an order of their own: words, the bias of words, order, pooler."""
+    shape = Shape(bert=True, tied=tied)
+    heads = ("lm_head.", "output_layer.", "binary_head.", "pooler.")
+
+    def place(name: str) -> tuple[int, bool]:
+        at = next((at for at, head in enumerate(heads) if core_name(name).startswith(head)), -1)
+        return at, name == "lm_head.bias"  # its layer has the weight before the bias
+
+    def ordered(seed: int) -> dict[str, Tensor]:
+        model = whole_model(shape, seed)
+        return {name: model[name] for name in sorted(model, key=place)}
+
+    model, moments = ordered(0), {"exp_avg": ordered(1), "exp_avg_sq": ordered(2)}
+    directory = save_megatron(tmp_path, model, shape, pp=pp, moments=moments, core=True)
+    with FORMAT.open_source(directory, TOKENS) as source:
+        assert isinstance(source, MegatronSource)
+        assert source.kind == "bert"
+        source.verify()
+        check(source, model, "model/", shape.true_rows)
+        for name, moment in moments.items():
+            check(source, moment, f"optimizer/{name}/", shape.true_rows)
 
 
 def _edit(directory: Path, change: Any, rank: str = "mp_rank_00") -> None:

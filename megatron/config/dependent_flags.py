@@ -1,0 +1,214 @@
+"""Flags of other Megatrons whose meaning depends on the flags beside them.
+
+Each rule gives such a flag the meaning that it has there, or refuses it with the flags that say the
+same here. What a reader would get wrong: rules see values of presets and of DeepSpeed's JSON too,
+and they apply to command lines only; what a checkpoint stores is never reinterpreted.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron.config.model import PositionEmbedding
+from megatron.errors import ConfigError
+
+
+class FlagValue(NamedTuple):
+    """The value of a field that a flag of another Megatron stands for."""
+
+    field: str
+    value: Any
+    because: str
+
+
+class NoChange(NamedTuple):
+    """A flag that changes nothing beside the others."""
+
+    because: str
+
+
+class GivenFlags(NamedTuple):
+    """A command line: its flags as they were spelled, and the values of fields."""
+
+    words: Collection[str]
+    values: Mapping[str, Any]
+
+
+Meaning = FlagValue | NoChange | ConfigError
+
+
+class DependentFlag(NamedTuple):
+    """A flag, its rule, and what the page of flags says about it."""
+
+    flag: str
+    meaning: str
+    rule: Callable[[GivenFlags], Iterator[Meaning]]
+    is_ours: bool = True  # whether the parser knows the flag
+
+
+def meanings(given: GivenFlags) -> Iterator[tuple[str, Meaning]]:
+    """Yield each flag whose meaning depends on others, with what it means on this command line."""
+    for dependent in DEPENDENT:
+        for meaning in dependent.rule(given):
+            yield dependent.flag, meaning
+
+
+def _no_position_embedding(given: GivenFlags) -> Iterator[Meaning]:
+    if "--no-position-embedding" not in given.words:
+        return
+    kind = given.values.get("position_embedding_type", PositionEmbedding.LEARNED)
+    if kind == PositionEmbedding.LEARNED:
+        yield ConfigError(
+            "a table of positions was left out, and nothing was named in its place",
+            found=f"--no-position-embedding with --position-embedding-type {kind}",
+            fix="add --position-embedding-type rope, or use --position-embedding-type none for a "
+            "model without positions",
+        )
+    else:
+        yield NoChange(f"--position-embedding-type {kind} has no table of positions")
+
+
+def _group_query_attention(given: GivenFlags) -> Iterator[Meaning]:
+    if "--group-query-attention" not in given.words:
+        return
+    groups = given.values.get("num_query_groups")
+    if groups is None:
+        yield FlagValue("num_query_groups", 1, "one group is what it stands for")
+    else:
+        yield NoChange(f"--num-query-groups {groups} says it already")
+
+
+def _num_query_groups(given: GivenFlags) -> Iterator[Meaning]:
+    groups, heads = (given.values.get(n) for n in ("num_query_groups", "num_attention_heads"))
+    alone = "--num-query-groups" in given.words and "--group-query-attention" not in given.words
+    if alone and groups is not None and groups != heads:
+        yield ConfigError(
+            "Megatron-LM ignores the number of query groups unless another flag turns them on",
+            found=f"--num-query-groups {groups} without --group-query-attention",
+            fix=f"add --group-query-attention, or use --num-key-value-heads {groups}; leave both "
+            "out for one group per head",
+        )
+
+
+_ACTIVATIONS = ("swiglu", "glu_activation", "squared_relu", "openai_gelu", "onnx_safe")
+
+
+def _is_unnamed_gelu(values: Mapping[str, Any]) -> bool:
+    return not any(values.get(name) for name in _ACTIVATIONS)
+
+
+def _no_bias_gelu_fusion(given: GivenFlags) -> Iterator[Meaning]:
+    if "--no-bias-gelu-fusion" not in given.words:
+        return
+    if _is_unnamed_gelu(given.values):
+        yield FlagValue("onnx_safe", True, "GELU is its tanh form only in the fused kernel")
+    else:
+        yield NoChange("another flag names the activation")
+
+
+def _disable_bias_linear(given: GivenFlags) -> Iterator[Meaning]:
+    if (
+        given.values.get("add_bias_linear", True)
+        or "--no-bias-gelu-fusion" in given.words
+        or not _is_unnamed_gelu(given.values)
+    ):
+        return
+    yield ConfigError(
+        "other Megatrons compute GELU by its exact form where linear layers have no biases, and "
+        "this one by its tanh form",
+        found="--disable-bias-linear without a flag that names the activation",
+        fix="add --openai-gelu for the tanh form, --onnx-safe for the exact one, or --swiglu",
+    )
+
+
+# Flags that only Megatron-DeepSpeed has: its defaults for experts are not those of Megatron-LM.
+_DEEPSPEED_EXPERTS = frozenset(
+    {
+        *("--topk", "--moe-loss-coeff", "--moe-expert-parallel-size", "--mlp-type"),
+        *("--expert-interval", "--moe-train-capacity-factor", "--moe-eval-capacity-factor"),
+        *("--moe-min-capacity", "--disable-moe-token-dropping", "--use-tutel"),
+        *("--disable-moe-top2-2nd-expert-sampling", "--enable-expert-tensor-parallelism"),
+    }
+)
+
+
+def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
+    experts = given.values.get("num_experts")
+    if experts is None or experts <= 1:
+        return
+    if "moe_router_topk" not in given.values:
+        yield ConfigError(
+            "a token takes 2 experts in Megatron-LM and 1 in Megatron-DeepSpeed unless a flag says "
+            "how many",
+            found=f"--num-experts {experts} without --moe-router-topk",
+            fix="add --moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax",
+        )
+    theirs = sorted(_DEEPSPEED_EXPERTS & set(given.words))
+    if theirs and "moe_aux_loss_coeff" not in given.values:
+        yield ConfigError(
+            "Megatron-DeepSpeed balances experts with a loss of weight 0.1 unless a flag says "
+            "otherwise",
+            found=f"{theirs[0]} without --moe-loss-coeff",
+            fix="add --moe-loss-coeff 0, or --moe-loss-coeff 0.1 "
+            "--moe-router-load-balancing-type seq_aux_loss",
+        )
+    if theirs and "--expert-interval" not in given.words:
+        yield ConfigError(
+            "Megatron-DeepSpeed gives experts to every second layer unless a flag says otherwise, "
+            "and here every layer has them",
+            found=f"{theirs[0]} without --expert-interval",
+            fix="add --expert-interval 1",
+        )
+
+
+DEPENDENT: tuple[DependentFlag, ...] = (
+    DependentFlag(
+        "--no-position-embedding",
+        "beside `--position-embedding-type rope` (or any other without a table) no effect, as in "
+        "Megatron-LM, where rope stays; otherwise refused",
+        _no_position_embedding,
+        is_ours=False,
+    ),
+    DependentFlag(
+        "--group-query-attention",
+        "`--num-query-groups 1`, or the number that is given",
+        _group_query_attention,
+        is_ours=False,
+    ),
+    DependentFlag(
+        "--num-query-groups",
+        "refused without `--group-query-attention`, where Megatron-LM ignores it; "
+        "`--num-key-value-heads` needs no switch",
+        _num_query_groups,
+    ),
+    DependentFlag(
+        "--no-bias-gelu-fusion",
+        "`--onnx-safe`, as GELU is its tanh form only in the fused kernel; no effect beside a flag "
+        "that names the activation",
+        _no_bias_gelu_fusion,
+        is_ours=False,
+    ),
+    DependentFlag(
+        "--disable-bias-linear",
+        "refused without a flag that names the activation: other Megatrons then take the exact "
+        "form of GELU",
+        _disable_bias_linear,
+    ),
+    DependentFlag(
+        "--num-experts",
+        "above 1 refused without `--moe-router-topk`, and beside a flag that only "
+        "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval 1`: its defaults "
+        "are 1, 0.1 and 2",
+        _num_experts,
+    ),
+)
+
+# Words that the parser does not know and a rule explains.
+EXPLAINED: frozenset[str] = frozenset(one.flag for one in DEPENDENT if not one.is_ours)
+
+# What other Megatrons do where a flag is not given, by the field whose default here is another.
+OTHER_DEFAULTS: Mapping[str, str] = {
+    "eval_interval": "Megatron-LM does not evaluate; Megatron-DeepSpeed as here",
+    "exit_signal_handler": "off: SIGTERM ends the run without a checkpoint",
+    "accumulate_allreduce_grads_in_fp32": "off but with `--bf16`, so that `--fp16` accumulates in "
+    "float16",
+}

@@ -1,0 +1,228 @@
+"""A flag that means something else elsewhere is given that meaning, or refused by name."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.arguments import parse_args, parse_given
+from megatron.config.dependent_flags import DEPENDENT, EXPLAINED, OTHER_DEFAULTS
+from megatron.config.fields import to_plain
+from megatron.config.model import Activation, PositionEmbedding
+from megatron.config.precision import PrecisionConfig
+from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.training import TrainingConfig
+from megatron.errors import MegatronError
+from megatron.tokenizer.tokenizer import TokenizerSpec
+from tests.unit.config.groups import COMMAND, a_run, problems_of
+
+ROPE = "--position-embedding-type rope"
+PLAIN_EXPERTS = "--num-experts 4 --disable-bias-linear --openai-gelu"
+THEIR_EXPERTS = f"{PLAIN_EXPERTS} --topk 2"
+
+
+class Row(NamedTuple):
+    """Flags, and what they make of the fields of a model: those that are not defaults."""
+
+    words: str
+    model: dict[str, Any]
+
+
+MEANS = [
+    # A table of positions: Megatron-LM takes the flag beside rope alone, which stays.
+    Row(f"{ROPE} --no-position-embedding", {"position_embedding_type": "rope"}),
+    Row(f"--no-position-embedding {ROPE}", {"position_embedding_type": "rope"}),
+    Row(
+        "--use-rotary-position-embeddings --no-position-embedding",
+        {"position_embedding_type": "rope"},
+    ),
+    Row(
+        "--position-embedding-type alibi --no-position-embedding",
+        {"position_embedding_type": "alibi"},
+    ),
+    Row(
+        "--position-embedding-type none --no-position-embedding",
+        {"position_embedding_type": "none"},
+    ),
+    # GELU without the fused kernel is the exact one, if it is GELU at all.
+    Row("--no-bias-gelu-fusion", {"onnx_safe": True}),
+    Row("--no-bias-gelu-fusion --openai-gelu", {"openai_gelu": True}),
+    Row("--no-bias-gelu-fusion --onnx-safe", {"onnx_safe": True}),
+    Row("--no-bias-gelu-fusion --swiglu", {"swiglu": True}),
+    Row("--glu-activation geglu --no-bias-gelu-fusion", {"glu_activation": "geglu"}),
+    Row("--no-bias-gelu-fusion --squared-relu", {"squared_relu": True}),
+    Row(
+        "--disable-bias-linear --no-bias-gelu-fusion",
+        {"add_bias_linear": False, "onnx_safe": True},
+    ),
+    Row("--disable-bias-linear --openai-gelu", {"add_bias_linear": False, "openai_gelu": True}),
+    Row("--disable-bias-linear --swiglu", {"add_bias_linear": False, "swiglu": True}),
+    # Megatron-LM turns groups on by a switch, Megatron-DeepSpeed by their number.
+    Row("--group-query-attention --num-query-groups 2", {"num_query_groups": 2}),
+    Row("--group-query-attention", {"num_query_groups": 1}),
+    Row("--num-key-value-heads 1", {"num_query_groups": 1}),
+    Row("--num-query-groups 2", {"num_query_groups": 2}),  # as many as heads
+    # Megatron-DeepSpeed's number of experts of a dense model.
+    Row("--num-experts 1 --moe-expert-parallel-size 1", {"num_experts": 1}),
+    Row(
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-layer-freq 1 --moe-router-dtype fp32 "
+        "--moe-router-score-function softmax",
+        {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
+    ),
+    Row(
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 1 --mlp-type standard",
+        {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
+    ),
+]
+
+
+@pytest.mark.parametrize("row", MEANS, ids=[row.words for row in MEANS])
+def test_a_flag_has_the_meaning_that_it_has_elsewhere(row: Row) -> None:
+    model, plain = (
+        to_plain(parse_args([*COMMAND, *row.words.split()]).model),
+        to_plain(a_run().model),
+    )
+    assert {name: value for name, value in model.items() if value != plain[name]} == row.model
+
+
+REFUSED = [
+    ("--no-position-embedding", "--no-position-embedding with", "--position-embedding-type rope"),
+    ("--disable-bias-linear", "without a flag that names the activation", "--openai-gelu for"),
+    ("--num-query-groups 1", "--num-query-groups 1 without", "add --group-query-attention, or"),
+    (f"{PLAIN_EXPERTS}", "--num-experts 4 without --moe-router-topk", "add --moe-router-topk 2"),
+    (f"{THEIR_EXPERTS} --expert-interval 1", "without --moe-loss-coeff", "--moe-loss-coeff 0"),
+    (f"{THEIR_EXPERTS} --moe-loss-coeff 0", "without --expert-interval", "--expert-interval 1"),
+    ("--expert-interval 2", "--expert-interval 2", "use --expert-interval 1, or leave it out"),
+    ("--mlp-type residual", "--mlp-type residual", "use --mlp-type standard, or leave it out"),
+    ("--moe-layer-freq ([0]+[1]*26)", "--moe-layer-freq ([0]+[1]*26)", "use --moe-layer-freq 1"),
+    ("--num-experts 1 8", "8", "put a flag before it"),
+    *(
+        (
+            f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+            f"--moe-router-load-balancing-type {kind}",
+            f"--moe-router-load-balancing-type {kind}",
+            "use seq_aux_loss",
+        )
+        for kind in ("aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")
+    ),
+    (
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-aux-loss-coeff 0.01",  # there of `aux_loss`
+        "--moe-router-load-balancing-type none, --moe-aux-loss-coeff 0.01",
+        "give --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    *(
+        (f"--position-embedding-type {kind}", f"--position-embedding-type {kind}", "give one of")
+        for kind in ("yarn", "mrope", "relative")
+    ),
+    *(
+        (f"--optimizer {kind}", f"--optimizer {kind}", "give one of adam, sgd")
+        for kind in ("muon", "dist_muon", "lion", "soap", "adaptive_muon")
+    ),
+    *(
+        (
+            f"--recompute-activations --recompute-modules {module}",
+            f"--recompute-modules {module}",
+            "give one of core_attn, mlp, layernorm",
+        )
+        for module in (
+            *("moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out"),
+            *("gdp_in_proj", "gdp_qkv", "mhc"),
+        )
+    ),
+    *(
+        (f"--moe-router-score-function {kind}", f"function {kind}", "function softmax, or leave")
+        for kind in ("sigmoid", "sqrtsoftplus")
+    ),
+    ("--moe-router-dtype fp64", "--moe-router-dtype fp64", "use --moe-router-dtype fp32, or"),
+    *(
+        (f"--exp-avg{which}-dtype {kind}", f"--exp-avg{which}-dtype {kind}", "one of fp32, bf16")
+        for which in ("", "-sq")
+        for kind in ("fp16", "fp8")
+    ),
+    ("--apply-layernorm-1p", "--apply-layernorm-1p", "use --normalization LayerNorm"),
+    ("--save-interval 10", "--save-interval 10 without --save", "--save"),
+    ("--finetune", "--finetune without --load", "--load"),
+    (
+        "--lr-decay-tokens 1000 --lr-warmup-iters 2",
+        "--lr-decay-tokens 1000, --lr-warmup-iters 2",
+        "use --lr-warmup-tokens, or --lr-warmup-fraction",
+    ),
+    (
+        "--num-experts 4 --moe-router-topk 2",
+        "--num-experts 4 without --disable-bias-linear",
+        "add --disable-bias-linear, with a flag that names the activation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "found", "fix"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_another_meaning_is_refused_by_name_with_a_fix(words: str, found: str, fix: str) -> None:
+    (error,) = problems_of(*words.split())
+    assert found in error.found
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    "kind", ["TikTokenizer", "SFTTokenizer", "MultimodalTokenizer", "NullMultimodalTokenizer"]
+)
+def test_a_tokenizer_of_megatron_lm_alone_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(MegatronError) as caught:
+        TokenizerSpec(tokenizer_type=kind).build()
+    assert kind in caught.value.found
+    assert "GPT2BPETokenizer" in caught.value.fix
+
+
+def test_presets_count_as_given() -> None:
+    base = [*COMMAND[6:], "--model-preset", "mixtral-8x7b"]
+    words = ["--no-position-embedding", "--group-query-attention", "--no-bias-gelu-fusion"]
+    assert parse_args([*base, *words]) == parse_args(base)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            f"--no-position-embedding {ROPE}",
+            "--no-position-embedding: accepted, has no effect here because "
+            "--position-embedding-type rope has no table of positions",
+        ),
+        (
+            "--no-bias-gelu-fusion",
+            "--no-bias-gelu-fusion: taken as --onnx-safe True, because GELU is its tanh form only "
+            "in the fused kernel",
+        ),
+        (
+            "--group-query-attention",
+            "--group-query-attention: taken as --num-query-groups 1, because one group is what it "
+            "stands for",
+        ),
+    ],
+)
+def test_a_meaning_is_in_the_log(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse_args([*COMMAND, *words.split()])
+    assert said in capsys.readouterr().out
+
+
+def test_flags_beside_a_checkpoint_mean_the_same() -> None:
+    given = parse_given([*ROPE.split(), "--no-position-embedding", "--no-bias-gelu-fusion"])
+    assert given == {"position_embedding_type": PositionEmbedding.ROPE, "onnx_safe": True}
+
+
+def test_the_two_forms_of_gelu_are_what_the_flags_say() -> None:
+    assert parse_args(COMMAND).model.activation is Activation.GELU_TANH
+    exact = parse_args([*COMMAND, "--no-bias-gelu-fusion"]).model
+    assert exact.activation is Activation.GELU_ERF
+
+
+def test_no_other_table_explains_these_flags() -> None:
+    assert not EXPLAINED & {*ALIASES, *NO_EFFECT, *NOT_YET, *REMOVED}
+    assert {one.flag for one in DEPENDENT} > EXPLAINED
+
+
+def test_defaults_that_differ_are_still_the_ones_that_the_page_names() -> None:
+    """What Megatron-LM and Megatron-DeepSpeed do otherwise where a flag is left out."""
+    training, precision = TrainingConfig(micro_batch_size=1, train_iters=1), PrecisionConfig()
+    assert training.eval_interval == 1000
+    assert training.exit_signal_handler
+    assert precision.accumulate_allreduce_grads_in_fp32
+    assert len(OTHER_DEFAULTS) == 3
+    assert a_run().data.split == "969, 30, 1"  # theirs too, where --data-path is given
