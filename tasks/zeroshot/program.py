@@ -58,7 +58,8 @@ def main(name: str, argv: Sequence[str]) -> None:
     try:
         result = evaluate(loaded)
         words = f" validation results on {name} | {result.describe()}"
-        log.info("\n".join(["-" * len(words), words, "-" * len(words)]))
+        frame = "-" * len(words)
+        log.info("\n".join([f"{name} is evaluated", frame, words, frame]))
         if loaded.ctx.rank == 0:
             write_result(own.output, {"task": name, **result.numbers()})
     finally:
