@@ -51,7 +51,6 @@ _SHARES = (
     "fim_spm_rate",
     "mask_prob",
     "short_seq_prob",
-    "query_in_block_prob",
 )
 
 
@@ -143,21 +142,13 @@ class DataConfig:
     mean_noise_span_length: float = flag(
         3.0, help="mean number of tokens in a span of --noise-density"
     )
-    mask_prob: float = flag(0.15, help="BERT and T5: share of the tokens to guess")
-    short_seq_prob: float = flag(0.1, help="BERT and T5: share of samples that are cut shorter")
+    mask_prob: float = flag(0.15, help="BERT: share of the tokens to predict")
+    short_seq_prob: float = flag(0.1, help="BERT: share of samples that are cut shorter")
     bert_binary_head: bool = flag(
         True,
         help="BERT: samples of two segments, whose order is guessed",
         off=("--bert-no-binary-head",),
     )
-    decoder_seq_length: int | None = flag(None, help="T5: tokens per sample of the decoder")
-    titles_data_path: str | None = flag(
-        None, help="inverse cloze: prefix of the titles of the documents in --data-path"
-    )
-    query_in_block_prob: float = flag(
-        0.1, help="inverse cloze: share of queries that stay in their block"
-    )
-    use_one_sent_docs: bool = flag(False, help="inverse cloze: use documents of one sentence")
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -191,13 +182,6 @@ class DataConfig:
                 problem="a share is outside [0, 1]",
                 fix=f"use a number from 0 to 1, as {default_of(DataConfig, name)}",
             )
-        yield from check_field(
-            self.decoder_seq_length is None or self.decoder_seq_length > 0,
-            "decoder_seq_length",
-            self.decoder_seq_length,
-            problem="a size is not positive",
-            fix="use a whole number above 0",
-        )
         yield from self._kind_problems()
         apart = (self.train_data_path, self.valid_data_path, self.test_data_path)
         if self.data_path is not None and any(path is not None for path in apart):

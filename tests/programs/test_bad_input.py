@@ -588,13 +588,13 @@ def test_four_mistakes_are_four_findings_of_one_report(tmp_path: Path) -> None:
         "3",
         "--mask-prob",
         "0.3",
-        "--use-one-sent-docs",
+        "--bert-no-binary-head",
     )
     words = [
         "4 checks failed before training",
         "did you mean --micro-batch-size?",
         "--mask-prob 0.3",
-        "--use-one-sent-docs True",
+        "--bert-binary-head False",
         str(tmp_path / "none"),
     ]
     assert_refused(run_program(pretrain_words(*flags), cwd=tmp_path), ConfigError, words)

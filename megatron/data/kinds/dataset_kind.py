@@ -71,7 +71,7 @@ def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "a flag was given that the data of a GPT do not know",
             found=shown,
-            fix=f"leave {name} out; it is for BERT, T5 or inverse cloze",
+            fix=f"leave {name} out; it is for BERT",
         )
 
 
@@ -98,10 +98,6 @@ _OF_SENTENCES = (
     "mask_prob",
     "short_seq_prob",
     "bert_binary_head",
-    "decoder_seq_length",
-    "titles_data_path",
-    "query_in_block_prob",
-    "use_one_sent_docs",
 )
 _OF_OTHERS_THAN_BERT = (
     "sft",
@@ -111,10 +107,6 @@ _OF_OTHERS_THAN_BERT = (
     "reset_position_ids",
     "reset_attention_mask",
     "eod_mask_loss",
-    "decoder_seq_length",
-    "titles_data_path",
-    "query_in_block_prob",
-    "use_one_sent_docs",
 )
 
 

@@ -335,19 +335,19 @@ def bert_maker(
 
 
 def t5_maker(
-    data: DataConfig, *, tokenizer: Vocabulary, seed: int, is_builder: bool, beat: Beat = unheard
+    data: DataConfig,
+    *,
+    tokenizer: Vocabulary,
+    seed: int,
+    is_builder: bool,
+    decoder_seq_length: int,
+    beat: Beat = unheard,
 ) -> DatasetMaker:
-    """The datasets of a program for T5.
+    """Return the maker of datasets for T5, whose decoder reads `decoder_seq_length` tokens.
 
     Raises:
-        ConfigError: the tokenizer lacks its special tokens or sentinels, or the decoder a length.
+        ConfigError: the tokenizer lacks its special tokens or sentinels.
     """
-    if data.decoder_seq_length is None:
-        raise ConfigError(
-            "the decoder of T5 has a length of its own, and none was given",
-            found="no --decoder-seq-length",
-            fix=f"add --decoder-seq-length {max(2, data.seq_length // 4)}",
-        )
     vocabulary = MaskingVocabulary.of(tokenizer)
     bos, eos = tokenizer.bos, token_named(tokenizer, "[EOS]")
     if bos is None or eos is None or not tokenizer.extra_ids:
@@ -362,7 +362,7 @@ def t5_maker(
         eos=eos,
         sentinels=tokenizer.extra_ids,
         seq_length=data.seq_length,
-        decoder_seq_length=data.decoder_seq_length,
+        decoder_seq_length=decoder_seq_length,
         seed=seed,
         masked_lm_prob=data.mask_prob,
         short_seq_prob=data.short_seq_prob,
@@ -376,29 +376,42 @@ def t5_maker(
 
 
 def ict_maker(
-    data: DataConfig, *, tokenizer: Vocabulary, seed: int, is_builder: bool, beat: Beat = unheard
+    data: DataConfig,
+    *,
+    tokenizer: Vocabulary,
+    seed: int,
+    is_builder: bool,
+    titles_prefix: str | None = None,
+    query_in_block_prob: float = 0.1,
+    one_sentence_documents: bool = False,
+    beat: Beat = unheard,
 ) -> DatasetMaker:
-    """The datasets of a program for the inverse cloze task.
+    """Return the maker of datasets for the inverse cloze task.
+
+    Args:
+        titles_prefix: the corpus of the documents' titles.
+        query_in_block_prob: share of queries that stay in their block.
+        one_sentence_documents: use documents of one sentence.
 
     Raises:
         ConfigError: the tokenizer lacks special tokens, or one corpus of titles is given for
             several corpora of text.
     """
     prefixes = named_prefixes(data)
-    if data.titles_data_path is not None and len(prefixes) > 1:
+    if titles_prefix is not None and len(prefixes) > 1:
         raise ConfigError(
             "titles are those of one corpus, and several are read",
-            found=f"--titles-data-path {data.titles_data_path}, corpora {' '.join(prefixes)}",
+            found=f"titles {titles_prefix}, corpora {' '.join(prefixes)}",
             fix="merge the corpora with tools/merge_datasets.py, and their titles alike",
         )
     open_corpus = corpus_opener(data, is_builder=is_builder, beat=beat)
-    titles = None if data.titles_data_path is None else open_corpus(data.titles_data_path)
+    titles = None if titles_prefix is None else open_corpus(titles_prefix)
     recipe = ICTRecipe(
         vocabulary=MaskingVocabulary.of(tokenizer),
         seq_length=data.seq_length,
         seed=seed,
-        query_in_block_prob=data.query_in_block_prob,
-        one_sentence_documents=data.use_one_sent_docs,
+        query_in_block_prob=query_in_block_prob,
+        one_sentence_documents=one_sentence_documents,
     )
     return Sentences(
         kind=DatasetKind.ICT,

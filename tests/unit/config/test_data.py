@@ -25,7 +25,6 @@ def test_the_order_is_single_unless_said_otherwise() -> None:
             r"a share is outside \[0, 1\]\n  found: --fim-rate -1",
         ),
         ({"mask_prob": 2}, r"a share is outside \[0, 1\]\n  found: --mask-prob 2"),
-        ({"decoder_seq_length": 0}, "a size is not positive\n  found: --decoder-seq-length 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:

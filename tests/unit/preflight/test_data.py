@@ -338,7 +338,7 @@ def test_sentinels_added_behind_a_vocabulary_are_no_other_vocabulary(tmp_path: P
 
 def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) -> None:
     bad = plan(
-        str(tmp_path / "none"), mask_prob=0.3, use_one_sent_docs=True, fim_data=True, eval_iters=1
+        str(tmp_path / "none"), mask_prob=0.3, bert_binary_head=False, fim_data=True, eval_iters=1
     )
     findings = collect_findings(bad, CHECKS)
     assert [finding.check for finding in findings] == [
@@ -349,6 +349,6 @@ def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) 
     ]
     told = [str(finding.error) for finding in findings]
     for text, words in zip(
-        told, ("--mask-prob 0.3", "--use-one-sent-docs", "<fim_prefix>", str(tmp_path / "none"))
+        told, ("--mask-prob 0.3", "--bert-binary-head", "<fim_prefix>", str(tmp_path / "none"))
     ):
         assert words in text

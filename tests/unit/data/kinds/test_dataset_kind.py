@@ -46,10 +46,6 @@ def test_one_flag_chooses_the_kind(changes, kind):
         ("mask_prob", 0.2),
         ("short_seq_prob", 0.0),
         ("bert_binary_head", False),
-        ("decoder_seq_length", 8),
-        ("titles_data_path", "t"),
-        ("query_in_block_prob", 0.2),
-        ("use_one_sent_docs", True),
     ],
 )
 def test_what_only_sentences_know_is_refused_for_a_gpt(name, value):
@@ -60,15 +56,14 @@ def test_what_only_sentences_know_is_refused_for_a_gpt(name, value):
 
 
 def test_every_flag_that_is_not_read_is_found():
-    many = flags(mask_prob=0.2, short_seq_prob=0.0, use_one_sent_docs=True, fim_data=True)
+    many = flags(mask_prob=0.2, short_seq_prob=0.0, bert_binary_head=False, fim_data=True)
     assert [error.found for error in flags_unread_by_gpt(many)] == [
         "--mask-prob 0.2",
         "--short-seq-prob 0.0",
-        "--use-one-sent-docs True",
+        "--bert-binary-head False",
     ]
     assert [error.found for error in flags_unread_by_bert(many)] == [
         "--fim-data True",
-        "--use-one-sent-docs True",
     ]
     assert dataset_kind(many) is DatasetKind.FIM
 

@@ -84,8 +84,8 @@ KINDS = {
     "sft": Kind(SFTDataset, gpt_maker, chats, sft=True),
     "mtf": Kind(PackedMTFDataset, gpt_maker, pairs, mtf=True),
     "bert": Kind(BERTDataset, bert_maker, sentences),
-    "t5": Kind(T5Dataset, t5_maker, sentences, decoder_seq_length=40),
-    "ict": Kind(ICTDataset, ict_maker, sentences, use_one_sent_docs=True),
+    "t5": Kind(T5Dataset, partial(t5_maker, decoder_seq_length=40), sentences),
+    "ict": Kind(ICTDataset, partial(ict_maker, one_sentence_documents=True), sentences),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -257,9 +257,8 @@ def with_vocabulary(**changes):
         (gpt_maker, {"noise_density": 0.15, "seq_length": 3}, {}, "fills the sequence length"),
         (bert_maker, {}, {"mask": None}, "lacks tokens that masking needs"),
         (ict_maker, {}, {"cls": None}, "lacks tokens that masking needs"),
-        (t5_maker, {}, {}, "the decoder of T5 has a length of its own"),
-        (t5_maker, {"decoder_seq_length": 8}, {"bos": None}, "lacks tokens that T5 needs"),
-        (t5_maker, {"decoder_seq_length": 8}, {"extra_ids": ()}, "lacks tokens that T5 needs"),
+        (partial(t5_maker, decoder_seq_length=8), {}, {"bos": None}, "lacks tokens that T5 needs"),
+        (partial(t5_maker, decoder_seq_length=8), {}, {"extra_ids": ()}, "lacks tokens that T5"),
     ],
 )
 def test_a_kind_without_its_tokens_or_lengths_is_refused(make, flags, changes, message):
@@ -269,10 +268,10 @@ def test_a_kind_without_its_tokens_or_lengths_is_refused(make, flags, changes, m
 
 
 def test_titles_are_those_of_one_corpus(tmp_path):
-    kind = KINDS["ict"]
-    prefix = kind.write(tmp_path / "c", 0)
     titles = write_corpus(tmp_path / "titles", [2] * 80)
-    flags = {"split": "1", "titles_data_path": titles, "num_samples": (24, 0, 0)}
+    kind = Kind(ICTDataset, partial(ict_maker, titles_prefix=titles), sentences)
+    prefix = kind.write(tmp_path / "c", 0)
+    flags = {"split": "1", "num_samples": (24, 0, 0)}
     train = kind.build(tmp_path, data_path=(prefix,), **flags).train
     assert train.titles.prefix == titles
     other = kind.write(tmp_path / "other", 1)
@@ -301,15 +300,13 @@ def test_the_flags_of_sentences_reach_their_samples():
         "mask_prob": 0.3,
         "short_seq_prob": 0.0,
         "bert_binary_head": False,
-        "query_in_block_prob": 0.6,
     }
     data = DataConfig(**flags)
     bert = bert_maker(data, **with_vocabulary()).dataset.keywords["recipe"]
     assert (bert.masked_lm_prob, bert.short_seq_prob, bert.binary_head) == (0.3, 0.0, False)
-    ict = ict_maker(data, **with_vocabulary()).dataset.keywords["recipe"]
+    ict = ict_maker(data, query_in_block_prob=0.6, **with_vocabulary()).dataset.keywords["recipe"]
     assert (ict.query_in_block_prob, ict.one_sentence_documents) == (0.6, False)
-    data = dataclasses.replace(data, decoder_seq_length=20)
-    t5 = t5_maker(data, **with_vocabulary()).dataset.keywords["recipe"]
+    t5 = t5_maker(data, decoder_seq_length=20, **with_vocabulary()).dataset.keywords["recipe"]
     assert (t5.masked_lm_prob, t5.short_seq_prob, t5.decoder_seq_length) == (0.3, 0.0, 20)
     assert (t5.bos, t5.eos, t5.sentinels) == (BOS, EOS, SENTINELS)
     assert t5.vocabulary.size == VOCAB_SIZE

@@ -27,7 +27,6 @@ def test_the_same_flags_are_another_kind_to_another_program():
         ("noise_density", 0.15),
         ("reset_position_ids", True),
         ("eod_mask_loss", True),
-        ("use_one_sent_docs", True),
     ],
 )
 def test_a_flag_that_a_bert_would_not_read_is_refused(name, value):
