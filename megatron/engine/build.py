@@ -1,4 +1,4 @@
-"""Picks the engine that a run asks for; the only place that knows there is more than one kind."""
+"""Builds the engine that a run asks for: the native one, or one of the two of DeepSpeed."""
 
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PretrainTask
@@ -17,7 +17,7 @@ def build_engine(
     tokenizer: Tokenizer,
     timers: Timers,
 ) -> Engine:
-    """The engine of one rank; all ranks call it together."""
+    """Return the engine of this rank; all ranks call it together."""
     if config.engine.deepspeed:
         in_stages = build.ctx.pp.size > 1
         kind = DeepSpeedPipelineEngine if in_stages else DeepSpeedEngine
