@@ -102,6 +102,7 @@ class StepLog:
         self._peak = config.peak_tflops or _peak_of(device.name())
         self._timers = timers or Timers()
         self._window = _Window()
+        self._stopped = self._window.started
         self._writer: Any = None
         if is_writer and config.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports, one rank only
@@ -129,16 +130,16 @@ class StepLog:
         if self._writer is not None:
             self._writer.add_text(tag, words)
 
-    def begin(self) -> None:
-        """Start the clock anew: what came before (set-up, evaluation, saving) does not count."""
+    def restart_clock(self) -> None:
+        """Count time from now on: what came before (set-up, evaluation) does not count."""
         self._window.started = time.perf_counter()
 
-    def paused(self, seconds: float) -> None:
-        """Leave `seconds` that went into something else out of the window's time."""
-        self._window.started += seconds
+    def resume_clock(self) -> None:
+        """Leave the time since the last `step` (evaluation, saving) out of the window's time."""
+        self._window.started += time.perf_counter() - self._stopped
 
     def step(self, progress: Progress, plan: StepPlan, report: StepReport, **extra: float) -> None:
-        """Take note of one iteration, and speak when it is time.
+        """Count one iteration, report it if it is due, and stop the clock until `resume_clock`.
 
         Args:
             extra: further numbers for the line and TensorBoard, such as `params_norm`.
@@ -157,6 +158,7 @@ class StepLog:
             log.last_rank(self._line(progress, plan, report, speed, extra))
             self._write_speed(progress, speed)
             self._window = _Window()
+        self._stopped = time.perf_counter()
 
     def evaluation(
         self, name: str, result: EvaluationSum, progress: Progress, *, group: str = "lm-loss"
