@@ -4,18 +4,17 @@ from megatron.config.curriculum import Curriculum
 from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
 from megatron.optimizer.schedule import learning_rate, weight_decay
-from megatron.progress import BatchSchedule, Duration, Progress
+from megatron.progress import Duration, Progress
 
 
 def plan_step(
     config: RunConfig,
-    batches: BatchSchedule,
     duration: Duration,
     progress: Progress,
     curriculum: Curriculum | None = None,
 ) -> StepPlan:
     """Return the numbers of the step that follows `progress`."""
-    seen = progress.consumed_samples
+    seen, batches = progress.consumed_samples, duration.batch_schedule
     total = duration.total_samples
     full_length = config.data.seq_length
     return StepPlan(

@@ -62,11 +62,7 @@ class TrainingLoop:
         Args:
             own_hooks: what the caller does after a step: evaluate, judge. It comes before `save`.
         """
-        flags, first, batches = (
-            self.config.training,
-            progress.iteration,
-            self.duration.batch_schedule,
-        )
+        flags, first = self.config.training, progress.iteration
         hooks: tuple[Hook, ...] = (
             ReportStep(self.step_log, self.engine, self.config.logging.log_params_norm),
             CheckNumbers(flags),
@@ -77,7 +73,7 @@ class TrainingLoop:
         self.step_log.restart_clock()
         while (reason := self.stop.reason(progress, steps_done=progress.iteration - first)) is None:
             self.saves.look()
-            plan = plan_step(self.config, batches, self.duration, progress, self.curriculum)
+            plan = plan_step(self.config, self.duration, progress, self.curriculum)
             raw = batches_of(plan, progress)
             result = None if raw is None else self.engine.train_step(raw, plan)
             progress = progress_after(progress, plan, result)

@@ -158,9 +158,9 @@ def train_with_a_full_disk(config: RunConfig) -> tuple[int, str]:
 
     plan = training_loop.plan_step
 
-    def noted(config: Any, batches: Any, duration: Any, progress: Any, *more: Any) -> Any:
+    def noted(config: Any, duration: Any, progress: Any, *more: Any) -> Any:
         steps.append(progress.iteration)
-        return plan(config, batches, duration, progress, *more)
+        return plan(config, duration, progress, *more)
 
     with (
         patch.object(saving, "_agree_on_plan", counted),

@@ -22,23 +22,21 @@ def test_a_plan_depends_on_the_progress_alone() -> None:
         start_weight_decay=0.0,
         end_weight_decay=0.48,
     )
-    batches = batch_schedule(config.training, 1)
-    length = duration(config, batches)
+    length = duration(config, batch_schedule(config.training, 1))
     plans = {
-        seen: plan_step(config, batches, length, Progress(iteration=1, consumed_samples=seen))
+        seen: plan_step(config, length, Progress(iteration=1, consumed_samples=seen))
         for seen in (4, 0, 16, 4)
     }
     assert plans[0] == StepPlan(2, 4, 0.0, 0.0, 16)
     assert plans[4].learning_rate == pytest.approx(0.005)  # half of the warm-up
     assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16), 16)
-    again = plan_step(config, batches, length, Progress(iteration=9, consumed_samples=4))
+    again = plan_step(config, length, Progress(iteration=9, consumed_samples=4))
     assert again == plans[4], "the number of iterations does not matter"
 
 
 def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None:
     config = tiny_run("nowhere")
-    batches = batch_schedule(config.training, 1)
-    length = duration(config, batches)
+    length = duration(config, batch_schedule(config.training, 1))
     discrete = Curriculum(
         schedule=CurriculumSchedule.FIXED_DISCRETE,
         min_length=4,
@@ -46,9 +44,7 @@ def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None
         lengths=(4, 16),
         until=(2,),
     )
-    plans = [
-        plan_step(config, batches, length, Progress(iteration=at), discrete) for at in range(4)
-    ]
+    plans = [plan_step(config, length, Progress(iteration=at), discrete) for at in range(4)]
     assert [plan.seq_length for plan in plans] == [4, 4, 16, 16]
 
 
