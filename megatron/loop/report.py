@@ -44,7 +44,7 @@ class Speed(NamedTuple):
 class _Window:
     """What has gathered since the last log line."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     iterations: int = 0
     samples: int = 0
     tokens: int = 0

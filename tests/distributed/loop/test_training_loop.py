@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,10 +15,11 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.engine.base import StepReport
+from megatron.engine.base import EvaluationSum, StepReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import MegatronError
 from megatron.initialize import shutdown_megatron
+from megatron.loop import report
 from megatron.model.accounting import flops_per_token
 from tests.support.loop_faults import counted_steps, other_loss_scale, other_weights, own_disk
 from tests.support.ranks import run_on_ranks
@@ -24,6 +27,7 @@ from tests.support.tiny import tiny_run, train, write_tiny_corpus
 
 RANKS = 2
 PADDED_VOCABULARY = 52  # 50 tokens and the end of document, in multiples of 4
+EVALUATION_S = 1000.0
 FLOAT32 = 1e-6  # TensorBoard keeps float32
 
 
@@ -125,8 +129,19 @@ def test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compare
 
 
 def train_with_tensorboard(corpus: str, folder: str) -> None:
+    """Train with evaluations that take a thousand seconds by the clock of the step log."""
+    evaluated_s, evaluate = 0.0, NativeEngine.evaluate
+
+    def slow(self: NativeEngine, *args: Any) -> EvaluationSum:
+        nonlocal evaluated_s
+        evaluated_s += EVALUATION_S
+        return evaluate(self, *args)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + evaluated_s)
     logged = {"tensorboard_dir": folder, "log_timers_to_tensorboard": True, "peak_tflops": 1.0}
-    train(tiny_run(corpus, **logged))
+    evaluations = {"eval_at_start": True, "eval_iters": 1, "eval_interval": 1}
+    with patch.object(NativeEngine, "evaluate", slow), patch.object(report, "time", clock):
+        train(tiny_run(corpus, **logged, **evaluations))
 
 
 def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
@@ -147,6 +162,7 @@ def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
     size, length = config.training.global_batch_size, config.data.seq_length
     flops = flops_per_token(config.model, PADDED_VOCABULARY, length)
     assert len(seconds) == 5
+    assert max(seconds) < EVALUATION_S / 2, "evaluations are counted"
     for at, interval in enumerate(seconds):
         assert samples[at] * interval == pytest.approx(size, rel=FLOAT32)
         assert tokens[at] * interval == pytest.approx(size * length, rel=FLOAT32)
