@@ -97,14 +97,19 @@ def announce_run(
     log.info(
         f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
         f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
-        f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}) on {device.name()}\n"
+        f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}) on {device.name()}"
+    )
+    log.info(
         f"global batch {batches.global_batch_size} in micro-batches of "
         f"{batches.micro_batch_size}; from iteration {progress.iteration} to "
         f"{duration.total_iterations}: {left:,} samples, "
-        f"{tokens:,} tokens to go\n"
-        f"{flops / 1e6:,.1f} MFLOP per token, forward and backward, by {task.flops_convention}"
-        + (f"\ncurriculum {curriculum}" if curriculum else "")
+        f"{tokens:,} tokens to go"
     )
+    log.info(
+        f"{flops / 1e6:,.1f} MFLOP per token, forward and backward, by {task.flops_convention}"
+    )
+    if curriculum:
+        log.info(f"curriculum {curriculum}")
 
 
 def _num_parameters(engine: Engine, stages: Group) -> int:
