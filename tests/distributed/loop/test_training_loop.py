@@ -28,6 +28,7 @@ from tests.support.tiny import tiny_run, train, write_tiny_corpus
 RANKS = 2
 PADDED_VOCABULARY = 52  # 50 tokens and the end of document, in multiples of 4
 EVALUATION_S = 1000.0
+SAVED_AT, SLOW_STEP_S = 40, 0.1  # a save takes a few milliseconds
 FLOAT32 = 1e-6  # TensorBoard keeps float32
 
 
@@ -168,3 +169,29 @@ def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
         assert tokens[at] * interval == pytest.approx(size * length, rel=FLOAT32)
         assert tflops[at] == pytest.approx(tokens[at] * flops / RANKS / 1e12, rel=FLOAT32)
         assert mfu[at] == pytest.approx(tflops[at], rel=FLOAT32)
+
+
+def step_before_which_the_save_is_in_place(corpus: str, folder: str) -> int | None:
+    """Train with one save beside the training, after half of the steps; the last is not saved."""
+    train_step, seen, done = NativeEngine.train_step, list[int](), 0
+
+    def looked(self: NativeEngine, *args: Any) -> StepReport:
+        nonlocal done
+        done += 1
+        if not seen and list(Path(folder).glob("iter_*/manifest.json")):
+            seen.append(done)
+        if done > SAVED_AT and not seen:
+            time.sleep(SLOW_STEP_S)
+        return train_step(self, *args)
+
+    flags = {"train_iters": 2 * SAVED_AT, "save_interval": SAVED_AT, "async_save": True}
+    with patch.object(NativeEngine, "train_step", looked):
+        train(tiny_run(corpus, save=folder, **flags))
+    return seen[0] if seen else None
+
+
+def test_a_save_beside_the_training_is_put_in_place_while_it_goes_on(tmp_path: Path) -> None:
+    corpus, folder = write_tiny_corpus(tmp_path / "corpus"), tmp_path / "save"
+    (seen,) = run_on_ranks(1, step_before_which_the_save_is_in_place, corpus, str(folder))
+    assert seen is not None
+    assert seen > SAVED_AT
