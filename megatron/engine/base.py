@@ -15,6 +15,7 @@ from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.data.kinds.program_data import ProgramData
+from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class PretrainTask:
         counted: how much `loss` counts, which the labels alone decide: its `count`.
         losses: the names of the losses, one for each sum of `loss`.
         flops_per_token: model FLOPs of one token's forward and backward pass, for the MFU.
+        flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
             on from another one; of those, the flags of the model have to be its own.
     """
@@ -98,6 +100,7 @@ class PretrainTask:
     loss: Callable[[Carry, Carry, ModelBuild], LossSum]
     counted: Callable[[Carry], Tensor]
     flops_per_token: Callable[[ModelConfig, ModelBuild], float]
+    flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
     begins_with: tuple[str, ...] = ()
 

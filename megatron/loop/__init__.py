@@ -1,1 +1,1 @@
-"""What stands around a training step: when to stop, what to report, what to distrust."""
+"""The training loop and its parts: what precedes and follows a step, data, stops, reports."""

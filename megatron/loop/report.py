@@ -45,7 +45,7 @@ class Speed(NamedTuple):
 class _Window:
     """What has gathered since the last log line."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     iterations: int = 0
     samples: int = 0
     tokens: int = 0
@@ -104,6 +104,7 @@ class StepLog:
         self._timers = timers or Timers()
         self._window = _Window()
         self._bar: log.ProgressBar | None = None  # from the first step on
+        self._stopped = self._window.started
         self._writer: Any = None
         if is_writer and config.tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports, one rank only
@@ -133,16 +134,16 @@ class StepLog:
         if self._writer is not None:
             self._writer.add_text(tag, words)
 
-    def begin(self) -> None:
-        """Start the clock anew: what came before (set-up, evaluation, saving) does not count."""
+    def restart_clock(self) -> None:
+        """Count time from now on: what came before (set-up, evaluation) does not count."""
         self._window.started = time.perf_counter()
 
-    def paused(self, seconds: float) -> None:
-        """Leave `seconds` that went into something else out of the window's time."""
-        self._window.started += seconds
+    def resume_clock(self) -> None:
+        """Leave the time since the last `step` (evaluation, saving) out of the window's time."""
+        self._window.started += time.perf_counter() - self._stopped
 
     def step(self, progress: Progress, plan: StepPlan, report: StepReport, **extra: float) -> None:
-        """Take note of one iteration, and speak when it is time.
+        """Count one iteration, report it if it is due, and stop the clock until `resume_clock`.
 
         Args:
             extra: further numbers for the line and TensorBoard, such as `params_norm`.
@@ -166,6 +167,7 @@ class StepLog:
             before = progress.iteration - 1
             self._bar = log.ProgressBar(self._duration.total_iterations, before)
         self._bar.update(progress.iteration)
+        self._stopped = time.perf_counter()
 
     def evaluation(self, name: str, result: EvaluationSum, progress: Progress) -> None:
         """Say and store one evaluation of the dataset `name` (validation or test)."""

@@ -13,6 +13,7 @@ from megatron.arguments import parse_args
 from megatron.config.checkpoint import CheckpointFormatName
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, Finding, PreflightError
+from megatron.lengths import curriculum
 
 # What a launch script for another Megatron may say, and why it changes nothing.
 _JUDGED_WHOLE = "all of --valid-data is judged after each epoch"
@@ -107,6 +108,12 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
             found=f"--moe-aux-loss-coeff {config.model.moe_aux_loss_coeff}, --moe-z-loss-coeff "
             f"{config.model.moe_z_loss_coeff}",
             fix="leave both out; the weights are the same model without them",
+        )
+    if curriculum(config) is not None:  # of DeepSpeed's JSON; the flags are refused above
+        raise ConfigError(
+            "fine-tuning has no curriculum of lengths",
+            found="curriculum_learning in the JSON of --deepspeed_config",
+            fix=f"use {_WHOLE_ROWS}",
         )
     return Flags(own, config)
 

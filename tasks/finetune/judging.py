@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron import log
 from megatron.engine.base import Engine
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
@@ -97,3 +98,13 @@ def metrics_of(question: Question, decisions: Sequence[float], labels: Tensor) -
 def spelled(metrics: Mapping[str, float]) -> str:
     """Metrics for a line of the log."""
     return " | ".join(f"{name}: {value:.4f}" for name, value in metrics.items())
+
+
+def log_parts(
+    judged: Judged, parts: tuple[Part, ...], question: Question, rows: Rows, about: str
+) -> None:
+    """Log the metrics of each file, if there are several."""
+    for part in parts if len(parts) > 1 else ():
+        metrics = spelled(judged.metrics_of(part, question, rows.labels))
+        count = len(part.examples)
+        log.info(f" {about} | {part.name} | examples: {count} | {metrics or 'no labels'} |")

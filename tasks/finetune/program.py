@@ -19,13 +19,13 @@ from megatron.preflight.run import Check
 from tasks.finetune.examples import Example
 from tasks.finetune.flags import read_flags
 from tasks.finetune.glue import TASKS, read_glue
-from tasks.finetune.judging import Judged, Part, spelled
+from tasks.finetune.judging import Judged, Part, log_parts, spelled
 from tasks.finetune.predictions import prediction_of, written
 from tasks.finetune.questions import QUESTIONS, RACE
 from tasks.finetune.race import read_race
 from tasks.finetune.rows import Rows, make_rows
 from tasks.finetune.start import finetuning_config, start_of
-from tasks.finetune.training import FineTuning, Outcome, say_parts
+from tasks.finetune.training import FineTuning, Outcome
 from tasks.results import check_output, write_result
 from tools.preprocessing.text_output import write_text_files
 
@@ -68,7 +68,7 @@ def main(name: str, argv: Sequence[str]) -> None:
         judged = tuning.judge(rows) if outcome is None else outcome.best
         metrics = spelled(judged.metrics) or "no labels to compare with"
         log.info(f" {name} | examples: {len(rows)} | {metrics} |")
-        say_parts(judged, parts, question, rows, name)
+        log_parts(judged, parts, question, rows, name)
         if runtime.context.rank == 0:
             _write(own, name, judged, (valid, rows, parts), outcome)
     finally:

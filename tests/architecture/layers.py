@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PROGRAMS = ("tools", "tasks", "tests", "benchmarks", "pretrain_gpt", "pretrain_bert")
+LOOP_MAY_KNOW = "megatron.model.specs"
 VERSION = "__version__"  # `megatron.__version__` is of no layer
 
 
@@ -49,6 +50,17 @@ def violations(package: Path) -> Iterator[str]:
                     f"{source.name}:{line}: megatron.{inside} (layer {LEVEL[inside]}) may not "
                     f"import megatron.{target} (layer {LEVEL[target]})"
                 )
+
+
+def models_in_loop(package: Path) -> Iterator[str]:
+    """Imports of one kind of model by the training loop, which is the same for all of them."""
+    for source in sources(package):
+        if _part(source.module) != "loop":
+            continue
+        for line, name in imports(source):
+            of_model = name.startswith("megatron.model.") and not name.startswith(LOOP_MAY_KNOW)
+            if of_model or any(kind in name for kind in ("gpt", "bert", "t5")):
+                yield f"{source.name}:{line}: {name} belongs to a task or a caller of the loop"
 
 
 def outsiders(package: Path) -> Iterator[str]:

@@ -95,6 +95,22 @@ def test_the_layers_of_the_architecture_page_are_those_of_the_gate() -> None:
     assert layer_table(text) == list(LAYERS)
 
 
+def walk(text: str) -> list[tuple[str, str]]:
+    """The numbered list of modules of a page, each with the first name that it says is there."""
+    return re.findall(r"^\d+\. `([\w/]+\.py)`: `(\w+)`", text, flags=re.MULTILINE)
+
+
+def test_the_walk_from_a_raw_batch_to_the_loss_is_short_and_leads_through_the_code() -> None:
+    steps = walk((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert 0 < len(steps) <= 7
+    missing = [
+        f"{path}: {name}"
+        for path, name in steps
+        if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert not missing
+
+
 def test_links_and_paths_in_documents_exist() -> None:
     found = [line for document in documents() for line in broken_links(document)]
     assert not found, "\n".join(found)

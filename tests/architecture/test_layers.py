@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.layers import LEVEL, cycles, outsiders, violations
+from tests.architecture.layers import LEVEL, cycles, models_in_loop, outsiders, violations
 from tests.architecture.source_tree import MEGATRON, PROGRAM_FOLDERS, ROOT, write_tree
 
 
@@ -27,6 +27,24 @@ def test_no_programs_import_each_other_in_a_circle(folder: str) -> None:
 def test_the_library_does_not_import_its_programs_or_tests() -> None:
     found = list(outsiders(MEGATRON))
     assert not found, "\n".join(found)
+
+
+def test_the_loop_knows_no_kind_of_model(tmp_path: Path) -> None:
+    found = list(models_in_loop(MEGATRON))
+    assert not found, "\n".join(found)
+    package = write_tree(
+        tmp_path / "megatron",
+        {
+            "loop/a.py": "from megatron.model.specs import ModelBuild\n"
+            "from megatron.data.loading.gpt_batch import shortened\n"
+            "from megatron.model.accounting import flops_per_token\n",
+            "training.py": "from megatron.data.loading.gpt_batch import shortened\n",
+        },
+    )
+    assert [line.split(": ")[0] for line in models_in_loop(package)] == [
+        "megatron/loop/a.py:2",
+        "megatron/loop/a.py:3",
+    ]
 
 
 def test_every_part_of_the_library_is_in_a_layer() -> None:

@@ -111,6 +111,25 @@ def test_a_ramp_grows_as_in_megatron() -> None:
     assert RAMP.sizes == (8, 16, 24, 32)
 
 
+@pytest.mark.parametrize(
+    ("steps", "samples", "consumed", "done"),
+    [
+        (14, 36, 18, 7),  # as 18 / (36 / 14) it is 6.9999
+        (22, 176, 120, 15),  # as 120 / 176 * 22 it is 14.9999
+        (7, 10**17 + 1, 28571428571428571, 1),  # as 28571428571428571 * 7 / (10**17 + 1) it is 2
+    ],
+)
+def test_no_step_of_a_ramp_comes_early_or_late_by_rounding(
+    steps: int, samples: int, consumed: int, done: int
+) -> None:
+    ramp = BatchSchedule(1, 1 + steps, 1, rampup=(1, 1, samples))
+    assert ramp.global_batch_size_at(consumed) == 1 + done
+    starts = [-(-step * samples // steps) for step in range(1, steps + 1)]
+    for step, start in enumerate(starts, 1):
+        assert ramp.global_batch_size_at(start - 1) == step
+        assert ramp.global_batch_size_at(start) == step + 1
+
+
 @given(schedules(), st.integers(0, 2000))
 def test_every_batch_is_whole_micro_batches_and_batches_never_shrink(
     schedule: BatchSchedule, consumed: int

@@ -1,4 +1,4 @@
-"""The loop's own parts: the plan of a step, intervals, and whose words count."""
+"""Pretraining in one process: whose providers count, intervals, stops and saves."""
 
 import dataclasses
 import multiprocessing
@@ -8,73 +8,12 @@ from typing import Any
 import pytest
 
 import megatron.training
-from megatron.config.curriculum import Curriculum, CurriculumSchedule
-from megatron.engine.base import DatasetRequest, Datasets, StepPlan
-from megatron.lengths import batch_schedule, duration
-from megatron.mpu.context import Group
+from megatron.engine.base import DatasetRequest, Datasets
 from megatron.progress import Progress
-from megatron.training import due, plan_step, pretrain, state_of
+from megatron.training import pretrain
 from pretrain_gpt import gpt_task
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, train_all, write_tiny_corpus
-from tests.unit.engine.engines import runtime_of, tiny_engine
-
-
-def test_a_plan_depends_on_the_progress_alone() -> None:
-    config = tiny_run(
-        "nowhere",
-        rampup_batch_size=(4, 4, 16),
-        train_samples=48,
-        micro_batch_size=2,
-        lr_warmup_samples=8,
-        lr_decay_style="linear",
-        weight_decay_incr_style="linear",
-        start_weight_decay=0.0,
-        end_weight_decay=0.48,
-    )
-    batches = batch_schedule(config.training, 1)
-    length = duration(config, batches)
-    plans = {
-        seen: plan_step(config, batches, length, Progress(iteration=1, consumed_samples=seen))
-        for seen in (4, 0, 16, 4)
-    }
-    assert plans[0] == StepPlan(2, 4, 0.0, 0.0, 16)
-    assert plans[4].learning_rate == pytest.approx(0.005)  # half of the warm-up
-    assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16), 16)
-    again = plan_step(config, batches, length, Progress(iteration=9, consumed_samples=4))
-    assert again == plans[4], "the number of iterations does not matter"
-
-
-def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None:
-    config = tiny_run("nowhere")
-    batches = batch_schedule(config.training, 1)
-    length = duration(config, batches)
-    discrete = Curriculum(
-        schedule=CurriculumSchedule.FIXED_DISCRETE,
-        min_length=4,
-        max_length=16,
-        lengths=(4, 16),
-        until=(2,),
-    )
-    plans = [
-        plan_step(config, batches, length, Progress(iteration=at), discrete) for at in range(4)
-    ]
-    assert [plan.seq_length for plan in plans] == [4, 4, 16, 16]
-
-
-@pytest.mark.parametrize(
-    ("interval", "iteration", "expected"),
-    [(None, 4, False), (0, 4, False), (2, 4, True), (3, 4, False), (1, 1, True)],
-)
-def test_what_is_due(interval: int | None, iteration: int, expected: bool) -> None:
-    assert due(interval, Progress(iteration=iteration)) is expected
-
-
-def test_the_state_that_ranks_compare_is_what_decides_the_next_step() -> None:
-    state = state_of(Progress(iteration=3, consumed_samples=24), tiny_engine(fp16=True))
-    assert state["loss scale"] == 2.0**32
-    assert (state["iteration"], state["consumed_samples"]) == (3, 24)
-    assert "nonfinite_in_a_row" in state
 
 
 def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,26 +34,6 @@ def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) ->
     assert given[0] == dataclasses.replace(task, datasets=datasets, layers=layers)
     assert given[2] is task
     assert given[1] == given[3] == "shutdown"
-
-
-@pytest.mark.parametrize(("ranks_here", "asked"), [(1, ["runs/a"]), (2, [])])
-def test_several_nodes_have_to_see_one_folder_before_they_train(
-    ranks_here: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-    monkeypatch.setattr(
-        megatron.training, "refuse_separate_disks", lambda folder, ctx: looked.append(folder)
-    )
-    monkeypatch.setattr(megatron.training, "data_sources", lambda data: {})
-    monkeypatch.setattr(megatron.training, "agree_on_data", lambda sources, world: None)
-    monkeypatch.setattr(megatron.training, "announce_shared_corpora", lambda data, sources: None)
-    for save in ("runs/a", None):
-        runtime = runtime_of(tiny_run("nowhere", save=save))
-        context = dataclasses.replace(runtime.context, world=Group((0, 1), 0))
-        launch = dataclasses.replace(runtime.launch, world_size=2, local_world_size=ranks_here)
-        there = dataclasses.replace(runtime, context=context, launch=launch)
-        megatron.training._agree_on_files(there.config, there)
-    assert looked == asked
 
 
 def two_runs_and_their_workers(corpus: str, save: str) -> tuple[list[Any], int]:

@@ -26,6 +26,7 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.save import host_copy, saving
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, MegatronError
+from megatron.loop import training_loop
 from tests.support.checkpoints.save_faults import MOMENTS, kill_this_process
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
@@ -155,18 +156,16 @@ def train_with_a_full_disk(config: RunConfig) -> tuple[int, str]:
             raise OSError(errno.ENOSPC, "No space left on device", str(file._path))
         real(file, data)
 
-    import megatron.training
+    plan = training_loop.plan_step
 
-    plan = megatron.training.plan_step
-
-    def noted(config: Any, batches: Any, duration: Any, progress: Any, *more: Any) -> Any:
+    def noted(config: Any, duration: Any, progress: Any, *more: Any) -> Any:
         steps.append(progress.iteration)
-        return plan(config, batches, duration, progress, *more)
+        return plan(config, duration, progress, *more)
 
     with (
         patch.object(saving, "_agree_on_plan", counted),
         patch.object(durable.DurableFile, "write", write),
-        patch.object(megatron.training, "plan_step", noted),
+        patch.object(training_loop, "plan_step", noted),
     ):
         try:
             train(config)

@@ -1,5 +1,6 @@
 """A trained GPT for tests of tasks."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,22 @@ def tiny_gpt_checkpoint(folder: Path) -> str:
     save = folder / "save"
     flags = ["--fp64", "--train-iters", "20", "--save", str(save), "--eval-iters", "0"]
     run_on_ranks(1, _train_one, small_run(byte_corpus(folder), *flags))
+    return str(save)
+
+
+SENTENCES = ("the cat sat on a mat", "two dogs run over hills", "rain fell far away")
+
+
+def sentences_gpt_checkpoint(folder: Path) -> str:
+    """The folder of a GPT on bytes, in float64, that completes most of `SENTENCES`."""
+    text, prefix, save = folder / "sentences.jsonl", folder / "sentences", folder / "save"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in SENTENCES * 100))
+    words = f"--input {text} --tokenizer-type ByteTokenizer --append-eod --output-prefix {prefix}"
+    preprocess_data.main(words.split())
+    flags = f"--fp64 --train-iters 120 --save {save} --eval-iters 0 --log-interval 120"
+    flags += " --micro-batch-size 8 --global-batch-size 8 --init-method-std 0.2"
+    flags += " --hidden-dropout 0 --attention-dropout 0"
+    run_on_ranks(1, _train_one, small_run(f"{prefix}_text_document", *flags.split()))
     return str(save)
 
 

@@ -74,6 +74,18 @@ def test_a_component_too_small_for_its_weight_is_named_before_training():
     assert "fix: lower its weight" in str(raised.value)
 
 
+def test_a_component_that_lacks_one_sample_is_refused_and_one_that_just_suffices_is_not():
+    blend = BlendableDataset([Numbers(0, 3), Numbers(1, 7)], [0.3, 0.7], num_samples=10)
+    assert blend.counts == (3, 7)
+    drawn = [blend[at]["text"].tolist() for at in range(10)]
+    assert sorted(drawn) == [[0, at] for at in range(3)] + [[1, at] for at in range(7)]
+    for sizes, found in (((2, 7), "found: 2 samples"), ((3, 6), "found: 6 samples")):
+        with pytest.raises(DataError, match=found):
+            BlendableDataset(
+                [Numbers(tag, size) for tag, size in enumerate(sizes)], [0.3, 0.7], num_samples=10
+            )
+
+
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
 def test_a_weight_that_is_no_positive_number_is_refused(weight):
     with pytest.raises(ConfigError, match="not a positive number: component 1"):

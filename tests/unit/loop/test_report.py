@@ -17,9 +17,10 @@ from megatron.loop.report import PEAK_TFLOPS, StepLog
 from megatron.progress import BatchSchedule, Duration, Progress
 from tests.support.output import without_times
 
-TEN = Duration(BatchSchedule(1, 8, 1), train_iters=10)
+TEN = Duration(BatchSchedule(1, 8, 4), train_iters=10)
+# Four replicas have two of the eight samples each: what is counted is the global batch.
 PLAN = StepPlan(
-    num_microbatches=8,
+    num_microbatches=2,
     global_batch_size=8,
     learning_rate=1.5e-4,
     weight_decay=0.1,
@@ -60,8 +61,9 @@ def test_the_line_is_that_of_megatron(
     log._window.started = 100.0
     log.step(at(3), PLAN, StepReport(4.0, 1.23456, loss_scale=65536.0))
     assert capsys.readouterr().out == ""
+    clock[0] = 102.0  # after an evaluation
+    log.resume_clock()
     clock[0] = 104.0
-    log.paused(2.0)  # an evaluation
     log.step(at(4), PLAN, StepReport(3.0, 0.5, loss_scale=65536.0, num_zeros=7), params_norm=9.5)
     short, line = without_times(capsys.readouterr().out).splitlines()
     line, memory = re.sub(r"\d+\.\d\d \|$", "M |", line), re.search(r"(\d+\.\d\d) \|$", line)

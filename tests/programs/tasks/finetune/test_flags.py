@@ -1,5 +1,8 @@
 """The flags of fine-tuning: scripts for other Megatrons go through, or hear why not."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron.errors import ConfigError, PreflightError
@@ -86,6 +89,24 @@ def test_losses_of_routers_are_for_pretraining() -> None:
     assert read("MNLI", MNLI, *experts).config.model.has_experts
     with pytest.raises(ConfigError, match="fine-tuning has no losses of routers"):
         read("MNLI", MNLI, *experts, "--moe-z-loss-coeff", "0.001")
+
+
+def test_a_curriculum_of_deepspeeds_json_is_refused_as_one_of_flags_is(tmp_path: Path) -> None:
+    block = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "schedule_type": "fixed_linear",
+        "min_difficulty": 64,
+        "max_difficulty": 512,
+        "schedule_config": {"total_curriculum_step": 8, "difficulty_step": 8},
+    }
+    file = tmp_path / "ds.json"
+    words = ("--deepspeed", "--deepspeed_config", str(file))
+    file.write_text(json.dumps({"curriculum_learning": block | {"enabled": False}}))
+    assert read("MNLI", MNLI, *words).config.engine.deepspeed
+    file.write_text(json.dumps({"curriculum_learning": block}))
+    with pytest.raises(ConfigError, match="fine-tuning has no curriculum of lengths"):
+        read("MNLI", MNLI, *words)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

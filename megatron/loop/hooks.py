@@ -1,0 +1,106 @@
+"""What follows every training step, as small objects that the loop calls in a fixed order.
+
+A hook gets the progress after the step and what the step did. It returns the progress, advanced if
+the hook itself consumed samples. All ranks call each hook at the same steps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from megatron.config.training import TrainingConfig
+from megatron.engine.base import Engine, StepPlan, StepReport
+from megatron.loop.anomaly import check_numbers
+from megatron.loop.report import StepLog
+from megatron.mpu.context import Group
+from megatron.preflight.agreement import agree_on_state
+from megatron.progress import Progress
+
+
+class CompletedStep(NamedTuple):
+    """A step that was just done: what was planned, and what the engine returned."""
+
+    plan: StepPlan
+    result: StepReport
+
+
+class Hook(Protocol):
+    """Something that is done after a step, if it is due."""
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Do it; return the progress that the run goes on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStep:
+    """Write the step to the terminal and to TensorBoard."""
+
+    step_log: StepLog
+    engine: Engine
+    with_params_norm: bool  # --log-params-norm; all ranks compute it together
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Report the step; the clock of the log stops here."""
+        norms = {"params_norm": self.engine.params_norm()} if self.with_params_norm else {}
+        self.step_log.step(progress, step.plan, step.result, **norms)
+        return progress
+
+
+@dataclass(frozen=True, slots=True)
+class CheckNumbers:
+    """Check that the loss and the gradient norm are finite."""
+
+    training: TrainingConfig
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Raise NumericsError, on every rank alike, where --nonfinite-policy says so."""
+        check_numbers(step.result, progress, self.training)
+        return progress
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeOnState:
+    """Compare counters and the loss scale over all ranks, every --check-agreement-interval."""
+
+    engine: Engine
+    world: Group
+    interval: int | None
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Raise NumericsError, on every rank, if a rank is in another state."""
+        if due(self.interval, progress):
+            agree_on_state(state_of(progress, self.engine), self.world)
+        return progress
+
+
+class SaveCheckpoints:
+    """Save at intervals, and once more at the end if the last step was not saved."""
+
+    def __init__(
+        self, save: Callable[[Progress], None], *intervals: int | None, loaded: Progress
+    ) -> None:
+        """Call `save` at every one of `intervals`; `loaded` is where this process began."""
+        self._save, self._intervals = save, intervals
+        self._saved_iteration = loaded.iteration
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Save if one of the intervals is due."""
+        if any(due(interval, progress) for interval in self._intervals):
+            self.save_unsaved(progress)
+        return progress
+
+    def save_unsaved(self, progress: Progress) -> None:
+        """Save, unless this iteration is the one that was saved or loaded last."""
+        if progress.iteration != self._saved_iteration:
+            self._save(progress)
+            self._saved_iteration = progress.iteration
+
+
+def due(interval: int | None, progress: Progress) -> bool:
+    """Return whether something that happens every `interval` iterations happens now; 0: never."""
+    return bool(interval) and progress.iteration % (interval or 1) == 0
+
+
+def state_of(progress: Progress, engine: Engine) -> dict[str, object]:
+    """Return what has to be equal on every rank for the next step to be one step."""
+    return progress.to_plain() | {"loss scale": engine.loss_scale}

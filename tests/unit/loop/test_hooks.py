@@ -1,0 +1,79 @@
+"""What follows a step: when each hook acts, and that it acts on the real thing."""
+
+import math
+
+import pytest
+
+from megatron.config.runtime import LoggingConfig
+from megatron.config.training import TrainingConfig
+from megatron.engine.base import StepPlan, StepReport
+from megatron.errors import NumericsError
+from megatron.loop.hooks import (
+    CheckNumbers,
+    CompletedStep,
+    ReportStep,
+    SaveCheckpoints,
+    due,
+    state_of,
+)
+from megatron.loop.report import StepLog
+from megatron.progress import BatchSchedule, Duration, Progress
+from tests.unit.engine.engines import tiny_engine
+
+STEP = CompletedStep(StepPlan(2, 8, 0.01, 0.0, 16), StepReport(2.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("interval", "iteration", "expected"),
+    [(None, 4, False), (0, 4, False), (2, 4, True), (3, 4, False), (1, 1, True)],
+)
+def test_what_is_due(interval: int | None, iteration: int, expected: bool) -> None:
+    assert due(interval, Progress(iteration=iteration)) is expected
+
+
+def test_the_state_that_ranks_compare_is_what_decides_the_next_step() -> None:
+    state = state_of(Progress(iteration=3, consumed_samples=24), tiny_engine(fp16=True))
+    assert state["loss scale"] == 2.0**32
+    assert (state["iteration"], state["consumed_samples"]) == (3, 24)
+    assert "nonfinite_in_a_row" in state
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_step_is_reported_with_the_norm_of_the_parameters_if_asked(
+    wanted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = tiny_engine()
+    step_log = StepLog(
+        LoggingConfig(log_interval=1),
+        Duration(BatchSchedule(1, 8, 4), train_iters=10),
+        flops_per_token=lambda _: 1e9,
+        world_size=1,
+        is_writer=True,
+        purge_step=0,
+    )
+    at = Progress(3, 24, 384)
+    assert ReportStep(step_log, engine, wanted)(at, STEP) == at
+    line = capsys.readouterr().out
+    assert "iteration        3/" in line
+    assert (f"| params norm: {engine.params_norm():.3f} |" in line) is wanted
+
+
+def test_numbers_that_are_not_finite_end_the_run() -> None:
+    check = CheckNumbers(TrainingConfig(micro_batch_size=1, train_iters=10))
+    assert check(Progress(3), STEP) == Progress(3)
+    with pytest.raises(NumericsError, match="the loss or the gradient is not finite"):
+        check(Progress(3), STEP._replace(result=StepReport(math.nan, 1.0)))
+
+
+def test_a_checkpoint_is_saved_at_each_interval_and_the_last_step_once() -> None:
+    saved: list[int] = []
+    save = SaveCheckpoints(
+        lambda progress: saved.append(progress.iteration), 4, 6, None, loaded=Progress(2)
+    )
+    save.save_unsaved(Progress(2))  # what was loaded is there already
+    for iteration in range(3, 10):
+        assert save(Progress(iteration), STEP) == Progress(iteration)
+    assert saved == [4, 6, 8]
+    save.save_unsaved(Progress(9))
+    save.save_unsaved(Progress(9))
+    assert saved == [4, 6, 8, 9]
