@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import model_kind, rng
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.formats.deepspeed.save import save_deepspeed
 from megatron.checkpoint.formats.megatron.save import save_megatron
@@ -23,7 +23,7 @@ from megatron.checkpoint.load.foreign import (
     open_foreign,
 )
 from megatron.checkpoint.load.inference_config import (
-    OF_TRAINING,
+    TRAINING_ONLY_FIELDS,
 )
 from megatron.checkpoint.load.selection import Selection, choose
 from megatron.checkpoint.load.storage import OpenCheckpoint
@@ -58,7 +58,7 @@ _SAID_IF_CHANGED = (
 # how it is trained or begun, not what its weights mean.
 _FREE_MODEL_FIELDS = frozenset(
     {
-        *OF_TRAINING,
+        *TRAINING_ONLY_FIELDS,
         "max_position_embeddings",  # where it matters, the table's shape differs and is refused
     }
 )
@@ -274,7 +274,9 @@ def _refuse_other_heads(
 ) -> None:
     """Of what is to be loaded; a rank of a pipeline holds some of the heads alone."""
     mine = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
-    told = together(opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine))
+    told = run_on_all_ranks(
+        opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine)
+    )
     saved = filter(selection.takes, opened.manifest.tensors)
     model_kind.refuse_heads(saved, frozenset().union(*told), where=opened.directory)
 

@@ -109,7 +109,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         reserve_for_saves(config, engine, saves)
         report.begin()
         while (reason := stop.reason(progress, steps_done=progress.iteration - first)) is None:
-            saves.look()
+            saves.poll()
             plan = plan_step(config, batches, duration, progress, curriculum)
             if (skipped := _range_of(progress.iteration + 1, config.training.skipped)) is not None:
                 progress = _pass_over(training_batches, plan, progress, skipped)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint import reshard, source_formats
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
 from megatron.checkpoint.formats.native.sharded import ShardedFormat
@@ -35,7 +35,7 @@ def is_foreign(folder: str | Place, iteration: int | None, *, ctx: ParallelConte
     False also where there is none: our own loading says what is wrong then.
     """
 
-    seen = together(ctx, f"looking at {folder}", lambda: format_in(folder, iteration))
+    seen = run_on_all_ranks(ctx, f"looking at {folder}", lambda: format_in(folder, iteration))
     if len(set(seen)) > 1:
         odd = next(rank for rank, name in enumerate(seen) if name != seen[0])
         raise CheckpointError(
@@ -87,7 +87,7 @@ def open_foreign(
         facts = [source.format_name, source.config, source.progress, source.scalars]
         return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
 
-    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other != seen[0]:
             names = [name for name, a, b in zip(_Seen._fields, seen[0], other) if a != b]
@@ -158,15 +158,17 @@ class ForeignCheckpoint:
                 on every rank.
         """
         wanted = by_name(list(targets))
-        together(
+        run_on_all_ranks(
             self.ctx, "matching the checkpoint with this run", lambda: self._match(wanted, cast)
         )
-        named = together(self.ctx, "naming what is read", lambda: frozenset(wanted))
+        named = run_on_all_ranks(self.ctx, "naming what is read", lambda: frozenset(wanted))
         saved = filter(only, self.manifest.tensors)
         if extra := reshard.unexpected(saved, frozenset().union(*named), prefixes):
             raise reshard.mismatch_error(extra)
         self.verify_all()
-        together(self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values())))
+        run_on_all_ranks(
+            self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values()))
+        )
 
     def verify_all(self) -> None:
         """Check every file once, shared out over the ranks, as far as the format lets one tell.
@@ -177,7 +179,7 @@ class ForeignCheckpoint:
         if self._verified or self.verification is not Verification.FULL:
             return
         share, of = self.ctx.rank, self.ctx.world.size
-        together(
+        run_on_all_ranks(
             self.ctx,
             "checking the checkpoint's files",
             lambda: self.source.verify(share=share, of=of),
@@ -196,7 +198,7 @@ class ForeignCheckpoint:
             form = ShardedFormat()
             states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
 
-        together(self.ctx, "reading the random states", read)
+        run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron import log
 from megatron.checkpoint import formats, reshard
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.files.threads import fair_threads, this_host
 from megatron.checkpoint.folder import manifest, verify
@@ -25,7 +25,7 @@ from megatron.checkpoint.folder.run_folder import (
     probe_writable,
 )
 from megatron.checkpoint.formats.base import ReadPlan
-from megatron.checkpoint.save.saving import Saved, on_first, save
+from megatron.checkpoint.save.saving import Saved, run_on_rank0, save
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
@@ -93,7 +93,7 @@ def open_checkpoint(
         directories.append(directory)
         return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
 
-    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other[:-1] != seen[0][:-1]:
             names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
@@ -110,7 +110,7 @@ def open_checkpoint(
         verification=verification,
         hosts=tuple(other.host for other in seen),
     )
-    together(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
+    run_on_all_ranks(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
     _warn_of_newer(directories[0].parent, seen[0].iteration, iteration)
     return opened
 
@@ -175,7 +175,9 @@ def open_or_previous(
 
     refused: list[str] = []
     # One list for all, in case they do not see the same.
-    candidates = on_first(ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused))
+    candidates = run_on_rank0(
+        ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused)
+    )
     wanted, refused = candidates
     if not wanted:
         return open_at(iteration)
@@ -253,14 +255,14 @@ class OpenCheckpoint:
             plans.append(made)
             return frozenset(target.name for target in targets), made.files
 
-        agreed = together(self.ctx, "matching the checkpoint with this run", plan)
+        agreed = run_on_all_ranks(self.ctx, "matching the checkpoint with this run", plan)
         wanted = frozenset().union(*(names for names, _ in agreed))
         saved = filter(only, self.manifest.tensors)
         if extra := reshard.unexpected(saved, wanted, prefixes):
             raise reshard.mismatch_error(extra)
         self._verify([files for _, files in agreed], others=True)
         threads = fair_threads(self.hosts, self.ctx.rank)
-        together(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
+        run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
         """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
@@ -282,7 +284,7 @@ class OpenCheckpoint:
         def read() -> None:
             states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
 
-        together(self.ctx, "reading the random states", read)
+        run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]
 
     def verify_all(self) -> None:
@@ -316,7 +318,7 @@ class OpenCheckpoint:
             ):
                 raise verify.damage_error(self.directory, damages)
 
-        together(self.ctx, "checking the checkpoint's files", check)
+        run_on_all_ranks(self.ctx, "checking the checkpoint's files", check)
         self._checked.update(
             (host, name) for host, names in zip(self.hosts, shares) for name in names
         )

@@ -19,7 +19,7 @@ import torch
 import megatron
 from megatron import log
 from megatron.checkpoint import formats
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import store
 from megatron.checkpoint.files.durable import from_os_error
 from megatron.checkpoint.files.store import Place
@@ -69,8 +69,8 @@ class _Facts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
-    """A save that all ranks have agreed on, with a place to write to. Nothing here communicates."""
+class StagedSave:
+    """A save in progress after all ranks agreed on its plan. Performs no communication."""
 
     form: CheckpointFormat
     plan: SharedPlan
@@ -99,9 +99,9 @@ class Stage:
         return part
 
     def describe(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
-        """Rank 0 must see every file at its length; then the manifest says what they are.
+        """Check on rank 0 that every file exists with its expected size, then write the manifest.
 
-        Objects are a checkpoint from here on.
+        In an object store it is a checkpoint from here on.
         """
         content = self._manifest(snapshot, parts)
         damages = verify.wrong_sizes(self.directory, content, content.files)
@@ -215,17 +215,17 @@ def save(
         format_name=format_name,
     )
     try:
-        parts = together(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
-        size = on_first(
+        parts = run_on_all_ranks(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
+        size = run_on_rank0(
             ctx,
             "checking and describing the checkpoint",
             lambda: stage.describe(snapshot, parts).bytes,
         )
     except MegatronError:  # the same on all ranks, so nobody is still writing
-        on_first(ctx, "removing what was written", stage.discard)
+        run_on_rank0(ctx, "removing what was written", stage.discard)
         raise
-    directory = on_first(ctx, "putting the checkpoint in place", stage.commit)
-    retired = on_first(ctx, "removing older checkpoints", stage.retire)
+    directory = run_on_rank0(ctx, "putting the checkpoint in place", stage.commit)
+    retired = run_on_rank0(ctx, "removing older checkpoints", stage.retire)
     return stage.saved(directory, size, retired)
 
 
@@ -236,7 +236,7 @@ def share_of(snapshot: Snapshot, *, ctx: ParallelContext, format_name: str = "sh
         CheckpointError: ranks do not fit together. The same on every rank.
     """
     form = formats.get(format_name)
-    offers = together(ctx, "describing what will be saved", lambda: form.describe(snapshot))
+    offers = run_on_all_ranks(ctx, "describing what will be saved", lambda: form.describe(snapshot))
     return form.share(snapshot, form.plan_write(offers), rank=ctx.rank)
 
 
@@ -259,9 +259,9 @@ def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ..
         return ()
 
 
-def on_first(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
-    """Take `step` on rank 0 alone; its result, or its error, on all."""
-    return together(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
+def run_on_rank0(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
+    """Call `step` on rank 0 only; return its result, or raise its error, on all ranks."""
+    return run_on_all_ranks(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
 
 
 def prepare(
@@ -272,7 +272,7 @@ def prepare(
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
     format_name: str = "sharded",
-) -> Stage:
+) -> StagedSave:
     """Agree on who writes what, and make room for it; all ranks call this together.
 
     Raises:
@@ -295,10 +295,10 @@ def prepare(
         stage = folders.make_stage(there, iteration)
         return stage.name, getattr(stage, "token", None)
 
-    together(ctx, "looking for the folder to save in", look)
-    name, token = on_first(ctx, "making room for the checkpoint", make)
+    run_on_all_ranks(ctx, "looking for the folder to save in", look)
+    name, token = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
-    return Stage(
+    return StagedSave(
         form=form,
         plan=plan,
         folder=where[0],
@@ -317,7 +317,7 @@ def _agree_on_plan(
         facts = _Facts(iteration, _digest(snapshot.progress), _digest(snapshot.scalars))
         return facts, form.describe(snapshot)
 
-    offers = together(ctx, "describing what to save", offer)
+    offers = run_on_all_ranks(ctx, "describing what to save", offer)
     first = offers[0][0]
     for rank, (facts, _) in enumerate(offers):
         unequal = [name for name, a, b in zip(_Facts._fields, first, facts) if a != b]

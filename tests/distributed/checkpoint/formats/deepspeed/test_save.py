@@ -199,14 +199,14 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_the_former_stays(
 
 
 def _second_save_fails_on_rank_1(config: RunConfig) -> str:
-    real = deepspeed_save.Door.save
+    real = deepspeed_save.DurableWriter.save
 
-    def failing(door: deepspeed_save.Door, content: Any, path: str) -> None:
+    def failing(writer: deepspeed_save.DurableWriter, content: Any, path: str) -> None:
         if "global_step2" in path and torch.distributed.get_rank() == 1:
-            door.error = OSError(errno.ENOSPC, "No space left on device", path)
-        real(door, content, path)
+            writer.error = OSError(errno.ENOSPC, "No space left on device", path)
+        real(writer, content, path)
 
-    deepspeed_save.Door.save = failing  # type: ignore[method-assign]
+    deepspeed_save.DurableWriter.save = failing  # type: ignore[method-assign]
     try:
         train_all([config])
     except CheckpointError as error:
