@@ -9,14 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder.manifest import Manifest
-from megatron.checkpoint.formats.base import TensorDescription
+
+
+class TensorDescription(NamedTuple):
+    """The element type and whole shape of a tensor, as all ranks agree."""
+
+    dtype_code: str  # the safetensors name, such as BF16
+    global_shape: tuple[int, ...]
 
 
 class CheckpointSource(Protocol):

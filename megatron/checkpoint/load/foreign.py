@@ -18,7 +18,7 @@ from megatron.checkpoint import reshard, source_formats
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.load.source_config import completed_progress
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, by_name
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
@@ -195,8 +195,7 @@ class ForeignCheckpoint:
         states: list[GeneratorStates] = []
 
         def read() -> None:
-            form = ShardedFormat()
-            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+            states.append(sharded.read_generators(self.directory, self.manifest, self.ctx.rank))
 
         run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]

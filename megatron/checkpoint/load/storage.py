@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron import log
-from megatron.checkpoint import formats, reshard
+from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.files.threads import fair_threads, this_host
@@ -24,7 +24,8 @@ from megatron.checkpoint.folder.run_folder import (
     never_held_a_checkpoint,
     probe_writable,
 )
-from megatron.checkpoint.formats.base import ReadPlan
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import ReadPlan
 from megatron.checkpoint.save.saving import Saved, run_on_rank0, save
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.config.checkpoint import Verification
@@ -81,7 +82,8 @@ def open_checkpoint(
         directory = there / iteration_name(wanted)
         if not directory.is_dir():
             raise folders.missing_iteration(there, wanted)
-        formats.recognise(directory)
+        if not sharded.recognise(directory):
+            raise manifest.missing(directory)
         content, digest = manifest.load(directory)
         if content.iteration != wanted:
             raise CheckpointError(
@@ -247,11 +249,10 @@ class OpenCheckpoint:
                 read (only then may targets be partly filled). The same on every rank.
         """
         targets = list(targets)
-        form = formats.recognise(self.directory)
         plans: list[ReadPlan] = []
 
         def plan() -> tuple[frozenset[str], frozenset[str]]:
-            made = form.plan_read(self.directory, self.manifest, targets, cast=cast)
+            made = sharded.plan_read(self.directory, self.manifest, targets, cast=cast)
             plans.append(made)
             return frozenset(target.name for target in targets), made.files
 
@@ -277,12 +278,11 @@ class OpenCheckpoint:
                 found=f"{len(saved)} saved, {self.ctx.world.size} ranks; {self.directory}",
                 fix="add --no-load-rng to go on with fresh generators",
             )
-        form = formats.recognise(self.directory)
         self._verify([{name} for name in saved], others=False)
         states: list[GeneratorStates] = []
 
         def read() -> None:
-            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+            states.append(sharded.read_generators(self.directory, self.manifest, self.ctx.rank))
 
         run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]

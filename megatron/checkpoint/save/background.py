@@ -23,7 +23,8 @@ from megatron.checkpoint.files.durable import CANCELLED
 from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.files.threads import fair_threads, this_host
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
-from megatron.checkpoint.formats.base import WrittenPart
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import WrittenPart
 from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_taken
 from megatron.checkpoint.save.saving import (
     Saved,
@@ -148,7 +149,7 @@ class BackgroundSaves:
             flight.work.cancel()
         flight.work.join(_LEAVE_S)  # putting it in place takes moments
 
-    def reserve(self, tensors: Iterable[ShardedTensor], *, format_name: str = "sharded") -> None:
+    def reserve(self, tensors: Iterable[ShardedTensor]) -> None:
         """Begin to make the host memory that saves of such `tensors` are copied to.
 
         A thread goes on with it, and the first `start` waits until it is there. Without this call
@@ -159,9 +160,7 @@ class BackgroundSaves:
             CheckpointError: ranks do not fit together. The same on every rank.
         """
         ctx = self._ctx
-        share = share_of(
-            Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx, format_name=format_name
-        )
+        share = share_of(Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx)
         size = copied_bytes(share)
         doing = "looking for the host memory that --async-save needs"
 
@@ -190,7 +189,6 @@ class BackgroundSaves:
         *,
         iteration: int,
         retention: Retention = KEEP_ALL,
-        format_name: str = "sharded",
     ) -> None:
         """Copy `snapshot` to host memory and begin to write it as the checkpoint of `iteration`.
 
@@ -215,12 +213,11 @@ class BackgroundSaves:
             iteration=iteration,
             ctx=ctx,
             retention=retention,
-            format_name=format_name,
         )
 
         def take() -> Snapshot:
             self.wait_for_memory()
-            share = stage.form.share(snapshot, stage.plan, rank=ctx.rank)
+            share = sharded.share(snapshot, stage.plan, rank=ctx.rank)
             return self._memory.copy_of(share)
 
         mine: list[Snapshot] = []

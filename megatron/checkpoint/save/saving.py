@@ -18,7 +18,6 @@ import torch
 
 import megatron
 from megatron import log
-from megatron.checkpoint import formats
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import store
 from megatron.checkpoint.files.durable import from_os_error
@@ -28,7 +27,8 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
-from megatron.checkpoint.formats.base import CheckpointFormat, SharedPlan, WrittenPart
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import Offer, SharedPlan, WrittenPart
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError, MegatronError
 from megatron.mpu.context import ParallelContext
@@ -72,7 +72,6 @@ class _Facts(NamedTuple):
 class StagedSave:
     """A save in progress after all ranks agreed on its plan. Performs no communication."""
 
-    form: CheckpointFormat
     plan: SharedPlan
     folder: Place
     directory: Place  # where the files go before they are a checkpoint
@@ -93,7 +92,7 @@ class StagedSave:
                 found=str(self.directory),
                 fix="--save must be on a file system that all ranks see",
             )
-        part = self.form.write(self.directory, snapshot, self.plan, rank=rank)
+        part = sharded.write(self.directory, snapshot, self.plan, rank=rank)
         if on_disk and self.retention.last is not None:
             verify.read_back(self.directory, part.files)
         return part
@@ -195,7 +194,6 @@ def save(
     iteration: int,
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
-    format_name: str = "sharded",
 ) -> Saved:
     """Write `snapshot` as the checkpoint of `iteration` in `folder`, and make it the latest.
 
@@ -212,7 +210,6 @@ def save(
         iteration=iteration,
         ctx=ctx,
         retention=retention,
-        format_name=format_name,
     )
     try:
         parts = run_on_all_ranks(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
@@ -229,15 +226,16 @@ def save(
     return stage.saved(directory, size, retired)
 
 
-def share_of(snapshot: Snapshot, *, ctx: ParallelContext, format_name: str = "sharded") -> Snapshot:
+def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
     """What this rank would write of such a snapshot; all ranks call this together.
 
     Raises:
         CheckpointError: ranks do not fit together. The same on every rank.
     """
-    form = formats.get(format_name)
-    offers = run_on_all_ranks(ctx, "describing what will be saved", lambda: form.describe(snapshot))
-    return form.share(snapshot, form.plan_write(offers), rank=ctx.rank)
+    offers = run_on_all_ranks(
+        ctx, "describing what will be saved", lambda: sharded.describe(snapshot)
+    )
+    return sharded.share(snapshot, sharded.plan_write(offers), rank=ctx.rank)
 
 
 def writing(iteration: int) -> str:
@@ -271,7 +269,6 @@ def prepare(
     iteration: int,
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
-    format_name: str = "sharded",
 ) -> StagedSave:
     """Agree on who writes what, and make room for it; all ranks call this together.
 
@@ -279,8 +276,7 @@ def prepare(
         CheckpointError: the same on every rank; nothing is left behind.
     """
     started = time.monotonic()
-    form = formats.get(format_name)
-    plan = _agree_on_plan(form, snapshot, iteration, ctx)
+    plan = _agree_on_plan(snapshot, iteration, ctx)
     pieces = sum(len(name) + _PIECE_BYTES for name in plan.tensors) * len(plan.ranks)
     needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
     where: list[Place] = []
@@ -299,7 +295,6 @@ def prepare(
     name, token = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
     return StagedSave(
-        form=form,
         plan=plan,
         folder=where[0],
         directory=folders.stage_called(where[0], name, token),
@@ -310,12 +305,10 @@ def prepare(
     )
 
 
-def _agree_on_plan(
-    form: CheckpointFormat, snapshot: Snapshot, iteration: int, ctx: ParallelContext
-) -> SharedPlan:
-    def offer() -> tuple[_Facts, Any]:
+def _agree_on_plan(snapshot: Snapshot, iteration: int, ctx: ParallelContext) -> SharedPlan:
+    def offer() -> tuple[_Facts, Offer]:
         facts = _Facts(iteration, _digest(snapshot.progress), _digest(snapshot.scalars))
-        return facts, form.describe(snapshot)
+        return facts, sharded.describe(snapshot)
 
     offers = run_on_all_ranks(ctx, "describing what to save", offer)
     first = offers[0][0]
@@ -327,7 +320,7 @@ def _agree_on_plan(
                 found=f"{', '.join(unequal)} of rank {rank} differ from those of rank 0",
                 fix="this is a defect or a rank that runs other code: compare their versions",
             )
-    return form.plan_write([offer for _, offer in offers])
+    return sharded.plan_write([offer for _, offer in offers])
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -16,8 +16,7 @@ from megatron.checkpoint.folder import manifest, seal, verify
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import SEAL, FileRecord, Layout, Manifest
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.base import WrittenPart
-from megatron.checkpoint.formats.native.sharded import write_generators
+from megatron.checkpoint.formats.native.sharded import WrittenPart, write_generators
 from megatron.checkpoint.save.saving import Saved, manifest_of, retire, run_on_rank0, writing
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import MegatronError

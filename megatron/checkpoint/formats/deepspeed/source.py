@@ -17,7 +17,6 @@ from megatron.checkpoint.boxes import Box, from_slices, overlap, whole
 from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import seal
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
 from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource, scaler_fields
 from megatron.checkpoint.formats.deepspeed.files import Folder, grid_of
@@ -32,7 +31,7 @@ from megatron.checkpoint.formats.deepspeed.shards import (
     shape_of_shares,
 )
 from megatron.checkpoint.formats.megatron.names import is_parameter
-from megatron.checkpoint.source import SourceFormat, SourceOptions
+from megatron.checkpoint.source import SourceFormat, SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 

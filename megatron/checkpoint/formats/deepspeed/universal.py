@@ -25,7 +25,6 @@ from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import Layout
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
 from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource
 from megatron.checkpoint.formats.deepspeed.parameters import (
@@ -48,6 +47,7 @@ from megatron.checkpoint.source import (
     CheckpointSource,
     SourceFormat,
     SourceOptions,
+    TensorDescription,
     WriteOptions,
 )
 from megatron.errors import CheckpointError

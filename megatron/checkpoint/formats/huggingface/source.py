@@ -19,7 +19,6 @@ from megatron import log
 from megatron.checkpoint import gpt_tensors
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import dtype_of
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
@@ -27,7 +26,7 @@ from megatron.checkpoint.formats.huggingface.families.layouts import Strip, flat
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
 from megatron.checkpoint.formats.huggingface.weights import NAMES, open_weights
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
-from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
+from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError

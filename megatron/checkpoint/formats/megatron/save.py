@@ -18,12 +18,11 @@ from megatron.checkpoint.boxes import Box, describe, overlap
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron import writer as megatron_writer
 from megatron.checkpoint.save.saving import Saved, run_on_rank0
 from megatron.checkpoint.save.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
-from megatron.checkpoint.source import SourceBase
+from megatron.checkpoint.source import SourceBase, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 

@@ -29,13 +29,14 @@ from megatron.checkpoint.folder.manifest import (
     SavedTensor,
     entry_name,
 )
-from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.formats.native.sharded import recognise
 from megatron.checkpoint.load.source_config import completed_config, completed_progress
 from megatron.checkpoint.source import (
     CheckpointSource,
     SourceBase,
     SourceFormat,
     SourceOptions,
+    TensorDescription,
     WriteOptions,
 )
 from megatron.errors import CheckpointError
@@ -247,12 +248,8 @@ def _aligned(names: Sequence[str], described: Mapping[str, TensorDescription]) -
     return sorted(names, key=lambda name: -ITEM_BYTES[described[name].dtype_code])
 
 
-def _recognise(directory: Path) -> bool:
-    return (directory / manifest.NAME).is_file()
-
-
 def _open(directory: Path, options: SourceOptions) -> ShardedSource:
     return ShardedSource(directory)  # has no padding rows, so `options` say nothing new
 
 
-FORMAT = SourceFormat(name="sharded", recognise=_recognise, open_source=_open, write=write_sharded)
+FORMAT = SourceFormat(name="sharded", recognise=recognise, open_source=_open, write=write_sharded)
