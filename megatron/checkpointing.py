@@ -138,7 +138,7 @@ def _save_as_megatron(
 def _save_as_deepspeed(
     folder: str, snapshot: Snapshot, at: int, rule: Retention, engine: Engine, runtime: Runtime
 ) -> Saved:
-    live = getattr(engine, "live", None)
+    live = engine.live()
     if live is None:
         raise ConfigError(
             "only the DeepSpeed engine saves in DeepSpeed's layout",
@@ -146,7 +146,7 @@ def _save_as_deepspeed(
             fix="add --deepspeed, or drop --checkpoint-format",
         )
     context = runtime.context
-    return save_deepspeed(folder, snapshot, live(), iteration=at, ctx=context, retention=rule)
+    return save_deepspeed(folder, snapshot, live, iteration=at, ctx=context, retention=rule)
 
 
 def load_checkpoint(

@@ -163,8 +163,7 @@ def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_G
     if isinstance(there, Path) and format_in(there, iteration) != OURS:
         with source_formats.open_source(there, iteration) as source:
             config = RunConfig.from_plain(completed_config(source, spoken_for(given)))
-            seal = getattr(source, "seal", None)  # of a run of ours that saved as another tool does
-            known = None if seal is None else seal.data.get(fingerprint.KEY)
+            known = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
             return _Stored(config, source.kind, known)
     at = storage.latest_iteration(there) if iteration is None else iteration
     directory = there / storage.iteration_name(at)

@@ -37,6 +37,10 @@ class CheckpointSource(Protocol):
     directory: Path
 
     @property
+    def seal(self) -> Manifest | None:
+        """What a run of ours recorded beside files of another format; None where none did."""
+
+    @property
     def tensors(self) -> Mapping[str, TensorDescription]:
         """Dtype and whole shape of everything that can be read, by our names, in model order."""
 
@@ -95,7 +99,7 @@ class _Named(Protocol):
 class SourceBase:
     """What a source need not write again: closing, files without digests, a kind told by names."""
 
-    seal: Manifest | None = None  # what a run of ours says beside the files of another format
+    seal: Manifest | None = None
 
     @property
     def kind(self: "_Named") -> str:

@@ -108,7 +108,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
     """What our own checkpoints say about themselves, as far as this one knows it."""
     iteration = int(source.progress.get("iteration", 0))
     # A run of ours that saved as another tool does has put a manifest beside its files.
-    seal: Manifest | None = getattr(source, "seal", None)
+    seal = source.seal
     return Manifest(
         iteration=iteration,
         layout=Layout(tp=1, pp=1, dp=1) if seal is None else seal.layout,

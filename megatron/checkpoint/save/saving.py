@@ -284,20 +284,19 @@ def prepare(
     def look() -> None:
         where.append(store.place(folder))
 
-    def make() -> tuple[str, str | None]:
+    def make() -> folders.StageName:
         there = where[0]
         folders.begin(there)
         folders.require_space(there, needed)
-        stage = folders.make_stage(there, iteration)
-        return stage.name, getattr(stage, "token", None)
+        return folders.stage_name(folders.make_stage(there, iteration))
 
     run_on_all_ranks(ctx, "looking for the folder to save in", look)
-    name, token = run_on_rank0(ctx, "making room for the checkpoint", make)
+    stage = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
     return StagedSave(
         plan=plan,
         folder=where[0],
-        directory=folders.stage_called(where[0], name, token),
+        directory=folders.stage_called(where[0], stage),
         iteration=iteration,
         layout=Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
         retention=retention,
