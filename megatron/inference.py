@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import model_kind, source_formats
+from megatron.checkpoint import model_kind
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import missing_iteration
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.load.foreign import (
     OURS,
@@ -161,7 +162,7 @@ def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_G
     """What is known of a run; flags speak where another tool's checkpoint says nothing."""
     there = place(folder)
     if isinstance(there, Path) and format_in(there, iteration) != OURS:
-        with source_formats.open_source(there, iteration) as source:
+        with registry.open_source(there, iteration) as source:
             config = RunConfig.from_plain(completed_config(source, spoken_for(given)))
             known = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
             return _Stored(config, source.kind, known)

@@ -2,7 +2,7 @@
 
 Whoever loads or converts knows this interface alone. A source translates names, layouts and shards
 of its format; it needs no process group and keeps no more in memory than it is asked for. Which
-formats there are stands in `source_formats`.
+formats there are stands in `formats.registry`.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder as folder
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.load.foreign import OURS
 from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
@@ -39,7 +39,7 @@ def _is_foreign(flags: CheckpointConfig) -> bool:
     if not isinstance(there, Path):
         return False
     try:
-        found = source_formats.recognise(source_formats.locate(there, flags.load_iteration))
+        found = registry.recognise(registry.locate(there, flags.load_iteration))
     except CheckpointError:
         return False
     return found is not None and found.name != OURS

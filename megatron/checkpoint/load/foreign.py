@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint import reshard, source_formats
+from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.load.source_config import completed_progress
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, by_name
@@ -52,7 +53,7 @@ def format_in(folder: str | Place, iteration: int | None) -> str:
     if not isinstance(there, Path):
         return OURS  # others are read from disks alone
     try:
-        found = source_formats.recognise(source_formats.locate(there, iteration))
+        found = registry.recognise(registry.locate(there, iteration))
     except CheckpointError:
         return OURS
     return OURS if found is None else found.name
@@ -82,7 +83,7 @@ def open_foreign(
     opened: list[CheckpointSource] = []
 
     def look() -> _Seen:
-        source = source_formats.open_source(Path(str(folder)), iteration, options=options)
+        source = registry.open_source(Path(str(folder)), iteration, options=options)
         opened.append(source)
         facts = [source.format_name, source.config, source.progress, source.scalars]
         return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import WriteOptions
 from tests.support.checkpoints.sources import MemorySource
 
@@ -42,7 +42,7 @@ def _source(kind: str) -> MemorySource:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("pair", list(itertools.permutations(source_formats.writable(), 2)))
+@pytest.mark.parametrize("pair", list(itertools.permutations(registry.writable(), 2)))
 def test_two_formats_after_each_other_lose_nothing(
     tmp_path: Path, pair: tuple[str, str], kind: str
 ) -> None:
@@ -50,11 +50,11 @@ def test_two_formats_after_each_other_lose_nothing(
     options = WriteOptions(
         tensor_model_parallel_size=2, make_vocab_size_divisible_by=4, copy_tokenizer=False
     )
-    source_formats.get(pair[0]).write(source, tmp_path / "first", options)  # type: ignore[misc]
-    with source_formats.open_source(tmp_path / "first") as first:
+    registry.get(pair[0]).write(source, tmp_path / "first", options)  # type: ignore[misc]
+    with registry.open_source(tmp_path / "first") as first:
         first.verify()
-        source_formats.get(pair[1]).write(first, tmp_path / "second", options)  # type: ignore[misc]
-    with source_formats.open_source(tmp_path / "second") as second:
+        registry.get(pair[1]).write(first, tmp_path / "second", options)  # type: ignore[misc]
+    with registry.open_source(tmp_path / "second") as second:
         assert second.format_name == pair[1]
         expected = {
             name

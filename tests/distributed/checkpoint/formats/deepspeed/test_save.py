@@ -12,8 +12,8 @@ from megatron.checkpoint.boxes import whole as whole_box
 from megatron.checkpoint.formats.deepspeed import save as deepspeed_save
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.formats.deepspeed.universal import UniversalSource
+from megatron.checkpoint.formats.registry import locate
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import locate
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.deepspeed_folders import convert

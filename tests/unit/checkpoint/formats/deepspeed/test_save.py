@@ -16,9 +16,9 @@ from megatron.checkpoint.formats.deepspeed import save as deepspeed_save
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD
 from megatron.checkpoint.formats.deepspeed.save import DurableWriter, Live, save_deepspeed
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
+from megatron.checkpoint.formats.registry import locate
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import locate
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from tests.unit.checkpoint.formats.deepspeed.toy import MODEL, write_folder

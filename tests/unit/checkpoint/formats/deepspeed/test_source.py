@@ -12,8 +12,8 @@ import torch
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.deepspeed import source as deepspeed
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
+from megatron.checkpoint.formats.registry import open_source, recognise
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import open_source, recognise
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.formats.deepspeed.toy import STEPS, whole_values, write_folder
 

@@ -9,8 +9,8 @@ from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.formats.deepspeed.universal import FORMAT, UniversalSource, write_universal
+from megatron.checkpoint.formats.registry import locate, open_source
 from megatron.checkpoint.source import SourceOptions, WriteOptions
-from megatron.checkpoint.source_formats import locate, open_source
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.sources import MemorySource, assert_same
 from tests.unit.checkpoint.formats.deepspeed.toy import MODEL, PADDED, STEPS, write_folder
