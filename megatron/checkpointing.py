@@ -13,8 +13,8 @@ from megatron import log
 from megatron.checkpoint import model_kind, rng
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.deepspeed.save import save_deepspeed
-from megatron.checkpoint.formats.megatron.save import save_megatron
+from megatron.checkpoint.formats import registry
+from megatron.checkpoint.formats.format import RunSave
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.load.foreign import (
     ForeignCheckpoint,
@@ -28,17 +28,16 @@ from megatron.checkpoint.load.inference_config import (
 from megatron.checkpoint.load.selection import Selection, choose
 from megatron.checkpoint.load.storage import OpenCheckpoint
 from megatron.checkpoint.save.background import BackgroundSaves
-from megatron.checkpoint.save.saving import Saved
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.initialize import reseed
 from megatron.model_build import vocabulary
@@ -95,16 +94,24 @@ def save_checkpoint(
         validation_loss=validation_loss,
         model_kind=engine.task.name,
     )
-    at, rule = progress.iteration, Retention(flags.keep_last, flags.keep_every, flags.keep_best)
-    if flags.checkpoint_format is CheckpointFormatName.MEGATRON:
-        log.info(str(_save_as_megatron(flags.save, snapshot, at, rule, runtime)))
-    elif flags.checkpoint_format is CheckpointFormatName.DEEPSPEED:
-        log.info(str(_save_as_deepspeed(flags.save, snapshot, at, rule, engine, runtime)))
-    elif flags.async_save and saves is not None:
-        saves.start(flags.save, snapshot, iteration=at, retention=rule)
-    else:
-        context = runtime.context
-        log.info(str(storage.save(flags.save, snapshot, iteration=at, ctx=context, retention=rule)))
+    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
+    form = registry.get(flags.checkpoint_format)
+    assert form.save_run is not None, form.name  # noqa: S101  # invariant: flags name no other format
+    saved = form.save_run(
+        RunSave(
+            folder=flags.save,
+            snapshot=snapshot,
+            iteration=progress.iteration,
+            ctx=runtime.context,
+            retention=Retention(flags.keep_last, flags.keep_every, flags.keep_best),
+            num_chunks=plan.num_chunks,
+            padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
+            live=engine.live,
+            background=saves if flags.async_save else None,
+        )
+    )
+    if saved is not None:
+        log.info(str(saved))
 
 
 def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves) -> None:
@@ -118,35 +125,6 @@ def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves)
     flags = config.checkpoint
     if flags.async_save and flags.save is not None:
         saves.reserve(engine.state(optimizer=flags.save_optim).tensors)
-
-
-def _save_as_megatron(
-    folder: str, snapshot: Snapshot, at: int, rule: Retention, runtime: Runtime
-) -> Saved:
-    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
-    return save_megatron(
-        folder,
-        snapshot,
-        iteration=at,
-        ctx=runtime.context,
-        num_chunks=plan.num_chunks,
-        padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
-        retention=rule,
-    )
-
-
-def _save_as_deepspeed(
-    folder: str, snapshot: Snapshot, at: int, rule: Retention, engine: Engine, runtime: Runtime
-) -> Saved:
-    live = engine.live()
-    if live is None:
-        raise ConfigError(
-            "only the DeepSpeed engine saves in DeepSpeed's layout",
-            found="--checkpoint-format deepspeed without --deepspeed",
-            fix="add --deepspeed, or drop --checkpoint-format",
-        )
-    context = runtime.context
-    return save_deepspeed(folder, snapshot, live, iteration=at, ctx=context, retention=rule)
 
 
 def load_checkpoint(

@@ -19,7 +19,6 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
 
 from megatron import log
 from megatron.checkpoint.formats import registry
-from megatron.checkpoint.formats.huggingface import source as huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run
@@ -66,7 +65,7 @@ def main() -> None:
                 max_shard_bytes=_bytes(arguments.max_shard_size),
             ),
         )
-        if form.name == huggingface.FORMAT.name and not arguments.no_check_logits:
+        if form.for_transformers and not arguments.no_check_logits:
             check_export(source, written)
     print(f"converted {source.format_name} to {form.name}: {written}")
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
-from megatron.checkpoint.formats import registry
 from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.formats import registry
 
 Logits = Callable[[Tensor], Tensor]  # [b, s] tokens -> [b, s, v]
 Encode = Callable[[str], list[int]]

@@ -1,11 +1,11 @@
 """A checkpoint of any format, opened for reading: whole tensors under our names, box by box.
 
 Whoever loads or converts knows this interface alone. A source translates names, layouts and shards
-of its format; it needs no process group and keeps no more in memory than it is asked for. Which
-formats there are stands in `formats.registry`.
+of its format; it needs no process group and keeps no more in memory than it is asked for.
+`formats/registry.py` lists the formats.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -164,18 +164,3 @@ class WriteOptions:
         if self.iteration is not None:
             return self.iteration
         return int(source.progress.get("iteration", 0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFormat:
-    """One format of checkpoints: how it is told from others, opened, and written if it can be.
-
-    `recognise(directory)` looks at the names in one checkpoint's folder and never raises.
-    `write(source, save, options)` makes a checkpoint in the folder `save` (tracker and all, as
-    --save does) and returns its folder; it holds no more than one tensor or shard in memory.
-    """
-
-    name: str
-    recognise: Callable[[Path], bool]
-    open_source: Callable[[Path, SourceOptions], CheckpointSource]
-    write: Callable[[CheckpointSource, Path, WriteOptions], Path] | None = None

@@ -31,7 +31,7 @@ from megatron.checkpoint.formats.deepspeed.shards import (
     shape_of_shares,
 )
 from megatron.checkpoint.formats.megatron.names import is_parameter
-from megatron.checkpoint.source import SourceFormat, SourceOptions, TensorDescription
+from megatron.checkpoint.source import SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 
@@ -379,10 +379,3 @@ def in_model_order(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
         return (0 if first == "embedding" else 2), 0
 
     return sorted(entries, key=place)
-
-
-def _open(directory: Path, options: SourceOptions) -> DeepSpeedSource:
-    return DeepSpeedSource(directory, options)
-
-
-FORMAT = SourceFormat(name="deepspeed", recognise=deepspeed_files.recognise, open_source=_open)

@@ -24,9 +24,8 @@ from megatron.checkpoint.formats.huggingface.families.family import Family, Size
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import Strip, flat, their_shapes
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
-from megatron.checkpoint.formats.huggingface.weights import NAMES, open_weights
-from megatron.checkpoint.formats.huggingface.writer import write_huggingface
-from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions, TensorDescription
+from megatron.checkpoint.formats.huggingface.weights import open_weights
+from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -365,16 +364,3 @@ def _not_a_config(path: Path, reason: str) -> CheckpointError:
         found=f"{path}: {reason}",
         fix="copy it again, from the release that the weights are of",
     )
-
-
-def _recognise(directory: Path) -> bool:
-    return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in NAMES)
-
-
-def _open(directory: Path, options: SourceOptions) -> HuggingFaceSource:
-    return HuggingFaceSource(directory, options)
-
-
-FORMAT = SourceFormat(
-    name="huggingface", recognise=_recognise, open_source=_open, write=write_huggingface
-)

@@ -27,6 +27,7 @@ from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import TensorDescription
 from megatron.errors import CheckpointError
 
+NAME = "sharded"  # of the format
 _ENTRY_BYTES = 256  # of header for one tensor, beside its name
 _VALUES = "values"  # the metadata key that holds the JSON part of the random states
 
