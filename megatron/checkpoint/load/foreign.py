@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
-from megatron.checkpoint.files.store import Place, place
+from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native import sharded
@@ -26,37 +26,6 @@ from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
-
-OURS = "sharded"
-
-
-def is_foreign(folder: str | Place, iteration: int | None, *, ctx: ParallelContext) -> bool:
-    """Whether `folder` holds a checkpoint of a format that is not ours, as every rank sees it.
-
-    False also where there is none: our own loading says what is wrong then.
-    """
-
-    seen = run_on_all_ranks(ctx, f"looking at {folder}", lambda: format_in(folder, iteration))
-    if len(set(seen)) > 1:
-        odd = next(rank for rank, name in enumerate(seen) if name != seen[0])
-        raise CheckpointError(
-            "ranks see different checkpoints in the same folder",
-            found=f"rank 0 sees format {seen[0]}, rank {odd} sees {seen[odd]}; in {folder}",
-            fix="put --load on a file system that all ranks see, or copy it to all nodes again",
-        )
-    return seen[0] != OURS
-
-
-def format_in(folder: str | Place, iteration: int | None) -> str:
-    """The name of the format of the checkpoint in `folder`, as this rank sees it; ours if none."""
-    there = place(folder)
-    if not isinstance(there, Path):
-        return OURS  # others are read from disks alone
-    try:
-        found = registry.recognise(registry.locate(there, iteration))
-    except CheckpointError:
-        return OURS
-    return OURS if found is None else found.name
 
 
 class _Seen(NamedTuple):
@@ -131,7 +100,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignCheckpoint:
-    """A source that all ranks agree on; all call its reading methods together."""
+    """A source that all ranks agree on; an `OpenedCheckpoint`."""
 
     source: CheckpointSource
     manifest: Manifest
@@ -144,6 +113,26 @@ class ForeignCheckpoint:
         """The checkpoint's own folder."""
         return self.source.directory
 
+    @property
+    def format_name(self) -> str:
+        """The name of its format."""
+        return self.source.format_name
+
+    @property
+    def is_native(self) -> bool:
+        """No: it is of another format."""
+        return False
+
+    def check_resumable(self) -> None:
+        """Raise CheckpointError where nobody knows how far into its data the run was."""
+        known = self.source.progress
+        if int(known.get("iteration", 0)) and "consumed_samples" not in known:
+            raise CheckpointError(
+                "the checkpoint does not say how many samples its run had consumed",
+                found=f"{self.directory} at iteration {known['iteration']}",
+                fix="add --finetune to begin a run with these weights",
+            )
+
     def read_into(
         self,
         targets: Iterable[ShardedTensor],
@@ -152,12 +141,7 @@ class ForeignCheckpoint:
         cast: bool = False,
         only: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Fill this rank's `targets` in place; as `OpenCheckpoint.read_into`.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes do not match, or a file is damaged. The same
-                on every rank.
-        """
+        """Fill this rank's `targets` in place; as `OpenedCheckpoint.read_into`."""
         wanted = by_name(list(targets))
         run_on_all_ranks(
             self.ctx, "matching the checkpoint with this run", lambda: self._match(wanted, cast)
@@ -222,14 +206,3 @@ class ForeignCheckpoint:
             for part in target.parts:
                 part.view.copy_(self.source.read(target.name, part.box))
             target.zero_padding()
-
-
-def check_resumable(opened: ForeignCheckpoint) -> None:
-    """CheckpointError where a run could not go on with its data: nobody knows where it was."""
-    known = opened.source.progress
-    if int(known.get("iteration", 0)) and "consumed_samples" not in known:
-        raise CheckpointError(
-            "the checkpoint does not say how many samples its run had consumed",
-            found=f"{opened.directory} at iteration {known['iteration']}",
-            fix="add --finetune to begin a run with these weights",
-        )

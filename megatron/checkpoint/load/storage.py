@@ -34,7 +34,7 @@ from megatron.mpu.context import ParallelContext
 
 __all__ = [
     "TRACKER",
-    "OpenCheckpoint",
+    "NativeCheckpoint",
     "Saved",
     "Verification",
     "iteration_name",
@@ -63,7 +63,7 @@ def open_checkpoint(
     *,
     ctx: ParallelContext,
     verification: Verification = Verification.FULL,
-) -> "OpenCheckpoint":
+) -> "NativeCheckpoint":
     """The checkpoint of `iteration` in `folder` (None: the latest), the same one on every rank.
 
     Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
@@ -105,7 +105,7 @@ def open_checkpoint(
                 f"{_told(other)}; in {folder}",
                 fix="put --load on a file system that all ranks see, or copy it to all nodes again",
             )
-    opened = OpenCheckpoint(
+    opened = NativeCheckpoint(
         directory=directories[0],
         manifest=manifests[0],
         ctx=ctx,
@@ -209,8 +209,8 @@ def _short(error: CheckpointError) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenCheckpoint:
-    """A checkpoint that all ranks agree on; all call its reading methods together."""
+class NativeCheckpoint:
+    """A checkpoint of our own format that all ranks agree on; an `OpenedCheckpoint`."""
 
     directory: Place
     manifest: Manifest
@@ -218,6 +218,22 @@ class OpenCheckpoint:
     verification: Verification
     hosts: tuple[str, ...] = field(repr=False)
     _checked: set[tuple[str, str]] = field(default_factory=set, repr=False)  # (host, file)
+
+    @property
+    def format_name(self) -> str:
+        """The name of our own format."""
+        return sharded.NAME
+
+    @property
+    def is_native(self) -> bool:
+        """Yes: it is of our own format."""
+        return True
+
+    def check_resumable(self) -> None:
+        """Do nothing: the manifest says how far the run was."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
 
     def check_sizes(self) -> None:
         """Check this rank's share of its host's view of the files; does not communicate.
@@ -238,16 +254,7 @@ class OpenCheckpoint:
         cast: bool = False,
         only: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Fill this rank's `targets` in place, from whatever layout they were saved at.
-
-        Over all ranks the targets must be exactly the saved tensors under `prefixes` (default:
-        all) that `only` names. `cast` permits another dtype than the saved one. Nothing is touched
-        until names, shapes and files have been checked on all ranks.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes do not match; a file is damaged or cannot be
-                read (only then may targets be partly filled). The same on every rank.
-        """
+        """Fill this rank's `targets` in place; as `OpenedCheckpoint.read_into`."""
         targets = list(targets)
         plans: list[ReadPlan] = []
 
