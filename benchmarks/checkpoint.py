@@ -283,7 +283,7 @@ def stall(folder: Path, state: State) -> Stall:
 def _stall_of(saves: BackgroundSaves, folder: Path, state: State) -> float:
     folder.mkdir()
     saves.start(folder, _snapshot(state), iteration=1)
-    while (saved := saves.look()) is None:
+    while (saved := saves.poll()) is None:
         time.sleep(_LOOK_S)
     shutil.rmtree(folder)
     os.sync()

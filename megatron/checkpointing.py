@@ -11,34 +11,27 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import model_kind, rng
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.deepspeed.save import save_deepspeed
-from megatron.checkpoint.formats.megatron.save import save_megatron
+from megatron.checkpoint.formats import registry
+from megatron.checkpoint.formats.format import RunSave
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.foreign import (
-    ForeignCheckpoint,
-    check_resumable,
-    is_foreign,
-    open_foreign,
-)
 from megatron.checkpoint.load.inference_config import (
-    OF_TRAINING,
+    TRAINING_ONLY_FIELDS,
 )
+from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
 from megatron.checkpoint.load.selection import Selection, choose
-from megatron.checkpoint.load.storage import OpenCheckpoint
 from megatron.checkpoint.save.background import BackgroundSaves
-from megatron.checkpoint.save.saving import Saved
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.initialize import reseed
 from megatron.model_build import vocabulary
@@ -58,7 +51,7 @@ _SAID_IF_CHANGED = (
 # how it is trained or begun, not what its weights mean.
 _FREE_MODEL_FIELDS = frozenset(
     {
-        *OF_TRAINING,
+        *TRAINING_ONLY_FIELDS,
         "max_position_embeddings",  # where it matters, the table's shape differs and is refused
     }
 )
@@ -95,16 +88,24 @@ def save_checkpoint(
         validation_loss=validation_loss,
         model_kind=engine.task.name,
     )
-    at, rule = progress.iteration, Retention(flags.keep_last, flags.keep_every, flags.keep_best)
-    if flags.checkpoint_format is CheckpointFormatName.MEGATRON:
-        log.info(str(_save_as_megatron(flags.save, snapshot, at, rule, runtime)))
-    elif flags.checkpoint_format is CheckpointFormatName.DEEPSPEED:
-        log.info(str(_save_as_deepspeed(flags.save, snapshot, at, rule, engine, runtime)))
-    elif flags.async_save and saves is not None:
-        saves.start(flags.save, snapshot, iteration=at, retention=rule)
-    else:
-        context = runtime.context
-        log.info(str(storage.save(flags.save, snapshot, iteration=at, ctx=context, retention=rule)))
+    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
+    form = registry.get(flags.checkpoint_format)
+    assert form.save_run is not None, form.name  # noqa: S101  # invariant: flags name no other format
+    saved = form.save_run(
+        RunSave(
+            folder=flags.save,
+            snapshot=snapshot,
+            iteration=progress.iteration,
+            ctx=runtime.context,
+            retention=Retention(flags.keep_last, flags.keep_every, flags.keep_best),
+            num_chunks=plan.num_chunks,
+            padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
+            live=engine.live,
+            background=saves if flags.async_save else None,
+        )
+    )
+    if saved is not None:
+        log.info(str(saved))
 
 
 def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves) -> None:
@@ -118,35 +119,6 @@ def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves)
     flags = config.checkpoint
     if flags.async_save and flags.save is not None:
         saves.reserve(engine.state(optimizer=flags.save_optim).tensors)
-
-
-def _save_as_megatron(
-    folder: str, snapshot: Snapshot, at: int, rule: Retention, runtime: Runtime
-) -> Saved:
-    plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
-    return save_megatron(
-        folder,
-        snapshot,
-        iteration=at,
-        ctx=runtime.context,
-        num_chunks=plan.num_chunks,
-        padded_rows=vocabulary(runtime.config, runtime.tokenizer).padded,
-        retention=rule,
-    )
-
-
-def _save_as_deepspeed(
-    folder: str, snapshot: Snapshot, at: int, rule: Retention, engine: Engine, runtime: Runtime
-) -> Saved:
-    live = getattr(engine, "live", None)
-    if live is None:
-        raise ConfigError(
-            "only the DeepSpeed engine saves in DeepSpeed's layout",
-            found="--checkpoint-format deepspeed without --deepspeed",
-            fix="add --deepspeed, or drop --checkpoint-format",
-        )
-    context = runtime.context
-    return save_deepspeed(folder, snapshot, live(), iteration=at, ctx=context, retention=rule)
 
 
 def load_checkpoint(
@@ -182,8 +154,7 @@ def load_checkpoint(
     else:
         opened.read_into(state.tensors, prefixes=prefixes, cast=cast)
     engine.restored(opened.manifest.scalars, optimizer=with_optimizer)
-    if isinstance(opened, ForeignCheckpoint):
-        opened.close()
+    opened.close()
     iteration = opened.manifest.iteration
     log.info(f"successfully loaded checkpoint from {opened.directory} at iteration {iteration}")
     if flags.finetune:
@@ -194,34 +165,30 @@ def load_checkpoint(
     return Progress.from_plain(dict(opened.manifest.progress))
 
 
-def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenCheckpoint | ForeignCheckpoint:
-    def open_at(iteration: int | None) -> OpenCheckpoint | ForeignCheckpoint:
-        return _open_at(flags, iteration, runtime)
+def _opened(flags: CheckpointConfig, runtime: Runtime) -> OpenedCheckpoint:
+    def open_at(iteration: int | None) -> OpenedCheckpoint:
+        return open_on_all_ranks(
+            folder,
+            iteration,
+            ctx=runtime.context,
+            options=SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true),
+            verification=flags.checkpoint_verify,
+        )
 
     folder, wanted = flags.load or "", flags.load_iteration
     if flags.load_fallback is None:
         opened = open_at(wanted)
     else:
         opened = storage.open_or_previous(folder, wanted, open_at, ctx=runtime.context)
-    if isinstance(opened, ForeignCheckpoint):
-        log.info(f"{opened.directory} is a checkpoint of format {opened.source.format_name}")
-        if not flags.finetune:
-            check_resumable(opened)
+    if not opened.is_native:
+        log.info(f"{opened.directory} is a checkpoint of format {opened.format_name}")
+    if not flags.finetune:
+        opened.check_resumable()
     return opened
 
 
-def _open_at(
-    flags: CheckpointConfig, iteration: int | None, runtime: Runtime
-) -> OpenCheckpoint | ForeignCheckpoint:
-    folder, context, verification = flags.load or "", runtime.context, flags.checkpoint_verify
-    if not is_foreign(folder, iteration, ctx=context):
-        return storage.open_checkpoint(folder, iteration, ctx=context, verification=verification)
-    options = SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true)
-    return open_foreign(folder, iteration, ctx=context, options=options, verification=verification)
-
-
 def _read_part(
-    opened: OpenCheckpoint | ForeignCheckpoint,
+    opened: OpenedCheckpoint,
     selection: Selection,
     tensors: Sequence[ShardedTensor],
     *,
@@ -234,12 +201,12 @@ def _read_part(
     log.info(str(choice))
 
 
-def _may_cast(opened: OpenCheckpoint | ForeignCheckpoint, task: PretrainTask) -> bool:
+def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
     """Whether weights to begin with may be in another precision than this run's.
 
     A task that begins with another run's model has its own; elsewhere it would be a mistake.
     """
-    return isinstance(opened, ForeignCheckpoint) or bool(task.begins_with)
+    return not opened.is_native or bool(task.begins_with)
 
 
 def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
@@ -253,9 +220,7 @@ def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
     return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
 
 
-def _refuse_another_kind(
-    opened: OpenCheckpoint | ForeignCheckpoint, task: PretrainTask, *, is_partial: bool
-) -> None:
+def _refuse_another_kind(opened: OpenedCheckpoint, task: PretrainTask, *, is_partial: bool) -> None:
     saved = opened.manifest.kind
     if is_partial and task.begins_with:
         if saved != task.name and saved not in task.begins_with:
@@ -268,23 +233,25 @@ def _refuse_another_kind(
 
 
 def _refuse_other_heads(
-    opened: OpenCheckpoint | ForeignCheckpoint,
+    opened: OpenedCheckpoint,
     selection: Selection,
     tensors: Sequence[ShardedTensor],
 ) -> None:
     """Of what is to be loaded; a rank of a pipeline holds some of the heads alone."""
     mine = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
-    told = together(opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine))
+    told = run_on_all_ranks(
+        opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine)
+    )
     saved = filter(selection.takes, opened.manifest.tensors)
     model_kind.refuse_heads(saved, frozenset().union(*told), where=opened.directory)
 
 
 def _refuse_another_model(
-    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, *, is_partial: bool = False
+    opened: OpenedCheckpoint, config: RunConfig, *, is_partial: bool = False
 ) -> None:
     """Of a partial load other flags are only said: parts of another model are what it is for."""
     saved = opened.manifest.config
-    if isinstance(opened, ForeignCheckpoint) and "num_layers" not in saved.get("model", {}):
+    if not opened.is_native and "num_layers" not in saved.get("model", {}):
         log.warning(
             f"{opened.directory} does not say which model it is of: only names and shapes are "
             "compared"
@@ -311,7 +278,7 @@ def _only_seq_length(differing: list[str]) -> bool:
 
 
 def _say_what_changed(
-    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, sources: Mapping[str, str]
+    opened: OpenedCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
     """A resumed run with other flags or data is allowed, and said, as its numbers will differ."""
     changed = [
@@ -329,7 +296,7 @@ def _say_what_changed(
 
 
 def _differences(
-    opened: OpenCheckpoint | ForeignCheckpoint, config: RunConfig, group: str
+    opened: OpenedCheckpoint, config: RunConfig, group: str
 ) -> list[tuple[str, Any, Any]]:
     """Fields of `group` whose saved and present values differ: (name, saved, present)."""
     theirs, ours = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
@@ -337,7 +304,7 @@ def _differences(
         saved = from_plain(ModelConfig, theirs)
         theirs = to_plain(saved)
         return [(n, theirs[n], ours[n]) for n in config.model.fields_that_differ(saved)]
-    if isinstance(opened, ForeignCheckpoint):
+    if not opened.is_native:
         ours = {name: ours[name] for name in theirs}  # of other flags it knows nothing
     for name in ours.keys() - theirs.keys():
         # A version that did not have the flag behaved as its default says.
@@ -349,7 +316,7 @@ def _differences(
     ]
 
 
-def _restore_generators(opened: OpenCheckpoint | ForeignCheckpoint, runtime: Runtime) -> None:
+def _restore_generators(opened: OpenedCheckpoint, runtime: Runtime) -> None:
     reason = rng.why_not_restorable(opened.manifest, runtime.context.topology)
     states: GeneratorStates | None = None
     if reason is None:

@@ -13,21 +13,15 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import model_kind, source_formats
+from megatron.checkpoint import model_kind
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import missing_iteration
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.foreign import (
-    OURS,
-    ForeignCheckpoint,
-    format_in,
-    is_foreign,
-    open_foreign,
-)
 from megatron.checkpoint.load.inference_config import Values, inference_config, spoken_for
+from megatron.checkpoint.load.opened import open_on_all_ranks
 from megatron.checkpoint.load.source_config import completed_config
-from megatron.checkpoint.load.storage import OpenCheckpoint
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -129,16 +123,15 @@ def load_weights(
 
     Weights are rounded to the precision of the run, which is theirs unless flags chose another.
     """
-    context, verification = runtime.context, runtime.config.checkpoint.checkpoint_verify
-    opened: OpenCheckpoint | ForeignCheckpoint
-    if is_foreign(folder, iteration, ctx=context):
-        options = SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true)
-        opened = open_foreign(
-            folder, iteration, ctx=context, options=options, verification=verification
-        )
-    else:
-        opened = storage.open_checkpoint(folder, iteration, ctx=context, verification=verification)
+    opened = open_on_all_ranks(
+        folder,
+        iteration,
+        ctx=runtime.context,
+        options=SourceOptions(vocab_size=vocabulary(runtime.config, runtime.tokenizer).true),
+        verification=runtime.config.checkpoint.checkpoint_verify,
+    )
     opened.read_into(model_tensors(module, runtime.context), prefixes=("model/",), cast=True)
+    opened.close()
 
 
 def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
@@ -160,11 +153,10 @@ class _Stored(NamedTuple):
 def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_GIVEN) -> _Stored:
     """What is known of a run; flags speak where another tool's checkpoint says nothing."""
     there = place(folder)
-    if isinstance(there, Path) and format_in(there, iteration) != OURS:
-        with source_formats.open_source(there, iteration) as source:
+    if isinstance(there, Path) and not registry.format_of(there, iteration).is_native:
+        with registry.open_source(there, iteration) as source:
             config = RunConfig.from_plain(completed_config(source, spoken_for(given)))
-            seal = getattr(source, "seal", None)  # of a run of ours that saved as another tool does
-            known = None if seal is None else seal.data.get(fingerprint.KEY)
+            known = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
             return _Stored(config, source.kind, known)
     at = storage.latest_iteration(there) if iteration is None else iteration
     directory = there / storage.iteration_name(at)

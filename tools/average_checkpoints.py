@@ -16,8 +16,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a file: its own folder is on the path, ours is not
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.average import AveragedSource
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import ConfigError
 from megatron.program import run
@@ -26,20 +26,20 @@ from megatron.program import run
 def main() -> None:
     """Open all checkpoints, compare their models, and write the mean."""
     arguments = _arguments()
-    form = source_formats.get(arguments.format)
+    form = registry.get(arguments.format)
     if form.write is None:
         raise ConfigError(
             "checkpoints of this format are read, not written",
             found=f"--format {form.name}",
-            fix="use one of " + ", ".join(source_formats.writable()),
+            fix="use one of " + ", ".join(registry.writable()),
         )
     for path in arguments.load:
-        source_formats.refuse_overlap(path, arguments.save)
+        registry.refuse_overlap(path, arguments.save)
     options = SourceOptions(vocab_size=arguments.true_vocab_size)
     with ExitStack() as opened:
         averaged = AveragedSource(
             [
-                opened.enter_context(source_formats.open_source(path, iteration, options=options))
+                opened.enter_context(registry.open_source(path, iteration, options=options))
                 for path, iteration in _wanted(arguments)
             ]
         )
@@ -66,7 +66,7 @@ def _arguments() -> argparse.Namespace:
     add("--load", type=Path, nargs="+", required=True, help="folders of checkpoints")
     add("--iterations", type=int, nargs="+", help="iterations of the one --load folder")
     add("--save", type=Path, required=True, help="folder to write to, as --save of a run")
-    add("--format", default="sharded", help="one of " + ", ".join(source_formats.writable()))
+    add("--format", default="sharded", help="one of " + ", ".join(registry.writable()))
     add("--true-vocab-size", type=int, help="tokens, where the sources do not tell padding rows")
     return parser.parse_args()
 

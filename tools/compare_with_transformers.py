@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatron import log
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.files.safetensors_io import dtype_of
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.huggingface.families.family import Sizes
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--iteration", type=int, help="which one; when not given the latest")
     parser.add_argument("--huggingface", required=True, metavar="FOLDER", help="what was exported")
     args = parser.parse_args(argv)
-    with source_formats.open_source(args.load, args.iteration) as source:
+    with registry.open_source(args.load, args.iteration) as source:
         if check_export(source, Path(args.huggingface)) is None:
             raise ConfigError(
                 "there is nothing to compare with",

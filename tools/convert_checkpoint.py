@@ -18,8 +18,7 @@ if __package__ in (None, ""):  # started as a file: its own folder is on the pat
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.checkpoint import source_formats
-from megatron.checkpoint.formats.huggingface import source as huggingface
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run
@@ -33,15 +32,15 @@ def main() -> None:
     """Read the arguments, open the source, and let the other format write it."""
     arguments = _arguments()
     _check(arguments)
-    form = source_formats.get(arguments.format)
+    form = registry.get(arguments.format)
     if form.write is None:
         raise CheckpointError(
             "checkpoints of this format are read, not written",
             found=f"--format {form.name}",
-            fix="use one of " + ", ".join(source_formats.writable()),
+            fix="use one of " + ", ".join(registry.writable()),
         )
     options = SourceOptions(vocab_size=arguments.true_vocab_size)
-    with source_formats.open_source(arguments.load, arguments.iteration, options=options) as source:
+    with registry.open_source(arguments.load, arguments.iteration, options=options) as source:
         weights = sum(name.startswith("model/") for name in source.tensors)
         state = len(source.tensors) - weights
         log.info(
@@ -66,7 +65,7 @@ def main() -> None:
                 max_shard_bytes=_bytes(arguments.max_shard_size),
             ),
         )
-        if form.name == huggingface.FORMAT.name and not arguments.no_check_logits:
+        if form.for_transformers and not arguments.no_check_logits:
             check_export(source, written)
     print(f"converted {source.format_name} to {form.name}: {written}")
 
@@ -76,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--load", type=Path, required=True, help="a --save folder, or one checkpoint's own")
     add("--save", type=Path, required=True, help="folder to write to, as --save of a run")
-    add("--format", required=True, help="one of " + ", ".join(source_formats.writable()))
+    add("--format", required=True, help="one of " + ", ".join(registry.writable()))
     add("--iteration", type=int, help="iteration to read (default: the latest)")
     add(
         "--tensor-model-parallel-size", type=int, default=1, help="for formats with one file a rank"
@@ -127,7 +126,7 @@ def _check(arguments: argparse.Namespace) -> None:
                 found=f"--{name.replace('_', '-')} {value}",
                 fix="use 1 or more",
             )
-    source_formats.refuse_overlap(arguments.load, arguments.save)
+    registry.refuse_overlap(arguments.load, arguments.save)
 
 
 if __name__ == "__main__":

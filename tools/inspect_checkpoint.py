@@ -82,11 +82,11 @@ def _directory(path: Place, iteration: int | None) -> Place:
 def _foreign(path: Path, arguments: argparse.Namespace, no_ours: CheckpointError) -> None:
     """Say what a checkpoint of another format holds, under our names."""
     try:
-        from megatron.checkpoint import source_formats  # needs torch, which ours does not
+        from megatron.checkpoint.formats import registry  # needs torch, which ours does not
     except ModuleNotFoundError:
         raise no_ours from None
 
-    with source_formats.open_source(path, arguments.iteration) as source:
+    with registry.open_source(path, arguments.iteration) as source:
         if arguments.verify:
             source.verify()
         described = source.tensors

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.formats import registry
 
 Logits = Callable[[Tensor], Tensor]  # [b, s] tokens -> [b, s, v]
 Encode = Callable[[str], list[int]]
@@ -81,7 +81,7 @@ def plain_endings(
 
 def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
     """The GPT of a checkpoint of ours as a model of plain PyTorch, its weights found by name."""
-    with source_formats.open_source(folder) as source:
+    with registry.open_source(folder) as source:
         model = source.config["model"]
         names = [name for name in source.tensors if name.startswith("model/")]
         weights = {

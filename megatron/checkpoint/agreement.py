@@ -22,7 +22,7 @@ class _Outcome(NamedTuple):
     error: MegatronError | None
 
 
-def together(ctx: ParallelContext, doing: str, step: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(ctx: ParallelContext, doing: str, step: Callable[[], T]) -> list[T]:
     """Call `step` on every rank; return all results in rank order, or raise on all.
 
     `doing` completes "while ..." in the message. All ranks must call this with the same `doing`.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint import model_kind, reshard
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.formats.base import TensorDescription
-from megatron.checkpoint.source import CheckpointSource, SourceBase
+from megatron.checkpoint.source import CheckpointSource, SourceBase, TensorDescription
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError

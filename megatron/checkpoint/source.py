@@ -1,22 +1,28 @@
 """A checkpoint of any format, opened for reading: whole tensors under our names, box by box.
 
 Whoever loads or converts knows this interface alone. A source translates names, layouts and shards
-of its format; it needs no process group and keeps no more in memory than it is asked for. Which
-formats there are stands in `source_formats`.
+of its format; it needs no process group and keeps no more in memory than it is asked for.
+`formats/registry.py` lists the formats.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder.manifest import Manifest
-from megatron.checkpoint.formats.base import TensorDescription
+
+
+class TensorDescription(NamedTuple):
+    """The element type and whole shape of a tensor, as all ranks agree."""
+
+    dtype_code: str  # the safetensors name, such as BF16
+    global_shape: tuple[int, ...]
 
 
 class CheckpointSource(Protocol):
@@ -29,6 +35,10 @@ class CheckpointSource(Protocol):
 
     format_name: str
     directory: Path
+
+    @property
+    def seal(self) -> Manifest | None:
+        """What a run of ours recorded beside files of another format; None where none did."""
 
     @property
     def tensors(self) -> Mapping[str, TensorDescription]:
@@ -89,7 +99,7 @@ class _Named(Protocol):
 class SourceBase:
     """What a source need not write again: closing, files without digests, a kind told by names."""
 
-    seal: Manifest | None = None  # what a run of ours says beside the files of another format
+    seal: Manifest | None = None
 
     @property
     def kind(self: "_Named") -> str:
@@ -154,18 +164,3 @@ class WriteOptions:
         if self.iteration is not None:
             return self.iteration
         return int(source.progress.get("iteration", 0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFormat:
-    """One format of checkpoints: how it is told from others, opened, and written if it can be.
-
-    `recognise(directory)` looks at the names in one checkpoint's folder and never raises.
-    `write(source, save, options)` makes a checkpoint in the folder `save` (tracker and all, as
-    --save does) and returns its folder; it holds no more than one tensor or shard in memory.
-    """
-
-    name: str
-    recognise: Callable[[Path], bool]
-    open_source: Callable[[Path, SourceOptions], CheckpointSource]
-    write: Callable[[CheckpointSource, Path, WriteOptions], Path] | None = None

@@ -22,7 +22,7 @@ class LoadFallback(StrEnum):
 
 
 class CheckpointFormatName(StrEnum):
-    """How the files of a checkpoint are laid out; every one of them can be loaded."""
+    """Formats that runs save in; `checkpoint/formats/registry.py` has a record of each."""
 
     SHARDED = "sharded"
     MEGATRON = "megatron"
@@ -120,12 +120,6 @@ class CheckpointConfig:
         yield from self._problems_of_loading()
 
     def _problems_of_retention(self) -> Iterator[ConfigError]:
-        if self.async_save and self.checkpoint_format is not CheckpointFormatName.SHARDED:
-            yield ConfigError(
-                "only checkpoints of our own format are written beside the training",
-                found=f"--checkpoint-format {self.checkpoint_format} with --async-save",
-                fix="drop --async-save, or --checkpoint-format",
-            )
         more = {"--keep-every": self.keep_every, "--keep-best": self.keep_best}
         asked = [f"{name} {value}" for name, value in more.items() if value is not None]
         if asked and self.keep_last is None:

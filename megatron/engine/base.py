@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from megatron import device
+from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
@@ -195,6 +196,9 @@ class Engine(Protocol):
 
     def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
         """Take over what was read into the tensors of `state`, with the scalars beside them."""
+
+    def live(self) -> Live | None:
+        """What a save in DeepSpeed's own layout needs; None where another engine trains."""
 
     def params_norm(self) -> float:
         """L2 norm of all parameters of the model, replicated ones counted once."""

@@ -180,6 +180,9 @@ class NativeEngine:
         else:
             self.optimizer.refresh_masters()
 
+    def live(self) -> None:
+        """Nothing: only DeepSpeed's engine saves in DeepSpeed's layout."""
+
     def params_norm(self) -> float:
         """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
         self._replica.wait_for_parameters()

@@ -72,7 +72,7 @@ class TrainingLoop:
         )
         self.step_log.restart_clock()
         while (reason := self.stop.reason(progress, steps_done=progress.iteration - first)) is None:
-            self.saves.look()
+            self.saves.poll()
             plan = plan_step(self.config, self.duration, progress, self.curriculum)
             raw = batches_of(plan, progress)
             result = None if raw is None else self.engine.train_step(raw, plan)

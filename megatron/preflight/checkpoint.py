@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.files.store import place
 from megatron.checkpoint.folder import run_folder as folder
+from megatron.checkpoint.formats import registry
+from megatron.checkpoint.formats.format import PlannedRun
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.foreign import OURS
-from megatron.config.checkpoint import CheckpointConfig, CheckpointFormatName
-from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.run import RunPlan
 
@@ -24,25 +24,13 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
     ):
         return
     # What these raise is the finding.
-    if _is_foreign(flags):
-        return
+    if not registry.format_of(flags.load, flags.load_iteration).is_native:
+        return  # it can be opened as it is
     if flags.load_iteration is not None:
         _require_iteration(flags, flags.load_iteration)
     elif flags.load_fallback is None or not folder.saved_iterations(place(flags.load)):
         storage.latest_iteration(flags.load)
     yield from ()
-
-
-def _is_foreign(flags: CheckpointConfig) -> bool:
-    """Whether --load is a checkpoint of another format, which can be opened as it is."""
-    there = place(flags.load or "")
-    if not isinstance(there, Path):
-        return False
-    try:
-        found = source_formats.recognise(source_formats.locate(there, flags.load_iteration))
-    except CheckpointError:
-        return False
-    return found is not None and found.name != OURS
 
 
 def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:
@@ -75,51 +63,26 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
-def megatron_files_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """--checkpoint-format megatron writes each rank's file from what that rank holds."""
+def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
+    """What --save writes is of --checkpoint-format, which may not know all that a run can be."""
     config = plan.config
     flags = config.checkpoint
-    if flags.save is None or flags.checkpoint_format is not CheckpointFormatName.MEGATRON:
+    if flags.save is None:
         return
-    found = []
-    if config.parallel.use_distributed_optimizer:
-        found.append("--use-distributed-optimizer")  # state shared out over replicas
-    if config.engine.deepspeed:
-        found.append("--deepspeed")
-    if not isinstance(place(flags.save), Path):
-        found.append(f"--save {flags.save}")
-    if config.model.has_experts:
-        found.append(f"--num-experts {config.model.num_experts}")
-    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
-    if len(set(pipeline.counts)) > 1 or pipeline.by_parameters or pipeline.costs is not None:
-        found.append("pipeline stages of unequal length")
-    if found:
-        yield ConfigError(
-            "Megatron's files cannot hold this run as it is laid out",
-            found=f"--checkpoint-format megatron with {', '.join(found)}",
-            fix="save with --checkpoint-format sharded, and use tools/convert_checkpoint.py",
-        )
 
+    def has_equal_stages() -> bool:
+        pipeline = pipeline_plan(config.parallel, config.model.num_layers)
+        is_even = not pipeline.by_parameters and pipeline.costs is None
+        return is_even and len(set(pipeline.counts)) <= 1
 
-def deepspeed_files_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """--checkpoint-format deepspeed lets DeepSpeed's engine write what it always writes."""
-    config = plan.config
-    flags = config.checkpoint
-    if flags.save is None or flags.checkpoint_format is not CheckpointFormatName.DEEPSPEED:
-        return
-    found = []
-    if not config.engine.deepspeed:
-        found.append("no --deepspeed")
-    if not flags.save_optim:
-        found.append("--no-save-optim")
-    if not isinstance(place(flags.save), Path):
-        found.append(f"--save {flags.save}")
-    if found:
+    form = registry.get(flags.checkpoint_format)
+    if (problem := form.refuse_run(PlannedRun(config, has_equal_stages))) is not None:
+        yield problem
+    if flags.async_save and not form.saves_in_background:
         yield ConfigError(
-            "DeepSpeed cannot write the checkpoints of this run",
-            found=f"--checkpoint-format deepspeed with {', '.join(found)}",
-            fix="train with --deepspeed and save to a folder with the optimizer's state, or use "
-            "--checkpoint-format sharded",
+            "only checkpoints of our own format are written beside the training",
+            found=f"--checkpoint-format {flags.checkpoint_format} with --async-save",
+            fix="drop --async-save, or --checkpoint-format",
         )
 
 

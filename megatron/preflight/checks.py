@@ -36,7 +36,6 @@ CHECKS: tuple[Check, ...] = (
     data.splits_hold_enough_samples,
     data.mixtures_draw_from_every_corpus,
     checkpoint.checkpoint_to_load_exists,
-    checkpoint.megatron_files_can_hold_the_run,
-    checkpoint.deepspeed_files_can_hold_the_run,
+    checkpoint.checkpoint_format_can_hold_the_run,
     checkpoint.best_checkpoints_can_be_told,
 )

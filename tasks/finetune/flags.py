@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from megatron import log
 from megatron.arguments import parse_args
-from megatron.config.checkpoint import CheckpointFormatName
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, Finding, PreflightError
 from megatron.lengths import curriculum
@@ -96,7 +95,10 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
             "train_iters": 1,  # as many as the epochs have; known when the examples are
         },
     )
-    if config.checkpoint.checkpoint_format is not CheckpointFormatName.SHARDED:
+    # Imported here because it needs torch, and mistakes in flags are told without.
+    from megatron.checkpoint.formats import registry
+
+    if not registry.get(config.checkpoint.checkpoint_format).is_native:
         raise ConfigError(
             "fine-tuning saves in our own format alone",
             found=f"--checkpoint-format {config.checkpoint.checkpoint_format}",

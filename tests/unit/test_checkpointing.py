@@ -468,6 +468,7 @@ def test_parts_of_a_foreign_checkpoint_are_loaded_by_pattern(tmp_path: Path) -> 
 
 def test_only_deepspeeds_engine_saves_in_its_layout(tmp_path: Path) -> None:
     run = run_of(save=str(tmp_path), checkpoint_format="deepspeed")
+    assert run.engine.live() is None
     with pytest.raises(ConfigError, match="only the DeepSpeed engine saves"):
         run.save()
 

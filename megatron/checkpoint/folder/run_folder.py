@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import NamedTuple, overload
 
 from megatron import atomic, log
 from megatron.checkpoint.files import durable
@@ -285,11 +285,23 @@ def refuse_existing(folder: Path, iteration: int) -> None:
         )
 
 
-def stage_called(folder: Place, name: str, token: str | None) -> Place:
-    """The stage that another rank made."""
+class StageName(NamedTuple):
+    """What rank 0 tells the other ranks of the stage that it made."""
+
+    name: str
+    token: str | None  # marks the objects of this save; None on a disk
+
+
+def stage_name(stage: Place) -> StageName:
+    """Return the name by which other ranks find `stage`."""
+    return StageName(stage.name, stage.token if isinstance(stage, RemotePath) else None)
+
+
+def stage_called(folder: Place, stage: StageName) -> Place:
+    """Return the stage in `folder` that another rank made."""
     if isinstance(folder, RemotePath):
-        return RemotePath(folder.scheme, f"{folder.key}/{name}", folder.fs, token)
-    return folder / name
+        return RemotePath(folder.scheme, f"{folder.key}/{stage.name}", folder.fs, stage.token)
+    return folder / stage.name
 
 
 @overload

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import place, write_file
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import all_gather_object
@@ -49,8 +49,8 @@ def refuse_separate_disks(
         return True
 
     try:
-        together(ctx, "writing to the folder for checkpoints", write)
-        seen = together(ctx, "looking into the folder for checkpoints", look)
+        run_on_all_ranks(ctx, "writing to the folder for checkpoints", write)
+        seen = run_on_all_ranks(ctx, "looking into the folder for checkpoints", look)
     finally:
         if ctx.rank == 0:
             try:

@@ -14,48 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint import reshard, source_formats
-from megatron.checkpoint.agreement import together
-from megatron.checkpoint.files.store import Place, place
+from megatron.checkpoint import reshard
+from megatron.checkpoint.agreement import run_on_all_ranks
+from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.formats import registry
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.load.source_config import completed_progress
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, by_name
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
-
-OURS = "sharded"
-
-
-def is_foreign(folder: str | Place, iteration: int | None, *, ctx: ParallelContext) -> bool:
-    """Whether `folder` holds a checkpoint of a format that is not ours, as every rank sees it.
-
-    False also where there is none: our own loading says what is wrong then.
-    """
-
-    seen = together(ctx, f"looking at {folder}", lambda: format_in(folder, iteration))
-    if len(set(seen)) > 1:
-        odd = next(rank for rank, name in enumerate(seen) if name != seen[0])
-        raise CheckpointError(
-            "ranks see different checkpoints in the same folder",
-            found=f"rank 0 sees format {seen[0]}, rank {odd} sees {seen[odd]}; in {folder}",
-            fix="put --load on a file system that all ranks see, or copy it to all nodes again",
-        )
-    return seen[0] != OURS
-
-
-def format_in(folder: str | Place, iteration: int | None) -> str:
-    """The name of the format of the checkpoint in `folder`, as this rank sees it; ours if none."""
-    there = place(folder)
-    if not isinstance(there, Path):
-        return OURS  # others are read from disks alone
-    try:
-        found = source_formats.recognise(source_formats.locate(there, iteration))
-    except CheckpointError:
-        return OURS
-    return OURS if found is None else found.name
 
 
 class _Seen(NamedTuple):
@@ -82,12 +52,12 @@ def open_foreign(
     opened: list[CheckpointSource] = []
 
     def look() -> _Seen:
-        source = source_formats.open_source(Path(str(folder)), iteration, options=options)
+        source = registry.open_source(Path(str(folder)), iteration, options=options)
         opened.append(source)
         facts = [source.format_name, source.config, source.progress, source.scalars]
         return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
 
-    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other != seen[0]:
             names = [name for name, a, b in zip(_Seen._fields, seen[0], other) if a != b]
@@ -108,7 +78,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
     """What our own checkpoints say about themselves, as far as this one knows it."""
     iteration = int(source.progress.get("iteration", 0))
     # A run of ours that saved as another tool does has put a manifest beside its files.
-    seal: Manifest | None = getattr(source, "seal", None)
+    seal = source.seal
     return Manifest(
         iteration=iteration,
         layout=Layout(tp=1, pp=1, dp=1) if seal is None else seal.layout,
@@ -130,7 +100,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignCheckpoint:
-    """A source that all ranks agree on; all call its reading methods together."""
+    """A source that all ranks agree on; an `OpenedCheckpoint`."""
 
     source: CheckpointSource
     manifest: Manifest
@@ -143,6 +113,26 @@ class ForeignCheckpoint:
         """The checkpoint's own folder."""
         return self.source.directory
 
+    @property
+    def format_name(self) -> str:
+        """The name of its format."""
+        return self.source.format_name
+
+    @property
+    def is_native(self) -> bool:
+        """No: it is of another format."""
+        return False
+
+    def check_resumable(self) -> None:
+        """Raise CheckpointError where nobody knows how far into its data the run was."""
+        known = self.source.progress
+        if int(known.get("iteration", 0)) and "consumed_samples" not in known:
+            raise CheckpointError(
+                "the checkpoint does not say how many samples its run had consumed",
+                found=f"{self.directory} at iteration {known['iteration']}",
+                fix="add --finetune to begin a run with these weights",
+            )
+
     def read_into(
         self,
         targets: Iterable[ShardedTensor],
@@ -151,22 +141,19 @@ class ForeignCheckpoint:
         cast: bool = False,
         only: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Fill this rank's `targets` in place; as `OpenCheckpoint.read_into`.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes do not match, or a file is damaged. The same
-                on every rank.
-        """
+        """Fill this rank's `targets` in place; as `OpenedCheckpoint.read_into`."""
         wanted = by_name(list(targets))
-        together(
+        run_on_all_ranks(
             self.ctx, "matching the checkpoint with this run", lambda: self._match(wanted, cast)
         )
-        named = together(self.ctx, "naming what is read", lambda: frozenset(wanted))
+        named = run_on_all_ranks(self.ctx, "naming what is read", lambda: frozenset(wanted))
         saved = filter(only, self.manifest.tensors)
         if extra := reshard.unexpected(saved, frozenset().union(*named), prefixes):
             raise reshard.mismatch_error(extra)
         self.verify_all()
-        together(self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values())))
+        run_on_all_ranks(
+            self.ctx, "reading the checkpoint", lambda: self._fill(list(wanted.values()))
+        )
 
     def verify_all(self) -> None:
         """Check every file once, shared out over the ranks, as far as the format lets one tell.
@@ -177,7 +164,7 @@ class ForeignCheckpoint:
         if self._verified or self.verification is not Verification.FULL:
             return
         share, of = self.ctx.rank, self.ctx.world.size
-        together(
+        run_on_all_ranks(
             self.ctx,
             "checking the checkpoint's files",
             lambda: self.source.verify(share=share, of=of),
@@ -193,10 +180,9 @@ class ForeignCheckpoint:
         states: list[GeneratorStates] = []
 
         def read() -> None:
-            form = ShardedFormat()
-            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+            states.append(sharded.read_generators(self.directory, self.manifest, self.ctx.rank))
 
-        together(self.ctx, "reading the random states", read)
+        run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]
 
     def close(self) -> None:
@@ -220,14 +206,3 @@ class ForeignCheckpoint:
             for part in target.parts:
                 part.view.copy_(self.source.read(target.name, part.box))
             target.zero_padding()
-
-
-def check_resumable(opened: ForeignCheckpoint) -> None:
-    """CheckpointError where a run could not go on with its data: nobody knows where it was."""
-    known = opened.source.progress
-    if int(known.get("iteration", 0)) and "consumed_samples" not in known:
-        raise CheckpointError(
-            "the checkpoint does not say how many samples its run had consumed",
-            found=f"{opened.directory} at iteration {known['iteration']}",
-            fix="add --finetune to begin a run with these weights",
-        )

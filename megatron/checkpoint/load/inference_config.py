@@ -23,7 +23,7 @@ from megatron.errors import CheckpointError, ConfigError
 Values = Mapping[str, Any]  # flags that were given, by the names of their fields
 
 # Fields of the model that say how it is trained or begun, not what its weights mean.
-OF_TRAINING = frozenset(
+TRAINING_ONLY_FIELDS = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
 )
 PRECISIONS = ("fp16", "bf16", "fp64")
@@ -34,8 +34,8 @@ _TOKENIZER = (
     *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
     *("vocab_size", "vocab_extra_ids"),
 )
-# bigscience's scripts of evaluation write -1 for these, and mean the checkpoint's.
-_UNSAID = frozenset(
+# Evaluation scripts of bigscience give -1 for these: take the checkpoint's value.
+PLACEHOLDER_FIELDS = frozenset(
     {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"}
 )
 
@@ -50,7 +50,7 @@ class Inference(NamedTuple):
 
 def spoken_for(given: Values) -> dict[str, dict[str, Any]]:
     """Groups of a config, for what a checkpoint of another tool does not say about its model."""
-    said = {name: value for name, value in given.items() if not _is_unsaid(name, value)}
+    said = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
     groups = {
         "model": field_names(ModelConfig),
         "data": ("seq_length",),
@@ -75,18 +75,18 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         CheckpointError: flags speak of another model than the checkpoint holds.
         ConfigError: flags contradict each other.
     """
-    unsaid = [name for name, value in given.items() if _is_unsaid(name, value)]
-    given = {name: value for name, value in given.items() if name not in unsaid}
+    placeholders = [name for name, value in given.items() if _is_placeholder(name, value)]
+    given = {name: value for name, value in given.items() if name not in placeholders}
     model = _model(stored, given, load)
     window = given.get("seq_length")
     _check_window(model, stored, window)
-    notes = [*_note("taken from the checkpoint", {name: -1 for name in unsaid})]
+    notes = [*_note("taken from the checkpoint", {name: -1 for name in placeholders})]
     precision = _precision(stored.precision, given)
     if precision.precision is not stored.precision.precision:
         notes.append(
             f"computing in {precision.precision}; the checkpoint is of {stored.precision.precision}"
         )
-    silent = {name: value for name, value in given.items() if name not in OF_USE}
+    silent = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
     notes += _note("without effect, as nothing is trained", silent)
     launch = replace(stored.launch, distributed_backend=None)
     logging = ("log_level", "log_level_replica")
@@ -105,10 +105,10 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
     return Inference(config, window, tuple(notes))
 
 
-# What is listened to; whatever else is given has no effect.
-OF_USE = frozenset(
+# Flags that affect inference. All others are ignored, with a note.
+INFERENCE_FIELDS = frozenset(
     {
-        *(set(field_names(ModelConfig)) - OF_TRAINING),
+        *(set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS),
         *(set(field_names(ParallelConfig)) - _OF_UPDATES),
         *field_names(TokenizerConfig),
         *field_names(LaunchConfig),
@@ -121,7 +121,7 @@ OF_USE = frozenset(
 
 def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
     """The model of the checkpoint, which nothing may contradict; where it has no table, its end."""
-    said = _of(given, set(field_names(ModelConfig)) - OF_TRAINING)
+    said = _of(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
     longest = said.pop("max_position_embeddings", None)
     differing = list(_differing(stored.model, said))
     model = stored.model
@@ -196,8 +196,8 @@ def _of(given: Values, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def _is_unsaid(name: str, value: Any) -> bool:
-    return name in _UNSAID and value == -1
+def _is_placeholder(name: str, value: Any) -> bool:
+    return name in PLACEHOLDER_FIELDS and value == -1
 
 
 def _note(what: str, values: Values) -> Iterator[str]:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -71,7 +71,7 @@ def choose(
             rank.
     """
     mine = [tensor.name for tensor in tensors if tensor.name.startswith(PREFIX)]
-    told = together(ctx, "choosing what to load", lambda: mine)
+    told = run_on_all_ranks(ctx, "choosing what to load", lambda: mine)
     here = list(dict.fromkeys(name for names in told for name in names))
     there = [name for name in saved if name.startswith(PREFIX)]
     known = [name.removeprefix(PREFIX) for name in dict.fromkeys([*here, *there])]

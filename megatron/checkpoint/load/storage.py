@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron import log
-from megatron.checkpoint import formats, reshard
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint import reshard
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.files.threads import fair_threads, this_host
 from megatron.checkpoint.folder import manifest, verify
@@ -24,8 +24,9 @@ from megatron.checkpoint.folder.run_folder import (
     never_held_a_checkpoint,
     probe_writable,
 )
-from megatron.checkpoint.formats.base import ReadPlan
-from megatron.checkpoint.save.saving import Saved, on_first, save
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import ReadPlan
+from megatron.checkpoint.save.saving import Saved, run_on_rank0, save
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
@@ -33,7 +34,7 @@ from megatron.mpu.context import ParallelContext
 
 __all__ = [
     "TRACKER",
-    "OpenCheckpoint",
+    "NativeCheckpoint",
     "Saved",
     "Verification",
     "iteration_name",
@@ -62,7 +63,7 @@ def open_checkpoint(
     *,
     ctx: ParallelContext,
     verification: Verification = Verification.FULL,
-) -> "OpenCheckpoint":
+) -> "NativeCheckpoint":
     """The checkpoint of `iteration` in `folder` (None: the latest), the same one on every rank.
 
     Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
@@ -81,7 +82,8 @@ def open_checkpoint(
         directory = there / iteration_name(wanted)
         if not directory.is_dir():
             raise folders.missing_iteration(there, wanted)
-        formats.recognise(directory)
+        if not sharded.recognise(directory):
+            raise manifest.missing(directory)
         content, digest = manifest.load(directory)
         if content.iteration != wanted:
             raise CheckpointError(
@@ -93,7 +95,7 @@ def open_checkpoint(
         directories.append(directory)
         return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
 
-    seen = together(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other[:-1] != seen[0][:-1]:
             names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
@@ -103,14 +105,14 @@ def open_checkpoint(
                 f"{_told(other)}; in {folder}",
                 fix="put --load on a file system that all ranks see, or copy it to all nodes again",
             )
-    opened = OpenCheckpoint(
+    opened = NativeCheckpoint(
         directory=directories[0],
         manifest=manifests[0],
         ctx=ctx,
         verification=verification,
         hosts=tuple(other.host for other in seen),
     )
-    together(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
+    run_on_all_ranks(ctx, f"looking for the files of {opened.directory}", opened.check_sizes)
     _warn_of_newer(directories[0].parent, seen[0].iteration, iteration)
     return opened
 
@@ -175,7 +177,9 @@ def open_or_previous(
 
     refused: list[str] = []
     # One list for all, in case they do not see the same.
-    candidates = on_first(ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused))
+    candidates = run_on_rank0(
+        ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused)
+    )
     wanted, refused = candidates
     if not wanted:
         return open_at(iteration)
@@ -205,8 +209,8 @@ def _short(error: CheckpointError) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OpenCheckpoint:
-    """A checkpoint that all ranks agree on; all call its reading methods together."""
+class NativeCheckpoint:
+    """A checkpoint of our own format that all ranks agree on; an `OpenedCheckpoint`."""
 
     directory: Place
     manifest: Manifest
@@ -214,6 +218,22 @@ class OpenCheckpoint:
     verification: Verification
     hosts: tuple[str, ...] = field(repr=False)
     _checked: set[tuple[str, str]] = field(default_factory=set, repr=False)  # (host, file)
+
+    @property
+    def format_name(self) -> str:
+        """The name of our own format."""
+        return sharded.NAME
+
+    @property
+    def is_native(self) -> bool:
+        """Yes: it is of our own format."""
+        return True
+
+    def check_resumable(self) -> None:
+        """Do nothing: the manifest says how far the run was."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between reads."""
 
     def check_sizes(self) -> None:
         """Check this rank's share of its host's view of the files; does not communicate.
@@ -234,33 +254,23 @@ class OpenCheckpoint:
         cast: bool = False,
         only: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Fill this rank's `targets` in place, from whatever layout they were saved at.
-
-        Over all ranks the targets must be exactly the saved tensors under `prefixes` (default:
-        all) that `only` names. `cast` permits another dtype than the saved one. Nothing is touched
-        until names, shapes and files have been checked on all ranks.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes do not match; a file is damaged or cannot be
-                read (only then may targets be partly filled). The same on every rank.
-        """
+        """Fill this rank's `targets` in place; as `OpenedCheckpoint.read_into`."""
         targets = list(targets)
-        form = formats.recognise(self.directory)
         plans: list[ReadPlan] = []
 
         def plan() -> tuple[frozenset[str], frozenset[str]]:
-            made = form.plan_read(self.directory, self.manifest, targets, cast=cast)
+            made = sharded.plan_read(self.directory, self.manifest, targets, cast=cast)
             plans.append(made)
             return frozenset(target.name for target in targets), made.files
 
-        agreed = together(self.ctx, "matching the checkpoint with this run", plan)
+        agreed = run_on_all_ranks(self.ctx, "matching the checkpoint with this run", plan)
         wanted = frozenset().union(*(names for names, _ in agreed))
         saved = filter(only, self.manifest.tensors)
         if extra := reshard.unexpected(saved, wanted, prefixes):
             raise reshard.mismatch_error(extra)
         self._verify([files for _, files in agreed], others=True)
         threads = fair_threads(self.hosts, self.ctx.rank)
-        together(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
+        run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
         """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
@@ -275,14 +285,13 @@ class OpenCheckpoint:
                 found=f"{len(saved)} saved, {self.ctx.world.size} ranks; {self.directory}",
                 fix="add --no-load-rng to go on with fresh generators",
             )
-        form = formats.recognise(self.directory)
         self._verify([{name} for name in saved], others=False)
         states: list[GeneratorStates] = []
 
         def read() -> None:
-            states.append(form.read_generators(self.directory, self.manifest, self.ctx.rank))
+            states.append(sharded.read_generators(self.directory, self.manifest, self.ctx.rank))
 
-        together(self.ctx, "reading the random states", read)
+        run_on_all_ranks(self.ctx, "reading the random states", read)
         return states[0]
 
     def verify_all(self) -> None:
@@ -316,7 +325,7 @@ class OpenCheckpoint:
             ):
                 raise verify.damage_error(self.directory, damages)
 
-        together(self.ctx, "checking the checkpoint's files", check)
+        run_on_all_ranks(self.ctx, "checking the checkpoint's files", check)
         self._checked.update(
             (host, name) for host, names in zip(self.hosts, shares) for name in names
         )

@@ -1,9 +1,9 @@
 """Saves beside the training: it stands still only while its state is copied to host memory.
 
 A thread of each rank writes and never communicates. All agreement happens on the main thread, in
-`look` between two steps: whether all have written, then whether rank 0 has put the checkpoint in
+`poll` between two steps: whether all have written, then whether rank 0 has put the checkpoint in
 place. So no message of a save can come between those of the training. One save is under way at a
-time; a failure is raised by the next `look`, the same on every rank. Memory for the copy is made
+time; a failure is raised by the next `poll`, the same on every rank. Memory for the copy is made
 by such a thread too, when the run begins, so that no save has to wait for it.
 """
 
@@ -18,14 +18,22 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron import device, log
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.durable import CANCELLED
 from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.files.threads import fair_threads, this_host
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
-from megatron.checkpoint.formats.base import WrittenPart
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import WrittenPart
 from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_taken
-from megatron.checkpoint.save.saving import Saved, Stage, on_first, prepare, share_of, writing
+from megatron.checkpoint.save.saving import (
+    Saved,
+    StagedSave,
+    prepare,
+    run_on_rank0,
+    share_of,
+    writing,
+)
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 from megatron.errors import ConfigError, MegatronError
 from megatron.host import available_memory_bytes
@@ -93,7 +101,7 @@ class _Work:
 class _Flight:
     """One save under way, as this rank sees it."""
 
-    def __init__(self, stage: Stage, snapshot: Snapshot, work: _Work, stalled: float) -> None:
+    def __init__(self, stage: StagedSave, snapshot: Snapshot, work: _Work, stalled: float) -> None:
         self.stage, self.snapshot, self.work, self.stalled = stage, snapshot, work, stalled
         self.is_writing = True  # else rank 0 puts the checkpoint in place
 
@@ -141,7 +149,7 @@ class BackgroundSaves:
             flight.work.cancel()
         flight.work.join(_LEAVE_S)  # putting it in place takes moments
 
-    def reserve(self, tensors: Iterable[ShardedTensor], *, format_name: str = "sharded") -> None:
+    def reserve(self, tensors: Iterable[ShardedTensor]) -> None:
         """Begin to make the host memory that saves of such `tensors` are copied to.
 
         A thread goes on with it, and the first `start` waits until it is there. Without this call
@@ -152,17 +160,15 @@ class BackgroundSaves:
             CheckpointError: ranks do not fit together. The same on every rank.
         """
         ctx = self._ctx
-        share = share_of(
-            Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx, format_name=format_name
-        )
+        share = share_of(Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx)
         size = copied_bytes(share)
         doing = "looking for the host memory that --async-save needs"
 
         def look() -> _Wanted:
             return _Wanted(this_host(), memory_taken(size), available_memory_bytes())
 
-        wanted = together(ctx, doing, look)
-        together(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
+        wanted = run_on_all_ranks(ctx, doing, look)
+        run_on_all_ranks(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
         self._memory.threads = fair_threads([one.host for one in wanted], ctx.rank)
         self._making = _Work(lambda: self._memory.make_room(size))
 
@@ -183,7 +189,6 @@ class BackgroundSaves:
         *,
         iteration: int,
         retention: Retention = KEEP_ALL,
-        format_name: str = "sharded",
     ) -> None:
         """Copy `snapshot` to host memory and begin to write it as the checkpoint of `iteration`.
 
@@ -208,24 +213,23 @@ class BackgroundSaves:
             iteration=iteration,
             ctx=ctx,
             retention=retention,
-            format_name=format_name,
         )
 
         def take() -> Snapshot:
             self.wait_for_memory()
-            share = stage.form.share(snapshot, stage.plan, rank=ctx.rank)
+            share = sharded.share(snapshot, stage.plan, rank=ctx.rank)
             return self._memory.copy_of(share)
 
         mine: list[Snapshot] = []
         try:
-            together(ctx, "copying the state to host memory", lambda: mine.append(take()))
+            run_on_all_ranks(ctx, "copying the state to host memory", lambda: mine.append(take()))
         except MegatronError:
-            on_first(ctx, "removing what was written", stage.discard)
+            run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
         work = _Work(lambda: stage.write(mine[0], ctx.rank))
         self._flight = _Flight(stage, mine[0], work, time.monotonic() - started)
 
-    def look(self) -> Saved | None:
+    def poll(self) -> Saved | None:
         """Go on with the save under way, without waiting; what it became once it is complete.
 
         Raises:
@@ -255,7 +259,7 @@ class BackgroundSaves:
         return saved
 
     def wait(self) -> Saved | None:
-        """Return when no save is under way: what the last one became. Raises as `look` does."""
+        """Return when no save is under way: what the last one became. Raises as `poll` does."""
         pause, longest = _LOOK_S
         saved = None
         while (flight := self._flight) is not None and saved is None:
@@ -263,7 +267,7 @@ class BackgroundSaves:
             flight.work.join(pause)
             flight.stalled += time.monotonic() - began
             pause = min(1.5 * pause, longest)
-            saved = self.look()
+            saved = self.poll()
         return saved
 
     def _agree(self, *said: bool) -> list[bool]:
@@ -275,9 +279,11 @@ class BackgroundSaves:
         """All have written, or one has failed: agree on which; then rank 0 goes on."""
         stage, snapshot, ctx = flight.stage, flight.snapshot, self._ctx
         try:
-            parts: list[WrittenPart] = together(ctx, writing(stage.iteration), flight.work.part)
+            parts: list[WrittenPart] = run_on_all_ranks(
+                ctx, writing(stage.iteration), flight.work.part
+            )
         except MegatronError:  # the same on all ranks, and nobody is still writing
-            on_first(ctx, "removing what was written", stage.discard)
+            run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
 
         def finish() -> Saved:
@@ -295,7 +301,7 @@ class BackgroundSaves:
     def _complete(self, flight: _Flight) -> Saved:
         doing = f"putting the checkpoint of iteration {flight.stage.iteration} in place"
 
-        saved: Saved = together(self._ctx, doing, flight.work.result)[0]
+        saved: Saved = run_on_all_ranks(self._ctx, doing, flight.work.result)[0]
         self._flight = None
         seconds = time.monotonic() - flight.stage.started
         saved = saved._replace(seconds=seconds, stalled=flight.stalled)

@@ -18,8 +18,7 @@ import torch
 
 import megatron
 from megatron import log
-from megatron.checkpoint import formats
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import store
 from megatron.checkpoint.files.durable import from_os_error
 from megatron.checkpoint.files.store import Place
@@ -28,7 +27,8 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
-from megatron.checkpoint.formats.base import CheckpointFormat, SharedPlan, WrittenPart
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import Offer, SharedPlan, WrittenPart
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError, MegatronError
 from megatron.mpu.context import ParallelContext
@@ -69,10 +69,9 @@ class _Facts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
-    """A save that all ranks have agreed on, with a place to write to. Nothing here communicates."""
+class StagedSave:
+    """A save in progress after all ranks agreed on its plan. Performs no communication."""
 
-    form: CheckpointFormat
     plan: SharedPlan
     folder: Place
     directory: Place  # where the files go before they are a checkpoint
@@ -93,15 +92,15 @@ class Stage:
                 found=str(self.directory),
                 fix="--save must be on a file system that all ranks see",
             )
-        part = self.form.write(self.directory, snapshot, self.plan, rank=rank)
+        part = sharded.write(self.directory, snapshot, self.plan, rank=rank)
         if on_disk and self.retention.last is not None:
             verify.read_back(self.directory, part.files)
         return part
 
     def describe(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
-        """Rank 0 must see every file at its length; then the manifest says what they are.
+        """Check on rank 0 that every file exists with its expected size, then write the manifest.
 
-        Objects are a checkpoint from here on.
+        In an object store it is a checkpoint from here on.
         """
         content = self._manifest(snapshot, parts)
         damages = verify.wrong_sizes(self.directory, content, content.files)
@@ -195,7 +194,6 @@ def save(
     iteration: int,
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
-    format_name: str = "sharded",
 ) -> Saved:
     """Write `snapshot` as the checkpoint of `iteration` in `folder`, and make it the latest.
 
@@ -212,32 +210,32 @@ def save(
         iteration=iteration,
         ctx=ctx,
         retention=retention,
-        format_name=format_name,
     )
     try:
-        parts = together(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
-        size = on_first(
+        parts = run_on_all_ranks(ctx, writing(iteration), lambda: stage.write(snapshot, ctx.rank))
+        size = run_on_rank0(
             ctx,
             "checking and describing the checkpoint",
             lambda: stage.describe(snapshot, parts).bytes,
         )
     except MegatronError:  # the same on all ranks, so nobody is still writing
-        on_first(ctx, "removing what was written", stage.discard)
+        run_on_rank0(ctx, "removing what was written", stage.discard)
         raise
-    directory = on_first(ctx, "putting the checkpoint in place", stage.commit)
-    retired = on_first(ctx, "removing older checkpoints", stage.retire)
+    directory = run_on_rank0(ctx, "putting the checkpoint in place", stage.commit)
+    retired = run_on_rank0(ctx, "removing older checkpoints", stage.retire)
     return stage.saved(directory, size, retired)
 
 
-def share_of(snapshot: Snapshot, *, ctx: ParallelContext, format_name: str = "sharded") -> Snapshot:
+def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
     """What this rank would write of such a snapshot; all ranks call this together.
 
     Raises:
         CheckpointError: ranks do not fit together. The same on every rank.
     """
-    form = formats.get(format_name)
-    offers = together(ctx, "describing what will be saved", lambda: form.describe(snapshot))
-    return form.share(snapshot, form.plan_write(offers), rank=ctx.rank)
+    offers = run_on_all_ranks(
+        ctx, "describing what will be saved", lambda: sharded.describe(snapshot)
+    )
+    return sharded.share(snapshot, sharded.plan_write(offers), rank=ctx.rank)
 
 
 def writing(iteration: int) -> str:
@@ -259,9 +257,9 @@ def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ..
         return ()
 
 
-def on_first(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
-    """Take `step` on rank 0 alone; its result, or its error, on all."""
-    return together(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
+def run_on_rank0(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
+    """Call `step` on rank 0 only; return its result, or raise its error, on all ranks."""
+    return run_on_all_ranks(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
 
 
 def prepare(
@@ -271,16 +269,14 @@ def prepare(
     iteration: int,
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
-    format_name: str = "sharded",
-) -> Stage:
+) -> StagedSave:
     """Agree on who writes what, and make room for it; all ranks call this together.
 
     Raises:
         CheckpointError: the same on every rank; nothing is left behind.
     """
     started = time.monotonic()
-    form = formats.get(format_name)
-    plan = _agree_on_plan(form, snapshot, iteration, ctx)
+    plan = _agree_on_plan(snapshot, iteration, ctx)
     pieces = sum(len(name) + _PIECE_BYTES for name in plan.tensors) * len(plan.ranks)
     needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
     where: list[Place] = []
@@ -288,21 +284,19 @@ def prepare(
     def look() -> None:
         where.append(store.place(folder))
 
-    def make() -> tuple[str, str | None]:
+    def make() -> folders.StageName:
         there = where[0]
         folders.begin(there)
         folders.require_space(there, needed)
-        stage = folders.make_stage(there, iteration)
-        return stage.name, getattr(stage, "token", None)
+        return folders.stage_name(folders.make_stage(there, iteration))
 
-    together(ctx, "looking for the folder to save in", look)
-    name, token = on_first(ctx, "making room for the checkpoint", make)
+    run_on_all_ranks(ctx, "looking for the folder to save in", look)
+    stage = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
-    return Stage(
-        form=form,
+    return StagedSave(
         plan=plan,
         folder=where[0],
-        directory=folders.stage_called(where[0], name, token),
+        directory=folders.stage_called(where[0], stage),
         iteration=iteration,
         layout=Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
         retention=retention,
@@ -310,14 +304,12 @@ def prepare(
     )
 
 
-def _agree_on_plan(
-    form: CheckpointFormat, snapshot: Snapshot, iteration: int, ctx: ParallelContext
-) -> SharedPlan:
-    def offer() -> tuple[_Facts, Any]:
+def _agree_on_plan(snapshot: Snapshot, iteration: int, ctx: ParallelContext) -> SharedPlan:
+    def offer() -> tuple[_Facts, Offer]:
         facts = _Facts(iteration, _digest(snapshot.progress), _digest(snapshot.scalars))
-        return facts, form.describe(snapshot)
+        return facts, sharded.describe(snapshot)
 
-    offers = together(ctx, "describing what to save", offer)
+    offers = run_on_all_ranks(ctx, "describing what to save", offer)
     first = offers[0][0]
     for rank, (facts, _) in enumerate(offers):
         unequal = [name for name, a, b in zip(_Facts._fields, first, facts) if a != b]
@@ -327,7 +319,7 @@ def _agree_on_plan(
                 found=f"{', '.join(unequal)} of rank {rank} differ from those of rank 0",
                 fix="this is a defect or a rank that runs other code: compare their versions",
             )
-    return form.plan_write([offer for _, offer in offers])
+    return sharded.plan_write([offer for _, offer in offers])
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import durable
 from megatron.checkpoint.folder import manifest, seal, verify
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import SEAL, FileRecord, Layout, Manifest
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.base import WrittenPart
-from megatron.checkpoint.formats.native.sharded import write_generators
-from megatron.checkpoint.save.saving import Saved, manifest_of, on_first, retire, writing
+from megatron.checkpoint.formats.native.sharded import WrittenPart, write_generators
+from megatron.checkpoint.save.saving import Saved, manifest_of, retire, run_on_rank0, writing
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import MegatronError
 from megatron.mpu.context import ParallelContext
@@ -54,7 +53,7 @@ class SealedSave:
         """
         ctx, grid, stage = self.ctx, self.ctx.topology, self.stage
         try:
-            parts = together(ctx, writing(self.iteration), lambda: self.write_part(write()))
+            parts = run_on_all_ranks(ctx, writing(self.iteration), lambda: self.write_part(write()))
             content = manifest_of(
                 self.snapshot,
                 parts,
@@ -62,12 +61,12 @@ class SealedSave:
                 layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
                 tensors={},  # the other framework's files say where they are
             )
-            on_first(ctx, "reading the checkpoint back", lambda: self.put(content, look))
+            run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, look))
         except MegatronError:  # the same on all ranks, so nobody is still writing
-            on_first(ctx, "removing what was written", lambda: folders.remove(stage))
+            run_on_rank0(ctx, "removing what was written", lambda: folders.remove(stage))
             raise
-        directory = on_first(ctx, "putting the checkpoint in place", commit)
-        retired = on_first(
+        directory = run_on_rank0(ctx, "putting the checkpoint in place", commit)
+        retired = run_on_rank0(
             ctx,
             "removing older checkpoints",
             lambda: retire(directory.parent, self.retention, newest=self.iteration),

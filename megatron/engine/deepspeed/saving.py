@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.checkpoint.formats.deepspeed.parameters import KnownParameter, describe_parameter
-from megatron.checkpoint.formats.deepspeed.save import ClientState, Door, Live
+from megatron.checkpoint.formats.deepspeed.save import ClientState, DurableWriter, Live
 from megatron.config.precision import PrecisionConfig
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.optimizer import MegatronOptimizer
@@ -54,10 +54,10 @@ def live_run(
     groups = param_groups(named, dimensions=lambda p: len(_shape(p)))
     ordered = [pair for group in groups for pair in group.parameters]
 
-    def write(folder: Path, tag: str, state: ClientState, door: Door) -> None:
+    def write(folder: Path, tag: str, state: ClientState, writer: DurableWriter) -> None:
         if own is not None:
             state = {**state, "optimizer": _as_deepspeed_keeps_it(own, ordered, loss_scale)}
-        with _through(runtime, door), _plain_scale(runtime.optimizer, loss_scale, precision):
+        with _through(runtime, writer), _plain_scale(runtime.optimizer, loss_scale, precision):
             runtime.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
 
     return Live(known, tuple(theirs[p] for _, p in ordered), write)
@@ -76,10 +76,10 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def _through(runtime: Any, door: Door) -> Iterator[None]:
-    """Let every file that DeepSpeed writes pass the door."""
+def _through(runtime: Any, writer: DurableWriter) -> Iterator[None]:
+    """Write every file of DeepSpeed's through `writer`."""
     before = runtime.checkpoint_engine
-    runtime.checkpoint_engine = _Writer(before, door)
+    runtime.checkpoint_engine = _Writer(before, writer)
     try:
         yield
     finally:
@@ -89,15 +89,15 @@ def _through(runtime: Any, door: Door) -> Iterator[None]:
 class _Writer:
     """DeepSpeed's writer of files, but for the writing."""
 
-    def __init__(self, replaced: Any, door: Door) -> None:
-        self._replaced, self._door = replaced, door
+    def __init__(self, replaced: Any, writer: DurableWriter) -> None:
+        self._replaced, self._writer = replaced, writer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replaced, name)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, durably; an error is kept until all ranks are done."""
-        self._door.save(state_dict, path)
+        self._writer.save(state_dict, path)
 
 
 @contextmanager

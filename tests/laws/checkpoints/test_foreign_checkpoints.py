@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
 from tests.laws.checkpoints.test_reshard import ALL, SAVED_AT, check_continued
@@ -79,10 +79,10 @@ def test_a_checkpoint_goes_there_and_back_through_megatrons_layout(tmp_path: Pat
     ours = tmp_path / "ours"
     run_on_ranks(1, train_all, [_run(corpus, flags, exit_interval=SAVED_AT, save=str(ours))])
     back = tmp_path / "back"
-    with source_formats.open_source(ours) as source:
+    with registry.open_source(ours) as source:
         options = WriteOptions(tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
-        source_formats.get("megatron").write(source, tmp_path / "megatron", options)
-    with source_formats.open_source(tmp_path / "megatron") as source:
+        registry.get("megatron").write(source, tmp_path / "megatron", options)
+    with registry.open_source(tmp_path / "megatron") as source:
         write_sharded(source, back)
     for folder in (tmp_path / "megatron", back):
         records = run_on_ranks(1, train_all, [_run(corpus, flags, load=str(folder))])[0]
@@ -108,10 +108,8 @@ def test_a_run_begins_with_the_weights_alone(tmp_path: Path) -> None:
     save = str(tmp_path / "save")
     first = _run(corpus, flags, exit_interval=SAVED_AT, save=save, save_optim=False)
     run_on_ranks(1, train_all, [first])
-    with source_formats.open_source(save) as source:
-        source_formats.get("megatron").write(
-            source, tmp_path / "release", WriteOptions(iteration=0)
-        )
+    with registry.open_source(save) as source:
+        registry.get("megatron").write(source, tmp_path / "release", WriteOptions(iteration=0))
     assert (tmp_path / "release" / "release").is_dir()
     load = str(tmp_path / "release")
     expected = run_on_ranks(1, train_all, [_run(corpus, flags, load=save, finetune=True)])[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import source_formats
 from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
 from tests.support.checkpoints.sources import MemorySource
@@ -37,7 +37,7 @@ def test_the_mean_of_two_iterations_is_a_checkpoint_of_weights(save: Path, tmp_p
     assert ended.returncode == 0, ended.stderr
     assert "averaged 2 checkpoints" in ended.stdout
     one, other = (MemorySource.of_gpt(seed=seed, optimizer=True) for seed in (10, 20))
-    with source_formats.open_source(tmp_path / "mean") as found:
+    with registry.open_source(tmp_path / "mean") as found:
         assert found.progress["iteration"] == 20
         assert {name for name in one.values if name.startswith("model/")} == set(found.tensors)
         for name, known in found.tensors.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.source import write_sharded
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.checkpoints.sources import MemorySource, assert_same
@@ -42,7 +42,7 @@ def test_ours_goes_to_megatron_and_back_and_nothing_is_lost(ours: Path, tmp_path
     assert len(list((there / "iter_0000010").glob("mp_rank_*_*/model_optim_rng.pt"))) == 4
     ended = convert("--load", there, "--save", back, "--format", "sharded")
     assert ended.returncode == 0, ended.stderr
-    with source_formats.open_source(ours) as first, source_formats.open_source(back) as last:
+    with registry.open_source(ours) as first, registry.open_source(back) as last:
         assert_same(last, first)
         assert (last.scalars, last.progress) == (first.scalars, first.progress)
 
@@ -54,7 +54,7 @@ def test_weights_alone_and_true_tokens(tmp_path: Path) -> None:
         *("--true-vocab-size", 41, "--no-optim"),
     )
     assert ended.returncode == 0, ended.stderr
-    with source_formats.open_source(tmp_path / "ours") as found:
+    with registry.open_source(tmp_path / "ours") as found:
         assert found.tensors["model/embedding.word.weight"].global_shape == (41, 16)
         assert all(name.startswith("model/") for name in found.tensors)
 

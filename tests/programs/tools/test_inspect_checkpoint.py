@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.source import WriteOptions
 from megatron.mpu.context import ParallelContext
@@ -189,11 +189,11 @@ def test_other_formats_are_told_by_the_names_that_they_would_have_here(tmp_path)
     assert "mp_rank_01_001" in ended.stderr
 
 
-@pytest.mark.parametrize("name", source_formats.writable())
+@pytest.mark.parametrize("name", registry.writable())
 def test_what_any_format_holds_is_told_alike(tmp_path, monkeypatch, capsys, name):
     source = MemorySource.of_gpt(optimizer=name != "huggingface")
     options = WriteOptions(copy_tokenizer=False)
-    source_formats.get(name).write(source, tmp_path / "to", options)
+    registry.get(name).write(source, tmp_path / "to", options)
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["inspect", str(tmp_path / "to"), "--verify"])
     inspect_checkpoint.main()

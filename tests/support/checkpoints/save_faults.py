@@ -151,13 +151,13 @@ MOMENTS: Mapping[str, Moment] = {
     "all know the stage": Moment(_after(folders, "stage_called")),
     "half of the state is copied": Moment(_after(HostMemory, "_at", call=3), only_beside=True),
     "the state is copied": Moment(_after(HostMemory, "copy_of"), only_beside=True),
-    "before the first byte": Moment(_before(saving.Stage, "write")),
+    "before the first byte": Moment(_before(saving.StagedSave, "write")),
     "half of a header is written": Moment(_half_of_a_write(_is_shard)),
     "half of a tensor is written": Moment(_half_of_a_write(_is_shard, call=3)),
     "a shard is not synced yet": Moment(_before(durable.DurableFile, "__exit__")),
     "a shard is durable": Moment(_after(safetensors_io, "create")),
     "before the random states": Moment(_before(sharded, "write_generators")),
-    "the part is written": Moment(_after(saving.Stage, "write")),
+    "the part is written": Moment(_after(saving.StagedSave, "write")),
     "before the manifest": Moment(_before(manifest, "encode"), on_first_alone=True),
     "half of the manifest is written": Moment(_half_of_a_write(_is_manifest), on_first_alone=True),
     "the manifest is durable": Moment(_after(store, "write_file"), on_first_alone=True),
@@ -171,7 +171,7 @@ MOMENTS: Mapping[str, Moment] = {
     ),
     **_OLDER,
     "older ones are gone": Moment(
-        _after(saving.Stage, "retire"), on_first_alone=True, is_committed=True
+        _after(saving.StagedSave, "retire"), on_first_alone=True, is_committed=True
     ),
 }
 
@@ -184,14 +184,14 @@ _TORCH_FILE: Mapping[str, Moment] = {
     "a file is durable": Moment(_after(torch_file, "save")),
 }
 MEGATRON_MOMENTS: Mapping[str, Moment] = {
-    "before the ranks say what they hold": Moment(_before(megatron_save, "together")),
-    "the plan is made": Moment(_after(megatron_save, "together", call=2)),
+    "before the ranks say what they hold": Moment(_before(megatron_save, "run_on_all_ranks")),
+    "the plan is made": Moment(_after(megatron_save, "run_on_all_ranks", call=2)),
     "the stage is made": Moment(_after(folders, "make_stage"), on_first_alone=True),
     "before the first byte": Moment(_before(megatron_writer, "write_rank")),
     **_TORCH_FILE,
     "before the random states": Moment(_before(sealed_save, "write_generators")),
     "the part is written": Moment(_after(SealedSave, "write_part")),
-    "all have written": Moment(_after(sealed_save, "together")),
+    "all have written": Moment(_after(sealed_save, "run_on_all_ranks")),
     "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
     "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),
     "before the stage is synced": Moment(_before(folders, "publish"), on_first_alone=True),
@@ -207,15 +207,15 @@ MEGATRON_MOMENTS: Mapping[str, Moment] = {
     ),
 }
 DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
-    "before the ranks say what they hold": Moment(_before(deepspeed_save, "together")),
-    "the names are known": Moment(_after(deepspeed_save, "together", call=2)),
+    "before the ranks say what they hold": Moment(_before(deepspeed_save, "run_on_all_ranks")),
+    "the names are known": Moment(_after(deepspeed_save, "run_on_all_ranks", call=2)),
     "before DeepSpeed saves": Moment(_before(deepspeed_save, "_let_write")),
-    "before the first byte": Moment(_before(deepspeed_save.Door, "save")),
+    "before the first byte": Moment(_before(deepspeed_save.DurableWriter, "save")),
     **_TORCH_FILE,
     "DeepSpeed has saved": Moment(_after(deepspeed_save, "_let_write")),
     "before the random states": Moment(_before(sealed_save, "write_generators")),
     "the part is written": Moment(_after(SealedSave, "write_part")),
-    "all have written": Moment(_after(sealed_save, "together")),
+    "all have written": Moment(_after(sealed_save, "run_on_all_ranks")),
     "before it is read back": Moment(_before(deepspeed_save, "_look"), on_first_alone=True),
     "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
     "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),

@@ -10,9 +10,8 @@ from torch import Tensor
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import code_of
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.gpt_tensors import Shapes, gpt_tensors
-from megatron.checkpoint.source import CheckpointSource, SourceBase
+from megatron.checkpoint.source import CheckpointSource, SourceBase, TensorDescription
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 

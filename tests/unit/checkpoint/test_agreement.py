@@ -17,25 +17,25 @@ def fail(error):
 
 
 def test_results_come_in_rank_order():
-    assert agreement.together(CTX, "counting", lambda: 3) == [3]
+    assert agreement.run_on_all_ranks(CTX, "counting", lambda: 3) == [3]
 
 
 def test_an_error_of_the_only_rank_is_raised_as_it_was():
     error = ConfigError("problem", found="f", fix="x")
     with pytest.raises(ConfigError, match="problem"):
-        agreement.together(CTX, "checking", lambda: fail(error))
+        agreement.run_on_all_ranks(CTX, "checking", lambda: fail(error))
 
 
 def test_what_the_system_refused_becomes_an_error_with_a_fix():
     error = OSError(errno.ENOSPC, "No space left on device", "/save/x")
     with pytest.raises(CheckpointError, match="writing failed: No space left") as caught:
-        agreement.together(CTX, "writing", lambda: fail(error))
+        agreement.run_on_all_ranks(CTX, "writing", lambda: fail(error))
     assert caught.value.__cause__ is error
 
 
 def test_a_defect_is_called_one_and_keeps_its_cause():
     with pytest.raises(CheckpointError, match="writing failed by a defect") as caught:
-        agreement.together(CTX, "writing", lambda: {}["x"])
+        agreement.run_on_all_ranks(CTX, "writing", lambda: {}["x"])
     assert "KeyError: 'x'" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -57,7 +57,7 @@ def of_ranks(monkeypatch):
 def test_one_failing_rank_is_named_on_those_that_did_not_fail(of_ranks):
     ctx = of_ranks([None, None, CheckpointError("full", found="disk", fix="clean"), None])
     with pytest.raises(CheckpointError, match="rank 2 of 4 failed while writing") as caught:
-        agreement.together(ctx, "writing", lambda: None)
+        agreement.run_on_all_ranks(ctx, "writing", lambda: None)
     assert "rank 2: full; disk" in str(caught.value)
     assert caught.value.fix == "clean"
 
@@ -65,11 +65,11 @@ def test_one_failing_rank_is_named_on_those_that_did_not_fail(of_ranks):
 def test_many_failing_ranks_are_summed_up(of_ranks):
     ctx = of_ranks([None] + [CheckpointError("full", found=i, fix="clean") for i in range(6)])
     with pytest.raises(CheckpointError, match=r"ranks 1, 2, 3, 4 of 7 failed") as caught:
-        agreement.together(ctx, "writing", lambda: None)
+        agreement.run_on_all_ranks(ctx, "writing", lambda: None)
     assert "and 2 more ranks" in str(caught.value)
 
 
 def test_an_error_that_all_ranks_share_is_raised_without_ranks(of_ranks):
     ctx = of_ranks([ConfigError("same", found=1, fix="x") for _ in range(3)])
     with pytest.raises(ConfigError, match=r"^same"):
-        agreement.together(ctx, "writing", lambda: None)
+        agreement.run_on_all_ranks(ctx, "writing", lambda: None)

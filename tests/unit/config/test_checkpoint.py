@@ -37,11 +37,6 @@ def test_fine_tuning_needs_weights() -> None:
             "that nothing would remove",
             "--keep-every 5, --keep-best 2 without --keep-last",
         ),
-        (
-            {"save": "s", "checkpoint_format": "megatron", "async_save": True, "keep_last": 2},
-            "only checkpoints of our own format are written beside the training",
-            "--checkpoint-format megatron with --async-save",
-        ),
         ({"async_save": True}, "but to no place", "--async-save without --save"),
         (
             {"load_iteration": 5, "load_fallback": LoadFallback.PREVIOUS},

@@ -10,9 +10,8 @@ from megatron.data.kinds.program_data import BERT_DATA
 from megatron.errors import CheckpointError
 from megatron.preflight.checkpoint import (
     best_checkpoints_can_be_told,
+    checkpoint_format_can_hold_the_run,
     checkpoint_to_load_exists,
-    deepspeed_files_can_hold_the_run,
-    megatron_files_can_hold_the_run,
     starts_fresh_if_empty,
 )
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
@@ -51,46 +50,38 @@ def test_a_checkpoint_of_another_format_is_there(tmp_path: Path) -> None:
     only(errors, "iteration 9 is not in the checkpoint folder")
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
-        ({"save": "memory://bucket/run"}, "--save memory://bucket/run"),
-        ({"num_experts": 4, "add_bias_linear": False}, "--num-experts 4"),
-        (
-            {"num_layers": 3, "pipeline_model_parallel_size": 2},
-            "pipeline stages of unequal length",
-        ),
-    ],
-)
-def test_megatrons_files_are_only_asked_for_where_they_can_hold_the_run(
-    tmp_path: Path, flags: dict[str, Any], why: str
-) -> None:
-    asked: dict[str, Any] = {"save": str(tmp_path), "checkpoint_format": "megatron", **flags}
-    errors = found(megatron_files_can_hold_the_run, plan(**asked, world_size=2))
-    only(errors, "Megatron's files cannot hold this run", why)
-    asked["checkpoint_format"] = "sharded"
-    assert found(megatron_files_can_hold_the_run, plan(**asked, world_size=2)) == []
-    fine = plan(save=str(tmp_path), checkpoint_format="megatron")
-    assert found(megatron_files_can_hold_the_run, fine) == []
-    bert = dataclasses.replace(fine, reads=BERT_DATA)
-    assert found(megatron_files_can_hold_the_run, bert) == []
+@pytest.mark.parametrize("form", ["megatron", "deepspeed"])
+def test_a_format_is_only_asked_for_where_it_can_hold_the_run(tmp_path: Path, form: str) -> None:
+    check = checkpoint_format_can_hold_the_run
+    asked: dict[str, Any] = {"save": "memory://bucket/run", "checkpoint_format": form}
+    errors = found(check, plan(**asked))
+    only(errors, f"--checkpoint-format {form} with", "--save memory://bucket/run")
+    assert found(check, plan(checkpoint_format=form)) == [], "nothing is saved"
+    assert found(check, plan(**asked | {"checkpoint_format": "sharded"})) == []
+    fine = plan(**asked | {"save": str(tmp_path), "deepspeed": form == "deepspeed"})
+    assert found(check, fine) == []
+    assert found(check, dataclasses.replace(fine, reads=BERT_DATA)) == []
 
 
-def test_deepspeeds_files_need_its_engine_a_folder_and_the_optimizers_state(
-    tmp_path: Path,
-) -> None:
-    asked = {"checkpoint_format": "deepspeed", "save": str(tmp_path)}
-    check = deepspeed_files_can_hold_the_run
-    assert found(check, plan()) == []
-    assert found(check, plan(deepspeed=True, **asked)) == []
-    for flags, named in (
-        (asked, "no --deepspeed"),
-        (asked | {"deepspeed": True, "save_optim": False}, "--no-save-optim"),
-        (asked | {"deepspeed": True, "save": "memory://run"}, "--save memory://run"),
-    ):
-        words = "DeepSpeed cannot write the checkpoints of this run"
-        only(found(check, plan(**flags)), words, named)
+def test_stages_of_unequal_length_are_no_matter_but_to_megatrons_files(tmp_path: Path) -> None:
+    stages = {"num_layers": 3, "pipeline_model_parallel_size": 2, "save": str(tmp_path)}
+    check = checkpoint_format_can_hold_the_run
+    assert found(check, plan(**stages, world_size=2)) == []
+    errors = found(check, plan(**stages, checkpoint_format="megatron", world_size=2))
+    only(errors, "Megatron's files cannot hold this run", "pipeline stages of unequal length")
+
+
+@pytest.mark.parametrize("form", ["megatron", "deepspeed"])
+def test_other_formats_are_not_written_beside_the_training(tmp_path: Path, form: str) -> None:
+    asked = {"save": str(tmp_path), "checkpoint_format": form, "async_save": True}
+    errors = found(checkpoint_format_can_hold_the_run, plan(**asked, deepspeed=form == "deepspeed"))
+    only(
+        errors,
+        "only checkpoints of our own format are written beside the training",
+        f"--checkpoint-format {form} with --async-save",
+    )
+    ours = plan(**asked | {"checkpoint_format": "sharded"})
+    assert found(checkpoint_format_can_hold_the_run, ours) == []
 
 
 def test_only_the_same_folder_starts_fresh(tmp_path: Path) -> None:

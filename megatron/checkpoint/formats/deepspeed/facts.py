@@ -11,13 +11,12 @@ from typing import Any
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed.names import known_parameters
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD, KnownParameter, RunRecord
 from megatron.checkpoint.formats.megatron.args import config_of_args
 from megatron.checkpoint.formats.megatron.names import POSITION, WORD, RowOrder, row_order
 from megatron.checkpoint.gpt_tensors import gpt_tensors
-from megatron.checkpoint.source import SourceBase, SourceOptions
+from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError

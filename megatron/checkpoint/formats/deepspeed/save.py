@@ -1,7 +1,7 @@
 """A running job saves in DeepSpeed's own layout, under the same rules as a checkpoint of ours.
 
-DeepSpeed's engine writes its files, through a door that makes them durable and notes their digests.
-The folder appears by one rename, after all ranks are done and rank 0 has read it back.
+DeepSpeed's engine writes its files through a writer that makes them durable and records their
+digests. The folder appears by one rename, after all ranks are done and rank 0 has read it back.
 """
 
 # SAVE/global_step100/                      DeepSpeed's files, `megatron.json`, random states
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import torch_file
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord, Layout
@@ -29,7 +29,7 @@ from megatron.checkpoint.formats.deepspeed.parameters import (
     universal_info,
 )
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
-from megatron.checkpoint.save.saving import Saved, on_first
+from megatron.checkpoint.save.saving import Saved, run_on_rank0
 from megatron.checkpoint.save.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import SourceOptions
@@ -41,15 +41,15 @@ _ROOM_BYTES = 1 << 20  # for pickled names and numbers
 _PARAMETER_BYTES = 2048  # of them, for each parameter in each file
 
 ClientState = dict[str, Any]
-Write = Callable[[Path, str, ClientState, "Door"], None]
+Write = Callable[[Path, str, ClientState, "DurableWriter"], None]
 
 
 class Live(NamedTuple):
     """What a save needs of an engine of DeepSpeed's.
 
     `parameters` are those of this rank by DeepSpeed's names, `order` the names as its optimizer
-    numbers them. `write(folder, tag, client_state, door)` lets DeepSpeed save, every file through
-    the door; all ranks call it together.
+    numbers them. `write(folder, tag, client_state, writer)` lets DeepSpeed save, every file through
+    the writer; all ranks call it together.
     """
 
     parameters: Mapping[str, KnownParameter]
@@ -57,8 +57,8 @@ class Live(NamedTuple):
     write: Write
 
 
-class Door:
-    """Where DeepSpeed's files go: durable, digested, and the first error kept instead of raised.
+class DurableWriter:
+    """Writes DeepSpeed's files durably, records their digests, and keeps the first error.
 
     A rank that raised within DeepSpeed's save would leave the others in its barriers.
     """
@@ -77,7 +77,7 @@ class Door:
             self.error = error
 
     def result(self) -> Mapping[str, FileRecord]:
-        """What has come through; raises what was kept."""
+        """Return the records of the written files; raise the error that was kept."""
         if self.error is not None:
             raise self.error
         return self.files
@@ -102,14 +102,14 @@ def save_deepspeed(
     """
     started = time.monotonic()
     there = Path(folder)
-    offers = together(
+    offers = run_on_all_ranks(
         ctx,
         "describing what to save",
         lambda: (live.parameters, _needed_bytes(snapshot, live, first=ctx.dp.is_first)),
     )
-    parameters = together(ctx, "naming what to save", lambda: merged(offer for offer, _ in offers))[
-        0
-    ]
+    parameters = run_on_all_ranks(
+        ctx, "naming what to save", lambda: merged(offer for offer, _ in offers)
+    )[0]
     name = folders.deepspeed_name(iteration)
 
     def make() -> str:
@@ -119,10 +119,10 @@ def save_deepspeed(
         stage.mkdir()
         return stage.name
 
-    stage = there / on_first(ctx, "making room for the checkpoint", make)
+    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
     state = _client_state(snapshot, live, parameters, iteration, ctx)
-    door = Door()
-    _let_write(live, there, stage.name, state, door)
+    writer = DurableWriter()
+    _let_write(live, there, stage.name, state, writer)
     save = SealedSave(
         ctx=ctx,
         stage=stage,
@@ -132,18 +132,20 @@ def save_deepspeed(
         started=started,
     )
     return save.complete(
-        door.result,
+        writer.result,
         commit=lambda: _commit(stage, there / name, iteration),
         look=lambda: _look(stage, snapshot),
     )
 
 
-def _let_write(live: Live, there: Path, tag: str, state: ClientState, door: Door) -> None:
-    """What DeepSpeed raises by itself is kept like an error at the door, for one verdict."""
+def _let_write(
+    live: Live, there: Path, tag: str, state: ClientState, writer: DurableWriter
+) -> None:
+    """What DeepSpeed raises by itself is kept like an error of the writer, for one verdict."""
     try:
-        live.write(there, tag, state, door)
+        live.write(there, tag, state, writer)
     except Exception as error:  # is told to all ranks at the next step
-        door.error = door.error or error
+        writer.error = writer.error or error
 
 
 def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:

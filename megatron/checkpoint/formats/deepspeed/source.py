@@ -17,7 +17,6 @@ from megatron.checkpoint.boxes import Box, from_slices, overlap, whole
 from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import seal
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
 from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource, scaler_fields
 from megatron.checkpoint.formats.deepspeed.files import Folder, grid_of
@@ -32,7 +31,7 @@ from megatron.checkpoint.formats.deepspeed.shards import (
     shape_of_shares,
 )
 from megatron.checkpoint.formats.megatron.names import is_parameter
-from megatron.checkpoint.source import SourceFormat, SourceOptions
+from megatron.checkpoint.source import SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 
@@ -380,10 +379,3 @@ def in_model_order(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
         return (0 if first == "embedding" else 2), 0
 
     return sorted(entries, key=place)
-
-
-def _open(directory: Path, options: SourceOptions) -> DeepSpeedSource:
-    return DeepSpeedSource(directory, options)
-
-
-FORMAT = SourceFormat(name="deepspeed", recognise=deepspeed_files.recognise, open_source=_open)

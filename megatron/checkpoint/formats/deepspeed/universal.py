@@ -25,7 +25,6 @@ from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import Layout
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
 from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource
 from megatron.checkpoint.formats.deepspeed.parameters import (
@@ -46,8 +45,8 @@ from megatron.checkpoint.formats.megatron.names import (
 from megatron.checkpoint.load.source_config import completed_progress
 from megatron.checkpoint.source import (
     CheckpointSource,
-    SourceFormat,
     SourceOptions,
+    TensorDescription,
     WriteOptions,
 )
 from megatron.errors import CheckpointError
@@ -206,6 +205,13 @@ class UniversalSource(FactsSource):
             return None
         state = deepspeed_files.load(path).get("optimizer_state_dict", {}).get("state", {})
         return int(state[0]["step"]) if state and "step" in state[0] else None
+
+
+def recognise(directory: Path) -> bool:
+    """Whether a folder is one universal checkpoint, by the names in it."""
+    return (directory / "zero").is_dir() and any(
+        entry.name.endswith("_model_states.pt") for entry in directory.iterdir()
+    )
 
 
 def write_universal(
@@ -443,18 +449,3 @@ def _damaged(path: Path, found: str) -> CheckpointError:
         found=f"{path}: {found}",
         fix="convert it again from the checkpoint that DeepSpeed wrote",
     )
-
-
-def _recognise(directory: Path) -> bool:
-    return (directory / "zero").is_dir() and any(
-        entry.name.endswith("_model_states.pt") for entry in directory.iterdir()
-    )
-
-
-def _open(directory: Path, options: SourceOptions) -> UniversalSource:
-    return UniversalSource(directory, options)
-
-
-FORMAT = SourceFormat(
-    name="universal", recognise=_recognise, open_source=_open, write=write_universal
-)

@@ -19,15 +19,13 @@ from megatron import log
 from megatron.checkpoint import gpt_tensors
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import dtype_of
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.huggingface import tokenizer as tokenizers
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import Strip, flat, their_shapes
 from megatron.checkpoint.formats.huggingface.families.registry import family_called
-from megatron.checkpoint.formats.huggingface.weights import NAMES, open_weights
-from megatron.checkpoint.formats.huggingface.writer import write_huggingface
-from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
+from megatron.checkpoint.formats.huggingface.weights import open_weights
+from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -366,16 +364,3 @@ def _not_a_config(path: Path, reason: str) -> CheckpointError:
         found=f"{path}: {reason}",
         fix="copy it again, from the release that the weights are of",
     )
-
-
-def _recognise(directory: Path) -> bool:
-    return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in NAMES)
-
-
-def _open(directory: Path, options: SourceOptions) -> HuggingFaceSource:
-    return HuggingFaceSource(directory, options)
-
-
-FORMAT = SourceFormat(
-    name="huggingface", recognise=_recognise, open_source=_open, write=write_huggingface
-)

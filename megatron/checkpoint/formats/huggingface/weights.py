@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files import safetensors_index, unpickle
 from megatron.checkpoint.files.safetensors_io import Reader, code_of
-from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.source import TensorDescription
 from megatron.errors import CheckpointError
 
 SINGLE = "model.safetensors"

@@ -13,17 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.boxes import Box, describe, overlap
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron import writer as megatron_writer
-from megatron.checkpoint.save.saving import Saved, on_first
+from megatron.checkpoint.save.saving import Saved, run_on_rank0
 from megatron.checkpoint.save.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
-from megatron.checkpoint.source import SourceBase
+from megatron.checkpoint.source import SourceBase, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 
@@ -97,7 +96,7 @@ def save_megatron(
     described = _described(snapshot, ctx)
     source = LiveSource(snapshot, described)
     grid, there = ctx.topology, Path(folder)
-    layout = together(
+    layout = run_on_all_ranks(
         ctx,
         "planning Megatron's files",
         lambda: megatron_writer.file_layout(
@@ -111,7 +110,7 @@ def save_megatron(
         folders.require_space(there, needed + ctx.world.size * _GENERATOR_BYTES)
         return folders.make_stage(there, iteration).name
 
-    stage = there / on_first(ctx, "making room for the checkpoint", make)
+    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
 
     def write() -> Mapping[str, FileRecord]:
         if not ctx.dp.is_first:
@@ -143,5 +142,5 @@ def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDesc
         name: TensorDescription(tensor.dtype_code, tensor.global_shape)
         for name, tensor in snapshot.by_name().items()
     }
-    offers = together(ctx, "describing what to save", lambda: mine)
+    offers = run_on_all_ranks(ctx, "describing what to save", lambda: mine)
     return {name: known for offer in offers for name, known in offer.items()}

@@ -18,7 +18,6 @@ from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import seal
 from megatron.checkpoint.folder.run_folder import RELEASE
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron import names
 from megatron.checkpoint.formats.megatron.args import config_of_args
 from megatron.checkpoint.formats.megatron.files import (
@@ -27,10 +26,8 @@ from megatron.checkpoint.formats.megatron.files import (
     Key,
     MegatronFiles,
     RankFile,
-    is_megatron,
 )
-from megatron.checkpoint.formats.megatron.writer import write_megatron
-from megatron.checkpoint.source import SourceBase, SourceFormat, SourceOptions
+from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 
@@ -275,12 +272,3 @@ def _version(first: RankFile) -> float:
             fix="convert it to version 3 with the program that wrote it",
         )
     return version
-
-
-def _recognise(directory: Path) -> bool:
-    return is_megatron(directory)
-
-
-FORMAT = SourceFormat(
-    name="megatron", recognise=_recognise, open_source=MegatronSource, write=write_megatron
-)

@@ -20,10 +20,9 @@ from megatron.checkpoint.files.safetensors_header import tensor_bytes
 from megatron.checkpoint.files.safetensors_io import dtype_of
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron import names
 from megatron.checkpoint.formats.megatron.args import args_of_config
-from megatron.checkpoint.source import CheckpointSource, WriteOptions
+from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
 from megatron.tokenizer.tokenizer import padded_vocab_size

@@ -1,14 +1,15 @@
-"""The default format: one safetensors file per rank, each piece of each tensor in exactly one.
+"""Our own format: one safetensors file per rank, each piece of each tensor in exactly one.
 
 Where several ranks hold the same piece (data-parallel replicas, norms under tensor parallelism,
 tied embeddings) one of them writes it, chosen so that all write about the same number of bytes.
-Tensors carry global names, so any layout loads any other.
+Tensors carry global names, so any layout loads any other. Plans and moves the bytes of one rank:
+nothing here communicates, commits, or decides what to load.
 """
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,22 +23,46 @@ from megatron.checkpoint.files.store import Place, name_of_part
 from megatron.checkpoint.files.threads import in_threads
 from megatron.checkpoint.folder import manifest as manifests
 from megatron.checkpoint.folder.manifest import FileRecord, Manifest, SavedPiece, entry_name
-from megatron.checkpoint.formats.base import (
-    ReadPlan,
-    SharedPlan,
-    TensorDescription,
-    WritePlan,
-    WrittenPart,
-)
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot, by_name
+from megatron.checkpoint.source import TensorDescription
 from megatron.errors import CheckpointError
 
+NAME = "sharded"  # of the format
 _ENTRY_BYTES = 256  # of header for one tensor, beside its name
 _VALUES = "values"  # the metadata key that holds the JSON part of the random states
 
 
-class _Offer(NamedTuple):
-    """What one rank holds."""
+class WritePlan(NamedTuple):
+    """What one rank will write: the pieces, and at most how many bytes."""
+
+    bytes: int
+    work: Sequence["PieceKey"]
+
+
+class SharedPlan(NamedTuple):
+    """Who writes what, the same on every rank; `tensors` are in the manifest's order."""
+
+    ranks: Sequence[WritePlan]
+    tensors: Mapping[str, TensorDescription]
+
+
+class WrittenPart(NamedTuple):
+    """What one rank has written: its files, and the pieces of tensors in them, by name."""
+
+    files: Mapping[str, FileRecord]
+    pieces: Mapping[str, tuple[SavedPiece, ...]]
+    generators: str | None
+
+
+class ReadPlan(NamedTuple):
+    """What one rank will read: which `files`, and the call that fills the targets, in threads."""
+
+    files: frozenset[str]
+    fill: Callable[[int], None]
+
+
+class Offer(NamedTuple):
+    """What one rank holds: names, shapes, boxes and sizes, without values."""
 
     tensors: tuple[tuple[str, TensorDescription, tuple[Box, ...]], ...]
     generator_bytes: int
@@ -61,132 +86,131 @@ class _Step(NamedTuple):
     view: Tensor
 
 
-class ShardedFormat:
-    """Name-addressed shards under our manifest; implements `CheckpointFormat`."""
+def describe(snapshot: Snapshot) -> Offer:
+    """This rank's tensors by name, shape and boxes, and the size of its random states."""
+    tensors = tuple(
+        (name, TensorDescription(t.dtype_code, t.global_shape), t.boxes)
+        for name, t in snapshot.by_name().items()
+    )
+    states = snapshot.generators
+    return Offer(tensors, 0 if states is None else _generator_bytes(states))
 
-    name = "sharded"
 
-    def describe(self, snapshot: Snapshot) -> _Offer:
-        """This rank's tensors by name, shape and boxes, and the size of its random states."""
-        tensors = tuple(
-            (name, TensorDescription(t.dtype_code, t.global_shape), t.boxes)
-            for name, t in snapshot.by_name().items()
+def plan_write(offers: Sequence[Offer]) -> SharedPlan:
+    """Give every distinct piece to one of the ranks that hold it.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or together do not hold all of one.
+    """
+    described: dict[str, TensorDescription] = {}
+    holders: dict[PieceKey, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, description, boxes in offer.tensors:
+            if described.setdefault(name, description) != description:
+                raise _disagreement(name, described[name], description, rank)
+            for box in boxes:
+                holders.setdefault(PieceKey(name, box), []).append(rank)
+    _check_whole(described, holders)
+    if len({offer.generator_bytes > 0 for offer in offers}) > 1:
+        raise CheckpointError(
+            "some ranks hand over random states and others do not",
+            found=f"{sum(offer.generator_bytes > 0 for offer in offers)} of {len(offers)} do",
+            fix="start all ranks with the same flags and the same code",
         )
-        states = snapshot.generators
-        return _Offer(tensors, 0 if states is None else _generator_bytes(states))
+    keys = list(holders)
+    sizes = [ITEM_BYTES[described[key.name].dtype_code] * key.box.size for key in keys]
+    writers = assign_writers(sizes, [holders[key] for key in keys])
+    work: list[list[PieceKey]] = [[] for _ in offers]
+    total = [offer.generator_bytes for offer in offers]
+    for key, size, writer in zip(keys, sizes, writers):
+        work[writer].append(key)
+        total[writer] += size + len(key.name) + _ENTRY_BYTES
+    return SharedPlan([WritePlan(*pair) for pair in zip(total, work)], described)
 
-    def plan_write(self, offers: Sequence[_Offer]) -> SharedPlan:
-        """Give every distinct piece to one of the ranks that hold it.
 
-        Raises:
-            CheckpointError: ranks disagree about a tensor, or together do not hold all of one.
-        """
-        described: dict[str, TensorDescription] = {}
-        holders: dict[PieceKey, list[int]] = {}
-        for rank, offer in enumerate(offers):
-            for name, description, boxes in offer.tensors:
-                if described.setdefault(name, description) != description:
-                    raise _disagreement(name, described[name], description, rank)
-                for box in boxes:
-                    holders.setdefault(PieceKey(name, box), []).append(rank)
-        _check_whole(described, holders)
-        if len({offer.generator_bytes > 0 for offer in offers}) > 1:
-            raise CheckpointError(
-                "some ranks hand over random states and others do not",
-                found=f"{sum(offer.generator_bytes > 0 for offer in offers)} of {len(offers)} do",
-                fix="start all ranks with the same flags and the same code",
+def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> WrittenPart:
+    """Write this rank's shard and its random states; a rank with no pieces makes no shard."""
+    files: dict[str, FileRecord] = {}
+    pieces: dict[str, list[SavedPiece]] = defaultdict(list)
+    if keys := _alignable(plan.ranks[rank].work, plan.tensors):
+        file = f"shard-{rank:05d}-of-{len(plan.ranks):05d}.safetensors"
+        file = name_of_part(directory, file)
+        views = {
+            PieceKey(tensor.name, part.box): part.view
+            for tensor in snapshot.tensors
+            for part in tensor.parts
+        }
+        named = [
+            (entry_name(key.name, key.box, plan.tensors[key.name].global_shape), views[key])
+            for key in keys
+        ]
+        written = safetensors_io.write(directory / file, named)
+        files[file] = FileRecord(written.bytes, written.xxh3)
+        for key, digest in zip(keys, written.tensors_xxh3):
+            pieces[key.name].append(SavedPiece(file, key.box, digest))
+    generators = None
+    if snapshot.generators is not None:
+        generators = name_of_part(directory, f"generators-{rank:05d}.safetensors")
+        files[generators] = write_generators(directory / generators, snapshot.generators)
+    return WrittenPart(files, {n: tuple(p) for n, p in pieces.items()}, generators)
+
+
+def share(snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
+    """The pieces that this rank writes."""
+    mine = set(plan.ranks[rank].work)
+    tensors = []
+    for tensor in snapshot.tensors:
+        parts = tuple(part for part in tensor.parts if PieceKey(tensor.name, part.box) in mine)
+        if parts:
+            tensors.append(replace(tensor, parts=parts, padding=()))
+    return replace(snapshot, tensors=tuple(tensors))
+
+
+def plan_read(
+    directory: Place, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
+) -> ReadPlan:
+    """Match names, shapes and dtypes, and find the bytes; reads nothing.
+
+    Raises:
+        CheckpointError: what does not match, listed; or pieces that do not make a tensor up.
+    """
+    targets = by_name(list(wanted))
+    if problems := reshard.mismatches(manifest.tensors, targets, cast=cast):
+        raise reshard.mismatch_error(problems)
+    steps: dict[str, list[_Step]] = defaultdict(list)
+    for name, target in targets.items():
+        saved = manifest.tensors[name]
+        for copy in reshard.plan(name, saved.boxes, target.boxes):
+            piece, part = saved.pieces[copy.saved], target.parts[copy.wanted]
+            step = _Step(
+                file=piece.file,
+                entry=entry_name(name, piece.box, saved.global_shape),
+                shape=piece.box.shape,
+                dtype_code=saved.dtype_code,
+                box=copy.box.within(piece.box),
+                view=part.view[copy.box.within(part.box).slices],
             )
-        keys = list(holders)
-        sizes = [ITEM_BYTES[described[key.name].dtype_code] * key.box.size for key in keys]
-        writers = assign_writers(sizes, [holders[key] for key in keys])
-        work: list[list[PieceKey]] = [[] for _ in offers]
-        total = [offer.generator_bytes for offer in offers]
-        for key, size, writer in zip(keys, sizes, writers):
-            work[writer].append(key)
-            total[writer] += size + len(key.name) + _ENTRY_BYTES
-        return SharedPlan([WritePlan(*pair) for pair in zip(total, work)], described)
+            steps[piece.file].append(step)
 
-    def write(
-        self, directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int
-    ) -> WrittenPart:
-        """Write this rank's shard and its random states; a rank with no pieces makes no shard."""
-        files: dict[str, FileRecord] = {}
-        pieces: dict[str, list[SavedPiece]] = defaultdict(list)
-        if keys := _alignable(plan.ranks[rank].work, plan.tensors):
-            file = f"shard-{rank:05d}-of-{len(plan.ranks):05d}.safetensors"
-            file = name_of_part(directory, file)
-            views = {
-                PieceKey(tensor.name, part.box): part.view
-                for tensor in snapshot.tensors
-                for part in tensor.parts
-            }
-            named = [
-                (entry_name(key.name, key.box, plan.tensors[key.name].global_shape), views[key])
-                for key in keys
-            ]
-            written = safetensors_io.write(directory / file, named)
-            files[file] = FileRecord(written.bytes, written.xxh3)
-            for key, digest in zip(keys, written.tensors_xxh3):
-                pieces[key.name].append(SavedPiece(file, key.box, digest))
-        generators = None
-        if snapshot.generators is not None:
-            generators = name_of_part(directory, f"generators-{rank:05d}.safetensors")
-            files[generators] = write_generators(directory / generators, snapshot.generators)
-        return WrittenPart(files, {n: tuple(p) for n, p in pieces.items()}, generators)
+    def fill(threads: int) -> None:
+        for file, of_file in steps.items():
+            _read_file(directory / file, of_file, threads)
+        for target in targets.values():
+            target.zero_padding()
 
-    def share(self, snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
-        """The pieces that this rank writes."""
-        mine = set(plan.ranks[rank].work)
-        tensors = []
-        for tensor in snapshot.tensors:
-            parts = tuple(part for part in tensor.parts if PieceKey(tensor.name, part.box) in mine)
-            if parts:
-                tensors.append(replace(tensor, parts=parts, padding=()))
-        return replace(snapshot, tensors=tuple(tensors))
+    return ReadPlan(frozenset(steps), fill)
 
-    def plan_read(
-        self, directory: Place, manifest: Manifest, wanted: Iterable[ShardedTensor], *, cast: bool
-    ) -> ReadPlan:
-        """Match names, shapes and dtypes, and find the bytes; reads nothing.
 
-        Raises:
-            CheckpointError: what does not match, listed; or pieces that do not make a tensor up.
-        """
-        targets = by_name(list(wanted))
-        if problems := reshard.mismatches(manifest.tensors, targets, cast=cast):
-            raise reshard.mismatch_error(problems)
-        steps: dict[str, list[_Step]] = defaultdict(list)
-        for name, target in targets.items():
-            saved = manifest.tensors[name]
-            for copy in reshard.plan(name, saved.boxes, target.boxes):
-                piece, part = saved.pieces[copy.saved], target.parts[copy.wanted]
-                step = _Step(
-                    file=piece.file,
-                    entry=entry_name(name, piece.box, saved.global_shape),
-                    shape=piece.box.shape,
-                    dtype_code=saved.dtype_code,
-                    box=copy.box.within(piece.box),
-                    view=part.view[copy.box.within(part.box).slices],
-                )
-                steps[piece.file].append(step)
+def read_generators(directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
+    """The random states that rank `rank` saved."""
+    with safetensors_io.Reader(directory / manifest.generators[rank]) as reader:
+        tensors = {name: reader.tensor(name) for name in reader.header.entries}
+        return GeneratorStates(tensors, json.loads(reader.header.metadata[_VALUES]))
 
-        def fill(threads: int) -> None:
-            for file, of_file in steps.items():
-                _read_file(directory / file, of_file, threads)
-            for target in targets.values():
-                target.zero_padding()
 
-        return ReadPlan(frozenset(steps), fill)
-
-    def read_generators(self, directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
-        """The random states that rank `rank` saved."""
-        with safetensors_io.Reader(directory / manifest.generators[rank]) as reader:
-            tensors = {name: reader.tensor(name) for name in reader.header.entries}
-            return GeneratorStates(tensors, json.loads(reader.header.metadata[_VALUES]))
-
-    def recognise(self, directory: Place) -> bool:
-        """Whether there is a manifest of ours; a damaged one is ours too."""
-        return (directory / manifests.NAME).is_file()
+def recognise(directory: Place) -> bool:
+    """Whether there is a manifest of ours; a damaged one is ours too."""
+    return (directory / manifests.NAME).is_file()
 
 
 def assign_writers(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]:

@@ -29,13 +29,12 @@ from megatron.checkpoint.folder.manifest import (
     SavedTensor,
     entry_name,
 )
-from megatron.checkpoint.formats.base import TensorDescription
+from megatron.checkpoint.formats.native.sharded import NAME
 from megatron.checkpoint.load.source_config import completed_config, completed_progress
 from megatron.checkpoint.source import (
     CheckpointSource,
     SourceBase,
-    SourceFormat,
-    SourceOptions,
+    TensorDescription,
     WriteOptions,
 )
 from megatron.errors import CheckpointError
@@ -48,7 +47,7 @@ _TENSOR_BYTES = 512  # of headers and manifest for one part of a tensor, beside 
 class ShardedSource(SourceBase):
     """A checkpoint of our own format, of any layout."""
 
-    format_name = "sharded"
+    format_name = NAME
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -245,14 +244,3 @@ def _groups(described: Mapping[str, TensorDescription], shard_bytes: int) -> Ite
 
 def _aligned(names: Sequence[str], described: Mapping[str, TensorDescription]) -> list[str]:
     return sorted(names, key=lambda name: -ITEM_BYTES[described[name].dtype_code])
-
-
-def _recognise(directory: Path) -> bool:
-    return (directory / manifest.NAME).is_file()
-
-
-def _open(directory: Path, options: SourceOptions) -> ShardedSource:
-    return ShardedSource(directory)  # has no padding rows, so `options` say nothing new
-
-
-FORMAT = SourceFormat(name="sharded", recognise=_recognise, open_source=_open, write=write_sharded)

@@ -49,7 +49,7 @@ def differing(folder, ctx, seed):
 def look_until_saved(saves, step_s=0.001):
     """Steps of a training that only looks; the save, and how many steps it took."""
     for step in range(STEPS):
-        saved = saves.look()
+        saved = saves.poll()
         if saved is not None:
             return saved, step
         time.sleep(step_s)
@@ -149,7 +149,7 @@ def note_who_communicates(folder):
                 number = torch.tensor([float(step)])
                 collectives.all_reduce(number, ctx.world)
                 assert number.item() == 2 * step
-                done = saves.look()
+                done = saves.poll()
                 if done is not None:
                     break
             saved.append(done.iteration)
@@ -175,7 +175,7 @@ def start_twice(folder):
         saves.start(folder, snapshot(ctx, 200, 2), iteration=200)
         assert folders.iterations(folder) == [100]
         assert saves.wait().iteration == 200
-        assert saves.look() is None
+        assert saves.poll() is None
         assert saves.wait() is None
     return folders.iterations(folder), differing(folder, ctx, 2), said
 
@@ -216,7 +216,7 @@ def fail_on_each_rank(folder):
                 saves = BackgroundSaves(ctx)
                 saves.start(folder, snapshot(ctx, 200, 2), iteration=200)
                 messages.append(verdict(lambda saves=saves, finish=finish: finish(saves)))
-                assert saves.look() is None, "it is over"
+                assert saves.poll() is None, "it is over"
                 dist.barrier()
                 assert sorted(os.listdir(folder)) == ["iter_0000100", folders.TRACKER]
                 dist.barrier()

@@ -17,7 +17,7 @@ from megatron.checkpoint.files import durable, store
 from megatron.checkpoint.folder import manifest as manifests
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 from megatron.config.checkpoint import Verification
@@ -173,7 +173,6 @@ def test_a_limit_on_file_sizes_fails_the_save_and_not_the_process(tmp_path):
     program = """
 import resource, sys, torch
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
 from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
 from megatron.errors import CheckpointError
@@ -247,14 +246,14 @@ def test_a_stage_that_a_rank_does_not_see_is_a_file_system_that_is_not_shared(
 
 
 def test_a_file_that_rank_0_does_not_see_whole_fails_the_save(tmp_path, monkeypatch):
-    write = ShardedFormat.write
+    write = sharded.write
 
-    def lose(self, directory, snapshot, plan, *, rank):
-        part = write(self, directory, snapshot, plan, rank=rank)
+    def lose(directory, snapshot, plan, *, rank):
+        part = write(directory, snapshot, plan, rank=rank)
         (directory / next(iter(part.files))).unlink()
         return part
 
-    monkeypatch.setattr(ShardedFormat, "write", lose)
+    monkeypatch.setattr(sharded, "write", lose)
     with pytest.raises(CheckpointError, match=r"checkpoint is damaged(.|\n)*no such file"):
         save(tmp_path)
     assert os.listdir(tmp_path) == []

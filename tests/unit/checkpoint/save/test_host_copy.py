@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files.durable import CANCELLED
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.save import host_copy
 from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_taken
 from megatron.checkpoint.sharded import ShardedTensor, Snapshot
@@ -59,10 +59,9 @@ def test_memory_is_made_once_and_only_grows():
 
 
 def test_a_rank_copies_what_it_writes_and_no_more():
-    form = ShardedFormat()
     snapshots = [snapshot_at(1, 2, rank, seed=1) for rank in range(2)]
-    plan = form.plan_write([form.describe(snapshot) for snapshot in snapshots])
-    shares = [form.share(snapshot, plan, rank=rank) for rank, snapshot in enumerate(snapshots)]
+    plan = sharded.plan_write([sharded.describe(snapshot) for snapshot in snapshots])
+    shares = [sharded.share(snapshot, plan, rank=rank) for rank, snapshot in enumerate(snapshots)]
     held = [[(name, box) for name, box, *_ in values(share)] for share in shares]
     assert not set(held[0]) & set(held[1]), "no replica twice"
     together = {name for name, _ in held[0] + held[1]}

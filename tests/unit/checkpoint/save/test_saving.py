@@ -12,7 +12,7 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder import verify
 from megatron.checkpoint.folder.manifest import load
 from megatron.checkpoint.folder.retention import Retention
-from megatron.checkpoint.formats.native.sharded import ShardedFormat
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.save import saving
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -57,17 +57,17 @@ def test_what_makes_older_ones_redundant_is_read_back_first(tmp_path, monkeypatc
 
 def test_a_disk_that_holds_something_else_fails_the_save_and_older_ones_stay(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    write = ShardedFormat.write
+    write = sharded.write
 
-    def flip(self, directory, snapshot, plan, *, rank):
-        part = write(self, directory, snapshot, plan, rank=rank)
+    def flip(directory, snapshot, plan, *, rank):
+        part = write(directory, snapshot, plan, rank=rank)
         path = directory / "shard-00000-of-00001.safetensors"
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
         return part
 
-    monkeypatch.setattr(ShardedFormat, "write", flip)
+    monkeypatch.setattr(sharded, "write", flip)
     with pytest.raises(CheckpointError, match="does not hold what was just written") as caught:
         save(tmp_path, 2, retention=Retention(1))
     assert "shard-00000-of-00001.safetensors: expected" in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.formats.deepspeed.save import Door
+from megatron.checkpoint.formats.deepspeed.save import DurableWriter
 from megatron.checkpoint.formats.deepspeed.shards import rank_state
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
@@ -66,10 +66,10 @@ def test_names_splits_and_order_are_those_of_deepspeeds_module(tmp_path: Path) -
     assert (table.name, table.shape, table.tied) == ("embedding.word.weight", (5, 4), True)
     assert not live.parameters["1.bias"].tied
     assert live.order == ("tied_modules.word.weight", "1.weight", "1.bias")
-    door = Door()
-    live.write(tmp_path, "tag", {"iteration": 3}, door)
-    assert set(door.files) == {"mp_rank_00.pt"}
-    assert door.error is None
+    writer = DurableWriter()
+    live.write(tmp_path, "tag", {"iteration": 3}, writer)
+    assert set(writer.files) == {"mp_rank_00.pt"}
+    assert writer.error is None
     assert runtime.checkpoint_engine is before
     assert runtime.seen["state"] == {"iteration": 3}
 
@@ -93,7 +93,7 @@ def test_our_optimizer_is_written_as_deepspeed_writes_one_without_zero(
     own.step(learning_rate=0.1, weight_decay=0.1)
     runtime = Runtime(root)
     live = live_run(runtime, pairs, context, precision=precision, loss_scale=CONSTANT, own=own)
-    live.write(tmp_path, "tag", {}, Door())
+    live.write(tmp_path, "tag", {}, DurableWriter())
     weights = {name: p.detach() for name, p in root.named_parameters()}
     state = rank_state(runtime.seen["state"], [], weights, live.order)
     assert state.steps == 1
@@ -116,7 +116,7 @@ def test_a_loss_scale_is_one_of_deepspeeds_own_while_it_saves(tmp_path: Path) ->
         runtime = Runtime(root, SimpleNamespace(loss_scaler=mine))
         live = live_run(runtime, named(root), ParallelContext.single(), own=None,
                         precision=PrecisionConfig(), loss_scale=LossScale(8.0, state))  # fmt: skip
-        live.write(tmp_path, kind, {}, Door())
+        live.write(tmp_path, kind, {}, DurableWriter())
         scale = runtime.seen["scale"]
         assert type(scale).__name__ == kind
         assert scale.cur_scale == 8.0

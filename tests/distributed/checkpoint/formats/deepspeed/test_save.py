@@ -12,8 +12,8 @@ from megatron.checkpoint.boxes import whole as whole_box
 from megatron.checkpoint.formats.deepspeed import save as deepspeed_save
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.formats.deepspeed.universal import UniversalSource
+from megatron.checkpoint.formats.registry import locate
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import locate
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.deepspeed_folders import convert
@@ -199,14 +199,14 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_the_former_stays(
 
 
 def _second_save_fails_on_rank_1(config: RunConfig) -> str:
-    real = deepspeed_save.Door.save
+    real = deepspeed_save.DurableWriter.save
 
-    def failing(door: deepspeed_save.Door, content: Any, path: str) -> None:
+    def failing(writer: deepspeed_save.DurableWriter, content: Any, path: str) -> None:
         if "global_step2" in path and torch.distributed.get_rank() == 1:
-            door.error = OSError(errno.ENOSPC, "No space left on device", path)
-        real(door, content, path)
+            writer.error = OSError(errno.ENOSPC, "No space left on device", path)
+        real(writer, content, path)
 
-    deepspeed_save.Door.save = failing  # type: ignore[method-assign]
+    deepspeed_save.DurableWriter.save = failing  # type: ignore[method-assign]
     try:
         train_all([config])
     except CheckpointError as error:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
@@ -72,7 +72,7 @@ def test_every_family_trains_on_from_a_folder_and_goes_back(layout: str, tmp_pat
     for i, (case, record) in enumerate(zip(folders, records)):
         assert record.losses[0] == pytest.approx(expected_loss(case, record), abs=LOGITS), case
         assert record.losses[1] != record.losses[0]
-        with source_formats.open_source(tmp_path / f"ours {i}") as source:
+        with registry.open_source(tmp_path / f"ours {i}") as source:
             made = write_huggingface(source, tmp_path / f"made {i}", WriteOptions())
             found = check_export(source, made)
         assert found is not None

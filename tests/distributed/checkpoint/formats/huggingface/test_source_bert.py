@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
@@ -91,7 +91,7 @@ def test_a_bert_trains_on_from_a_folder_and_goes_back(
         wanted = expected_losses(case, record, microbatches)
         assert record.losses[0] == pytest.approx(wanted, abs=SAME), case
         assert record.losses[1] != record.losses[0]
-        with source_formats.open_source(tmp_path / f"ours {i}") as source:
+        with registry.open_source(tmp_path / f"ours {i}") as source:
             assert source.kind == "bert"
             made = write_huggingface(source, tmp_path / f"made {i}", WriteOptions())
             found = check_export(source, made)
@@ -180,7 +180,7 @@ def test_fine_tuning_begins_with_a_folder_and_its_result_is_one_again(
     save = ["--save", str(tmp_path / "tuned"), "--output", str(told)]
     assert run_on_ranks(2, fine_tune, [*words, *save]) == ["", ""]
     assert json.loads(told.read_text())["examples"] == 24
-    with source_formats.open_source(tmp_path / "tuned") as source:
+    with registry.open_source(tmp_path / "tuned") as source:
         assert source.kind == "classifier"
         made = write_huggingface(source, tmp_path / "made", WriteOptions())
         found = check_export(source, made)

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.megatron.names import partition_of_name
 from megatron.checkpoint.formats.megatron.save import LiveSource, save_megatron
 from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.sharded import Placement, ShardedTensor, Snapshot
-from megatron.checkpoint.source import SourceOptions
+from megatron.checkpoint.source import SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import local_slice

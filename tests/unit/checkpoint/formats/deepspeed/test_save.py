@@ -14,29 +14,29 @@ from torch import Tensor
 from megatron.checkpoint.folder import run_folder as folder
 from megatron.checkpoint.formats.deepspeed import save as deepspeed_save
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD
-from megatron.checkpoint.formats.deepspeed.save import Door, Live, save_deepspeed
+from megatron.checkpoint.formats.deepspeed.save import DurableWriter, Live, save_deepspeed
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
+from megatron.checkpoint.formats.registry import locate
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import locate
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from tests.unit.checkpoint.formats.deepspeed.toy import MODEL, write_folder
 
 
 class Straw:
-    """Writes a toy folder through the door, as DeepSpeed's engine would its own."""
+    """Writes a toy folder through the writer, as DeepSpeed's engine would its own."""
 
     def __init__(self, scratch: Path) -> None:
         self.tensors = write_folder(scratch, dp=2)
         self.files = {path.name: torch.load(path, weights_only=False) for path in scratch.iterdir()}
         self.parameters = DeepSpeedSource(scratch, SourceOptions()).facts.record.parameters
 
-    def write(self, there: Path, tag: str, state: dict[str, Any], door: Door) -> None:
+    def write(self, there: Path, tag: str, state: dict[str, Any], writer: DurableWriter) -> None:
         for name, content in self.files.items():
             if "model_states" in name:
                 content = content | state
-            door.save(content, str(there / tag / name))
+            writer.save(content, str(there / tag / name))
 
     def save(self, there: Path, iteration: int, **more: Tensor) -> Path:
         tensors = (self.tensors | more).items()
@@ -91,7 +91,7 @@ def test_the_same_iteration_is_replaced_and_an_older_one_can_be_asked_for(
     assert names == {"global_step5", "global_step10", "latest", folder.TRACKER}
 
 
-def test_an_error_at_the_door_ends_the_save_and_the_former_stays(
+def test_an_error_of_the_writer_ends_the_save_and_the_former_stays(
     straw: Straw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = tmp_path / "save"

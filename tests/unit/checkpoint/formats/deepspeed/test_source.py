@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.boxes import Box, whole
-from megatron.checkpoint.formats.deepspeed import source as deepspeed
+from megatron.checkpoint.formats.deepspeed.format import DEEPSPEED
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
+from megatron.checkpoint.formats.registry import open_source, recognise
 from megatron.checkpoint.source import SourceOptions
-from megatron.checkpoint.source_formats import open_source, recognise
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.formats.deepspeed.toy import STEPS, whole_values, write_folder
 
@@ -51,7 +51,7 @@ def test_a_folder_with_a_tracker_is_found_by_it(tmp_path: Path) -> None:
     form = recognise(tmp_path / "global_step7")
     assert form is not None
     assert form.name == "deepspeed"
-    assert not deepspeed.FORMAT.recognise(tmp_path)
+    assert not DEEPSPEED.recognise(tmp_path)
 
 
 @pytest.mark.parametrize(

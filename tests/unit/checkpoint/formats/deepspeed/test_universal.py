@@ -7,10 +7,11 @@ import torch
 
 from megatron.checkpoint.bert_tensors import BertHeads
 from megatron.checkpoint.boxes import Box, whole
+from megatron.checkpoint.formats.deepspeed.format import UNIVERSAL
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
-from megatron.checkpoint.formats.deepspeed.universal import FORMAT, UniversalSource, write_universal
+from megatron.checkpoint.formats.deepspeed.universal import UniversalSource, write_universal
+from megatron.checkpoint.formats.registry import locate, open_source
 from megatron.checkpoint.source import SourceOptions, WriteOptions
-from megatron.checkpoint.source_formats import locate, open_source
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.sources import MemorySource, assert_same
 from tests.unit.checkpoint.formats.deepspeed.toy import MODEL, PADDED, STEPS, write_folder
@@ -165,6 +166,6 @@ def test_a_flat_tensor_of_another_length_is_refused(made: Path) -> None:
 
 
 def test_a_folder_is_recognised_by_its_parameters(made: Path) -> None:
-    assert FORMAT.recognise(made)
-    assert not FORMAT.recognise(made.parent)
-    assert not FORMAT.recognise(made.parent.parent / "global_step7")
+    assert UNIVERSAL.recognise(made)
+    assert not UNIVERSAL.recognise(made.parent)
+    assert not UNIVERSAL.recognise(made.parent.parent / "global_step7")

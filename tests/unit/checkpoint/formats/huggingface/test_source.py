@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron import log
 from megatron.checkpoint.boxes import Box, whole
-from megatron.checkpoint.formats.huggingface.source import FORMAT, HuggingFaceSource
+from megatron.checkpoint.formats.huggingface.format import FORMAT
+from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
-from megatron.checkpoint.formats.base import TensorDescription
 from megatron.checkpoint.formats.huggingface import writer
 from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.model_kind import GPT
-from megatron.checkpoint.source import SourceBase, SourceOptions, WriteOptions
+from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription, WriteOptions
 from megatron.config.fields import to_plain
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.errors import CheckpointError

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Box, whole
+from megatron.checkpoint.formats.megatron.format import FORMAT
 from megatron.checkpoint.formats.megatron.names import megatron_name
-from megatron.checkpoint.formats.megatron.source import FORMAT, MegatronSource
+from megatron.checkpoint.formats.megatron.source import MegatronSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.errors import CheckpointError
 from tests.support.checkpoints.megatron_files import Shape, core_name, save_megatron, whole_model

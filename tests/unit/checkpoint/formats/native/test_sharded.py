@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.files.safetensors_header import read as read_header
 from megatron.checkpoint.folder.manifest import FileRecord, Layout, SavedTensor
-from megatron.checkpoint.formats.native.sharded import ShardedFormat, assign_writers
+from megatron.checkpoint.formats.native import sharded
+from megatron.checkpoint.formats.native.sharded import assign_writers
 from megatron.checkpoint.sharded import GeneratorStates, Placement, ShardedTensor, Snapshot
 from megatron.errors import CheckpointError
 from megatron.mpu.partition import Partition
 from tests.unit.checkpoint.folder.test_manifest import example
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
-FORM = ShardedFormat()
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3), (2, 3)]
 
 
 def write_all(directory, snapshots, layout=Layout(1, 1, 1)):  # noqa: B008
     """What all ranks of a job would write, one after the other."""
-    plan = FORM.plan_write([FORM.describe(snapshot) for snapshot in snapshots])
+    plan = sharded.plan_write([sharded.describe(snapshot) for snapshot in snapshots])
     parts = [
-        FORM.write(directory, snapshot, plan, rank=rank) for rank, snapshot in enumerate(snapshots)
+        sharded.write(directory, snapshot, plan, rank=rank)
+        for rank, snapshot in enumerate(snapshots)
     ]
     tensors = {
         name: SavedTensor(*known, tuple(p for part in parts for p in part.pieces.get(name, ())))
@@ -52,7 +53,7 @@ def test_every_layout_loads_every_other_bit_for_bit(saved, there, here):
     directory, _, content = saved[there]
     for rank in range(math.prod(here)):
         target, expected = rank_at(*here, rank, seed=None), rank_at(*here, rank)
-        FORM.plan_read(directory, content, target.tensors, cast=False).fill(1)
+        sharded.plan_read(directory, content, target.tensors, cast=False).fill(1)
         assert differences(target, expected) == []
 
 
@@ -76,7 +77,7 @@ def test_every_byte_is_written_once_and_files_hold_what_the_manifest_says(saved,
 def test_replicas_share_the_writing():
     tensors = tuple(ShardedTensor.of(f"w{i}", torch.zeros(100)) for i in range(8))
     snapshots = [Snapshot(tensors, progress={}, config={})] * 4
-    plan = FORM.plan_write([FORM.describe(snapshot) for snapshot in snapshots])
+    plan = sharded.plan_write([sharded.describe(snapshot) for snapshot in snapshots])
     assert [len(rank.work) for rank in plan.ranks] == [2, 2, 2, 2]
 
 
@@ -100,33 +101,33 @@ def test_large_elements_come_first_so_that_all_are_aligned(saved):
 def test_random_states_come_back_per_rank(saved):
     directory, _, content = saved[2, 2]
     for rank in range(4):
-        states = FORM.read_generators(directory, content, rank)
+        states = sharded.read_generators(directory, content, rank)
         assert states.values == {"rank": rank}
         assert states.tensors["cpu"].tolist() == [rank] * 5
 
 
 def offer(*tensors, generators=None):
-    return FORM.describe(Snapshot(tensors, progress={}, config={}, generators=generators))
+    return sharded.describe(Snapshot(tensors, progress={}, config={}, generators=generators))
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused():
     one, other = (ShardedTensor.of("w", torch.zeros(n)) for n in (2, 3))
     with pytest.raises(CheckpointError, match="ranks disagree about a tensor") as caught:
-        FORM.plan_write([offer(one), offer(other)])
+        sharded.plan_write([offer(one), offer(other)])
     assert "w: F32 [2] elsewhere, F32 [3] on rank 1" in str(caught.value)
 
 
 def test_a_tensor_that_no_rank_holds_in_full_is_refused():
     half = ShardedTensor.of("w", torch.zeros(2), Placement(Partition(), 0, 2))
     with pytest.raises(CheckpointError, match="do not hold a whole tensor") as caught:
-        FORM.plan_write([offer(half)])
+        sharded.plan_write([offer(half)])
     assert "w: 2 of 4 elements" in str(caught.value)
 
 
 def test_random_states_of_some_ranks_only_are_refused():
     states = GeneratorStates({}, {"a": 1})
     with pytest.raises(CheckpointError, match="some ranks hand over random states"):
-        FORM.plan_write([offer(generators=states), offer()])
+        sharded.plan_write([offer(generators=states), offer()])
 
 
 def test_a_random_state_that_json_cannot_hold_is_refused():
@@ -138,9 +139,9 @@ def test_another_dtype_is_converted_only_when_asked(saved):
     directory, _, content = saved[1, 1]
     target = ShardedTensor.of("model/qkv.weight", torch.zeros(12, 6))
     with pytest.raises(CheckpointError, match="another model or optimizer") as caught:
-        FORM.plan_read(directory, content, [target], cast=False)
+        sharded.plan_read(directory, content, [target], cast=False)
     assert "BF16 in the checkpoint and F32 in this run" in str(caught.value)
-    FORM.plan_read(directory, content, [target], cast=True).fill(1)
+    sharded.plan_read(directory, content, [target], cast=True).fill(1)
     expected = rank_at(1, 1, 0).memory["model/qkv.weight"]
     assert torch.equal(target.parts[0].view, expected.float())
 
@@ -148,7 +149,7 @@ def test_another_dtype_is_converted_only_when_asked(saved):
 def test_planning_a_read_touches_no_target(saved):
     directory, _, content = saved[1, 1]
     target = rank_at(1, 1, 0, seed=None)
-    plan = FORM.plan_read(directory, content, target.tensors, cast=False)
+    plan = sharded.plan_read(directory, content, target.tensors, cast=False)
     assert plan.files == {"shard-00000-of-00001.safetensors"}
     assert bool(target.memory["model/norm.weight"].isnan().all())
 
@@ -160,7 +161,7 @@ def test_a_file_that_holds_something_else_than_the_manifest_says_is_refused(tmp_
     content = dataclasses.replace(content, tensors={"w": wrong})
     target = ShardedTensor.of("w", torch.zeros(4, dtype=torch.int32))
     with pytest.raises(CheckpointError, match="does not hold what the manifest says"):
-        FORM.plan_read(tmp_path, content, [target], cast=False).fill(1)
+        sharded.plan_read(tmp_path, content, [target], cast=False).fill(1)
 
 
 def test_a_rank_with_nothing_to_write_makes_no_shard(tmp_path):

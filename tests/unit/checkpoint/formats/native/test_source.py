@@ -7,7 +7,8 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import manifest
-from megatron.checkpoint.formats.native.source import FORMAT, ShardedSource, write_sharded
+from megatron.checkpoint.formats.native.format import FORMAT
+from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.load import storage
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.checkpoint.source import SourceOptions, WriteOptions

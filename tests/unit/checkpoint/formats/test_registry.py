@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import source_formats
+from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.context import ParallelContext
@@ -27,41 +27,41 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_ours_and_one_iteration_of_it_are_found(ours: Path) -> None:
-    assert source_formats.locate(ours) == ours / "iter_0000010"
-    assert source_formats.locate(ours, 5) == ours / "iter_0000005"
-    assert source_formats.locate(ours / "iter_0000005") == ours / "iter_0000005"
-    with source_formats.open_source(ours) as source:
+    assert registry.locate(ours) == ours / "iter_0000010"
+    assert registry.locate(ours, 5) == ours / "iter_0000005"
+    assert registry.locate(ours / "iter_0000005") == ours / "iter_0000005"
+    with registry.open_source(ours) as source:
         assert (source.format_name, source.progress["iteration"]) == ("sharded", 10)
 
 
 def test_a_folder_of_megatrons_and_its_release_are_found(theirs: Path) -> None:
-    with source_formats.open_source(theirs) as source:
+    with registry.open_source(theirs) as source:
         assert source.format_name == "megatron"
     (theirs / "iter_0000010").rename(theirs / "release")
     (theirs / "latest_checkpointed_iteration.txt").write_text("release\n")
-    with source_formats.open_source(theirs) as source:
+    with registry.open_source(theirs) as source:
         assert source.progress == {}
     (theirs / "release").rename(theirs / "iter_0000010")
     with pytest.raises(CheckpointError, match="names a release checkpoint that is not there"):
-        source_formats.open_source(theirs)
+        registry.open_source(theirs)
 
 
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, ours: Path) -> None:
     with pytest.raises(CheckpointError, match="iteration 7 is not in the checkpoint folder"):
-        source_formats.locate(ours, 7)
+        registry.locate(ours, 7)
     with pytest.raises(CheckpointError, match="does not exist"):
-        source_formats.locate(tmp_path / "none")
+        registry.locate(tmp_path / "none")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(CheckpointError, match="has never held a checkpoint"):
-        source_formats.locate(empty)
+        registry.locate(empty)
     (ours / "iter_0000010" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"iter_0000010/manifest\.json: no such file"):
-        source_formats.open_source(ours)
+        registry.open_source(ours)
     for path in (ours / "iter_0000010").iterdir():
         path.unlink()
     with pytest.raises(CheckpointError, match="no checkpoint that this program reads") as caught:
-        source_formats.open_source(ours)
+        registry.open_source(ours)
     assert "sharded, megatron" in caught.value.fix
 
 
@@ -71,20 +71,20 @@ def test_a_tracker_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run" / "latest").write_text(name)
     with pytest.raises(CheckpointError, match="names a folder that is not beside it"):
-        source_formats.locate(tmp_path / "run")
+        registry.locate(tmp_path / "run")
 
 
 def test_formats_have_names_and_can_be_asked_for() -> None:
-    for form in source_formats.FORMATS:
-        assert source_formats.get(form.name) is form
-    assert {"sharded", "megatron"} <= set(source_formats.writable())
+    for form in registry.FORMATS:
+        assert registry.get(form.name) is form
+    assert {"sharded", "megatron"} <= set(registry.writable())
     with pytest.raises(CheckpointError, match="no such checkpoint format"):
-        source_formats.get("zip")
-    assert source_formats.recognise(Path("/nowhere")) is None
+        registry.get("zip")
+    assert registry.recognise(Path("/nowhere")) is None
 
 
 def test_nothing_is_written_over_what_is_read(tmp_path: Path) -> None:
-    source_formats.refuse_overlap(tmp_path / "a", tmp_path / "b")
+    registry.refuse_overlap(tmp_path / "a", tmp_path / "b")
     for save in ("a", "a/b", "."):
         with pytest.raises(ConfigError, match="written over, or into, the one that is read"):
-            source_formats.refuse_overlap(tmp_path / "a", tmp_path / save)
+            registry.refuse_overlap(tmp_path / "a", tmp_path / save)

@@ -1,4 +1,4 @@
-"""The formats of checkpoints that can be opened for reading; adding one is one line here.
+"""The list of checkpoint formats, and which one of them a path leads to.
 
 A path is either one checkpoint's own folder, or a folder of several with a tracker file that names
 the latest: ours and Megatron's name an iteration (or "release"), DeepSpeed's name a folder.
@@ -8,33 +8,27 @@ import re
 from pathlib import Path
 
 from megatron import log
+from megatron.checkpoint.files.store import Place, place
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder import run_folder as folder
-from megatron.checkpoint.formats.deepspeed import source as deepspeed
-from megatron.checkpoint.formats.deepspeed import universal
-from megatron.checkpoint.formats.huggingface import source as huggingface
-from megatron.checkpoint.formats.megatron import source as megatron_lm
-from megatron.checkpoint.formats.native import source as sharded_source
-from megatron.checkpoint.source import CheckpointSource, SourceFormat, SourceOptions
+from megatron.checkpoint.formats.deepspeed.format import DEEPSPEED, UNIVERSAL
+from megatron.checkpoint.formats.deepspeed.save import DEEPSPEED_TRACKER
+from megatron.checkpoint.formats.format import Format
+from megatron.checkpoint.formats.huggingface.format import FORMAT as HUGGINGFACE
+from megatron.checkpoint.formats.megatron.format import FORMAT as MEGATRON
+from megatron.checkpoint.formats.native.format import FORMAT as NATIVE
+from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.errors import CheckpointError, ConfigError
 
-# In the order in which they are asked. Of a folder that two recognise, the first wins.
-FORMATS: tuple[SourceFormat, ...] = (
-    sharded_source.FORMAT,
-    megatron_lm.FORMAT,
-    universal.FORMAT,
-    deepspeed.FORMAT,
-    huggingface.FORMAT,
-)
+# Asked in this order: of a folder that two formats recognise, the first one wins.
+FORMATS: tuple[Format, ...] = (NATIVE, MEGATRON, UNIVERSAL, DEEPSPEED, HUGGINGFACE)
 
-# Tracker files that hold the name of a folder beside them.
-FOLDER_TRACKERS = ("latest", "latest_universal")
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TRACKER_BYTES = 256
 _OURS = re.compile(r"shard-\d{5}-of-.*\.safetensors")
 
 
-def get(name: str) -> SourceFormat:
+def get(name: str) -> Format:
     """The format called `name`; CheckpointError when there is none."""
     for form in FORMATS:
         if form.name == name:
@@ -51,11 +45,26 @@ def writable() -> tuple[str, ...]:
     return tuple(form.name for form in FORMATS if form.write is not None)
 
 
-def recognise(directory: Path) -> SourceFormat | None:
+def recognise(directory: Path) -> Format | None:
     """The format of the checkpoint whose own folder is `directory`; None when it is none."""
     if not directory.is_dir():
         return None
     return next((form for form in FORMATS if form.recognise(directory)), None)
+
+
+def format_of(folder: str | Place, iteration: int | None = None) -> Format:
+    """Return the format of the checkpoint that a load of `folder` takes.
+
+    Our own also where there is none, since our own loading says what is wrong then, and in object
+    stores, since other formats are read from disks alone.
+    """
+    there = place(folder)
+    if not isinstance(there, Path):
+        return NATIVE
+    try:
+        return recognise(locate(there, iteration)) or NATIVE
+    except CheckpointError:
+        return NATIVE
 
 
 def locate(path: str | Path, iteration: int | None = None) -> Path:
@@ -70,7 +79,8 @@ def locate(path: str | Path, iteration: int | None = None) -> Path:
         return path
     if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():
         return _of_iteration(path, iteration)
-    for name in FOLDER_TRACKERS:
+    # Sorted: `latest` of DeepSpeed before `latest_universal`, which is made from it.
+    for name in sorted(form.folder_tracker for form in FORMATS if form.folder_tracker):
         if (path / name).is_file():
             return _named_folder(path, name)
     folder.latest_iteration(path)  # raises what is wrong with a folder of ours
@@ -141,7 +151,7 @@ def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
     is_there = text.isdecimal() and (path / name).is_dir()
     if not is_there or (path / folder.iteration_name(int(text))).is_dir():
         return None
-    theirs = _tracker_text(path / "latest")
+    theirs = _tracker_text(path / DEEPSPEED_TRACKER)
     if iteration is None and theirs not in ("", name):
         log.warning_once(
             f"trackers of {path}",

@@ -1,0 +1,57 @@
+"""The record of Megatron-LM's format: a file for each model-parallel rank."""
+
+from pathlib import Path
+
+from megatron.checkpoint.files.store import place
+from megatron.checkpoint.formats.format import Format, PlannedRun, RunSave
+from megatron.checkpoint.formats.megatron.files import is_megatron
+from megatron.checkpoint.formats.megatron.save import save_megatron
+from megatron.checkpoint.formats.megatron.source import MegatronSource
+from megatron.checkpoint.formats.megatron.writer import write_megatron
+from megatron.checkpoint.save.saving import Saved
+from megatron.errors import ConfigError
+
+
+def _save_run(run: RunSave) -> Saved:
+    return save_megatron(
+        run.folder,
+        run.snapshot,
+        iteration=run.iteration,
+        ctx=run.ctx,
+        num_chunks=run.num_chunks,
+        padded_rows=run.padded_rows,
+        retention=run.retention,
+    )
+
+
+def _refuse_run(run: PlannedRun) -> ConfigError | None:
+    """Each rank's file is written from what that rank holds."""
+    config = run.config
+    found = []
+    if config.parallel.use_distributed_optimizer:
+        found.append("--use-distributed-optimizer")  # state shared out over replicas
+    if config.engine.deepspeed:
+        found.append("--deepspeed")
+    if not isinstance(place(config.checkpoint.save or ""), Path):
+        found.append(f"--save {config.checkpoint.save}")
+    if config.model.has_experts:
+        found.append(f"--num-experts {config.model.num_experts}")
+    if not run.has_equal_stages():
+        found.append("pipeline stages of unequal length")
+    if not found:
+        return None
+    return ConfigError(
+        "Megatron's files cannot hold this run as it is laid out",
+        found=f"--checkpoint-format megatron with {', '.join(found)}",
+        fix="save with --checkpoint-format sharded, and use tools/convert_checkpoint.py",
+    )
+
+
+FORMAT = Format(
+    name=MegatronSource.format_name,
+    recognise=is_megatron,
+    open_source=MegatronSource,
+    write=write_megatron,
+    save_run=_save_run,
+    refuse_run=_refuse_run,
+)

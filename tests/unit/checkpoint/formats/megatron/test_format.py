@@ -1,0 +1,38 @@
+"""Megatron's files hold runs whose ranks have what Megatron's ranks would have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.formats.format import PlannedRun
+from megatron.checkpoint.formats.megatron.format import FORMAT
+from tests.support.tiny import tiny_run
+
+
+def refusal(*, equal_stages: bool = True, **flags: Any) -> str:
+    run = tiny_run("nowhere", checkpoint_format="megatron", **flags)
+    return str(FORMAT.refuse_run(PlannedRun(run, lambda: equal_stages)) or "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
+        ({"deepspeed": True}, "--deepspeed"),
+        ({"save": "memory://bucket/run"}, "--save memory://bucket/run"),
+        ({"num_experts": 4, "add_bias_linear": False}, "--num-experts 4"),
+        ({"equal_stages": False}, "pipeline stages of unequal length"),
+    ],
+)
+def test_what_its_files_cannot_hold_is_refused_by_its_flag(
+    tmp_path: Path, flags: dict[str, Any], why: str
+) -> None:
+    told = refusal(**{"save": str(tmp_path), **flags})
+    assert "Megatron's files cannot hold this run" in told
+    assert f"--checkpoint-format megatron with {why}" in told
+
+
+def test_any_other_run_is_held(tmp_path: Path) -> None:
+    assert refusal(save=str(tmp_path)) == ""
+    assert refusal(save=str(tmp_path), save_optim=False, tensor_model_parallel_size=2) == ""
