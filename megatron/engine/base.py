@@ -15,6 +15,7 @@ from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.data.kinds.program_data import ProgramData
+from megatron.json_values import JsonObject
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -159,7 +160,7 @@ class EngineState(NamedTuple):
     """
 
     tensors: tuple[ShardedTensor, ...]
-    scalars: dict[str, Any]  # JSON values, equal on all ranks
+    scalars: JsonObject  # equal on all ranks
 
 
 class Engine(Protocol):
@@ -190,7 +191,7 @@ class Engine(Protocol):
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into the tensors of `state`, with the scalars beside them."""
 
     def params_norm(self) -> float:

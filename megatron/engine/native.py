@@ -5,10 +5,9 @@ micro-batches and replicas: each backward pass adds a sum over its own tokens, a
 optimizer divides by the count of all of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from megatron.engine.base import (
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
 from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
+from megatron.json_values import JsonObject, object_at
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
@@ -166,17 +166,17 @@ class NativeEngine:
         """The model, and the optimizer if asked, as named parts of whole tensors."""
         self._replica.wait_for_parameters()
         tensors = model_tensors(self.stage, self._context)
-        scalars: dict[str, Any] = {}
+        scalars: JsonObject = {}
         if optimizer:
             named = self.stage.named_parameters()
             tensors += optimizer_tensors(named, self.optimizer, self._context)
             scalars = {"optimizer": self.optimizer.scalars()}
         return EngineState(tuple(tensors), scalars)
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, master weights."""
         if optimizer:
-            self.optimizer.load_state(self.optimizer.named_state(), scalars["optimizer"])
+            self.optimizer.load_state(self.optimizer.named_state(), object_at(scalars, "optimizer"))
         else:
             self.optimizer.refresh_masters()
 
