@@ -7,7 +7,7 @@ losses is not used; how weights are updated is in `updates`.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from megatron.engine.base import (
     on_device,
 )
 from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
 from megatron.engine.deepspeed.model import WholeModel, sharer, weights_saved_by_reference
 from megatron.engine.deepspeed.monitor import tell_monitors
 from megatron.engine.deepspeed.offload import cpu_adam_for
@@ -39,10 +40,12 @@ from megatron.engine.deepspeed.start import quietly, start_deepspeed
 from megatron.engine.deepspeed.state import partition_range
 from megatron.engine.deepspeed.updates import Updates, updates_for
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
+from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import is_split_over
 from megatron.optimizer.agreement import check_equal
 from megatron.optimizer.clip_grads import counted_here, global_norm
+from megatron.optimizer.optimizer import read_scalars
 from megatron.optimizer.replicated_grads import check_replicated_agree
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -87,7 +90,7 @@ class DeepSpeedEngine:
                 build.ctx.world,
             ),
         )
-        self.runtime: Any
+        self.runtime: DeepSpeedRuntime
         with quietly():
             self.runtime = self._start(model)
         self._updates.adopt(self.runtime)
@@ -171,20 +174,20 @@ class DeepSpeedEngine:
         scalars = {"optimizer": self._updates.scalars()} if optimizer else {}
         return EngineState(tuple(tensors), scalars)
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, copies of weights."""
-        given = scalars["optimizer"] if optimizer else {}
+        given = object_at(scalars, "optimizer")
         self._updates.restored(given, optimizer=optimizer)
 
     def live(self) -> Live:
         """What a save in DeepSpeed's own layout needs of this rank."""
-        scalars = self._updates.scalars()
+        state = read_scalars(self._updates.scalars()).loss_scaler
         return live_run(
             self.runtime,
             self.named,
             self._context,
             precision=self._config.precision,
-            loss_scale=LossScale(self._updates.loss_scale, scalars["loss_scaler"]),
+            loss_scale=LossScale(self._updates.loss_scale, state),
             own=self._updates.own,
         )
 
@@ -231,8 +234,9 @@ class DeepSpeedEngine:
         """The parameters of what `_build_model` made, under their global names."""
         return tuple(model.named_parameters())
 
-    def _start(self, model: Any) -> Any:
+    def _start(self, model: Any) -> DeepSpeedRuntime:
         """DeepSpeed's engine around what `_build_model` made."""
+        runtime: DeepSpeedRuntime
         runtime, *_ = self._deepspeed.initialize(
             model=model,
             optimizer=self._updates.handed,
@@ -248,16 +252,14 @@ class DeepSpeedEngine:
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
         return self._task.batch(on_device(next(batches)), self._batch_options)
 
-    def _values(self, parameter: Any) -> Tensor:
+    def _values(self, parameter: Parameter) -> Tensor:
         """What this rank keeps of a weight."""
         if self.plan.stage < 3:
-            values: Tensor = parameter.detach()
-            return values
-        kept: Tensor = parameter.ds_tensor.detach()[: partition_range(parameter).size]
-        return kept
+            return parameter.detach()
+        return partitioned(parameter).ds_tensor.detach()[: partition_range(parameter).size]
 
 
-def handed_json(plan: DeepSpeedPlan) -> dict[str, Any]:
+def handed_json(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
     """What DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes into it."""
     return copy.deepcopy(dict(plan.json))
 

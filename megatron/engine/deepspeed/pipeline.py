@@ -8,7 +8,7 @@ tokens of a step are counted before it begins.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from megatron.engine.base import (
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, handed_json
+from megatron.engine.deepspeed.interface import PipelineRuntime
 from megatron.engine.deepspeed.monitor import tell_monitors
 from megatron.engine.deepspeed.start import quietly
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
@@ -37,11 +38,16 @@ from megatron.pipeline.plan import PipelinePlan, pipeline_plan
 from megatron.pipeline.schedule import NONE, ONE_F_ONE_B
 from megatron.pipeline.tied import TiedParameters
 
+if TYPE_CHECKING:
+    from megatron.engine.deepspeed.layers import Cut  # imports DeepSpeed
+
 GradientOf = Callable[[Parameter], Tensor | None]
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """Owns the stage of this rank, which DeepSpeed's pipeline runs."""
+
+    runtime: PipelineRuntime
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
         """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
@@ -100,7 +106,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
         return tuple(model.stage.named_parameters())
 
-    def _start(self, model: Any) -> Any:
+    def _start(self, model: Any) -> PipelineRuntime:
         from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
 
         return MendedPipelineEngine(
@@ -197,7 +203,7 @@ def _cut(
     specs: tuple[LayerSpec, ...],
     method: str | None,
     ctx: ParallelContext,
-) -> Any:
+) -> "Cut":
     """Where stages begin: as in the native engine, unless DeepSpeed's own method is asked for."""
     from megatron.engine.deepspeed.layers import Cut
 
