@@ -8,7 +8,7 @@ is an item of the corpus.
 
 import operator
 from functools import partial
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ def build_gpt_indices(
     plan: EpochPlan,
     seq_length: int,
     seed: int,
-) -> dict[str, npt.NDArray[Any]]:
+) -> dict[str, npt.NDArray[np.integer]]:
     """The arrays `doc_idx`, `sample_idx` and `shuffle_idx` of an order.
 
     One RandomState draws for the documents first and the samples second.
