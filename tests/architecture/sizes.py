@@ -44,9 +44,9 @@ def wide_functions(code: Sequence[Source], most: int) -> list[str]:
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the number of parameters that a caller may give."""
-    arguments = node.args
-    count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
-    return count - (bool(arguments.args) and arguments.args[0].arg in ("self", "cls"))
+    positional = [*node.args.posonlyargs, *node.args.args]
+    is_bound = bool(positional) and positional[0].arg in ("self", "cls")
+    return len(positional) + len(node.args.kwonlyargs) - is_bound
 
 
 def _large_function(file: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
