@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import log
+from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import IndexCache, fingerprint
 from megatron.data.orders.sample_maps import build_sample_idx
@@ -223,7 +224,7 @@ def _checked_documents(
 
 
 def _refuse_sentences(indexed: MMapIndexedDataset) -> None:
-    if indexed.metadata is not None and indexed.metadata.level == "sentence":
+    if indexed.metadata is not None and indexed.metadata.level == ItemLevel.SENTENCE:
         raise DataError(
             f"the corpus {indexed.prefix} is split into sentences, which a GPT order would shuffle",
             found='level "sentence" in its sidecar',

@@ -14,6 +14,7 @@ from megatron import device
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.data.blendable_dataset import SampleDataset
 from megatron.data.kinds.program_data import ProgramData
 from megatron.json_values import JsonObject
 from megatron.model.losses import LossSum
@@ -48,9 +49,9 @@ class Datasets(NamedTuple):
     itself and logged under its name.
     """
 
-    train: Any
-    valid: Any
-    test: Any
+    train: Any  # a SampleDataset, or None
+    valid: SampleDataset | Mapping[str, SampleDataset] | None
+    test: SampleDataset | Mapping[str, SampleDataset] | None
 
 
 class DatasetRequest(NamedTuple):

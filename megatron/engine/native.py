@@ -42,7 +42,7 @@ from megatron.optimizer.optimizer import build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
-from megatron.pipeline.schedule import ZERO_BUBBLE
+from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
 
 def _weight_gradients(stage: Stage, pipeline: PipelinePlan) -> WeightGradients | None:
     """Where gradients of weights wait for their turn, if the schedule gives them one."""
-    if pipeline.schedule != ZERO_BUBBLE or pipeline.num_stages == 1:
+    if pipeline.schedule != ScheduleName.ZERO_BUBBLE or pipeline.num_stages == 1:
         return None
     queue = WeightGradients()
     repeated = set(stage.repeated_parameters())

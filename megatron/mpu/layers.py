@@ -28,7 +28,7 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.partition import Init, Partition, describe, local_shape
+from megatron.mpu.partition import Init, InitKind, Partition, describe, local_shape
 from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
 
 
@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _parameter((out_features,), split, self._tp, Init("zeros"), dtype)
+            self.bias = _parameter((out_features,), split, self._tp, Init(InitKind.ZEROS), dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
@@ -111,8 +111,8 @@ class RowParallelLinear(nn.Module):
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _parameter((out_features,), None, self._tp, Init("zeros"), dtype)
-            describe(self.bias, init=Init("zeros"), sequence_parallel=sequence_parallel)
+            self.bias = _parameter((out_features,), None, self._tp, Init(InitKind.ZEROS), dtype)
+            describe(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in/tp] to [s, .., out], equal on every tp rank.

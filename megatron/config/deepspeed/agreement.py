@@ -15,6 +15,7 @@ from megatron.config.activations import RecomputeGranularity
 from megatron.config.curriculum import flags_of_block
 from megatron.config.deepspeed.keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
 from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
+from megatron.config.engine import RemoteDevice
 from megatron.config.fields import flag_name
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
@@ -227,7 +228,7 @@ def _engine_said(config: RunConfig, user: JsonObject) -> dict[str, Said]:
         device = engine.remote_device.value
         said[f"{zero}.offload_param.device"] = Said(device, f"--remote-device {device}")
     if engine.cpu_optimizer:
-        said[f"{zero}.offload_optimizer.device"] = Said("cpu", "--cpu-optimizer")
+        said[f"{zero}.offload_optimizer.device"] = Said(RemoteDevice.CPU.value, "--cpu-optimizer")
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
             said[f"{zero}.{name}.pin_memory"] = Said(True, "--use-pin-memory")
@@ -324,7 +325,7 @@ def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterat
         given = value_at(user, f"{path}.device")
         flag = said.get(f"{path}.device")
         device = given if flag is None else flag.value
-        if device in (None, "none"):
+        if device in (None, RemoteDevice.NONE):
             continue
         origin = f"{path}.device {device} in {where}" if flag is None else flag.flags
         if stage < least:
@@ -333,7 +334,7 @@ def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterat
                 found=f"{origin}; ZeRO stage {stage}",
                 fix=f"use --zero-stage {least}, or leave {name} out",
             )
-        if device == "nvme":
+        if device == RemoteDevice.NVME:
             yield ConfigError(
                 "offloading to NVMe is not supported: a checkpoint would not hold what lies there",
                 found=origin,

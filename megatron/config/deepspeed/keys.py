@@ -8,6 +8,7 @@ tables with what the installed DeepSpeed asks for.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megatron.config.engine import RemoteDevice
 from megatron.json_values import JsonObject, JsonValue
 
 Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words that are allowed
@@ -56,7 +57,7 @@ _WIDE = "master weights and the optimizer's state are fp32"
 _DISABLED: JsonObject = {"enabled": False}
 
 _OFFLOADED = {
-    "device": Free("none", ("none", "cpu", "nvme")),
+    "device": Free(RemoteDevice.NONE.value, tuple(device.value for device in RemoteDevice)),
     "nvme_path": Free(None, str),
     "pin_memory": Free(True),
 }

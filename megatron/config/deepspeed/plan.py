@@ -24,6 +24,7 @@ from megatron.config.deepspeed.keys import (
     as_kind,
     value_at,
 )
+from megatron.config.engine import RemoteDevice
 from megatron.config.fields import raise_all
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -46,7 +47,7 @@ class DeepSpeedPlan:
         stage: of ZeRO, 0 to 3.
         json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
             0 without precision and clipping, which are the business of our own optimizer there.
-        offload_optimizer: "none" or "cpu": where the optimizer's state lies.
+        offload_optimizer: where the optimizer's state lies.
         offload_param: the same of parameters, which only stage 3 can move.
         cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
         partition_method: how the model is cut into pipeline stages; None: as natively.
@@ -56,8 +57,8 @@ class DeepSpeedPlan:
 
     stage: int
     json: JsonObject
-    offload_optimizer: str
-    offload_param: str
+    offload_optimizer: RemoteDevice
+    offload_param: RemoteDevice
     cpu_adam: bool
     partition_method: str | None
     curriculum: JsonObject | None
@@ -188,8 +189,9 @@ def _stage(whole: JsonObject) -> int:
     return stage
 
 
-def _device(whole: JsonObject, offload: str) -> str:
-    return str(value_at(whole, f"zero_optimization.{offload}.device") or "none")
+def _device(whole: JsonObject, offload: str) -> RemoteDevice:
+    device = value_at(whole, f"zero_optimization.{offload}.device")
+    return RemoteDevice.NONE if device is None else RemoteDevice(str(device))
 
 
 def _completed(
@@ -202,7 +204,7 @@ def _completed(
             continue
         if isinstance(rule, Mapping):
             block = _completed(rule, user, said, f"{path}.")
-            is_offload_off = key in _OFFLOADS and block["device"] == "none"
+            is_offload_off = key in _OFFLOADS and block["device"] == RemoteDevice.NONE
             out[key] = None if is_offload_off else block
         elif isinstance(rule, Free):
             given = said[path].value if path in said else value_at(user, path)

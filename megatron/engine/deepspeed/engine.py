@@ -8,15 +8,15 @@ losses is not used; how weights are updated is in `updates`.
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron import log
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
+from megatron.config.engine import RemoteDevice
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
     BatchOptions,
@@ -84,7 +84,7 @@ class DeepSpeedEngine:
             build.ctx,
             stage=self.plan.stage,
             cpu_adam=cpu_adam_for(
-                self.plan.offload_optimizer != "none",
+                self.plan.offload_optimizer is not RemoteDevice.NONE,
                 self.plan.cpu_adam,
                 config.optimizer,
                 build.ctx.world,
@@ -217,7 +217,7 @@ class DeepSpeedEngine:
             problem="tensor-parallel ranks hold different values of weights that are not split",
         )
 
-    def _build_model(self) -> Any:
+    def _build_model(self) -> nn.Module:
         share = None
         if self.plan.stage == 3:
             json, grid = handed_json(self.plan), Grid(self._context)
@@ -230,11 +230,11 @@ class DeepSpeedEngine:
             share=share,
         )
 
-    def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
+    def _named_of(self, model: nn.Module) -> tuple[tuple[str, Parameter], ...]:
         """The parameters of what `_build_model` made, under their global names."""
         return tuple(model.named_parameters())
 
-    def _start(self, model: Any) -> DeepSpeedRuntime:
+    def _start(self, model: nn.Module) -> DeepSpeedRuntime:
         """DeepSpeed's engine around what `_build_model` made."""
         runtime: DeepSpeedRuntime
         runtime, *_ = self._deepspeed.initialize(
@@ -245,6 +245,7 @@ class DeepSpeedEngine:
             mpu=Grid(self._context),
         )
         if self.plan.stage == 3:
+            assert isinstance(model, WholeModel)  # noqa: S101  # invariant: of `_build_model`
             for parameter in model.used_elsewhere():
                 self._deepspeed.zero.register_external_parameter(model, parameter)
         return runtime

@@ -8,10 +8,10 @@ tokens of a step are counted before it begins.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.config.run import RunConfig
@@ -35,7 +35,7 @@ from megatron.model.stage import Stage
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
-from megatron.pipeline.schedule import NONE, ONE_F_ONE_B
+from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         super().check_replicas()
         self._tied.check_equal()
 
-    def _build_model(self) -> Any:
+    def _build_model(self) -> nn.Module:
         # Imported here because they import DeepSpeed, which has been brought up by now.
         from megatron.engine.deepspeed.layers import LayersPipe
 
@@ -103,12 +103,15 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._tied = TiedGradients(self.stage, ctx)
         return model
 
-    def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
-        return tuple(model.stage.named_parameters())
+    def _named_of(self, model: nn.Module) -> tuple[tuple[str, Parameter], ...]:
+        del model  # registers them under DeepSpeed's names
+        return tuple(self.stage.named_parameters())
 
-    def _start(self, model: Any) -> PipelineRuntime:
+    def _start(self, model: nn.Module) -> PipelineRuntime:
+        from megatron.engine.deepspeed.layers import LayersPipe
         from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
 
+        assert isinstance(model, LayersPipe)  # noqa: S101  # invariant: of `_build_model`
         return MendedPipelineEngine(
             model,
             self._updates.handed,
@@ -229,7 +232,7 @@ def _refuse_what_deepspeed_cannot(pipeline: PipelinePlan) -> None:
             found=f"{pipeline.num_chunks} virtual stages on each rank, --deepspeed",
             fix="leave out the flags of virtual stages, or --deepspeed",
         )
-    if pipeline.schedule not in (NONE, ONE_F_ONE_B):
+    if pipeline.schedule not in (ScheduleName.NONE, ScheduleName.ONE_F_ONE_B):
         raise ConfigError(
             "DeepSpeed's pipeline works in one order only",
             found=f"--pipeline-schedule {pipeline.schedule}, --deepspeed",
