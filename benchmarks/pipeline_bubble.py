@@ -26,24 +26,25 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.topology import Topology
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.pipeline.executor import Executor, StageWork
+from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.theory import bubble_share, peak_activations
 
 WITHIN_S = 300.0
 CASES = (  # schedule, stages, micro-batches, chunks
-    ("gpipe", 2, 8, 1),
-    ("1f1b", 2, 8, 1),
-    ("interleaved", 2, 8, 2),
-    ("zero-bubble", 2, 8, 1),
-    ("1f1b", 4, 8, 1),
-    ("interleaved", 4, 8, 2),
-    ("zero-bubble", 4, 8, 1),
+    (ScheduleName.GPIPE, 2, 8, 1),
+    (ScheduleName.ONE_F_ONE_B, 2, 8, 1),
+    (ScheduleName.INTERLEAVED, 2, 8, 2),
+    (ScheduleName.ZERO_BUBBLE, 2, 8, 1),
+    (ScheduleName.ONE_F_ONE_B, 4, 8, 1),
+    (ScheduleName.INTERLEAVED, 4, 8, 2),
+    (ScheduleName.ZERO_BUBBLE, 4, 8, 1),
 )
 
 
 class Case(NamedTuple):
     """One pipeline: its schedule and its sizes."""
 
-    schedule: str
+    schedule: ScheduleName
     stages: int
     microbatches: int
     chunks: int
@@ -212,7 +213,7 @@ def _stage(
         StageWork(sleeper.run, sleeper.loss, case.chunks),
         group,
         schedule=case.schedule,
-        weight_gradients=_Queue(sleeper) if case.schedule == "zero-bubble" else None,
+        weight_gradients=_Queue(sleeper) if case.schedule == ScheduleName.ZERO_BUBBLE else None,
     )
     found = [_step(executor, sleeper, case, group) for _ in range(1 + steps)]
     answer.send(tuple(min(found[1:])))  # the first says how messages look, too

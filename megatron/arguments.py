@@ -42,7 +42,7 @@ def parse_args(
     argv: Sequence[str] | None = None,
     *,
     extra_args_provider: ExtraArgsProvider | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
 ) -> RunConfig:
     """Turn a command line into a `RunConfig`, or raise one error that lists all that is wrong.
 
@@ -88,7 +88,7 @@ def parse_args(
     return config
 
 
-def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str, Any]:
+def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str, object]:
     """The fields of a run that a command line names, and their values: no defaults, no config.
 
     For programs that take the run of a checkpoint and let flags speak beside it. Spellings and
@@ -141,7 +141,7 @@ def _read(
     argv: Sequence[str],
     problems: list[ConfigError],
     beside: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What the words say, by the name of what they set; None where a value cannot be read."""
     words = _translate(list(argv), parser, problems)
     try:
@@ -257,10 +257,10 @@ def _unknown_defaults(names: Iterable[str]) -> list[ConfigError]:
     ]
 
 
-def _from_deepspeed(typed: Mapping[str, Any], problems: list[ConfigError]) -> dict[str, Any]:
+def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) -> dict[str, object]:
     """What DeepSpeed's JSON says as values of flags that were not typed; each is said once."""
     path = typed.get("deepspeed_config")
-    if path is None or not typed.get("deepspeed"):
+    if not isinstance(path, str) or not typed.get("deepspeed"):
         return {}
     try:
         said = flags_from_json(read_json(path), typed)
@@ -276,11 +276,11 @@ def _from_deepspeed(typed: Mapping[str, Any], problems: list[ConfigError]) -> di
 
 
 def _from_dependent(
-    argv: Iterable[str], values: Mapping[str, Any], problems: list[ConfigError]
-) -> dict[str, Any]:
+    argv: Iterable[str], values: Mapping[str, object], problems: list[ConfigError]
+) -> dict[str, object]:
     """Values of fields that flags of other Megatrons stand for beside the others."""
     words = {_split_equals(word)[0] for word in argv if word.startswith("--")}
-    meant: dict[str, Any] = {}
+    meant: dict[str, object] = {}
     for flag, meaning in meanings(GivenFlags(words, values)):
         if isinstance(meaning, FlagValue):
             meant[meaning.field] = meaning.value
@@ -293,8 +293,8 @@ def _from_dependent(
     return meant
 
 
-def _preset(name: str | None, problems: list[ConfigError]) -> dict[str, Any]:
-    if name is None:
+def _preset(name: object, problems: list[ConfigError]) -> dict[str, object]:
+    if not isinstance(name, str):
         return {}
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
@@ -317,7 +317,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _jsonable(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _jsonable(extra: Mapping[str, object]) -> dict[str, object]:
     for name, value in extra.items():
         try:
             json.dumps(value)

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ def initialize_megatron(
     config: RunConfig | None = None,
     *,
     extra_args_provider: ExtraArgsProvider | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     checks: tuple[Check, ...] = CHECKS,
     reads: ProgramData = GPT_DATA,
 ) -> Runtime:

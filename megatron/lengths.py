@@ -1,5 +1,7 @@
 """From the flags to how large batches are, how long samples are, and how long a run is."""
 
+from collections.abc import Mapping
+
 from megatron.config.curriculum import (
     Curriculum,
     curriculum_of_block,
@@ -32,7 +34,8 @@ def curriculum(config: RunConfig) -> Curriculum | None:
     """
     asked = curriculum_of_flags(config.training, seq_length=config.data.seq_length)
     block = user_json(config).get("curriculum_learning") if config.engine.deepspeed else None
-    return one_curriculum(asked, None if block is None else curriculum_of_block(block))
+    given = curriculum_of_block(block) if isinstance(block, Mapping) else None
+    return one_curriculum(asked, given)
 
 
 def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:

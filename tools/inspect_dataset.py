@@ -24,7 +24,12 @@ import numpy as np
 from megatron import log
 from megatron.config.data import DataIntegrity
 from megatron.data.corpus.checksums import CorpusChecksums, adopt, read_checksums
-from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files, write_metadata
+from megatron.data.corpus.metadata import (
+    CorpusMetadata,
+    ItemLevel,
+    digests_of_files,
+    write_metadata,
+)
 from megatron.data.corpus.paths import corpus_files, data_file_path, index_file_path
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
@@ -147,8 +152,9 @@ def _described(
     )
 
 
-def _level(corpus: MMapIndexedDataset) -> str:
-    return "document" if len(corpus.doc_idx) - 1 >= len(corpus) else "sentence"
+def _level(corpus: MMapIndexedDataset) -> ItemLevel:
+    is_document = len(corpus.doc_idx) - 1 >= len(corpus)
+    return ItemLevel.DOCUMENT if is_document else ItemLevel.SENTENCE
 
 
 def _spread(corpus: MMapIndexedDataset, count: int) -> list[int]:

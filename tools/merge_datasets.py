@@ -20,7 +20,7 @@ if importlib.util.find_spec("megatron") is None:
 from tqdm import tqdm
 
 from megatron import log
-from megatron.data.corpus.metadata import CorpusMetadata
+from megatron.data.corpus.metadata import CorpusMetadata, ItemLevel
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import (
     MMapIndexedDataset,
@@ -191,6 +191,7 @@ def _require_agreement(first: MMapIndexedDataset, other: MMapIndexedDataset) -> 
     one, two = first.metadata, other.metadata
     different = [name for name in _MUST_AGREE if getattr(one, name) != getattr(two, name)]
     found = [getattr(each, name) for name in different[:1] for each in (one, two)]
+    found = [str(value) if isinstance(value, ItemLevel) else value for value in found]
     if not different and one is not None and two is not None:
         # Older sidecars do not say which files the tokenizer was read from.
         found = [sorted(each.tokenizer_files.items()) for each in (one, two)]

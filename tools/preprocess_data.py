@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron import log
-from megatron.data.corpus.metadata import digests_of_files
+from megatron.data.corpus.metadata import ItemLevel, digests_of_files
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import ConfigError, DataError
@@ -493,7 +493,7 @@ def _source(args: argparse.Namespace, settings: EncodeSettings) -> Source:
 
 
 def _output_prefixes(args: argparse.Namespace) -> list[str]:
-    level = "sentence" if args.split_sentences else "document"
+    level = ItemLevel.SENTENCE if args.split_sentences else ItemLevel.DOCUMENT
     prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.json_keys]
     if len(set(prefixes)) != len(prefixes):
         raise ConfigError(

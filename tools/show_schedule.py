@@ -17,7 +17,7 @@ if importlib.util.find_spec("megatron") is None:
 from megatron.atomic import publish, temporary_name, write_error
 from megatron.errors import ConfigError
 from megatron.pipeline.action import Kind
-from megatron.pipeline.schedule import SCHEDULES, ZERO_BUBBLE, build_schedule, pipeline_problems
+from megatron.pipeline.schedule import ScheduleName, build_schedule, pipeline_problems
 from megatron.pipeline.simulate import Durations, Simulation, StageTrace, Work, simulate
 from megatron.pipeline.theory import bubble_share, peak_activations
 from megatron.program import run
@@ -102,7 +102,7 @@ def summary(layout: Layout, result: Simulation) -> Iterator[str]:
     peaks = [stage.peak_activations for stage in result.stages]
     yield f"peak activations, stage by stage    {_numbers(peaks)}"
     yield f"                  by theory         {_numbers(peak_activations(layout.name, **sizes))}"
-    if layout.name == ZERO_BUBBLE:
+    if layout.name == ScheduleName.ZERO_BUBBLE:
         whole = [stage.peak_before_input_gradient for stage in result.stages]
         yield f"  of them with all of their graph   {_numbers(whole)}"
     of = (
@@ -191,7 +191,10 @@ def _flags() -> argparse.ArgumentParser:
         "--microbatches", type=int, default=8, metavar="N", help="micro-batches per step"
     )
     parser.add_argument(
-        "--schedule", "--pipeline-schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)}"
+        "--schedule",
+        "--pipeline-schedule",
+        default="1f1b",
+        help=f"one of {', '.join(ScheduleName)}",
     )
     parser.add_argument(
         "--num-layers", type=int, metavar="N", help="to check that there are enough of them"
@@ -257,7 +260,7 @@ def _sizes(layout: Layout) -> str:
 
 def _key(layout: Layout) -> str:
     found = "F forward, B backward"
-    if layout.name == ZERO_BUBBLE:
+    if layout.name == ScheduleName.ZERO_BUBBLE:
         found = "F forward, B gradient of the input, W of the weights"
     found += "; number: micro-batch"
     if layout.chunks > 1:
@@ -307,7 +310,7 @@ def _beyond_theory(layout: Layout) -> str:
     reasons = []
     if times.communication:
         reasons.append("theory has messages that take no time")
-    if layout.name == ZERO_BUBBLE and len(set(times[:3])) > 1:
+    if layout.name == ScheduleName.ZERO_BUBBLE and len(set(times[:3])) > 1:
         reasons.append("theory has F, B and W equally long")
     return "; ".join(reasons)
 
@@ -356,8 +359,10 @@ def _font_size(layout: Layout, result: Simulation, wide: float) -> float:
 def _legend(layout: Layout) -> list[Any]:
     from matplotlib.patches import Patch
 
-    letters = "FBW" if layout.name == ZERO_BUBBLE else "FB"
-    meanings = MEANINGS | ({"B": "input gradient"} if layout.name == ZERO_BUBBLE else {})
+    letters = "FBW" if layout.name == ScheduleName.ZERO_BUBBLE else "FB"
+    meanings = MEANINGS | (
+        {"B": "input gradient"} if layout.name == ScheduleName.ZERO_BUBBLE else {}
+    )
     found = [Patch(facecolor=COLOURS[each], label=meanings[each]) for each in letters]
     if layout.chunks > 1:
         found += [

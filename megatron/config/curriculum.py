@@ -9,12 +9,13 @@ it may come to its maximum some iterations after its last.
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron.errors import ConfigError
+from megatron.json_values import JsonObject
 
 
 class CurriculumSchedule(StrEnum):
@@ -156,10 +157,7 @@ def curriculum_of_flags(flags: CurriculumFlags, *, seq_length: int) -> Curriculu
     schedule = flags.curriculum_schedule
     if schedule is None:
         return None
-    values = _of_flags(flags)
-    if schedule is CurriculumSchedule.FIXED_DISCRETE:
-        values |= {"min_length": values["lengths"][0], "max_length": values["lengths"][-1]}
-    return Curriculum(schedule=schedule, **({"max_length": seq_length} | values))
+    return _build_curriculum(schedule, {"max_length": seq_length} | _of_flags(flags))
 
 
 def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
@@ -178,7 +176,7 @@ def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
     yield from _misfits(values, needs, _NEEDS[schedule], _FLAGS, shown)
 
 
-def curriculum_of_block(block: Mapping[str, Any]) -> Curriculum | None:
+def curriculum_of_block(block: JsonObject) -> Curriculum | None:
     """What a `curriculum_learning` block of DeepSpeed's JSON asks for; None if not enabled.
 
     Raises:
@@ -221,7 +219,7 @@ def curriculum_of_block(block: Mapping[str, Any]) -> Curriculum | None:
     )
     outer = [_KEYS[name] for name in _OUTER_KEYS]
     given = {key: block[key] for key in outer if key in block} | dict(inner)
-    values: dict[str, Any] = {
+    values = {
         names[key]: tuple(value) if isinstance(value, list) else value
         for key, value in given.items()
     }
@@ -229,12 +227,10 @@ def curriculum_of_block(block: Mapping[str, Any]) -> Curriculum | None:
     shown = f"curriculum_learning with schedule_type {schedule}"
     for problem in _misfits(values, needs, needs, _KEYS, shown):
         raise problem
-    if schedule is CurriculumSchedule.FIXED_DISCRETE:  # its ends say no more than its lengths
-        values |= {"min_length": values["lengths"][0], "max_length": values["lengths"][-1]}
-    return Curriculum(schedule=schedule, **values)
+    return _build_curriculum(schedule, values)
 
 
-def flags_of_block(block: Mapping[str, Any]) -> dict[str, Any]:
+def flags_of_block(block: JsonObject) -> dict[str, object]:
     """The --curriculum flags, by field name, that ask for what a block of the JSON asks for.
 
     Raises:
@@ -264,8 +260,27 @@ def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curric
     return flags or block
 
 
-def _of_flags(flags: CurriculumFlags) -> dict[str, Any]:
-    given = {
+def _build_curriculum(schedule: CurriculumSchedule, values: Mapping[str, object]) -> Curriculum:
+    """Build a curriculum from values without problems."""
+    lengths = _numbers(values, "lengths")
+    # The ends of a discrete schedule say no more than its lengths.
+    ends = {} if lengths is None else {"min_length": lengths[0], "max_length": lengths[-1]}
+    make: Callable[..., Curriculum] = Curriculum
+    return make(schedule=schedule, **{**values, **ends})
+
+
+def _number(values: Mapping[str, object], name: str) -> int | None:
+    value = values.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _numbers(values: Mapping[str, object], name: str) -> tuple[int, ...] | None:
+    value = values.get(name)
+    return value if isinstance(value, tuple) else None
+
+
+def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
+    given: dict[str, object] = {
         "min_length": flags.curriculum_seqlen_min,
         "max_length": flags.curriculum_seqlen_max,
         "iterations": flags.curriculum_iters,
@@ -278,7 +293,7 @@ def _of_flags(flags: CurriculumFlags) -> dict[str, Any]:
 
 
 def _misfits(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     needs: Sequence[str],
     knows: Sequence[str],
     spelled: Mapping[str, str],
@@ -308,28 +323,28 @@ def _misfits(
         yield from _disorder(values, spelled)
 
 
-def _is_possible(name: str, value: Any) -> bool:
+def _is_possible(name: str, value: object) -> bool:
     if name in ("lengths", "until"):
         return isinstance(value, tuple) and bool(value) and all(map(_is_count, value))
     if name == "root_degree":
-        return type(value) in (int, float) and 0 < value < math.inf
+        return _is_count(value) or (type(value) is float and 0 < value < math.inf)
     return _is_count(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _disorder(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[ConfigError]:
+def _disorder(values: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[ConfigError]:
     """Values that are possible one by one, but not together."""
-    shortest, longest = values.get("min_length"), values.get("max_length")
+    shortest, longest = _number(values, "min_length"), _number(values, "max_length")
     if shortest is not None and longest is not None and shortest > longest:
         yield ConfigError(
             "a curriculum starts above its end",
             found=f"{spelled['min_length']} {shortest}, {spelled['max_length']} {longest}",
             fix="exchange the two",
         )
-    lengths, until = values.get("lengths"), values.get("until")
+    lengths, until = _numbers(values, "lengths"), _numbers(values, "until")
     if lengths is None or until is None:
         return
     shown = f"{spelled['lengths']} {_listed(lengths)}, {spelled['until']} {_listed(until)}"
@@ -358,7 +373,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _refuse_unknown(block: JsonObject, known: Sequence[str], where: str) -> None:
     for key in block:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]

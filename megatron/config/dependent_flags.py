@@ -6,7 +6,7 @@ and they apply to command lines only; what a checkpoint stores is never reinterp
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.model import PositionEmbedding
 from megatron.errors import ConfigError
@@ -16,7 +16,7 @@ class FlagValue(NamedTuple):
     """The value of a field that a flag of another Megatron stands for."""
 
     field: str
-    value: Any
+    value: object
     because: str
 
 
@@ -30,7 +30,7 @@ class GivenFlags(NamedTuple):
     """A command line: its flags as they were spelled, and the values of fields."""
 
     words: Collection[str]
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 Meaning = FlagValue | NoChange | ConfigError
@@ -92,7 +92,7 @@ def _num_query_groups(given: GivenFlags) -> Iterator[Meaning]:
 _ACTIVATIONS = ("swiglu", "glu_activation", "squared_relu", "openai_gelu", "onnx_safe")
 
 
-def _is_unnamed_gelu(values: Mapping[str, Any]) -> bool:
+def _is_unnamed_gelu(values: Mapping[str, object]) -> bool:
     return not any(values.get(name) for name in _ACTIVATIONS)
 
 
@@ -133,7 +133,7 @@ _DEEPSPEED_EXPERTS = frozenset(
 
 def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
     experts = given.values.get("num_experts")
-    if experts is None or experts <= 1:
+    if not isinstance(experts, int) or experts <= 1:
         return
     if "moe_router_topk" not in given.values:
         yield ConfigError(

@@ -11,16 +11,20 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 from megatron.errors import ConfigError
+from megatron.json_values import JsonValue
 
-C = TypeVar("C")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 
 def flag(
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     *,
     help: str,
     aliases: Sequence[str] = (),
@@ -48,18 +52,18 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def field_names(group: type) -> tuple[str, ...]:
+def field_names(group: "type[DataclassInstance]") -> tuple[str, ...]:
     """The names of a config group's fields, in order."""
     return tuple(field.name for field in dataclasses.fields(group))
 
 
-def default_of(group: type, field_name: str) -> Any:
+def default_of(group: "type[DataclassInstance]", field_name: str) -> object:
     """The default of one field of a config group."""
     (field,) = (one for one in dataclasses.fields(group) if one.name == field_name)
     return field.default
 
 
-def plain_default(group: type, field_name: str) -> Any:
+def plain_default(group: "type[DataclassInstance]", field_name: str) -> JsonValue:
     """The default of one field as `to_plain` would give it."""
     return _plain(default_of(group, field_name))
 
@@ -94,7 +98,9 @@ class FieldsError(ConfigError):
         return (FieldsError, (self.errors,))
 
 
-def add_flags(parser: argparse.ArgumentParser, group: type, problems: list[ConfigError]) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, group: "type[DataclassInstance]", problems: list[ConfigError]
+) -> None:
     """Give `parser` one flag for every field of config class `group`.
 
     Values that cannot be converted are appended to `problems` instead of ending the program, so
@@ -108,7 +114,7 @@ def add_flags(parser: argparse.ArgumentParser, group: type, problems: list[Confi
             dest=field.name,
             default=argparse.SUPPRESS,  # the dataclass owns the default, in one place
             help=_help(field),
-            **_argparse_kwargs(field, hints[field.name], problems),
+            **_argparse_options(field, hints[field.name], problems),
         )
         if hints[field.name] is bool:
             section.add_argument(
@@ -121,9 +127,9 @@ def add_flags(parser: argparse.ArgumentParser, group: type, problems: list[Confi
             )
 
 
-def from_flags(group: type[C], parsed: Mapping[str, Any]) -> C:
+def from_flags(group: type[C], parsed: Mapping[str, object]) -> C:
     """Build one frozen config from what the user typed; defaults stay with the dataclass."""
-    fields = {field.name: field for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(group)}
     missing = [
         name
         for name, field in fields.items()
@@ -135,15 +141,16 @@ def from_flags(group: type[C], parsed: Mapping[str, Any]) -> C:
             found="no " + ", no ".join(flag_name(name) for name in missing),
             fix="add " + " ".join(f"{flag_name(name)} <value>" for name in missing),
         )
-    return group(**{name: value for name, value in parsed.items() if name in fields})
+    make: Callable[..., C] = group
+    return make(**{name: value for name, value in parsed.items() if name in fields})
 
 
-def to_plain(group: Any) -> dict[str, Any]:
+def to_plain(group: "DataclassInstance") -> dict[str, JsonValue]:
     """The fields of a config group as JSON values; `from_plain` turns them back exactly."""
     return {field.name: _plain(getattr(group, field.name)) for field in dataclasses.fields(group)}
 
 
-def from_plain(group: type[C], values: Mapping[str, Any]) -> C:
+def from_plain(group: type[C], values: Mapping[str, object]) -> C:
     """Rebuild a config group from `to_plain`.
 
     A field that is absent takes its default: a version that did not have the flag behaved so.
@@ -152,7 +159,7 @@ def from_plain(group: type[C], values: Mapping[str, Any]) -> C:
         ConfigError: unknown names, required ones that are absent, or values of another version.
     """
     hints = typing.get_type_hints(group)
-    fields = {field.name: field for field in dataclasses.fields(group)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(group)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise ConfigError(
@@ -171,12 +178,13 @@ def from_plain(group: type[C], values: Mapping[str, Any]) -> C:
             found="no " + ", no ".join(missing),
             fix="read it with the version that wrote it",
         )
-    return group(**{name: _stored(group, name, hints[name], values[name]) for name in values})
+    make: Callable[..., C] = group
+    return make(**{name: _stored(group, name, hints[name], values[name]) for name in values})
 
 
-def _stored(group: type, name: str, hint: Any, value: Any) -> Any:
+def _stored(group: type, name: str, hint: object, value: object) -> object:
     try:
-        return _typed(hint, value)
+        return _typed(_kind_of(hint), value)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a stored {group.__name__} holds a value that this version does not know",
@@ -185,28 +193,50 @@ def _stored(group: type, name: str, hint: Any, value: Any) -> Any:
         ) from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> JsonValue:
     if isinstance(value, enum.Enum):
-        return value.value
+        value = value.value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)  # "Infinity" stays readable JSON
+    assert value is None or isinstance(value, int | float | str), value  # noqa: S101  # invariant: kinds of flags
     return value
 
 
-def _typed(hint: Any, value: Any) -> Any:
-    hint = _without_none(hint)
+class _Kind(NamedTuple):
+    """The type of a field's values, or of the items where the field is a tuple."""
+
+    item: type
+    is_tuple: bool
+
+
+def _kind_of(hint: object) -> _Kind:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # `X | None`
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    is_tuple = typing.get_origin(hint) is tuple
+    item = typing.get_args(hint)[0] if is_tuple else hint
+    assert isinstance(item, type), hint  # noqa: S101  # invariant: kinds of flags
+    return _Kind(item, is_tuple)
+
+
+def _typed(kind: _Kind, value: object) -> object:
     if value is None:
         return None
-    if typing.get_origin(hint) is tuple:
-        return tuple(_typed(typing.get_args(hint)[0], item) for item in value)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    return float(value) if hint is float else value
+    if kind.is_tuple:
+        if not isinstance(value, Iterable):
+            raise TypeError(value)
+        return tuple(_typed(kind._replace(is_tuple=False), item) for item in value)
+    if issubclass(kind.item, enum.Enum):
+        return kind.item(value)
+    if kind.item is not float:
+        return value
+    if not isinstance(value, int | float | str):
+        raise TypeError(value)
+    return float(value)
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
+def _help(field: dataclasses.Field[object]) -> str:
     text = str(field.metadata["help"]).replace("%", "%%")
     if field.default is dataclasses.MISSING:
         return f"{text} [required]"
@@ -217,38 +247,47 @@ def _help(field: dataclasses.Field[Any]) -> str:
         shown = " ".join(str(_plain(item)) for item in default) or "none"
     else:
         shown = (
-            {True: "on", False: "off"}[default] if isinstance(default, bool) else _plain(default)
+            {True: "on", False: "off"}[default]
+            if isinstance(default, bool)
+            else str(_plain(default))
         )
     switch = f"; --no-{field.name.replace('_', '-')} turns it off" if default is True else ""
     return f"{text} [{shown}{switch}]"
 
 
-def _argparse_kwargs(
-    field: dataclasses.Field[Any], hint: Any, problems: list[ConfigError]
-) -> dict[str, Any]:
-    hint = _without_none(hint)
+class _ArgparseOptions(TypedDict, total=False):
+    type: Callable[[str], object]
+    nargs: str
+    const: bool
+    action: type[argparse.Action]
+    metavar: str
+
+
+def _argparse_options(
+    field: dataclasses.Field[object], hint: object, problems: list[ConfigError]
+) -> _ArgparseOptions:
+    kind, is_tuple = _kind_of(hint)
     name = flag_name(field.name)
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
+    if is_tuple:
         return {
-            "type": _converter(name, item, {}, problems),
+            "type": _converter(name, kind, {}, problems),
             "nargs": "+",
             "action": _AsTuple,
-            "metavar": item.__name__.upper(),
+            "metavar": kind.__name__.upper(),
         }
-    if hint is bool:
+    if kind is bool:
         convert = _converter(name, bool, {}, problems)
         return {"type": convert, "nargs": "?", "const": True, "metavar": "true|false"}
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        convert = _converter(name, hint, field.metadata["values"], problems)
-        return {"type": convert, "metavar": "{" + ",".join(str(c.value) for c in hint) + "}"}
-    return {"type": _converter(name, hint, {}, problems), "metavar": hint.__name__.upper()}
+    if issubclass(kind, enum.Enum):
+        convert = _converter(name, kind, field.metadata["values"], problems)
+        return {"type": convert, "metavar": "{" + ",".join(str(c.value) for c in kind) + "}"}
+    return {"type": _converter(name, kind, {}, problems), "metavar": kind.__name__.upper()}
 
 
 def _converter(
     name: str, kind: type, spellings: Mapping[str, str], problems: list[ConfigError]
-) -> Any:
-    def convert(text: str) -> Any:
+) -> Callable[[str], object]:
+    def convert(text: str) -> object:
         try:
             if kind is bool:
                 return {"true": True, "false": False}[text.lower()]
@@ -273,12 +312,12 @@ def _expected(kind: type) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a text")
 
 
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # `X | None`
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-    return hint
-
-
 class _AsTuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, tuple(values or ()))

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, expert_problems
 from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
 from megatron.errors import ConfigError
+from megatron.json_values import JsonValue
 
 
 class PositionEmbedding(StrEnum):
@@ -382,7 +382,7 @@ class ModelConfig:
         """Whether the output projection is the word embedding."""
         return not self.untie_embeddings_and_output_weights
 
-    def meaning(self) -> dict[str, Any]:
+    def meaning(self) -> dict[str, JsonValue]:
         """The fields as plain values with every default resolved, by what is computed.
 
         Two configs of equal meaning are the same network, however their flags were spelled. What
@@ -405,7 +405,7 @@ class ModelConfig:
             fields = {n: v for n, v in fields.items() if not n.startswith("rope_scaling_")}
         return self._meaning_of_experts(fields)
 
-    def _meaning_of_experts(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _meaning_of_experts(self, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if not self.has_experts:
             return {n: v for n, v in fields.items() if n not in _EXPERT_FLAGS}
         for name in (*_ROUTER_LOSSES, "ffn_hidden_size"):

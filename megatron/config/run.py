@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
@@ -22,6 +22,10 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.runtime import LaunchConfig, LoggingConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
+from megatron.json_values import JsonValue
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +46,13 @@ class RunConfig:
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
-    def to_plain(self) -> dict[str, dict[str, Any]]:
+    def to_plain(self) -> dict[str, dict[str, JsonValue]]:
         """Nested JSON values; `from_plain` turns them back exactly."""
         groups = {name: to_plain(getattr(self, name)) for name in GROUPS}
         return groups | {"extra": dict(self.extra)}
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Mapping[str, Any]]) -> "RunConfig":
+    def from_plain(cls, values: Mapping[str, Mapping[str, object]]) -> "RunConfig":
         """Rebuild a config from `to_plain`; a missing or an unknown group is an error.
 
         A group that older versions did not have takes its defaults: they behaved so.
@@ -82,7 +86,7 @@ class RunConfig:
         return FlatView(self)
 
 
-GROUPS: Mapping[str, type] = {
+GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "model": ModelConfig,
     "data": DataConfig,
     "tokenizer": TokenizerConfig,

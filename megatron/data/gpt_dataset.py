@@ -8,13 +8,14 @@ is an item of the corpus.
 
 import operator
 from functools import partial
-from typing import Any, NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megatron import log
+from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import IndexCache, fingerprint
 from megatron.data.orders.sample_maps import build_sample_idx
@@ -63,7 +64,7 @@ def build_gpt_indices(
     plan: EpochPlan,
     seq_length: int,
     seed: int,
-) -> dict[str, npt.NDArray[Any]]:
+) -> dict[str, npt.NDArray[np.integer]]:
     """The arrays `doc_idx`, `sample_idx` and `shuffle_idx` of an order.
 
     One RandomState draws for the documents first and the samples second.
@@ -223,7 +224,7 @@ def _checked_documents(
 
 
 def _refuse_sentences(indexed: MMapIndexedDataset) -> None:
-    if indexed.metadata is not None and indexed.metadata.level == "sentence":
+    if indexed.metadata is not None and indexed.metadata.level == ItemLevel.SENTENCE:
         raise DataError(
             f"the corpus {indexed.prefix} is split into sentences, which a GPT order would shuffle",
             found='level "sentence" in its sidecar',

@@ -15,7 +15,9 @@ from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.data.blendable_dataset import SampleDataset
 from megatron.data.kinds.program_data import ProgramData
+from megatron.json_values import JsonObject
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
@@ -49,9 +51,9 @@ class Datasets(NamedTuple):
     itself and logged under its name.
     """
 
-    train: Any
-    valid: Any
-    test: Any
+    train: Any  # a SampleDataset, or None
+    valid: SampleDataset | Mapping[str, SampleDataset] | None
+    test: SampleDataset | Mapping[str, SampleDataset] | None
 
 
 class DatasetRequest(NamedTuple):
@@ -163,7 +165,7 @@ class EngineState(NamedTuple):
     """
 
     tensors: tuple[ShardedTensor, ...]
-    scalars: dict[str, Any]  # JSON values, equal on all ranks
+    scalars: JsonObject  # equal on all ranks
 
 
 class Engine(Protocol):
@@ -194,7 +196,7 @@ class Engine(Protocol):
     def state(self, *, optimizer: bool) -> EngineState:
         """The model, and the optimizer if asked, as named parts of whole tensors."""
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into the tensors of `state`, with the scalars beside them."""
 
     def live(self) -> Live | None:

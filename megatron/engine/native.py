@@ -5,10 +5,9 @@ micro-batches and replicas: each backward pass adds a sum over its own tokens, a
 optimizer divides by the count of all of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from megatron.engine.base import (
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
 from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
+from megatron.json_values import JsonObject, object_at
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
@@ -42,7 +42,7 @@ from megatron.optimizer.optimizer import build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
-from megatron.pipeline.schedule import ZERO_BUBBLE
+from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -166,17 +166,17 @@ class NativeEngine:
         """The model, and the optimizer if asked, as named parts of whole tensors."""
         self._replica.wait_for_parameters()
         tensors = model_tensors(self.stage, self._context)
-        scalars: dict[str, Any] = {}
+        scalars: JsonObject = {}
         if optimizer:
             named = self.stage.named_parameters()
             tensors += optimizer_tensors(named, self.optimizer, self._context)
             scalars = {"optimizer": self.optimizer.scalars()}
         return EngineState(tuple(tensors), scalars)
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, master weights."""
         if optimizer:
-            self.optimizer.load_state(self.optimizer.named_state(), scalars["optimizer"])
+            self.optimizer.load_state(self.optimizer.named_state(), object_at(scalars, "optimizer"))
         else:
             self.optimizer.refresh_masters()
 
@@ -209,7 +209,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
 
 def _weight_gradients(stage: Stage, pipeline: PipelinePlan) -> WeightGradients | None:
     """Where gradients of weights wait for their turn, if the schedule gives them one."""
-    if pipeline.schedule != ZERO_BUBBLE or pipeline.num_stages == 1:
+    if pipeline.schedule != ScheduleName.ZERO_BUBBLE or pipeline.num_stages == 1:
         return None
     queue = WeightGradients()
     repeated = set(stage.repeated_parameters())

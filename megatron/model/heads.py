@@ -12,7 +12,7 @@ from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mappings import reduce_from_tp
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, InitKind, Partition, describe
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -71,7 +71,7 @@ class VocabularyBias(nn.Module):
         super().__init__()
         rows = build.vocab.padded // build.ctx.tp.size
         self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
-        init = Init("zeros", true_rows=build.vocab.true)
+        init = Init(InitKind.ZEROS, true_rows=build.vocab.true)
         describe(self.bias, init=init, partition=Partition("tp", dim=0))
 
     def forward(self, carry: Carry) -> Carry:
@@ -153,7 +153,7 @@ class Dense(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=build.dtype))
         self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
         describe(self.weight, init=weight_init(config), sequence_parallel=split)
-        describe(self.bias, init=Init("zeros"), sequence_parallel=split)
+        describe(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=split)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., width] to [.., rows]."""

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import Init, global_shape, init_of, local_slice, partition_of
+from megatron.mpu.partition import Init, InitKind, global_shape, init_of, local_slice, partition_of
 from megatron.mpu.random import hash_seed
 
 
 def weight_init(config: ModelConfig) -> Init:
     """How a matrix begins that does not write to the residual stream."""
     if config.init_method_xavier_uniform:
-        return Init("xavier_uniform")
-    return Init("normal", std=config.init_method_std)
+        return Init(InitKind.XAVIER_UNIFORM)
+    return Init(InitKind.NORMAL, std=config.init_method_std)
 
 
 def residual_init(config: ModelConfig) -> Init:
@@ -31,8 +31,8 @@ def residual_init(config: ModelConfig) -> Init:
     Radford et al. 2019, section 2.3).
     """
     if config.init_method_xavier_uniform:
-        return Init("xavier_uniform")
-    return Init("normal", std=config.init_method_std / math.sqrt(2 * config.num_layers))
+        return Init(InitKind.XAVIER_UNIFORM)
+    return Init(InitKind.NORMAL, std=config.init_method_std / math.sqrt(2 * config.num_layers))
 
 
 @torch.no_grad()
@@ -54,8 +54,8 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
             )
         partition = partition_of(parameter)
         index, size = ctx.share(partition)
-        if init.kind in ("zeros", "ones"):
-            parameter.fill_(1.0 if init.kind == "ones" else 0.0)
+        if init.kind in (InitKind.ZEROS, InitKind.ONES):
+            parameter.fill_(1.0 if init.kind == InitKind.ONES else 0.0)
             continue
         whole = draw(init, global_shape(parameter.shape, partition, size), seed=seed, name=name)
         parameter.copy_(local_slice(whole, partition, index, size))
@@ -67,15 +67,15 @@ def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
     # Padding depends on the layout, so it is neither drawn nor counted in a bound.
     true = whole[: init.true_rows]
     generator = torch.Generator().manual_seed(hash_seed(seed, "init", name))
-    if init.kind == "normal":
+    if init.kind == InitKind.NORMAL:
         true.normal_(0.0, init.std, generator=generator)
-    elif init.kind == "xavier_uniform":
+    elif init.kind == InitKind.XAVIER_UNIFORM:
         # Glorot and Bengio 2010, eq. 16; of a stack of matrices each is one.
         rows = true.shape[0] if true.dim() < 3 else true.shape[-2]
         bound = math.sqrt(6.0 / (rows + true.shape[-1]))
         true.uniform_(-bound, bound, generator=generator)
     else:
-        true.fill_(1.0 if init.kind == "ones" else 0.0)
+        true.fill_(1.0 if init.kind == InitKind.ONES else 0.0)
     return whole
 
 

@@ -6,7 +6,6 @@ backward is the gradient of the input and of the shares, since both meet split w
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from megatron.model.init import residual_init, weight_init
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.moe_router import Router, counts_of
 from megatron.model.specs import ModelBuild
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.mappings import (
     copy_to_tp,
     gather_from_sequence,
@@ -130,6 +130,10 @@ class GroupedLinear(nn.Module):
         return f"{self._whole} in all, {self._here} here"
 
 
+class _TakeContext(FunctionContext):
+    copies: int
+
+
 class _Take(torch.autograd.Function):
     """Rows in another order, where each row comes `copies` times in the order's numbers.
 
@@ -138,14 +142,16 @@ class _Take(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+    def forward(
+        ctx: _TakeContext, rows: Tensor, order: Tensor, back: Tensor, copies: int
+    ) -> Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
         return rows.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _TakeContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         rows = grad.index_select(0, back)
         if ctx.copies > 1:

@@ -5,7 +5,6 @@ nothing of it travels through the pipeline and no split of a batch changes it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
 from megatron.model.init import weight_init
 from megatron.model.specs import ModelBuild, RouterLoss
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import describe
 
@@ -106,6 +106,11 @@ def z_loss(scores: Tensor, length: int) -> Tensor:
     return torch.logsumexp(scores, dim=-1).square().sum() / length
 
 
+class _RouterContext(FunctionContext):
+    told: RouterLoss
+    balance: Tensor
+
+
 class _WithLoss(torch.autograd.Function):
     """Passes `shares` on; in backward `loss` gets the gradient that the engine has set.
 
@@ -114,14 +119,14 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shares: Tensor, loss: Tensor, balance: Tensor, told: RouterLoss
+        ctx: _RouterContext, shares: Tensor, loss: Tensor, balance: Tensor, told: RouterLoss
     ) -> Tensor:
         ctx.told, ctx.balance = told, balance
         return shares.view_as(shares)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _RouterContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         value, balance = ctx.told.value, ctx.balance
         if value is None:
             raise MegatronError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, Normalization
 from megatron.model.specs import Carry, ModelBuild
-from megatron.mpu.partition import Init, describe
+from megatron.mpu.partition import Init, InitKind, describe
 
 
 def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
@@ -61,8 +61,8 @@ class LayerNorm(_Norm):
     ) -> None:
         super().__init__()
         self.width, self.epsilon = width, epsilon
-        self.weight = _gain(width, Init("ones"), sequence_parallel, dtype)
-        self.bias = _gain(width, Init("zeros"), sequence_parallel, dtype)
+        self.weight = _gain(width, Init(InitKind.ONES), sequence_parallel, dtype)
+        self.bias = _gain(width, Init(InitKind.ZEROS), sequence_parallel, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""
@@ -81,7 +81,7 @@ class RMSNorm(_Norm):
     ) -> None:
         super().__init__()
         self.width, self.epsilon = width, epsilon
-        self.weight = _gain(width, Init("ones"), sequence_parallel, dtype)
+        self.weight = _gain(width, Init(InitKind.ONES), sequence_parallel, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""

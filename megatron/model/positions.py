@@ -6,7 +6,7 @@ would share its angle with its neighbours. Which tokens may see each other is `g
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.partition import Init, describe
 
 
@@ -130,13 +131,13 @@ class _Rotate(torch.autograd.Function):
     """Two products per half, written where they belong: no concatenation, nothing kept."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turn(heads, cos, sin, clockwise=-1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, sin, clockwise=1), None, None
 

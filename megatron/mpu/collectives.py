@@ -6,7 +6,7 @@ own tensor back, not a copy, and works with torch.distributed uninitialised.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,13 @@ from megatron.mpu.collective_checks import Message
 from megatron.mpu.context import Group
 
 Op = Literal["sum", "mean", "max", "min"]
+T = TypeVar("T")
 
 # torch 2.13 renamed these and warns at every use of the old names; 2.10 has only the old ones.
-_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER: Callable[..., Any] = getattr(
+_ALL_GATHER: Callable[..., dist.Work | None] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+_REDUCE_SCATTER: Callable[..., dist.Work | None] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
@@ -141,17 +144,17 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     return tensor if dense is tensor else tensor.copy_(dense)
 
 
-def all_gather_object(obj: Any, group: Group) -> list[Any]:
+def all_gather_object(obj: T, group: Group) -> list[T]:
     """Every rank's picklable `obj`, in group order."""
     if group.size == 1:
         return [obj]
-    objects: list[Any] = [None] * group.size
+    objects = [obj] * group.size
     checked("all_gather_object", None, group)
     dist.all_gather_object(objects, obj, group=group.handle)
     return objects
 
 
-def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
+def broadcast_object(obj: T, group: Group, source: int = 0) -> T:
     """The picklable `obj` of the rank at index `source` of `group`; the others' is ignored."""
     if group.size == 1:
         return obj

@@ -7,12 +7,13 @@ multiplies the losses by its mask.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import all_gather
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.layers import check_ids
@@ -50,10 +51,19 @@ def vocab_parallel_cross_entropy(
     return function(logits, labels, ctx, true_vocab_size)
 
 
+class _LossContext(FunctionContext):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, parallel: ParallelContext, true_vocab_size: int
+        ctx: _LossContext,
+        logits: Tensor,
+        labels: Tensor,
+        parallel: ParallelContext,
+        true_vocab_size: int,
     ) -> Tensor:
         tp, width = parallel.tp, logits.shape[-1]
         start = tp.rank * width
@@ -78,7 +88,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         softmax, share, label, elsewhere, ignored = ctx.saved_tensors
         grad = grad.reshape(-1).masked_fill(ignored, 0.0).unsqueeze(1)
         scale = share.unsqueeze(1) * grad

@@ -8,7 +8,6 @@ summands: such parameters say so (`is_sequence_parallel`), and are summed once p
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.errors import ConfigError, DataError
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import (
     Pending,
     all_gather,
@@ -28,7 +28,7 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.partition import Init, Partition, describe, local_shape
+from megatron.mpu.partition import Init, InitKind, Partition, describe, local_shape
 from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
 
 
@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _parameter((out_features,), split, self._tp, Init("zeros"), dtype)
+            self.bias = _parameter((out_features,), split, self._tp, Init(InitKind.ZEROS), dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
@@ -111,8 +111,8 @@ class RowParallelLinear(nn.Module):
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _parameter((out_features,), None, self._tp, Init("zeros"), dtype)
-            describe(self.bias, init=Init("zeros"), sequence_parallel=sequence_parallel)
+            self.bias = _parameter((out_features,), None, self._tp, Init(InitKind.ZEROS), dtype)
+            describe(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in/tp] to [s, .., out], equal on every tp rank.
@@ -219,6 +219,12 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False)
 
 
+class _LinearContext(FunctionContext):
+    tp: Group
+    sequence_parallel: bool
+    parameter: Tensor
+
+
 class _LinearWithInputReduction(torch.autograd.Function):
     """Reduces the input's gradient while the weight's is computed, which hides most of it.
 
@@ -229,7 +235,7 @@ class _LinearWithInputReduction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LinearContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -243,7 +249,7 @@ class _LinearWithInputReduction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         gathering, reducing = Pending(hidden, None), None
         if ctx.sequence_parallel and ctx.needs_input_grad[1]:

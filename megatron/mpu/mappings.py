@@ -6,12 +6,12 @@ section 4.2.2). Sums are of equal dtypes; nothing is cast.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.mpu.context import Group
 
@@ -68,47 +68,51 @@ def _own_part(tensor: Tensor, group: Group) -> Tensor:
     return tensor.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
+class _GroupContext(FunctionContext):
+    group: Group
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx: _GroupContext, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         # Cloned: autograd may hand the same gradient to other consumers.
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx: _GroupContext, tensor: Tensor, group: Group) -> Tensor:
         return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx: _GroupContext, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return all_gather(tensor, group, dim=0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter(grad, ctx.group, dim=0), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx: _GroupContext, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return reduce_scatter(tensor, group, dim=0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         return all_gather(grad, ctx.group, dim=0), None
 
 

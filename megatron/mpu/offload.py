@@ -7,12 +7,15 @@ CPU the copies are real copies too, so that every test of it tests the same code
 
 from collections.abc import Iterable
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.device import HostCopy
+
+Packed: TypeAlias = "Tensor | _View"  # what a graph keeps of a tensor
 
 
 class Offload:
@@ -42,7 +45,7 @@ class Offload:
         self._stored.clear()  # from here on only the graph keeps the copies
 
     @torch.no_grad()
-    def pack(self, tensor: Tensor) -> "Tensor | _View":
+    def pack(self, tensor: Tensor) -> Packed:
         """What the graph keeps of a tensor: itself if it is to stay, else a view of a copy."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._kept or storage.nbytes() == 0:
@@ -56,8 +59,9 @@ class Offload:
         known[1].views += 1
         return _View(known[1], tensor)
 
+    @staticmethod
     @torch.no_grad()
-    def unpack(self, kept: "Tensor | _View") -> Tensor:
+    def unpack(kept: Packed) -> Tensor:
         """The tensor that was packed, bit for bit and stride for stride."""
         return kept.tensor() if isinstance(kept, _View) else kept
 

@@ -8,7 +8,8 @@ layers. `copy.deepcopy` of a parameter loses all of them: build models anew.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +32,24 @@ class Partition:
     blocks: int = 1
 
 
+class InitKind(StrEnum):
+    """The distribution of initial values."""
+
+    NORMAL = "normal"
+    ZEROS = "zeros"
+    ONES = "ones"
+    XAVIER_UNIFORM = "xavier_uniform"
+
+
 @dataclass(frozen=True, slots=True)
 class Init:
     """The values a parameter starts from, as a rule about the whole parameter.
 
-    `std` belongs to "normal". `xavier_uniform` takes its bounds from the whole shape. Rows beyond
+    `std` belongs to `NORMAL`. `XAVIER_UNIFORM` takes its bounds from the whole shape. Rows beyond
     `true_rows` are padding and start as zeros (None: no padding).
     """
 
-    kind: Literal["normal", "zeros", "ones", "xavier_uniform"]
+    kind: InitKind
     std: float = 0.0
     true_rows: int | None = None
 

@@ -75,7 +75,7 @@ class RandomStreams:
         """Put every stream back to where it was at `snapshot`."""
         self._states = dict(snapshot)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Every random state of this process: streams, default generators, numpy, Python.
 
         torch states are uint8 CPU tensors; the numpy and Python states are lists and numbers that
@@ -108,8 +108,8 @@ class RandomStreams:
         self._states = {name: state["streams"][name] for name in self._states}
         torch.set_rng_state(state["default_cpu"])
         device.set_rng_state(state["default_device"])
-        _set_numpy_state(state["numpy"])
-        _set_python_state(state["python"])
+        _set_numpy_state(*state["numpy"])
+        _set_python_state(*state["python"])
 
 
 def _fresh_state(seed: int) -> Tensor:
@@ -120,21 +120,21 @@ def _fresh_state(seed: int) -> Tensor:
     return state
 
 
-def _numpy_state() -> list[Any]:
+def _numpy_state() -> list[object]:
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)]
 
 
-def _set_numpy_state(state: list[Any]) -> None:
-    kind, keys, position, has_gauss, gauss = state
+def _set_numpy_state(
+    kind: str, keys: list[int], position: int, has_gauss: int, gauss: float
+) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
 
 
-def _python_state() -> list[Any]:
+def _python_state() -> list[object]:
     version, keys, gauss = random.getstate()
     return [version, list(keys), gauss]
 
 
-def _set_python_state(state: list[Any]) -> None:
-    version, keys, gauss = state
+def _set_python_state(version: int, keys: list[int], gauss: float | None) -> None:
     random.setstate((version, tuple(keys), gauss))

@@ -6,7 +6,7 @@ with collectives recomputes them too, so every rank of a tp group must recompute
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.collectives import all_gather
 from megatron.mpu.context import Group
-from megatron.mpu.offload import Offload
+from megatron.mpu.offload import Offload, Packed
 from megatron.mpu.random import RandomStreams
 
 Result = TypeVar("Result")
 
 
-def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: Any) -> Result:
+def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: object) -> Result:
     """`function(*inputs)`, whose intermediate tensors are thrown away and computed again later.
 
     Inputs and outputs may be tensors or anything else, several of each. The second run, in
@@ -50,18 +50,16 @@ def split_over(tp: Group, *, offload: Offload | None = None) -> Iterator[None]:
     so every rank has to run it alike. With `offload` the part goes to host memory.
     """
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         if not tensor.is_floating_point():
             return tensor if offload is None else offload.pack(tensor)
         part = _own_part(tensor.detach(), tp)
         return _Part(part if offload is None else offload.pack(part), tensor.shape)
 
-    def unpack(kept: Any) -> Tensor:
-        found = kept.part if isinstance(kept, _Part) else kept
-        tensor = found if offload is None else offload.unpack(found)
+    def unpack(kept: "Packed | _Part") -> Tensor:
         if not isinstance(kept, _Part):
-            return tensor
-        return all_gather(tensor, tp)[: kept.shape.numel()].view(kept.shape)
+            return Offload.unpack(kept)
+        return all_gather(Offload.unpack(kept.part), tp)[: kept.shape.numel()].view(kept.shape)
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -76,14 +74,14 @@ def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     """
     storage = output.untyped_storage().data_ptr()
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> object:
         if tensor.untyped_storage().data_ptr() != storage:
             return tensor
         return _Forgotten(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(kept: Any) -> Tensor:
+    def unpack(kept: "Tensor | _Forgotten") -> Tensor:
         if not isinstance(kept, _Forgotten):
-            return kept  # type: ignore[no-any-return]  # what pack gave back as it was
+            return kept
         with torch.no_grad():
             return again().as_strided(kept.size, kept.stride, kept.offset)
 
@@ -94,7 +92,7 @@ def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 class _Part(NamedTuple):
     """This rank's part of a saved tensor, or where it waits, and the whole tensor's shape."""
 
-    part: Any
+    part: Packed
     shape: torch.Size
 
 

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from megatron import device
 from megatron.config.optimizer import OptimizerConfig, StateDtype
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.buckets import Range
@@ -50,6 +51,26 @@ class OptimizerReport:
     loss_scale: float  # that the gradients of this step were made with
     overflow: bool = False  # not finite under dynamic loss scaling, where it is expected at times
     num_zeros: int | None = None
+
+
+class OptimizerScalars(NamedTuple):
+    """What `MegatronOptimizer.scalars` holds, read from a checkpoint."""
+
+    steps: int
+    loss_scaler: dict[str, float]
+
+
+def read_scalars(scalars: JsonObject) -> OptimizerScalars:
+    """Return the number of updates and the state of the loss scale; CheckpointError without."""
+    steps, scaler = scalars.get(_STEPS), scalars.get(_SCALER)
+    if not isinstance(steps, int) or not isinstance(scaler, Mapping):
+        raise CheckpointError(
+            "the checkpoint lacks the optimizer's number of updates or its loss scale",
+            found=f"fields: {', '.join(sorted(scalars)) or 'none'}",
+            fix="resume from another checkpoint, or use --no-load-optim",
+        )
+    numbers = {name: value for name, value in scaler.items() if isinstance(value, int | float)}
+    return OptimizerScalars(steps, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +204,11 @@ class MegatronOptimizer(ABC):
         """
         return {slot.name: slot.owned for slot in self._slots if slot.owned is not None}
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, JsonValue]:
         """The rest of the state, as JSON values: the number of updates, and the loss scale."""
         return {_STEPS: self._steps, _SCALER: self._scaler.state_dict()}
 
-    def load_state(
-        self, named: Mapping[str, Mapping[str, Tensor]], scalars: Mapping[str, Any]
-    ) -> None:
+    def load_state(self, named: Mapping[str, Mapping[str, Tensor]], scalars: JsonObject) -> None:
         """Go on from `named_state` and `scalars` of an equal optimizer, by copying.
 
         The model's own weights are not touched: whoever loads masters loads them too.
@@ -199,18 +218,13 @@ class MegatronOptimizer(ABC):
         """
         mine = self.named_state()
         _check_same_tensors(mine, named)
-        if not isinstance(scalars.get(_STEPS), int) or _SCALER not in scalars:
-            raise CheckpointError(
-                "the checkpoint lacks the optimizer's number of updates or its loss scale",
-                found=f"fields: {', '.join(sorted(scalars)) or 'none'}",
-                fix="resume from another checkpoint, or use --no-load-optim",
-            )
-        self._scaler.load_state_dict(scalars[_SCALER])
+        counts = read_scalars(scalars)
+        self._scaler.load_state_dict(counts.loss_scaler)
         with torch.no_grad():
             for name, tensors in mine.items():
                 for kind, tensor in tensors.items():
                     tensor.copy_(named[name][kind])
-        self._steps = scalars[_STEPS]
+        self._steps = counts.steps
         self._set_steps()
 
     @abstractmethod

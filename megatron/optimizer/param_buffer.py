@@ -7,7 +7,6 @@ While a gather is under way the shares of other ranks must not be read; `wait_fo
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +90,7 @@ class ParameterBuffer:
         for gather in self._gathers:
             gather.wait()
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
         del inputs
         self.wait_for(module._parameters.values())
 

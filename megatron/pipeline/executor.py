@@ -27,7 +27,7 @@ from megatron.pipeline.action import (
     virtual_stage,
 )
 from megatron.pipeline.p2p import Exchanger, GroupExchanger, Message
-from megatron.pipeline.schedule import build_batches, build_evaluation_batches
+from megatron.pipeline.schedule import ScheduleName, build_batches, build_evaluation_batches
 from megatron.pipeline.signature import (
     HEADER_NUMBERS,
     Signature,
@@ -115,7 +115,7 @@ class Executor:
         work: StageWork,
         group: Group,
         *,
-        schedule: str,
+        schedule: ScheduleName,
         exchanger: Exchanger | None = None,
         weight_gradients: WeightGradients | None = None,
         timers: Timers | None = None,

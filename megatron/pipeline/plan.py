@@ -10,13 +10,13 @@ from typing import NamedTuple
 from megatron.config.parallel import ParallelConfig, PipelineBalance
 from megatron.errors import ConfigError
 from megatron.mpu.stage_plan import even_counts, listed_counts
-from megatron.pipeline.schedule import INTERLEAVED, NONE, ONE_F_ONE_B, pipeline_problems
+from megatron.pipeline.schedule import ScheduleName, pipeline_problems
 
 
 class PipelinePlan(NamedTuple):
     """How a model of some number of transformer layers is trained on some number of stages."""
 
-    schedule: str
+    schedule: ScheduleName
     num_stages: int
     num_chunks: int  # of each stage
     counts: tuple[int, ...]  # transformer layers of each virtual stage, in the order of the model
@@ -85,12 +85,13 @@ def plan_problems(
             yield error
 
 
-def _schedule_name(parallel: ParallelConfig, num_chunks: int) -> str:
+def _schedule_name(parallel: ParallelConfig, num_chunks: int) -> ScheduleName:
     if parallel.pipeline_schedule is not None:
-        return parallel.pipeline_schedule.value
+        return ScheduleName(parallel.pipeline_schedule.value)
     if num_chunks > 1:
-        return INTERLEAVED
-    return ONE_F_ONE_B if parallel.pipeline_model_parallel_size > 1 else NONE
+        return ScheduleName.INTERLEAVED
+    is_split = parallel.pipeline_model_parallel_size > 1
+    return ScheduleName.ONE_F_ONE_B if is_split else ScheduleName.NONE
 
 
 def _num_chunks(parallel: ParallelConfig, num_layers: int) -> int:

@@ -5,6 +5,7 @@ computes all of them. An executor does the actions and needs no rule of its own.
 """
 
 from collections.abc import Iterator
+from enum import StrEnum
 from functools import lru_cache
 
 from megatron.errors import ConfigError
@@ -13,15 +14,10 @@ from megatron.pipeline.action import Action, Kind, Schedule
 from megatron.pipeline.exchange import Timed, matched_batches, with_ticks
 
 __all__ = [
-    "GPIPE",
-    "INTERLEAVED",
-    "NONE",
-    "ONE_F_ONE_B",
-    "SCHEDULES",
-    "ZERO_BUBBLE",
     "Action",
     "Kind",
     "Schedule",
+    "ScheduleName",
     "build_batches",
     "build_evaluation_batches",
     "build_evaluation_schedule",
@@ -30,11 +26,17 @@ __all__ = [
     "schedule_problems",
 ]
 
-NONE, GPIPE, ONE_F_ONE_B = "none", "gpipe", "1f1b"
-INTERLEAVED, ZERO_BUBBLE = "interleaved", "zero-bubble"
-SCHEDULES = (NONE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE)
-
 _CACHED = 64  # a batch ramp changes the number of micro-batches; evaluation has its own
+
+
+class ScheduleName(StrEnum):
+    """The orders of work; those of `PipelineSchedule`, and that of a model in one stage."""
+
+    NONE = "none"
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
 
 
 def build_schedule(
@@ -43,7 +45,7 @@ def build_schedule(
     """Everything that `stage` does in one training step, in order.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: a `ScheduleName`.
         stage: from 0; the one that takes the batch is 0.
         num_stages: pipeline-parallel ranks.
         num_microbatches: per step; any number from 1. Fewer than `num_stages` is correct, but slow.
@@ -82,11 +84,11 @@ def build_evaluation_batches(
 
 def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Iterator[ConfigError]:
     """Why a schedule cannot run on so many stages and chunks, whatever the model."""
-    if name not in SCHEDULES:
+    if name not in tuple(ScheduleName):
         yield ConfigError(
             "there is no such pipeline schedule",
             found=f"--pipeline-schedule {name}",
-            fix=f"use one of {', '.join(SCHEDULES)}",
+            fix=f"use one of {', '.join(ScheduleName)}",
         )
         return
     if num_stages < 1 or num_chunks < 1:
@@ -97,32 +99,32 @@ def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Ite
             fix="use 1 to switch either off",
         )
         return
-    if name == NONE and num_stages > 1:
+    if name == ScheduleName.NONE and num_stages > 1:
         yield ConfigError(
             "several stages need a schedule",
             found=f"--pipeline-schedule {name}, --pipeline-model-parallel-size {num_stages}",
-            fix=f"use --pipeline-schedule {ONE_F_ONE_B}",
+            fix=f"use --pipeline-schedule {ScheduleName.ONE_F_ONE_B}",
         )
-    if name != INTERLEAVED and num_chunks > 1:
+    if name != ScheduleName.INTERLEAVED and num_chunks > 1:
         yield ConfigError(
             "only the interleaved schedule gives a stage several parts of the model",
             found=f"--pipeline-schedule {name}, "
             f"--num-virtual-stages-per-pipeline-rank {num_chunks}",
-            fix=f"use --pipeline-schedule {INTERLEAVED}, or drop the virtual stages",
+            fix=f"use --pipeline-schedule {ScheduleName.INTERLEAVED}, or drop the virtual stages",
         )
-    if name == INTERLEAVED and num_stages == 1:
+    if name == ScheduleName.INTERLEAVED and num_stages == 1:
         yield ConfigError(
             "interleaving needs more than one pipeline stage",
             found=f"--pipeline-schedule {name}, --pipeline-model-parallel-size 1",
             fix="use --pipeline-model-parallel-size 2 or more, or drop interleaving and its "
             "virtual stages",
         )
-    if name == INTERLEAVED and num_chunks == 1:
+    if name == ScheduleName.INTERLEAVED and num_chunks == 1:
         yield ConfigError(
             "interleaving needs more than one virtual stage on each rank",
             found=f"--pipeline-schedule {name}, --num-virtual-stages-per-pipeline-rank 1",
             fix="use --num-virtual-stages-per-pipeline-rank 2 or more, or "
-            f"--pipeline-schedule {ONE_F_ONE_B}",
+            f"--pipeline-schedule {ScheduleName.ONE_F_ONE_B}",
         )
 
 
@@ -137,7 +139,7 @@ def pipeline_problems(
     """All that is wrong with a schedule for a model and a batch, before anything is built.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: a `ScheduleName`.
         num_stages: pipeline-parallel ranks.
         num_microbatches: per step and replica; the fewest there will be, if that changes.
         num_chunks: virtual stages on each rank.
@@ -159,13 +161,14 @@ def pipeline_problems(
             found=f"{num_microbatches} micro-batches",
             fix="use at least one micro-batch per step",
         )
-    elif name == INTERLEAVED and not found and num_microbatches < num_stages:
+    elif name == ScheduleName.INTERLEAVED and not found and num_microbatches < num_stages:
         yield ConfigError(
             "the interleaved schedule needs a micro-batch for every stage",
             found=f"{num_microbatches} micro-batches per step, "
             f"--pipeline-model-parallel-size {num_stages}",
             fix=f"have at least {num_stages} micro-batches per step (a larger --global-batch-size "
-            f"or a smaller --micro-batch-size), or use --pipeline-schedule {ONE_F_ONE_B}",
+            f"or a smaller --micro-batch-size), or use --pipeline-schedule "
+            f"{ScheduleName.ONE_F_ONE_B}",
         )
 
 
@@ -179,7 +182,7 @@ def _timed(
 def _timed_forward(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int
 ) -> tuple[Timed, ...]:
-    cut = INTERLEAVED if num_chunks > 1 else GPIPE
+    cut = ScheduleName.INTERLEAVED if num_chunks > 1 else ScheduleName.GPIPE
     _check(cut, stage, num_stages, num_microbatches, num_chunks)
     return _all_forward(num_stages, num_microbatches, num_chunks)[stage]
 
@@ -200,13 +203,13 @@ def _all_stages(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int
 ) -> tuple[tuple[Timed, ...], ...]:
     def order(stage: int) -> orders.Order:
-        if name == NONE:
+        if name == ScheduleName.NONE:
             return orders.one_at_a_time(num_microbatches)
-        if name == GPIPE:
+        if name == ScheduleName.GPIPE:
             return orders.gpipe(num_microbatches)
-        if name == ONE_F_ONE_B:
+        if name == ScheduleName.ONE_F_ONE_B:
             return orders.one_forward_one_backward(stage, num_stages, num_microbatches)
-        if name == ZERO_BUBBLE:
+        if name == ScheduleName.ZERO_BUBBLE:
             return orders.zero_bubble(stage, num_stages, num_microbatches)
         return orders.interleaved(stage, num_stages, num_microbatches, num_chunks)
 

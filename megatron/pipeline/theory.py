@@ -5,7 +5,7 @@ that take no time.
 """
 
 from megatron.pipeline.orders import interleaved_warmup
-from megatron.pipeline.schedule import GPIPE, INTERLEAVED, NONE, ZERO_BUBBLE
+from megatron.pipeline.schedule import ScheduleName
 
 
 def bubble_share(
@@ -25,11 +25,11 @@ def bubble_share(
     """
     stages, batch = num_stages, num_microbatches
     short = max(0, stages - batch)
-    if name == NONE:
+    if name == ScheduleName.NONE:
         return 0.0
-    if name == ZERO_BUBBLE:
+    if name == ScheduleName.ZERO_BUBBLE:
         idle, work = stages - 1 + short, 3 * batch
-    elif name == INTERLEAVED:
+    elif name == ScheduleName.INTERLEAVED:
         idle, work = stages - 1 + (num_chunks - 1) * short, num_chunks * batch
     else:
         idle, work = stages - 1, batch
@@ -45,13 +45,13 @@ def peak_activations(
     by `num_chunks` to compare interleaving with the others.
     """
     stages, batch = num_stages, num_microbatches
-    if name == NONE:
+    if name == ScheduleName.NONE:
         return (1,) * stages
-    if name == GPIPE:
+    if name == ScheduleName.GPIPE:
         return (batch,) * stages
-    if name == ZERO_BUBBLE:
+    if name == ScheduleName.ZERO_BUBBLE:
         return (min(stages, batch),) * stages
-    if name == INTERLEAVED:
+    if name == ScheduleName.INTERLEAVED:
         ahead = [interleaved_warmup(s, stages, batch, num_chunks) for s in range(stages)]
         return tuple(min(each + 1, batch * num_chunks) for each in ahead)
     return tuple(min(stages - stage, batch) for stage in range(stages))

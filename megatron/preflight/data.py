@@ -8,7 +8,7 @@ import numpy.typing as npt
 from megatron import log
 from megatron.config.data import DataConfig, OnTooLong, TokenizerConfig
 from megatron.data.blendable_dataset import draw_problems
-from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.metadata import CorpusMetadata, ItemLevel, digests_of_files
 from megatron.data.corpus.weighted_paths import (
     WeightedGroup,
     WeightedRange,
@@ -276,7 +276,7 @@ def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[in
         # because its first document did not fit into the first; or else one too long began it.
         breaks = sum(int((each > row).sum()) for each in lengths)
         return tokens, min(sum(map(len, fitting)), 2 * tokens // row + 1 + breaks)
-    if kind.level == "sentence":
+    if kind.level is ItemLevel.SENTENCE:
         sentences = [_sentences(corpus, start, stop) for corpus, start, stop in parts]
         # Every sample has a sentence at least; how many it has depends on draws.
         return sum(int(each.sum(dtype="int64")) for each in sentences), sum(map(len, sentences))

@@ -17,6 +17,7 @@ from megatron.config.parallel import ParallelConfig, PipelineSchedule
 from megatron.config.precision import Precision
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MegatronError
+from megatron.json_values import JsonObject
 from megatron.preflight.run import RunPlan
 
 # Flags of the native engine, each with what takes its place.
@@ -158,7 +159,7 @@ def _of_the_native_engine(given: str, instead: str) -> ConfigError:
     )
 
 
-def _readable_json(plan: RunPlan) -> dict[str, object]:
+def _readable_json(plan: RunPlan) -> JsonObject:
     """The JSON, or nothing where another check says what is wrong with it."""
     try:
         return user_json(plan.config)

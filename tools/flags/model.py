@@ -77,4 +77,5 @@ def read_flags(
             )
         given |= dict.fromkeys(PRECISIONS, False)
     iteration = given.get("load_iteration") if own.iteration is None else own.iteration
+    assert iteration is None or isinstance(iteration, int)  # noqa: S101  # invariant: of its flag
     return own, ModelChoice(own.load, iteration, given)

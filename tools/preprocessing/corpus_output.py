@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from megatron.data.corpus.metadata import CorpusMetadata, digests_of_files
+from megatron.data.corpus.metadata import CorpusMetadata, ItemLevel, digests_of_files
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder, best_fitting_dtype
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -132,7 +132,7 @@ def sidecar_of(settings: EncodeSettings, tokenizer: Tokenizer, key: str) -> Corp
         tokenizer_type=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod if settings.append_eod else None,
-        level="sentence" if splits else "document",
+        level=ItemLevel.SENTENCE if splits else ItemLevel.DOCUMENT,
         json_key=key,
         tokenizer_files=digests_of_files(settings.tokenizer.files()),
         sentence_splitter=by if splits else "",

@@ -9,16 +9,18 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.activations import RecomputeGranularity
 from megatron.config.curriculum import flags_of_block
 from megatron.config.deepspeed.keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
 from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
+from megatron.config.engine import RemoteDevice
 from megatron.config.fields import flag_name
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.json_values import JsonObject, JsonValue
 
 _SWITCHES = ("enabled", "deepcompile", "autotp_size")  # of a block that turns a feature on
 _WORDS = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
@@ -27,12 +29,12 @@ _WORDS = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"
 class Said(NamedTuple):
     """A value that the flags give to a key of the JSON, and the flags that do so."""
 
-    value: Any
+    value: JsonValue
     flags: str
 
 
 def problems(
-    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
+    config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> Iterator[ConfigError]:
     """Everything wrong between the flags and the JSON; both values are named each time.
 
@@ -59,7 +61,7 @@ def problems(
     yield from scheduler_problems(config, user, where)
 
 
-def stage_of(config: RunConfig, user: Mapping[str, Any]) -> int:
+def stage_of(config: RunConfig, user: JsonObject) -> int:
     """The stage of ZeRO: that of the flag, else the JSON's, else 0."""
     flag = config.engine.zero_stage
     given = value_at(user, "zero_optimization.stage")
@@ -69,7 +71,7 @@ def stage_of(config: RunConfig, user: Mapping[str, Any]) -> int:
 
 
 def said_by_flags(
-    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
+    config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, Said]:
     """What the flags say, by the path of the key of the JSON that means the same."""
     said = _batch_said(config, data_parallel_size) | _precision_said(config)
@@ -79,12 +81,12 @@ def said_by_flags(
     return said | _memory_said(config) | _engine_said(config, user)
 
 
-def flags_from_json(user: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+def flags_from_json(user: JsonObject, typed: Mapping[str, object]) -> dict[str, object]:
     """Values for the flags that are not in `typed`, from what the JSON says; by field name.
 
     What is of the wrong kind is left to `problems`.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if not any(name.startswith("curriculum_") for name in typed):
         found |= _curriculum_from(user)
     if not {"fp16", "bf16", "fp64"} & set(typed):
@@ -115,15 +117,16 @@ def flags_from_json(user: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in found.items() if value is not None and name not in typed}
 
 
-def _curriculum_from(user: Mapping[str, Any]) -> dict[str, Any]:
+def _curriculum_from(user: JsonObject) -> dict[str, object]:
     block = value_at(user, "curriculum_learning")
     return flags_of_block(block) if isinstance(block, Mapping) else {}
 
 
-def _tensorboard_folder(user: Mapping[str, Any]) -> str:
+def _tensorboard_folder(user: JsonObject) -> str:
     """Where DeepSpeed would write its own events."""
     job = value_at(user, "tensorboard.job_name") or "DeepSpeedJobName"
-    return str(PurePath(value_at(user, "tensorboard.output_path") or "", job))
+    folder = value_at(user, "tensorboard.output_path") or ""
+    return str(PurePath(str(folder), str(job)))
 
 
 def _batch_said(config: RunConfig, replicas: int) -> dict[str, Said]:
@@ -205,7 +208,7 @@ def _memory_said(config: RunConfig) -> dict[str, Said]:
     }
 
 
-def _engine_said(config: RunConfig, user: Mapping[str, Any]) -> dict[str, Said]:
+def _engine_said(config: RunConfig, user: JsonObject) -> dict[str, Said]:
     engine, stages = config.engine, config.parallel.pipeline_model_parallel_size
     said = {"pipeline.stages": Said(stages, f"--pipeline-model-parallel-size {stages}")}
     zero = "zero_optimization"
@@ -225,7 +228,7 @@ def _engine_said(config: RunConfig, user: Mapping[str, Any]) -> dict[str, Said]:
         device = engine.remote_device.value
         said[f"{zero}.offload_param.device"] = Said(device, f"--remote-device {device}")
     if engine.cpu_optimizer:
-        said[f"{zero}.offload_optimizer.device"] = Said("cpu", "--cpu-optimizer")
+        said[f"{zero}.offload_optimizer.device"] = Said(RemoteDevice.CPU.value, "--cpu-optimizer")
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
             said[f"{zero}.{name}.pin_memory"] = Said(True, "--use-pin-memory")
@@ -236,7 +239,7 @@ def _engine_said(config: RunConfig, user: Mapping[str, Any]) -> dict[str, Said]:
 
 
 def _wrong_values(
-    user: Mapping[str, Any], tree: Tree, where: str, prefix: str = ""
+    user: JsonObject, tree: Tree, where: str, prefix: str = ""
 ) -> Iterator[ConfigError]:
     """Values of the wrong kind, values that cannot be, and features that are not here."""
     for key, value in user.items():
@@ -274,7 +277,7 @@ def _wrong_values(
             )
 
 
-def _wrong_kind(path: str, value: Any, where: str, wanted: str) -> ConfigError:
+def _wrong_kind(path: str, value: JsonValue, where: str, wanted: str) -> ConfigError:
     return ConfigError(
         "a key of DeepSpeed's JSON has a value of the wrong kind",
         found=f"{path} {_json(value)} in {where}",
@@ -282,7 +285,7 @@ def _wrong_kind(path: str, value: Any, where: str, wanted: str) -> ConfigError:
     )
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: JsonValue) -> bool:
     """Whether a block or a switch turns its feature off."""
     if isinstance(value, Mapping):
         switches = [value[key] for key in _SWITCHES if key in value]
@@ -314,9 +317,7 @@ def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
-def _offload_problems(
-    config: RunConfig, user: Mapping[str, Any], where: str
-) -> Iterator[ConfigError]:
+def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     stage = stage_of(config, user)
     said = _engine_said(config, user)
     for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
@@ -324,7 +325,7 @@ def _offload_problems(
         given = value_at(user, f"{path}.device")
         flag = said.get(f"{path}.device")
         device = given if flag is None else flag.value
-        if device in (None, "none"):
+        if device in (None, RemoteDevice.NONE):
             continue
         origin = f"{path}.device {device} in {where}" if flag is None else flag.flags
         if stage < least:
@@ -333,7 +334,7 @@ def _offload_problems(
                 found=f"{origin}; ZeRO stage {stage}",
                 fix=f"use --zero-stage {least}, or leave {name} out",
             )
-        if device == "nvme":
+        if device == RemoteDevice.NVME:
             yield ConfigError(
                 "offloading to NVMe is not supported: a checkpoint would not hold what lies there",
                 found=origin,
@@ -341,25 +342,25 @@ def _offload_problems(
             )
 
 
-def _same(given: Any, value: Any) -> bool:
+def _same(given: JsonValue, value: JsonValue) -> bool:
     if isinstance(given, str) and isinstance(value, str):
         return given.lower() == value.lower()
     return bool(given == value) and isinstance(given, bool) == isinstance(value, bool)
 
 
-def _json(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if _is_bool(value) else str(value)
+def _json(value: JsonValue) -> str:
+    return str(value).lower() if _is_bool(value) else str(value)
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: JsonValue) -> bool:
     return isinstance(value, bool)
 
 
-def _number(user: Mapping[str, Any], path: str) -> float | None:
+def _number(user: JsonObject, path: str) -> float | None:
     value = value_at(user, path)
     return float(value) if isinstance(value, int | float) and not _is_bool(value) else None
 
 
-def _whole(user: Mapping[str, Any], path: str) -> int | None:
+def _whole(user: JsonObject, path: str) -> int | None:
     value = _number(user, path)
     return int(value) if value is not None and value.is_integer() else None

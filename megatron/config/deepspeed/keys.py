@@ -6,7 +6,10 @@ tables with what the installed DeepSpeed asks for.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from megatron.config.engine import RemoteDevice
+from megatron.json_values import JsonObject, JsonValue
 
 Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words that are allowed
 
@@ -14,14 +17,14 @@ Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words
 class Free(NamedTuple):
     """The user may choose; without a word of theirs DeepSpeed gets `default`."""
 
-    default: Any
+    default: JsonValue
     kind: Kind | None = None  # None: that of the default
 
 
 class Only(NamedTuple):
     """There is one value; another one in the JSON is refused, with the reason."""
 
-    value: Any
+    value: JsonValue
     because: str
 
 
@@ -29,7 +32,9 @@ class Dropped(NamedTuple):
     """Accepted and not handed on to DeepSpeed; the reason is said in the log."""
 
     because: str
-    instead: Any = None  # what DeepSpeed gets, where leaving the key out would not be the same
+    instead: JsonValue = (
+        None  # what DeepSpeed gets, where leaving the key out would not be the same
+    )
 
 
 class Off(NamedTuple):
@@ -37,7 +42,9 @@ class Off(NamedTuple):
 
     feature: str
     instead: str
-    written: Any = None  # what turns it off, if DeepSpeed is to be told; else the key is left out
+    written: JsonObject | None = (
+        None  # what turns it off, if DeepSpeed is to be told; else the key is left out
+    )
 
 
 Rule = Free | Only | Dropped | Off
@@ -47,10 +54,10 @@ _OF_NUMBERS = "the numbers of a run would not be those of its flags"
 _LOADS_ANY = "checkpoints of every layout are recognised and loaded by --load"
 _WIDE = "master weights and the optimizer's state are fp32"
 
-_DISABLED: Mapping[str, Any] = {"enabled": False}
+_DISABLED: JsonObject = {"enabled": False}
 
 _OFFLOADED = {
-    "device": Free("none", ("none", "cpu", "nvme")),
+    "device": Free(RemoteDevice.NONE.value, tuple(device.value for device in RemoteDevice)),
     "nvme_path": Free(None, str),
     "pin_memory": Free(True),
 }
@@ -315,12 +322,12 @@ RENAMED: Mapping[str, str] = {
 KEPT_BACK = frozenset({"optimizer", "scheduler", "curriculum_learning"})
 
 
-def value_at(user: Mapping[str, Any], path: str) -> Any:
+def value_at(user: JsonObject, path: str) -> JsonValue:
     """What a JSON says at `path`, as in "fp16.enabled"; None where it leaves the choice open.
 
     Null and "auto" leave it open, like a key that is not there.
     """
-    value: Any = user
+    value: JsonValue = user
     for key in path.split("."):
         if not isinstance(value, Mapping):
             return None
@@ -328,23 +335,23 @@ def value_at(user: Mapping[str, Any], path: str) -> Any:
     return None if value == "auto" else value
 
 
-def as_kind(value: Any, rule: Free) -> Any:
+def as_kind(value: JsonValue, rule: Free) -> JsonValue:
     """`value` as the kind that a key has: 5e8 as a whole number, "Warn" as the word "WARN".
 
     Raises:
         ValueError: it is of another kind; the message says which is wanted.
     """
-    kind: Any = type(rule.default) if rule.kind is None else rule.kind
+    kind = type(rule.default) if rule.kind is None else rule.kind
     if isinstance(kind, tuple):
         for word in kind:
             if isinstance(value, str) and word.lower() == value.lower():
                 return word
         raise ValueError(f"one of {', '.join(kind)}")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and is_number:
-        return float(value)
-    if kind is int and is_number and value == int(value):
-        return int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if kind is float:
+            return float(value)
+        if kind is int and value == int(value):
+            return int(value)
     if kind in (list, tuple) and isinstance(value, list):
         return value
     if kind in (bool, str, dict) and isinstance(value, kind):

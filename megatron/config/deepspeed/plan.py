@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.config.deepspeed.agreement import Said, problems, said_by_flags, stage_of
 from megatron.config.deepspeed.keys import (
@@ -24,9 +24,11 @@ from megatron.config.deepspeed.keys import (
     as_kind,
     value_at,
 )
+from megatron.config.engine import RemoteDevice
 from megatron.config.fields import raise_all
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.json_values import JsonObject, JsonValue, object_at
 
 # "auto" for these follows the model's width, as Hugging Face's integration has it.
 _BY_WIDTH: Mapping[str, Callable[[int], int]] = {
@@ -45,7 +47,7 @@ class DeepSpeedPlan:
         stage: of ZeRO, 0 to 3.
         json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
             0 without precision and clipping, which are the business of our own optimizer there.
-        offload_optimizer: "none" or "cpu": where the optimizer's state lies.
+        offload_optimizer: where the optimizer's state lies.
         offload_param: the same of parameters, which only stage 3 can move.
         cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
         partition_method: how the model is cut into pipeline stages; None: as natively.
@@ -54,12 +56,12 @@ class DeepSpeedPlan:
     """
 
     stage: int
-    json: Mapping[str, Any]
-    offload_optimizer: str
-    offload_param: str
+    json: JsonObject
+    offload_optimizer: RemoteDevice
+    offload_param: RemoteDevice
     cpu_adam: bool
     partition_method: str | None
-    curriculum: Mapping[str, Any] | None
+    curriculum: JsonObject | None
     remarks: tuple[str, ...]
 
 
@@ -72,29 +74,30 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
     user = user_json(config)
     raise_all(problems(config, user, data_parallel_size=data_parallel_size))
     whole = effective(config, user, data_parallel_size=data_parallel_size)
-    zero = whole["zero_optimization"]
-    offloads = {name: zero[name] or {"device": "none"} for name in _OFFLOADS}
+    stage = _stage(whole)
     partition = value_at(user, "pipeline.partition")
+    assert partition is None or isinstance(partition, str)  # noqa: S101  # invariant: `problems`
     torch_adam = value_at(user, "optimizer.params.torch_adam")
+    curriculum = value_at(user, "curriculum_learning")
     return DeepSpeedPlan(
-        stage=zero["stage"],
+        stage=stage,
         json=_handed_on(whole),
-        offload_optimizer=offloads["offload_optimizer"]["device"],
-        offload_param=offloads["offload_param"]["device"],
+        offload_optimizer=_device(whole, "offload_optimizer"),
+        offload_param=_device(whole, "offload_param"),
         cpu_adam=not (config.engine.cpu_torch_adam or torch_adam),
         partition_method=config.engine.pp_partition_method or partition,
-        curriculum=value_at(user, "curriculum_learning"),
-        remarks=(*remarks(user), *_remarks_on(zero["stage"])),
+        curriculum=curriculum if isinstance(curriculum, Mapping) else None,
+        remarks=(*remarks(user), *_remarks_on(stage)),
     )
 
 
-def user_json(config: RunConfig) -> dict[str, Any]:
+def user_json(config: RunConfig) -> dict[str, JsonValue]:
     """What the file says that `--deepspeed_config` names; nothing without the flag."""
     path = config.engine.deepspeed_config
     return {} if path is None else read_json(path)
 
 
-def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, Any]:
+def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, JsonValue]:
     """What ranks agree on and checkpoints record: the complete JSON, with what is not handed on.
 
     Another run gets the same from it as its file. Empty without --deepspeed.
@@ -106,7 +109,7 @@ def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, An
     return effective(config, user, data_parallel_size=data_parallel_size) | kept
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, JsonValue]:
     """The JSON file as nested dicts, each key by the name that `KEYS` has for it.
 
     Raises:
@@ -128,8 +131,8 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def effective(
-    config: RunConfig, user: Mapping[str, Any], *, data_parallel_size: int
-) -> dict[str, Any]:
+    config: RunConfig, user: JsonObject, *, data_parallel_size: int
+) -> dict[str, JsonValue]:
     """The complete JSON: every key that affects numbers, whether a user has thought of it or not.
 
     Args:
@@ -137,18 +140,18 @@ def effective(
     """
     said = said_by_flags(config, user, data_parallel_size=data_parallel_size)
     whole = _completed(KEYS, user, said, "")
-    zero = whole["zero_optimization"]
+    zero, pipeline = (object_at(whole, block) for block in ("zero_optimization", "pipeline"))
     if value_at(user, "zero_optimization.overlap_comm") is None:
         zero["overlap_comm"] = stage_of(config, user) == 3  # as DeepSpeed decides without a word
     for name, size in _BY_WIDTH.items():
-        if user.get("zero_optimization", {}).get(name) == "auto":
+        if object_at(user, "zero_optimization").get(name) == "auto":
             zero[name] = size(config.model.hidden_size)
     # Layers are recomputed by this program, which replays its generators.
-    whole["pipeline"]["activation_checkpoint_interval"] = 0
-    return whole
+    pipeline["activation_checkpoint_interval"] = 0
+    return whole | {"zero_optimization": zero, "pipeline": pipeline}
 
 
-def remarks(user: Mapping[str, Any]) -> Iterator[str]:
+def remarks(user: JsonObject) -> Iterator[str]:
     """What of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
     for name in ("optimizer", "scheduler"):
         if user.get(name):
@@ -167,36 +170,46 @@ def _remarks_on(stage: int) -> tuple[str, ...]:
     )
 
 
-def _handed_on(whole: dict[str, Any]) -> dict[str, Any]:
+def _handed_on(whole: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """What DeepSpeed gets of the complete JSON."""
-    if whole["zero_optimization"]["stage"] > 0:
+    if _stage(whole) > 0:
         return whole
     own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}
     return whole | {
         "gradient_clipping": 0.0,
-        "fp16": whole["fp16"] | {"enabled": False},
-        "bf16": whole["bf16"] | {"enabled": False},
-        "data_types": whole["data_types"] | own,
+        "fp16": object_at(whole, "fp16") | {"enabled": False},
+        "bf16": object_at(whole, "bf16") | {"enabled": False},
+        "data_types": object_at(whole, "data_types") | own,
     }
 
 
+def _stage(whole: JsonObject) -> int:
+    stage = value_at(whole, "zero_optimization.stage")
+    assert isinstance(stage, int)  # noqa: S101  # invariant: `_completed` has checked it
+    return stage
+
+
+def _device(whole: JsonObject, offload: str) -> RemoteDevice:
+    device = value_at(whole, f"zero_optimization.{offload}.device")
+    return RemoteDevice.NONE if device is None else RemoteDevice(str(device))
+
+
 def _completed(
-    tree: Tree, user: Mapping[str, Any], said: Mapping[str, Said], prefix: str
-) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    tree: Tree, user: JsonObject, said: Mapping[str, Said], prefix: str
+) -> dict[str, JsonValue]:
+    out: dict[str, JsonValue] = {}
     for key, rule in tree.items():
         path = prefix + key
         if path in KEPT_BACK:
             continue
         if isinstance(rule, Mapping):
-            out[key] = _completed(rule, user, said, f"{path}.")
-            if key in _OFFLOADS and out[key]["device"] == "none":
-                out[key] = None
+            block = _completed(rule, user, said, f"{path}.")
+            is_offload_off = key in _OFFLOADS and block["device"] == RemoteDevice.NONE
+            out[key] = None if is_offload_off else block
         elif isinstance(rule, Free):
             given = said[path].value if path in said else value_at(user, path)
-            out[key] = rule.default if given is None else as_kind(given, rule)
-            if isinstance(out[key], tuple):
-                out[key] = list(out[key])
+            value = rule.default if given is None else as_kind(given, rule)
+            out[key] = list(value) if isinstance(value, tuple) else value
         elif isinstance(rule, Only):
             out[key] = rule.value
         elif isinstance(rule, Dropped) and rule.instead is not None:
@@ -214,7 +227,7 @@ def _rules(tree: Tree, prefix: str) -> Iterator[tuple[str, Rule]]:
             yield prefix + key, rule
 
 
-def _parsed(text: str, path: str) -> dict[str, Any]:
+def _parsed(text: str, path: str) -> dict[str, JsonValue]:
     try:
         user = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -239,7 +252,7 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
     return _renamed(user, path)
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_key_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -251,7 +264,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _renamed(user: dict[str, Any], path: str) -> dict[str, Any]:
+def _renamed(user: dict[str, JsonValue], path: str) -> dict[str, JsonValue]:
     """The same with each key under one name; older spellings are DeepSpeed's own."""
     zero = user.get("zero_optimization")
     if isinstance(zero, bool):  # the form of the first ZeRO
@@ -271,7 +284,7 @@ def _renamed(user: dict[str, Any], path: str) -> dict[str, Any]:
     return user
 
 
-def _move(block: dict[str, Any], old: str, new: str, value: Any, path: str) -> None:
+def _move(block: dict[str, JsonValue], old: str, new: str, value: JsonValue, path: str) -> None:
     if new in block:
         raise ConfigError(
             "DeepSpeed's JSON file has a key under two names",
@@ -282,7 +295,7 @@ def _move(block: dict[str, Any], old: str, new: str, value: Any, path: str) -> N
 
 
 def _unknown_keys(
-    user: Mapping[str, Any], tree: Tree, path: str, prefix: str = ""
+    user: JsonObject, tree: Tree, path: str, prefix: str = ""
 ) -> Iterator[ConfigError]:
     for key, value in user.items():
         rule = tree.get(key)

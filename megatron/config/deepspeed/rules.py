@@ -6,18 +6,19 @@ from the loop. So what stands here is comparison only, in DeepSpeed's names and 
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.deepspeed.keys import value_at
 from megatron.config.optimizer import DecayStyle, OptimizerKind, WeightDecayStyle
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.json_values import JsonObject, JsonValue
 
 
 class _Rule(NamedTuple):
     """What a parameter of a block has to be, and the flags that say so."""
 
-    value: Any
+    value: JsonValue
     flags: str
 
 
@@ -35,9 +36,7 @@ _ALWAYS = "the update rule that --optimizer names"
 _ANYTHING = frozenset({"torch_adam", "last_batch_iteration"})  # of no consequence for numbers
 
 
-def optimizer_problems(
-    config: RunConfig, user: Mapping[str, Any], where: str
-) -> Iterator[ConfigError]:
+def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     """What the block `optimizer` says that the flags do not."""
     kind = value_at(user, "optimizer.type")
     flags = config.optimizer
@@ -74,9 +73,7 @@ def optimizer_problems(
     yield from _compared(user, "optimizer", rules, where)
 
 
-def scheduler_problems(
-    config: RunConfig, user: Mapping[str, Any], where: str
-) -> Iterator[ConfigError]:
+def scheduler_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     """What the block `scheduler` says that the flags of the schedule do not."""
     kind = value_at(user, "scheduler.type")
     if kind is None:
@@ -100,7 +97,7 @@ def scheduler_problems(
         "warmup_max_lr": _Rule(flags.lr, f"--lr {flags.lr}"),
         "warmup_type": _Rule("linear", "warm-up is linear here"),
         "warmup_num_steps": _warmup_steps(config),
-        "total_num_steps": _decay_steps(config),
+        "total_num_steps": _Rule(*_decay_steps(config)),
         "warmup_min_ratio": _Rule(
             flags.lr_warmup_init / flags.lr, f"--lr-warmup-init {flags.lr_warmup_init}"
         ),
@@ -112,7 +109,7 @@ def scheduler_problems(
 def _warmup_steps(config: RunConfig) -> _Rule:
     flags = config.schedule
     if flags.lr_warmup_fraction is not None:
-        steps = flags.lr_warmup_fraction * _decay_steps(config).value
+        steps = flags.lr_warmup_fraction * _decay_steps(config)[0]
         return _Rule(steps, f"--lr-warmup-fraction {flags.lr_warmup_fraction}")
     if flags.lr_warmup_samples:
         steps = flags.lr_warmup_samples / _batch(config)
@@ -120,16 +117,16 @@ def _warmup_steps(config: RunConfig) -> _Rule:
     return _Rule(flags.lr_warmup_iters, f"--lr-warmup-iters {flags.lr_warmup_iters}")
 
 
-def _decay_steps(config: RunConfig) -> _Rule:
+def _decay_steps(config: RunConfig) -> tuple[float, str]:
     flags, training = config.schedule, config.training
     for name, iterations, samples in (
         ("--lr-decay", flags.lr_decay_iters, flags.lr_decay_samples),
         ("--train", training.train_iters, training.train_samples),
     ):
         if iterations is not None:
-            return _Rule(iterations, f"{name}-iters {iterations}")
+            return iterations, f"{name}-iters {iterations}"
         if samples is not None:
-            return _Rule(samples / _batch(config), f"{name}-samples {samples}")
+            return samples / _batch(config), f"{name}-samples {samples}"
     raise AssertionError  # invariant: TrainingConfig has iterations or samples
 
 
@@ -138,7 +135,7 @@ def _batch(config: RunConfig) -> int:
 
 
 def _compared(
-    user: Mapping[str, Any], block: str, rules: Mapping[str, _Rule], where: str
+    user: JsonObject, block: str, rules: Mapping[str, _Rule], where: str
 ) -> Iterator[ConfigError]:
     given = value_at(user, f"{block}.params")
     if not isinstance(given, Mapping):
@@ -164,7 +161,7 @@ def _compared(
             yield _contradiction(rules[key].flags, f"{path} {value}", where)
 
 
-def _equal(given: Any, value: Any) -> bool:
+def _equal(given: JsonValue, value: JsonValue) -> bool:
     """Equality, of fractions of iterations and ratios up to rounding."""
     if isinstance(given, float) and isinstance(value, float):
         return abs(given - value) <= 1e-12 * max(abs(given), abs(value))

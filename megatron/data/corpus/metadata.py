@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from megatron import atomic
@@ -18,8 +19,8 @@ from megatron.errors import DataError
 
 __all__ = [
     "FORMAT_VERSION",
-    "LEVELS",
     "CorpusMetadata",
+    "ItemLevel",
     "digests_of_files",
     "metadata_file_path",
     "read_metadata",
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-LEVELS = ("document", "sentence")
 _ADDED_LATER = (
     "pair_id",
     "tokenizer_files",
@@ -37,6 +37,13 @@ _TOKENIZER_SUFFIXES = (".json", ".model", ".txt")  # beside them may lie gigabyt
 _TEXT = ("tokenizer_type", "level", "json_key", "pair_id", "sentence_splitter")
 
 
+class ItemLevel(StrEnum):
+    """What one item of the .idx file is."""
+
+    DOCUMENT = "document"
+    SENTENCE = "sentence"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusMetadata:
     """What a corpus was made from; the counts are filled in by the builder that writes it."""
@@ -44,7 +51,7 @@ class CorpusMetadata:
     tokenizer_type: str
     vocab_size: int
     eod: int | None
-    level: str = "document"  # what one item of the .idx is: one of LEVELS
+    level: ItemLevel = ItemLevel.DOCUMENT
     json_key: str = "text"
     num_items: int = 0
     num_documents: int = 0
@@ -95,10 +102,11 @@ def read_metadata(prefix: str) -> CorpusMetadata | None:
     wrong = [name for name in known if not _fits(name, fields.get(name, dataclasses.MISSING))]
     if wrong:
         raise _unreadable(path, f"missing or of the wrong type: {', '.join(wrong)}")
-    metadata = CorpusMetadata(**{name: fields[name] for name in known})
-    if metadata.level not in LEVELS:
-        raise _unreadable(path, f"level {metadata.level!r}, expected one of {LEVELS}")
-    return metadata
+    levels = tuple(level.value for level in ItemLevel)
+    if fields["level"] not in levels:
+        raise _unreadable(path, f"level {fields['level']!r}, expected one of {levels}")
+    values = {name: fields[name] for name in known}
+    return CorpusMetadata(**values | {"level": ItemLevel(fields["level"])})
 
 
 def digests_of_files(paths: Iterable[Path]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from megatron.config.data import DataConfig
 from megatron.config.fields import default_of, flag_name
+from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.corpus.paths import both_files_exist
 from megatron.data.data_utils import Corpus, OpenCorpus
 from megatron.data.samples.mtf_dataset import PARTS as PAIR_PARTS
@@ -42,10 +43,10 @@ class DatasetKind(StrEnum):
         return self in (DatasetKind.GPT, DatasetKind.FIM)
 
     @property
-    def level(self) -> str:
+    def level(self) -> ItemLevel:
         """What an item of its corpora is, as their sidecars say it."""
         sentences = (DatasetKind.BERT, DatasetKind.T5, DatasetKind.ICT)
-        return "sentence" if self in sentences else "document"
+        return ItemLevel.SENTENCE if self in sentences else ItemLevel.DOCUMENT
 
 
 def dataset_kind(data: DataConfig) -> DatasetKind:
@@ -116,19 +117,22 @@ def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Cor
         return _open_parts(kind, prefix, open_corpus)
     indexed = open_corpus(prefix)
     level = kind.level
+    of_sentences = level is ItemLevel.SENTENCE
     if indexed.metadata is not None and indexed.metadata.level != level:
         raise DataError(
             f"the corpus {prefix} is {_SPLIT[indexed.metadata.level]}, and {kind.value} are read "
             f"from one that is {_SPLIT[level]}",
             found=f'level "{indexed.metadata.level}" in its sidecar',
-            fix=f"preprocess it {'with' if level == 'sentence' else 'without'} --split-sentences",
+            fix=f"preprocess it {'with' if of_sentences else 'without'} --split-sentences",
         )
-    of_sentences = level == "sentence"
     count = len(indexed.doc_idx) - 1 if of_sentences else len(indexed)
     return Corpus(prefix, indexed, count, (indexed,), indexed.sizes)
 
 
-_SPLIT = {"sentence": "split into sentences", "document": "not split into sentences"}
+_SPLIT = {
+    ItemLevel.SENTENCE: "split into sentences",
+    ItemLevel.DOCUMENT: "not split into sentences",
+}
 
 
 def _open_parts(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:

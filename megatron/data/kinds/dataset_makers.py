@@ -39,7 +39,7 @@ from megatron.data.samples.fim import (
 )
 from megatron.data.samples.ict_dataset import ICTDataset, ICTRecipe
 from megatron.data.samples.masking import MaskingVocabulary, WordPieces
-from megatron.data.samples.mlm_dataset import MLMDataset, checked_marks, span_lengths
+from megatron.data.samples.mlm_dataset import MLMDataset, SpanCorruption
 from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
 from megatron.data.samples.packing import PackedDataset
 from megatron.data.samples.sft_dataset import SFTDataset
@@ -141,20 +141,12 @@ class CorruptedWindows:
     open_corpus: OpenCorpus
     seq_length: int
     seed: int
-    sep: int | None
-    sentinels: tuple[int, ...]
-    noise_density: float
-    mean_noise_span_length: float
+    corruption: SpanCorruption
     last_epoch_cutoff: float
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
-        lengths = span_lengths(
-            self.seq_length,
-            noise_density=self.noise_density,
-            mean_noise_span_length=self.mean_noise_span_length,
-        )
-        checked_marks(self.sep, self.sentinels, lengths.spans)
+        self.corruption.marks(self.corruption.lengths(self.seq_length).spans)
 
     def open(self, prefix: str) -> Corpus:
         """A corpus of which each item is a document."""
@@ -166,16 +158,12 @@ class CorruptedWindows:
         """The windows over `documents`, each in two parts."""
         return MLMDataset(
             corpus.source,
-            name=documents.name,
-            documents=np.arange(documents.start, documents.stop),
+            documents,
+            corruption=self.corruption,
             num_samples=num_samples,
             seq_length=self.seq_length,
             seed=self.seed,
-            sep=self.sep,
-            sentinels=self.sentinels,
             cache=cache,
-            noise_density=self.noise_density,
-            mean_noise_span_length=self.mean_noise_span_length,
             last_epoch_cutoff=self.last_epoch_cutoff,
         )
 
@@ -209,8 +197,7 @@ class PackedRows:
         dataset = SFTDataset if self.kind is DatasetKind.SFT else PackedMTFDataset
         return dataset(
             corpus.source,
-            name=documents.name,
-            documents=np.arange(documents.start, documents.stop),
+            documents,
             num_samples=num_samples,
             seq_length=self.seq_length,
             seed=self.seed,
@@ -246,7 +233,7 @@ class Sentences:
         """The samples over `documents`."""
         return self.dataset(corpus.source, documents, num_samples=num_samples, cache=cache)
 
-    def epochs(self, dataset: Any, samples: int) -> float | None:
+    def epochs(self, dataset: object, samples: int) -> float | None:
         """Unknown: samples of all epochs are shuffled together."""
         return None
 
@@ -291,10 +278,12 @@ def gpt_maker(
             open_corpus=open_corpus,
             seq_length=data.seq_length,
             seed=seed,
-            sep=tokenizer.eod if tokenizer.sep is None else tokenizer.sep,
-            sentinels=tokenizer.extra_ids,
-            noise_density=0.15 if data.noise_density is None else data.noise_density,
-            mean_noise_span_length=data.mean_noise_span_length,
+            corruption=SpanCorruption(
+                sep=tokenizer.eod if tokenizer.sep is None else tokenizer.sep,
+                sentinels=tokenizer.extra_ids,
+                noise_density=0.15 if data.noise_density is None else data.noise_density,
+                mean_noise_span_length=data.mean_noise_span_length,
+            ),
             last_epoch_cutoff=data.last_epoch_cutoff,
         )
     names = FIMTokenNames(data.fim_prefix_token, data.fim_suffix_token, data.fim_middle_token)

@@ -9,14 +9,14 @@ sees the same random numbers.
 import gc
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils import data
 
 from megatron import device
-from megatron.data.blendable_dataset import SampleDataset
+from megatron.data.blendable_dataset import Sample, SampleDataset
 from megatron.data.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -26,9 +26,10 @@ from megatron.errors import ConfigError, DataError, MegatronError
 _WORKER_TIMEOUT_S = 600  # a worker that is silent for so long hangs on its file system
 
 Batch = dict[str, torch.Tensor]
+T = TypeVar("T")
 
 
-class MicrobatchLoader(data.DataLoader[Any]):
+class MicrobatchLoader(data.DataLoader[Sample]):
     """A DataLoader of `{"text": int64 [b, s + 1]}` whose workers' errors keep their class."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # narrower than torch's
@@ -110,7 +111,7 @@ class _Failure(NamedTuple):
     trace: str
 
 
-class _BatchReader(data.Dataset[Any]):
+class _BatchReader(data.Dataset[Sample]):
     """Reads whole micro-batches, so that a failure can travel as data."""
 
     def __init__(self, dataset: SampleDataset) -> None:
@@ -119,7 +120,7 @@ class _BatchReader(data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | _Failure:
@@ -131,7 +132,7 @@ class _BatchReader(data.Dataset[Any]):
             return _Failure(error, traceback.format_exc())
 
 
-def _stack(samples: Sequence[dict[str, np.ndarray[Any, Any]]]) -> Batch:
+def _stack(samples: Sequence[Sample]) -> Batch:
     """One tensor per key, with the samples along the first dimension."""
     shapes = sorted({str({key: value.shape for key, value in s.items()}) for s in samples})
     if len(shapes) > 1:
@@ -143,7 +144,7 @@ def _stack(samples: Sequence[dict[str, np.ndarray[Any, Any]]]) -> Batch:
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: T) -> T:
     return batch
 
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,7 @@ from megatron.data.corpus.verification_progress import Beat, unheard
 from megatron.data.orders.lease import LeaseTiming, leased, said_while, wait_while_leased
 from megatron.errors import ConfigError, MachineError
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, npt.NDArray[np.integer]]
 Description = Mapping[str, str | int | float]
 
 _FORMAT_VERSION = 1
@@ -60,13 +59,13 @@ class CachedIndex:
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
-        self._arrays: dict[str, npt.NDArray[Any]] = {
+        self._arrays: dict[str, npt.NDArray[np.integer]] = {
             # As plain arrays over the mapping: every index into an np.memmap makes another one.
             key: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
             for key, path in files.items()
         }
 
-    def __getitem__(self, key: str) -> npt.NDArray[Any]:
+    def __getitem__(self, key: str) -> npt.NDArray[np.integer]:
         return self._arrays[key]
 
     @property
@@ -252,7 +251,7 @@ def _write_entry(
     return files
 
 
-def _write_array(path: Path, array: npt.NDArray[Any]) -> dict[str, int | str]:
+def _write_array(path: Path, array: npt.NDArray[np.integer]) -> dict[str, int | str]:
     """Write one array and force it to disk; what the manifest says of it."""
     with open(path, "wb") as file:
         # Of a disk that fills up, NumPy's own way to write says neither that nor the errno.

@@ -7,6 +7,7 @@ of a GPT order over `raw_length`, which is shorter than `seq_length` by the mark
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, SupportsIndex
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.blendable_dataset import Sample
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import IndexCache, fingerprint
@@ -91,6 +93,34 @@ def span_lengths(
     raise _inexact(seq_length, below, None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanCorruption:
+    """How much of a window is replaced, and by which tokens.
+
+    Attributes:
+        sep: ends inputs and targets.
+        sentinels: stand in the inputs for the spans, one each.
+        noise_density: share of the tokens to replace.
+    """
+
+    sep: int | None
+    sentinels: Sequence[int]
+    noise_density: float = 0.15
+    mean_noise_span_length: float = 3.0
+
+    def lengths(self, seq_length: int) -> SpanLengths:
+        """Return the lengths that fill `seq_length` exactly; raises ConfigError without."""
+        return span_lengths(
+            seq_length,
+            noise_density=self.noise_density,
+            mean_noise_span_length=self.mean_noise_span_length,
+        )
+
+    def marks(self, spans: int) -> tuple[int, tuple[int, ...]]:
+        """Return `sep` and as many sentinels as there are spans; raises ConfigError without."""
+        return checked_marks(self.sep, self.sentinels, spans)
+
+
 class MLMDataset:
     """Sample i is `{"input_tokens": int64 [inputs], "target_tokens": int64 [targets + 1]}`.
 
@@ -102,30 +132,22 @@ class MLMDataset:
     def __init__(
         self,
         indexed: MMapIndexedDataset,
+        documents: DocumentSlice,
         *,
-        name: str,
-        documents: npt.NDArray[np.integer],
+        corruption: SpanCorruption,
         num_samples: int,
         seq_length: int,
         seed: int,
-        sep: int | None,
-        sentinels: Sequence[int],
         cache: IndexCache,
-        noise_density: float = 0.15,
-        mean_noise_span_length: float = 3.0,
         last_epoch_cutoff: float = 0.95,
     ) -> None:
-        self.lengths = span_lengths(
-            seq_length,
-            noise_density=noise_density,
-            mean_noise_span_length=mean_noise_span_length,
-        )
-        self.sep, self.sentinels = checked_marks(sep, sentinels, self.lengths.spans)
-        self.name, self.seed = name, seed
+        self.lengths = corruption.lengths(seq_length)
+        self.sep, self.sentinels = corruption.marks(self.lengths.spans)
+        self.name, self.seed = documents.name, seed
         self.windows = GPTDataset(
             indexed,
-            name=name,
-            documents=documents,
+            name=documents.name,
+            documents=np.arange(documents.start, documents.stop),
             num_samples=num_samples,
             seq_length=self.lengths.raw_length,
             seed=seed,

@@ -7,7 +7,7 @@ an epoch, as a row that an epoch leaves unfinished goes on in the next.
 
 import operator
 from functools import partial
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import xxhash
 from megatron import log
 from megatron.config.data import OnTooLong
 from megatron.data.blendable_dataset import Sample
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.orders.index_cache import IndexCache, fingerprint
 from megatron.errors import DataError
 
@@ -69,9 +70,8 @@ class PackedDataset:
     def __init__(
         self,
         source: DocumentSource,
+        documents: DocumentSlice,
         *,
-        name: str,
-        documents: npt.NDArray[np.integer],
         num_samples: int,
         seq_length: int,
         seed: int,
@@ -81,8 +81,9 @@ class PackedDataset:
     ) -> None:
         if num_samples < 1 or seq_length < 1:
             raise ValueError(f"num_samples {num_samples} and seq_length {seq_length}: 1 or more")
-        self.source, self.name, self.seq_length, self.pad = source, name, seq_length, pad
-        chosen: npt.NDArray[np.int64] = np.ascontiguousarray(documents, np.int64)
+        self.source, self.name = source, documents.name
+        self.seq_length, self.pad = seq_length, pad
+        chosen = np.arange(documents.start, documents.stop, dtype=np.int64)
         policy = self.when_too_long if on_too_long is None else OnTooLong(on_too_long)
         lengths = self._checked_lengths(chosen, policy)
         description: dict[str, str | int | float] = {
@@ -104,7 +105,7 @@ class PackedDataset:
             row_length=self.row_length,
             seed=seed,
         )
-        self._index = cache.load_or_build(name, description, build=build)
+        self._index = cache.load_or_build(self.name, description, build=build)
 
     @property
     def row_length(self) -> int:
@@ -211,7 +212,7 @@ def build_packed_indices(
     num_samples: int,
     row_length: int,
     seed: int,
-) -> dict[str, npt.NDArray[Any]]:
+) -> dict[str, npt.NDArray[np.integer]]:
     """`shuffle_idx` int64 [epochs x documents], and `sample_idx` int64 [rows, 2] into it.
 
     Whole epochs are packed until there are more than `num_samples` rows; each shuffles all

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatron import log
+from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.data_utils import DocumentSlice
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.orders.index_cache import Arrays, IndexCache, fingerprint
@@ -145,7 +146,7 @@ def _build(borders: Int64s, sizes: Sizes, title_sizes: Sizes | None, rule: Sente
 
 
 def _require_sentences(indexed: MMapIndexedDataset) -> None:
-    if indexed.metadata is not None and indexed.metadata.level != "sentence":
+    if indexed.metadata is not None and indexed.metadata.level != ItemLevel.SENTENCE:
         raise DataError(
             f"the corpus {indexed.prefix} is not split into sentences",
             found=f'level "{indexed.metadata.level}" in its sidecar',

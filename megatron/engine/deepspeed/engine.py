@@ -7,16 +7,16 @@ losses is not used; how weights are updated is in `updates`.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron import log
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
+from megatron.config.engine import RemoteDevice
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
     BatchOptions,
@@ -31,6 +31,7 @@ from megatron.engine.base import (
     on_device,
 )
 from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
 from megatron.engine.deepspeed.model import WholeModel, sharer, weights_saved_by_reference
 from megatron.engine.deepspeed.monitor import tell_monitors
 from megatron.engine.deepspeed.offload import cpu_adam_for
@@ -39,10 +40,12 @@ from megatron.engine.deepspeed.start import quietly, start_deepspeed
 from megatron.engine.deepspeed.state import partition_range
 from megatron.engine.deepspeed.updates import Updates, updates_for
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
+from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import is_split_over
 from megatron.optimizer.agreement import check_equal
 from megatron.optimizer.clip_grads import counted_here, global_norm
+from megatron.optimizer.optimizer import read_scalars
 from megatron.optimizer.replicated_grads import check_replicated_agree
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -81,13 +84,13 @@ class DeepSpeedEngine:
             build.ctx,
             stage=self.plan.stage,
             cpu_adam=cpu_adam_for(
-                self.plan.offload_optimizer != "none",
+                self.plan.offload_optimizer is not RemoteDevice.NONE,
                 self.plan.cpu_adam,
                 config.optimizer,
                 build.ctx.world,
             ),
         )
-        self.runtime: Any
+        self.runtime: DeepSpeedRuntime
         with quietly():
             self.runtime = self._start(model)
         self._updates.adopt(self.runtime)
@@ -171,20 +174,20 @@ class DeepSpeedEngine:
         scalars = {"optimizer": self._updates.scalars()} if optimizer else {}
         return EngineState(tuple(tensors), scalars)
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, copies of weights."""
-        given = scalars["optimizer"] if optimizer else {}
+        given = object_at(scalars, "optimizer")
         self._updates.restored(given, optimizer=optimizer)
 
     def live(self) -> Live:
         """What a save in DeepSpeed's own layout needs of this rank."""
-        scalars = self._updates.scalars()
+        state = read_scalars(self._updates.scalars()).loss_scaler
         return live_run(
             self.runtime,
             self.named,
             self._context,
             precision=self._config.precision,
-            loss_scale=LossScale(self._updates.loss_scale, scalars["loss_scaler"]),
+            loss_scale=LossScale(self._updates.loss_scale, state),
             own=self._updates.own,
         )
 
@@ -214,7 +217,7 @@ class DeepSpeedEngine:
             problem="tensor-parallel ranks hold different values of weights that are not split",
         )
 
-    def _build_model(self) -> Any:
+    def _build_model(self) -> nn.Module:
         share = None
         if self.plan.stage == 3:
             json, grid = handed_json(self.plan), Grid(self._context)
@@ -227,12 +230,13 @@ class DeepSpeedEngine:
             share=share,
         )
 
-    def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
+    def _named_of(self, model: nn.Module) -> tuple[tuple[str, Parameter], ...]:
         """The parameters of what `_build_model` made, under their global names."""
         return tuple(model.named_parameters())
 
-    def _start(self, model: Any) -> Any:
+    def _start(self, model: nn.Module) -> DeepSpeedRuntime:
         """DeepSpeed's engine around what `_build_model` made."""
+        runtime: DeepSpeedRuntime
         runtime, *_ = self._deepspeed.initialize(
             model=model,
             optimizer=self._updates.handed,
@@ -241,6 +245,7 @@ class DeepSpeedEngine:
             mpu=Grid(self._context),
         )
         if self.plan.stage == 3:
+            assert isinstance(model, WholeModel)  # noqa: S101  # invariant: of `_build_model`
             for parameter in model.used_elsewhere():
                 self._deepspeed.zero.register_external_parameter(model, parameter)
         return runtime
@@ -248,16 +253,14 @@ class DeepSpeedEngine:
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
         return self._task.batch(on_device(next(batches)), self._batch_options)
 
-    def _values(self, parameter: Any) -> Tensor:
+    def _values(self, parameter: Parameter) -> Tensor:
         """What this rank keeps of a weight."""
         if self.plan.stage < 3:
-            values: Tensor = parameter.detach()
-            return values
-        kept: Tensor = parameter.ds_tensor.detach()[: partition_range(parameter).size]
-        return kept
+            return parameter.detach()
+        return partitioned(parameter).ds_tensor.detach()[: partition_range(parameter).size]
 
 
-def handed_json(plan: DeepSpeedPlan) -> dict[str, Any]:
+def handed_json(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
     """What DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes into it."""
     return copy.deepcopy(dict(plan.json))
 

@@ -5,8 +5,8 @@ shards over the data-parallel group.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
+import torch.distributed as dist
 from torch.nn import Parameter
 
 from megatron.mpu.context import ParallelContext
@@ -27,7 +27,7 @@ class Grid:
         """Number of ranks of a replica."""
         return self._context.model.size
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         """Handle of the group of one replica."""
         return self._context.model.handle
 
@@ -39,7 +39,7 @@ class Grid:
         """Number of ranks that share each layer."""
         return self._context.tp.size
 
-    def get_tensor_model_parallel_group(self) -> Any:
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
         """Handle of the group that shares each layer."""
         return self._context.tp.handle
 
@@ -55,7 +55,7 @@ class Grid:
         """Number of pipeline stages."""
         return self._context.pp.size
 
-    def get_pipeline_model_parallel_group(self) -> Any:
+    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None:
         """Handle of the group of the stages of one replica."""
         return self._context.pp.handle
 
@@ -67,7 +67,7 @@ class Grid:
         """Number of replicas."""
         return self._context.dp.size
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Handle of the group of replicas."""
         return self._context.dp.handle
 

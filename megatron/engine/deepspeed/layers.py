@@ -9,7 +9,7 @@ Importing this module imports DeepSpeed: do so where a run asks for it.
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed.pipe import LayerSpec as PipeSpec
@@ -154,7 +154,7 @@ def class_names(specs: Sequence[LayerSpec]) -> tuple[str, ...]:
     return tuple(_BLOCK_CLASS if spec.block else _camel(spec.name) + "Pipe" for spec in specs)
 
 
-def _pipe_spec(spec: LayerSpec) -> Any:
+def _pipe_spec(spec: LayerSpec) -> PipeSpec:
     (name,) = class_names([spec])
     kind = type(name, (nn.Module,), {})  # a name alone: `_build` makes the layers
     return PipeSpec(kind) if spec.tied is None else TiedLayerSpec(_key(spec.tied), kind)

@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from megatron import device
 from megatron.engine.base import Measure, PretrainTask
+from megatron.engine.deepspeed.grid import Grid
+from megatron.engine.deepspeed.interface import partitioned
+from megatron.json_values import JsonValue
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
@@ -75,7 +78,9 @@ class WholeModel(nn.Module):
                 yield from self.get_submodule(spec.name).parameters()
 
 
-def sharer(deepspeed: Any, json: dict[str, Any], build: ModelBuild, grid: Any) -> Share:
+def sharer(
+    deepspeed: ModuleType, json: dict[str, JsonValue], build: ModelBuild, grid: Grid
+) -> Share:
     """What shares a layer out over replicas as ZeRO stage 3 does."""
 
     def share(layer: nn.Module) -> None:
@@ -128,8 +133,9 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
     return task.loss(carry, labels, build)
 
 
-def _zero_padding(parameter: Any) -> None:
+def _zero_padding(parameter: nn.Parameter) -> None:
     """DeepSpeed leaves what rounds a part up to equal lengths as it found the memory."""
-    length, rank = parameter.partition_numel(), parameter.ds_zero_partition_rank
-    held = min(max(parameter.ds_numel - rank * length, 0), length)
-    parameter.ds_tensor[held:].zero_()
+    part = partitioned(parameter)
+    length, rank = part.partition_numel(), part.ds_zero_partition_rank
+    held = min(max(part.ds_numel - rank * length, 0), length)
+    part.ds_tensor[held:].zero_()

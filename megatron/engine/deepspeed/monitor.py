@@ -5,12 +5,11 @@ backward pass, and of one replica, so the true one comes from here. TensorBoard 
 it is written by the loop.
 """
 
-from typing import Any
-
 from megatron.engine.base import StepReport
+from megatron.engine.deepspeed.interface import DeepSpeedRuntime
 
 
-def tell_monitors(runtime: Any, report: StepReport) -> None:
+def tell_monitors(runtime: DeepSpeedRuntime, report: StepReport) -> None:
     """Hand loss and gradient norm of a step to the monitors of DeepSpeed's engine, where enabled.
 
     Points are at samples consumed, as DeepSpeed's own. The same call on every rank; one writes.

@@ -7,12 +7,12 @@ same, slower; all ranks use the same of the two, because their roundings differ.
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from torch.utils import cpp_extension
 
 from megatron import log
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind
+from megatron.engine.deepspeed.interface import CpuAdam
 from megatron.engine.deepspeed.start import quietly
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
@@ -22,7 +22,7 @@ _EXTENSION = "cpu_adam"
 
 def cpu_adam_for(
     offloaded: bool, wanted: bool, optimizer: OptimizerConfig, world: Group
-) -> Any | None:
+) -> CpuAdam | None:
     """DeepSpeed's CPUAdam where offloaded weights are to be updated by it; None: by torch's rule.
 
     Compiles it if it has to; all ranks call this together.
@@ -44,7 +44,9 @@ def cpu_adam_for(
         )
         return None
     log.info("offloaded weights are updated by DeepSpeed's CPUAdam")
-    return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    adam: ModuleType = importlib.import_module("deepspeed.ops.adam")
+    cpu_adam: CpuAdam = adam.DeepSpeedCPUAdam
+    return cpu_adam
 
 
 def _stale_lock() -> str | None:

@@ -19,6 +19,8 @@ from torch.nn import Parameter
 
 from megatron.engine.base import MicroBatch
 from megatron.engine.deepspeed.layers import LayersPipe
+from megatron.json_values import JsonValue
+from megatron.mpu.autograd import FunctionContext
 
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -45,9 +47,9 @@ class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed h
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[Parameter],
         *,
-        json: dict[str, Any],
+        json: dict[str, JsonValue],
         held: Held,
-        clock: Callable[[str], AbstractContextManager[Any]],
+        clock: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         self._held, self._clock = held, clock
         self._shapes: set[Signature] = set()
@@ -78,7 +80,7 @@ class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed h
         self.module.eval()
         self._run(batches, self._inference_schedule(len(batches)))
 
-    def _run(self, batches: Sequence[MicroBatch], steps: Any) -> None:
+    def _run(self, batches: Sequence[MicroBatch], steps: schedule.PipeSchedule) -> None:
         # What train_batch and eval_batch do, but for their means over micro-batches, which they
         # would reduce, print and hand to monitors: means over tokens are what is reported.
         self._expect(batches)
@@ -106,7 +108,7 @@ class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed h
         del idx
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
-    def _timed(self, name: str) -> AbstractContextManager[Any]:
+    def _timed(self, name: str) -> AbstractContextManager[object]:
         return self._clock(name) if self.module.training else nullcontext()  # as natively
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
@@ -147,7 +149,7 @@ class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed h
         with self._timed("grads-all-reduce"):
             super()._exec_reduce_grads()
 
-    def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
+    def _exec_optimizer_step(self, lr_kwargs: object = None) -> None:
         with self._timed("optimizer"):
             super()._exec_optimizer_step(lr_kwargs)
 
@@ -175,6 +177,10 @@ def _accumulated(parameter: Parameter) -> Tensor | None:
     return None
 
 
+class _JointContext(FunctionContext):
+    gradients: list[Tensor]
+
+
 class _Joint(torch.autograd.Function):
     """One number whose backward pass enters several tensors with the gradients given for them.
 
@@ -182,10 +188,10 @@ class _Joint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: _JointContext, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
         return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _JointContext, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return (None, *ctx.gradients)

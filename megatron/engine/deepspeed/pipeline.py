@@ -8,10 +8,10 @@ tokens of a step are counted before it begins.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.config.run import RunConfig
@@ -25,6 +25,7 @@ from megatron.engine.base import (
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, handed_json
+from megatron.engine.deepspeed.interface import PipelineRuntime
 from megatron.engine.deepspeed.monitor import tell_monitors
 from megatron.engine.deepspeed.start import quietly
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
@@ -34,14 +35,19 @@ from megatron.model.stage import Stage
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
-from megatron.pipeline.schedule import NONE, ONE_F_ONE_B
+from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
+
+if TYPE_CHECKING:
+    from megatron.engine.deepspeed.layers import Cut  # imports DeepSpeed
 
 GradientOf = Callable[[Parameter], Tensor | None]
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """Owns the stage of this rank, which DeepSpeed's pipeline runs."""
+
+    runtime: PipelineRuntime
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
         """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
@@ -82,7 +88,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         super().check_replicas()
         self._tied.check_equal()
 
-    def _build_model(self) -> Any:
+    def _build_model(self) -> nn.Module:
         # Imported here because they import DeepSpeed, which has been brought up by now.
         from megatron.engine.deepspeed.layers import LayersPipe
 
@@ -97,12 +103,15 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._tied = TiedGradients(self.stage, ctx)
         return model
 
-    def _named_of(self, model: Any) -> tuple[tuple[str, Parameter], ...]:
-        return tuple(model.stage.named_parameters())
+    def _named_of(self, model: nn.Module) -> tuple[tuple[str, Parameter], ...]:
+        del model  # registers them under DeepSpeed's names
+        return tuple(self.stage.named_parameters())
 
-    def _start(self, model: Any) -> Any:
+    def _start(self, model: nn.Module) -> PipelineRuntime:
+        from megatron.engine.deepspeed.layers import LayersPipe
         from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
 
+        assert isinstance(model, LayersPipe)  # noqa: S101  # invariant: of `_build_model`
         return MendedPipelineEngine(
             model,
             self._updates.handed,
@@ -197,7 +206,7 @@ def _cut(
     specs: tuple[LayerSpec, ...],
     method: str | None,
     ctx: ParallelContext,
-) -> Any:
+) -> "Cut":
     """Where stages begin: as in the native engine, unless DeepSpeed's own method is asked for."""
     from megatron.engine.deepspeed.layers import Cut
 
@@ -223,7 +232,7 @@ def _refuse_what_deepspeed_cannot(pipeline: PipelinePlan) -> None:
             found=f"{pipeline.num_chunks} virtual stages on each rank, --deepspeed",
             fix="leave out the flags of virtual stages, or --deepspeed",
         )
-    if pipeline.schedule not in (NONE, ONE_F_ONE_B):
+    if pipeline.schedule not in (ScheduleName.NONE, ScheduleName.ONE_F_ONE_B):
         raise ConfigError(
             "DeepSpeed's pipeline works in one order only",
             found=f"--pipeline-schedule {pipeline.schedule}, --deepspeed",

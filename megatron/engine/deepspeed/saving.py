@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch.nn import Parameter
 from megatron.checkpoint.formats.deepspeed.parameters import KnownParameter, describe_parameter
 from megatron.checkpoint.formats.deepspeed.save import ClientState, DurableWriter, Live
 from megatron.config.precision import PrecisionConfig
+from megatron.engine.deepspeed.interface import CheckpointWriter, DeepSpeedRuntime
 from megatron.mpu.context import ParallelContext
-from megatron.optimizer.optimizer import MegatronOptimizer
+from megatron.optimizer.optimizer import MegatronOptimizer, read_scalars
 from megatron.optimizer.param_groups import param_groups
 
 _TIED = "tied_modules."
@@ -34,7 +36,7 @@ class LossScale(NamedTuple):
 
 
 def live_run(
-    runtime: Any,
+    runtime: DeepSpeedRuntime,
     named: Named,
     context: ParallelContext,
     *,
@@ -71,12 +73,12 @@ def _describe(
     )
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _shape(parameter: Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
-def _through(runtime: Any, writer: DurableWriter) -> Iterator[None]:
+def _through(runtime: DeepSpeedRuntime, writer: DurableWriter) -> Iterator[None]:
     """Write every file of DeepSpeed's through `writer`."""
     before = runtime.checkpoint_engine
     runtime.checkpoint_engine = _Writer(before, writer)
@@ -89,13 +91,13 @@ def _through(runtime: Any, writer: DurableWriter) -> Iterator[None]:
 class _Writer:
     """DeepSpeed's writer of files, but for the writing."""
 
-    def __init__(self, replaced: Any, writer: DurableWriter) -> None:
+    def __init__(self, replaced: CheckpointWriter, writer: DurableWriter) -> None:
         self._replaced, self._writer = replaced, writer
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._replaced, name)
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Write one file, durably; an error is kept until all ranks are done."""
         self._writer.save(state_dict, path)
 
@@ -116,8 +118,8 @@ def _plain_scale(
         optimizer.loss_scaler = before
 
 
-def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> Any:
-    scales = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> object:
+    scales: ModuleType = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
     scale, state = loss_scale
     if not state:
         return scales.LossScaler(scale=scale)
@@ -135,9 +137,9 @@ def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> Any:
 
 def _as_deepspeed_keeps_it(
     own: MegatronOptimizer, ordered: Named, loss_scale: LossScale
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Our optimizer's state in the form that DeepSpeed's has without ZeRO."""
-    named, steps = own.named_state(), float(own.scalars()["steps"])
+    named, steps = own.named_state(), float(read_scalars(own.scalars()).steps)
     numbers = {name: at for at, (name, _) in enumerate(ordered)}
     state = {
         numbers[name]: {"step": torch.tensor(steps)}
@@ -148,7 +150,7 @@ def _as_deepspeed_keeps_it(
         {"params": [numbers[name] for name, _ in group.parameters]}
         for group in param_groups(ordered)
     ]
-    base: dict[str, Any] = {"state": state, "param_groups": groups}
+    base: dict[str, object] = {"state": state, "param_groups": groups}
     if not any("master" in kinds for kinds in named.values()):
         return base
     masters = [

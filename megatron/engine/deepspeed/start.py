@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -48,8 +47,8 @@ def start_deepspeed(context: ParallelContext) -> ModuleType:
             found="a context without torch.distributed",
             fix="start the run through initialize_megatron(), which makes one",
         )
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
-    groups.mpu = groups.mesh_device = None  # of an engine that this process had before
+    groups = importlib.import_module("deepspeed.utils.groups")
+    vars(groups).update(mpu=None, mesh_device=None)  # of an engine that this process had before
     deepspeed.init_distributed(verbose=False)
     return deepspeed
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.checkpoint.sharded import ShardedTensor
+from megatron.engine.deepspeed.interface import partitioned
 from megatron.engine.state import parameter_tensors, placement_of
 from megatron.mpu.context import ParallelContext
 from megatron.optimizer.buckets import Range
@@ -65,21 +66,22 @@ class ZeroShards:
                 f"model/{name}",
                 values,
                 start=owned.start,
-                local_shape=tuple(parameter.ds_shape),
+                local_shape=tuple(partitioned(parameter).ds_shape),
                 placement=placement_of(parameter, self._context),
             )
             for name, parameter, owned, values in self.partitions()
         ]
 
-    def partitions(self) -> Iterator[tuple[str, Any, Range, Tensor]]:
+    def partitions(self) -> Iterator[tuple[str, Parameter, Range, Tensor]]:
         """At stage 3: of every parameter the range that this rank owns, and its values, flat."""
         for name, parameter in self._named:
             owned = partition_range(parameter)
-            yield name, parameter, owned, parameter.ds_tensor.detach()[: owned.size]  # type: ignore[attr-defined]
+            yield name, parameter, owned, _values(parameter, owned, is_partitioned=True)
 
     def sharded(self, key: str, span: _Span, flat: Tensor) -> ShardedTensor:
         """The span of `flat` (a master, or state of its shape) under `key`."""
-        shape = span.parameter.ds_shape if self.is_partitioned else span.parameter.shape  # type: ignore[attr-defined]
+        parameter = span.parameter
+        shape = partitioned(parameter).ds_shape if self.is_partitioned else parameter.shape
         return ShardedTensor.of_range(
             key,
             flat.detach()[span.at : span.at + span.owned.size],
@@ -98,7 +100,7 @@ class ZeroShards:
             return
         for flat in self.flats:
             for span in flat.spans:
-                values = _values(span.parameter, span.owned, partitioned=self.is_partitioned)
+                values = _values(span.parameter, span.owned, is_partitioned=self.is_partitioned)
                 flat.master.detach()[span.at : span.at + span.owned.size].copy_(values)
 
     def _find_flats(self) -> Iterator[FlatShard]:
@@ -165,16 +167,15 @@ def state_of_shards(shards: ZeroShards, rule: torch.optim.Optimizer) -> list[Sha
     return found
 
 
-def partition_range(parameter: Any) -> Range:
+def partition_range(parameter: Parameter) -> Range:
     """The elements of a parameter of stage 3, flattened, whose values this rank keeps."""
-    length = parameter.partition_numel()
-    start = min(parameter.ds_zero_partition_rank * length, parameter.ds_numel)
-    return Range(start, min(start + length, parameter.ds_numel))
+    part = partitioned(parameter)
+    length = part.partition_numel()
+    start = min(part.ds_zero_partition_rank * length, part.ds_numel)
+    return Range(start, min(start + length, part.ds_numel))
 
 
-def _values(parameter: Any, owned: Range, *, partitioned: bool) -> Tensor:
-    if partitioned:
-        values: Tensor = parameter.ds_tensor.detach()[: owned.size]
-        return values
-    whole: Tensor = parameter.detach()
-    return whole.reshape(-1)[owned.start : owned.stop]
+def _values(parameter: Parameter, owned: Range, *, is_partitioned: bool) -> Tensor:
+    if is_partitioned:
+        return partitioned(parameter).ds_tensor.detach()[: owned.size]
+    return parameter.detach().reshape(-1)[owned.start : owned.stop]

@@ -6,7 +6,7 @@ and clip pipelines by a norm that misses stages. At stages 1 to 3 DeepSpeed shar
 with our update rule and our loss scale (its own moves between the norm and the update).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,15 +17,22 @@ from megatron import log
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 from megatron.config.run import RunConfig
+from megatron.engine.deepspeed.interface import CpuAdam, DeepSpeedRuntime
 from megatron.engine.deepspeed.state import ZeroShards, state_of_shards
 from megatron.engine.state import optimizer_tensors, parameter_tensors
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import ConfigError
+from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import is_sequence_parallel
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
-from megatron.optimizer.optimizer import MegatronOptimizer, OptimizerReport, build_optimizer
+from megatron.optimizer.optimizer import (
+    MegatronOptimizer,
+    OptimizerReport,
+    build_optimizer,
+    read_scalars,
+)
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.replicated_grads import reduce_replicated
 from megatron.optimizer.update_rule import fresh_state, update_rule
@@ -51,7 +58,7 @@ class Updates(Protocol):
     def loss_factor(self) -> float:
         """What the engine multiplies a loss by itself, before DeepSpeed's `backward`."""
 
-    def adopt(self, runtime: Any) -> None:
+    def adopt(self, runtime: DeepSpeedRuntime) -> None:
         """Take what `deepspeed.initialize` made of `handed`; once, before the first step."""
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
@@ -63,10 +70,10 @@ class Updates(Protocol):
     def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
         """The weights, and the optimizer's state if asked, as views."""
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, JsonValue]:
         """The rest of the optimizer's state, as JSON values."""
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into `tensors`; without optimizer state, only the weights."""
 
 
@@ -76,7 +83,7 @@ def updates_for(
     context: ParallelContext,
     *,
     stage: int,
-    cpu_adam: Any = None,
+    cpu_adam: CpuAdam | None = None,
 ) -> Updates:
     """How weights are updated at a ZeRO stage.
 
@@ -125,7 +132,7 @@ class OwnUpdates:
         """The loss scale: at stage 0 DeepSpeed leaves it to whoever calls `backward`."""
         return self._optimizer.loss_scale
 
-    def adopt(self, runtime: Any) -> None:
+    def adopt(self, runtime: DeepSpeedRuntime) -> None:
         """Do nothing: DeepSpeed keeps an optimizer of stage 0 as it is."""
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
@@ -146,11 +153,11 @@ class OwnUpdates:
             found += optimizer_tensors(self._named, self._optimizer, self._context)
         return found
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, JsonValue]:
         """The number of updates, and the loss scale."""
         return self._optimizer.scalars()
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into `tensors`."""
         if optimizer:
             self._optimizer.load_state(self._optimizer.named_state(), scalars)
@@ -171,7 +178,12 @@ class ZeroUpdates:
     """DeepSpeed's ZeRO optimizer around our update rule, whose flat shards are ours by name."""
 
     def __init__(
-        self, config: RunConfig, named: Named, context: ParallelContext, *, cpu_adam: Any = None
+        self,
+        config: RunConfig,
+        named: Named,
+        context: ParallelContext,
+        *,
+        cpu_adam: CpuAdam | None = None,
     ) -> None:
         _refuse_narrow_state(config.optimizer)
         self._named, self._context = named, context
@@ -194,7 +206,7 @@ class ZeroUpdates:
             )
         self._steps = 0
         self.own = None
-        self._runtime: Any = None
+        self._runtime: DeepSpeedRuntime | None = None
         _sum_over_tp(named, context.tp)
 
     @property
@@ -207,19 +219,20 @@ class ZeroUpdates:
         """1: DeepSpeed's `backward` multiplies with the loss scale that it was given."""
         return 1.0
 
-    def adopt(self, runtime: Any) -> None:
+    def adopt(self, runtime: DeepSpeedRuntime) -> None:
         """Give DeepSpeed's shards their state, and DeepSpeed our loss scale."""
         self._runtime = runtime
         _reduce_in_buckets(runtime)
         runtime.optimizer.print_rank_0 = log.debug  # speaks when it is destroyed
         self._shards = ZeroShards(runtime.optimizer, self._named, self._context)
         for flat in self._shards.flats:
-            state: dict[str, Any] = fresh_state(flat.master, self._config)
+            state: dict[str, Tensor | int] = dict(fresh_state(flat.master, self._config))
             if self._is_cpu_adam:
                 state["step"] = 0  # CPUAdam counts in a Python number
             self.handed.state[flat.master] = state
         if hasattr(runtime.optimizer, "loss_scaler"):  # its BF16 optimizer has none
-            runtime.optimizer.loss_scaler = _HeldScale(runtime.optimizer.loss_scaler, self._scaler)
+            dynamic = runtime.optimizer.loss_scaler.dynamic
+            runtime.optimizer.loss_scaler = _HeldScale(self._scaler, dynamic=dynamic)
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
         """Note the numbers of this step."""
@@ -234,6 +247,7 @@ class ZeroUpdates:
         Raises:
             NumericsError: the gradients overflow at the smallest loss scale.
         """
+        assert self._runtime is not None  # noqa: S101  # invariant: `adopt` was called
         applied, scale = bool(self._runtime.was_step_applied()), self._scaler.scale
         self._scaler.update(overflow=not applied)
         self._steps += applied
@@ -252,24 +266,22 @@ class ZeroUpdates:
             found += state_of_shards(self._shards, self.handed)
         return found
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, JsonValue]:
         """The number of updates, and the loss scale; spelled as our own optimizer does."""
-        scalars = {"steps": self._steps, "loss_scaler": self._scaler.state_dict()}
+        scalars: dict[str, JsonValue] = {
+            "steps": self._steps,
+            "loss_scaler": self._scaler.state_dict(),
+        }
         return scalars | ({"rule": "DeepSpeedCPUAdam"} if self._is_cpu_adam else {})
 
-    def restored(self, scalars: Mapping[str, Any], *, optimizer: bool) -> None:
+    def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into `tensors`: masters, counts, the loss scale."""
         self._shards.refresh(masters=not optimizer or not self._shards.has_masters)
         if not optimizer:
             return
-        if not isinstance(scalars.get("steps"), int) or "loss_scaler" not in scalars:
-            raise CheckpointError(
-                "the checkpoint lacks the optimizer's number of updates or its loss scale",
-                found=f"fields: {', '.join(sorted(scalars)) or 'none'}",
-                fix="resume from another checkpoint, or use --no-load-optim",
-            )
-        self._scaler.load_state_dict(scalars["loss_scaler"])
-        self._steps = scalars["steps"]
+        counts = read_scalars(scalars)
+        self._scaler.load_state_dict(counts.loss_scaler)
+        self._steps = counts.steps
         for state in self.handed.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(self._steps)
@@ -300,7 +312,7 @@ class _StepsOurs(torch.optim.Optimizer):
         self,
         groups: Sequence[ParamGroup],
         gradients: GradBuffer,
-        step: Any,
+        step: Callable[[], OptimizerReport],
         config: OptimizerConfig,
     ) -> None:
         parts = [{"params": [parameter for _, parameter in group.parameters]} for group in groups]
@@ -314,10 +326,10 @@ class _StepsOurs(torch.optim.Optimizer):
         """What DeepSpeed averages over replicas, and (none) over those that share experts."""
         return [flat.data for flat in self._gradients.flats], {}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never a loss
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # never a loss
         """Clip and update; called by DeepSpeed once gradients are averaged."""
         del closure
-        report: OptimizerReport = self._take_step()
+        report = self._take_step()
         self.overflow, self._global_grad_norm = not report.applied, report.grad_norm
 
 
@@ -328,9 +340,8 @@ class _HeldScale:
     is made with half of the gradients.
     """
 
-    def __init__(self, replaced: Any, scaler: GradScaler) -> None:
-        self._scaler = scaler
-        self.dynamic: bool = replaced.dynamic
+    def __init__(self, scaler: GradScaler, *, dynamic: bool) -> None:
+        self._scaler, self.dynamic = scaler, dynamic
 
     @property
     def cur_scale(self) -> float:
@@ -350,7 +361,7 @@ class _HeldScale:
         """Do nothing: `ZeroUpdates.outcome` moves the scale."""
 
 
-def _reduce_in_buckets(runtime: Any) -> None:
+def _reduce_in_buckets(runtime: DeepSpeedRuntime) -> None:
     """Let `reduce_bucket_size` hold at stage 1 in bf16 too.
 
     There DeepSpeed sums gradients of 500 million weights at once, whatever the size says, and makes
@@ -358,7 +369,7 @@ def _reduce_in_buckets(runtime: Any) -> None:
     """
     size, reduce = runtime.zero_reduce_bucket_size(), runtime.allreduce_no_retain
 
-    def in_buckets(*given: Any, **named: Any) -> None:
+    def in_buckets(*given: object, **named: object) -> None:
         reduce(*given, **{**named, "numel_per_bucket": size})
 
     runtime.allreduce_no_retain = in_buckets

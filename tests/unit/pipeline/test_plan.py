@@ -7,7 +7,7 @@ import pytest
 from megatron.config.parallel import ParallelConfig, PipelineBalance, PipelineSchedule
 from megatron.errors import ConfigError
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan, plan_problems
-from megatron.pipeline.schedule import NONE, SCHEDULES
+from megatron.pipeline.schedule import ScheduleName
 
 
 def config(stages: int = 1, **flags: Any) -> ParallelConfig:
@@ -63,7 +63,7 @@ def test_flags_become_a_plan(asked: ParallelConfig, expected: PipelinePlan) -> N
 
 
 def test_every_schedule_but_none_has_a_flag() -> None:
-    assert {kind.value for kind in PipelineSchedule} == set(SCHEDULES) - {NONE}
+    assert {kind.value for kind in PipelineSchedule} == set(ScheduleName) - {ScheduleName.NONE}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.pipeline.action import COMMUNICATION, Kind
 from megatron.pipeline.schedule import (
-    SCHEDULES,
+    ScheduleName,
     build_evaluation_schedule,
     build_schedule,
     pipeline_problems,
@@ -21,7 +21,7 @@ def problems(name: str, p: int, m: int, v: int = 1, layers: int | None = None) -
 
 
 def test_every_name_builds_something_that_can_be_compared() -> None:
-    for name in SCHEDULES:
+    for name in ScheduleName:
         p, v = (2, 2) if name == "interleaved" else (1, 1)
         one, other = (
             build_schedule(name, stage=0, num_stages=p, num_microbatches=3, num_chunks=v)

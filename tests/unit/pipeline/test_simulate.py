@@ -8,12 +8,7 @@ import pytest
 from megatron.pipeline import orders
 from megatron.pipeline.action import Action, Kind, Schedule, UnsoundScheduleError, batches
 from megatron.pipeline.schedule import (
-    GPIPE,
-    INTERLEAVED,
-    NONE,
-    ONE_F_ONE_B,
-    SCHEDULES,
-    ZERO_BUBBLE,
+    ScheduleName,
     build_evaluation_schedule,
     build_schedule,
 )
@@ -21,6 +16,7 @@ from megatron.pipeline.simulate import Durations, Simulation, simulate
 from megatron.pipeline.theory import bubble_share, peak_activations
 from tests.support.stages import with_exchanges
 
+NONE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = ScheduleName
 STAGES, MICROBATCHES, CHUNKS = range(1, 9), range(1, 17), range(1, 4)
 ROUNDING = 1e-9  # sums of durations in another order; theory holds exactly here, not to some %
 
@@ -35,7 +31,7 @@ def is_possible(name: str, stages: int, chunks: int) -> bool:
 
 CASES: list[Case] = [
     (name, p, m, v)
-    for name, p, m, v in product(SCHEDULES, STAGES, MICROBATCHES, CHUNKS)
+    for name, p, m, v in product(ScheduleName, STAGES, MICROBATCHES, CHUNKS)
     if is_possible(name, p, v)
 ]
 

@@ -1,16 +1,19 @@
 """Corrupted windows have the promised lengths, and hold the whole text of their window."""
 
 import pickle
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.samples import mlm_dataset
 from megatron.data.samples.mlm_dataset import (
     MLMDataset,
+    SpanCorruption,
     corrupt_spans,
     lengths_of,
     random_parts,
@@ -21,20 +24,20 @@ from tests.unit.data.corpora import cache_in, open_corpus
 
 SEP = 8000
 SENTINELS = tuple(range(7000, 7200))
+CORRUPTION = [field.name for field in fields(SpanCorruption)]
 
 
 def make(corpus, folder, **changes):
     options = {
-        "name": "train",
-        "documents": np.arange(len(corpus)),
+        "documents": DocumentSlice(name="train", start=0, stop=len(corpus)),
         "num_samples": 20,
         "seq_length": 66,
         "seed": 1234,
-        "sep": SEP,
-        "sentinels": SENTINELS,
         "cache": cache_in(folder),
     }
-    return MLMDataset(corpus, **(options | changes))
+    spans = {"sep": SEP, "sentinels": SENTINELS}
+    spans |= {name: changes.pop(name) for name in CORRUPTION if name in changes}
+    return MLMDataset(corpus, corruption=SpanCorruption(**spans), **(options | changes))
 
 
 def restored(inputs, targets):
@@ -199,7 +202,7 @@ def test_the_fingerprint_changes_with_every_parameter(tmp_path):
         {"sentinels": SENTINELS[1:]},
         {"seq_length": 67},
         {"noise_density": 0.3, "seq_length": 67},
-        {"documents": np.arange(1)},
+        {"documents": DocumentSlice(name="train", start=0, stop=1)},
     ]
     assert len({make(corpus, tmp_path, **change).fingerprint() for change in changes}) == 7
 
@@ -239,4 +242,8 @@ def test_a_window_of_another_length_is_refused(tmp_path, monkeypatch):
 
 def test_an_empty_split_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no documents"):
-        make(open_corpus(tmp_path, [500]), tmp_path, documents=np.arange(0))
+        make(
+            open_corpus(tmp_path, [500]),
+            tmp_path,
+            documents=DocumentSlice(name="train", start=0, stop=0),
+        )

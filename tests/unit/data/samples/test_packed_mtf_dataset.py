@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import OnTooLong
-from megatron.data.data_utils import IndexPlace, build_train_valid_test_datasets, split_ranges
+from megatron.data.data_utils import (
+    DocumentSlice,
+    IndexPlace,
+    build_train_valid_test_datasets,
+    split_ranges,
+)
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.data.kinds.dataset_makers import PackedRows
@@ -36,8 +41,7 @@ def write_pairs(folder, sizes):
 def make(prefix, folder, **changes):
     pairs = MTFDataset(prefix)
     options = {
-        "name": "train",
-        "documents": np.arange(len(pairs)),
+        "documents": DocumentSlice(name="train", start=0, stop=len(pairs)),
         "num_samples": 5,
         "seq_length": 15,
         "seed": 1234,

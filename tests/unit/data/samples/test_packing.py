@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron import log
 from megatron.config.data import OnTooLong
+from megatron.data.data_utils import DocumentSlice
 from megatron.data.samples.packing import PackedDataset, PackedDocument, build_packed_indices
 from megatron.errors import DataError
 from tests.unit.data.corpora import cache_in
@@ -47,8 +48,7 @@ class Source:
 def make(lengths, folder, **changes):
     source = Source(lengths)
     options = {
-        "name": "train",
-        "documents": np.arange(len(lengths)),
+        "documents": DocumentSlice(name="train", start=0, stop=len(lengths)),
         "num_samples": 5,
         "seq_length": 19,
         "seed": 1234,
@@ -160,7 +160,11 @@ def test_every_document_is_seen_once_per_epoch(lengths, seed, num_samples):
 def test_a_split_has_the_documents_of_its_own_range(tmp_path):
     lengths = [6] * 30
     for name, documents in (("train", range(20)), ("valid", range(20, 30))):
-        dataset = make(lengths, tmp_path, name=name, documents=np.array(documents))
+        dataset = make(
+            lengths,
+            tmp_path,
+            documents=DocumentSlice(name=name, start=documents.start, stop=documents.stop),
+        )
         tokens = np.concatenate([dataset[i]["text"] for i in range(len(dataset))])
         assert set((tokens[tokens != PAD] // 1000).tolist()) <= set(documents)
 
@@ -170,8 +174,8 @@ def test_another_length_range_or_policy_is_another_entry_of_the_cache(tmp_path):
     changes = [
         {},
         {"seq_length": 23},
-        {"documents": np.arange(3)},
-        {"documents": np.arange(3, 6)},
+        {"documents": DocumentSlice(name="train", start=0, stop=3)},
+        {"documents": DocumentSlice(name="train", start=3, stop=6)},
         {"seed": 1},
         {"num_samples": 6},
         {"on_too_long": OnTooLong.CUT},
@@ -261,12 +265,12 @@ def test_documents_without_tokens_fill_no_row(lengths, tmp_path):
 
 def test_an_empty_split_is_refused(tmp_path):
     with pytest.raises(DataError, match="split of some/corpus is empty"):
-        make([3], tmp_path, documents=np.arange(0))
+        make([3], tmp_path, documents=DocumentSlice(name="train", start=0, stop=0))
 
 
 def test_documents_outside_of_the_corpus_and_silly_sizes_are_bugs(tmp_path):
     with pytest.raises(ValueError, match=r"documents 0\.\.1 of 1"):
-        make([3], tmp_path, documents=np.arange(2))
+        make([3], tmp_path, documents=DocumentSlice(name="train", start=0, stop=2))
     with pytest.raises(ValueError, match="1 or more"):
         make([3], tmp_path, num_samples=0)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config.data import OnTooLong
 from megatron.data.corpus.metadata import CorpusMetadata
-from megatron.data.data_utils import IndexPlace, build_train_valid_test_datasets
+from megatron.data.data_utils import DocumentSlice, IndexPlace, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.data.kinds.dataset_makers import PackedRows
@@ -44,8 +44,7 @@ def write(prefix, dialogues):
 def make(prefix, folder, **changes):
     corpus = SFTCorpus(prefix)
     options = {
-        "name": "train",
-        "documents": np.arange(len(corpus)),
+        "documents": DocumentSlice(name="train", start=0, stop=len(corpus)),
         "num_samples": 4,
         "seq_length": 11,
         "seed": 1234,
@@ -175,7 +174,12 @@ def test_a_long_dialogue_is_refused_unless_asked_otherwise(tmp_path):
     skipped = make(prefix, tmp_path, on_too_long=OnTooLong.SKIP)
     assert {skipped[i]["text"][0] for i in range(len(skipped))} == {7}
     with pytest.raises(DataError, match="every document"):
-        make(prefix, tmp_path, on_too_long=OnTooLong.SKIP, documents=np.arange(1))
+        make(
+            prefix,
+            tmp_path,
+            on_too_long=OnTooLong.SKIP,
+            documents=DocumentSlice(name="train", start=0, stop=1),
+        )
 
 
 def test_splits_share_no_dialogue(tmp_path):

@@ -105,10 +105,7 @@ def test_a_checkpoint_without_counts_is_refused() -> None:
 def test_a_loss_scale_stands_still_while_deepspeed_steps() -> None:
     scaler = DynamicGradScaler(initial_scale=8.0, min_scale=1.0, growth_interval=1, hysteresis=1)
 
-    class Replaced:
-        dynamic = True
-
-    held = _HeldScale(Replaced(), scaler)
+    held = _HeldScale(scaler, dynamic=True)
     held.update_scale(False)
     assert (held.cur_scale, held.loss_scale, held.dynamic) == (8.0, 8.0, True)
     assert held.scale_loss(torch.tensor(2.0)) == 16.0
