@@ -14,6 +14,8 @@ OUT ?=
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
+# A word of the mutants to try, for `make test-mutants`; all of them when empty.
+ONLY ?=
 # Test processes that run side by side.
 JOBS ?= 2
 
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard quick gates bench docs docs-site clean
+.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard test-mutants quick gates bench docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,6 +58,9 @@ test-damage: $(READY)  ## flipped bits and other damage to checkpoints; WRITE=1 
 
 test-reshard: $(READY)  ## every layout's checkpoint loaded at every other layout, 281 pairs
 	@$(BIN)/python -m tests.laws.checkpoints.reshard
+
+test-mutants: $(READY)  ## small errors put into a copy of the code, each of which a test has to find; ONLY=word
+	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 quick: gates  ## the gates and the tests that start no processes
 	@$(BIN)/python -m pytest -q tests/architecture tests/unit

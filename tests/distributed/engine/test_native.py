@@ -27,8 +27,8 @@ PLAN = StepPlan(
 )
 
 
-def engine_of(tp: int, **flags: object) -> NativeEngine:
-    context = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=tp, pp=1))
+def engine_of(tp: int, pp: int = 1, **flags: object) -> NativeEngine:
+    context = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=tp, pp=pp))
     runtime = dataclasses.replace(runtime_of(tiny_run("nowhere", **flags)), context=context)
     return NativeEngine(runtime.config, gpt_task(), model_build(runtime), runtime.tokenizer)
 
@@ -88,6 +88,36 @@ def test_what_is_not_split_stays_equal_over_tensor_parallel_ranks() -> None:
     for said in run_on_ranks(2, parted_over_tp):
         assert "tensor-parallel ranks hold different values of weights that are not split" in said
         assert "final_norm.weight, on ranks [1] against rank 0" in said
+
+
+def parted_over_stages() -> str:
+    engine = engine_of(1, 2, pipeline_model_parallel_size=2)
+    engine.train_step(iter(tiny_batches(1)), PLAN)
+    engine.check_replicas()  # both stages have summed the gradients of what they share
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            engine.stage.tied_parameters()["embedding.word.weight"][0] += 1
+    try:
+        engine.check_replicas()
+    except NumericsError as error:
+        return f"{error.problem}: {error.found}"
+    return ""
+
+
+def test_what_stages_share_stays_equal_over_them() -> None:
+    for said in run_on_ranks(2, parted_over_stages):
+        assert "pipeline stages hold different values of weights that they share" in said
+        assert "embedding.word.weight, on ranks [0, 1]" in said
+
+
+def step_of_split_sequences() -> None:
+    engine = engine_of(2, tensor_model_parallel_size=2, sequence_parallel=True)
+    engine.train_step(iter(tiny_batches(1)), PLAN)
+    engine.check_replicas()
+
+
+def test_norms_of_split_sequences_stay_equal_over_ranks() -> None:
+    run_on_ranks(2, step_of_split_sequences)
 
 
 def norm_of_parameters(tp: int) -> float:

@@ -80,11 +80,14 @@ def test_layers_are_looked_at_where_the_ranks_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "flag"),
-    [({}, "--num-attention-heads 4"), ({"num_query_groups": 2}, "--num-query-groups 2")],
+    ("flags", "size", "flag"),
+    [
+        ({}, 8, "--num-attention-heads 4"),
+        ({}, 3, "--num-attention-heads 4"),
+        ({"num_query_groups": 2}, 4, "--num-query-groups 2"),
+    ],
 )
-def test_heads_are_not_cut(flags: dict[str, int], flag: str) -> None:
-    size = 8 if not flags else 4
+def test_heads_are_not_cut(flags: dict[str, int], size: int, flag: str) -> None:
     bad = plan(world_size=size, tensor_model_parallel_size=size, **flags)
     only(found(rules.heads_split_over_tensor_parallel_ranks, bad), flag, f"parallel-size {size}")
 

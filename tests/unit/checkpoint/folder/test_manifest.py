@@ -96,6 +96,11 @@ def test_an_edit_by_hand_is_found(tmp_path):
         manifests.decode(text, tmp_path)
 
 
+def test_a_name_that_stands_twice_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="a name is there twice"):
+        manifests.decode(b'{"iteration": 100, "iteration": 200}', tmp_path)
+
+
 def test_a_newer_version_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="newer version") as caught:
         manifests.decode(edited(tmp_path, version=2), tmp_path)

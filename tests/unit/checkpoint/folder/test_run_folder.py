@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron import atomic
+from megatron.checkpoint.files import durable
 from megatron.checkpoint.folder import manifest as manifests
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
@@ -40,6 +42,36 @@ def test_the_same_iteration_can_be_committed_again(tmp_path):
     commit(tmp_path, 5)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000005", folders.TRACKER]
     assert not (first / "old").exists()
+
+
+def test_a_commit_reaches_the_disk_in_an_order_that_no_crash_can_break(tmp_path, monkeypatch):
+    def recorded(owner, name, told):
+        real = getattr(owner, name)
+
+        def step(path, *args, **kwargs):
+            steps.append(f"{told} {names[path.name.rpartition('-')[0] or path.name]}")
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, step)
+
+    names = {
+        ".iter_0000005.partial": "stage",
+        ".iter_0000005.replaced": "former",
+        "iter_0000005": "former",
+        folders.TRACKER: "tracker",
+        tmp_path.name: "folder",
+    }
+    steps: list[str] = []
+    recorded(atomic, "sync_directory", "sync")
+    recorded(type(tmp_path), "rename", "rename")
+    recorded(durable, "replace_file", "write")
+    recorded(folders, "remove", "remove")
+    commit(tmp_path, 5)
+    end = ["rename stage", "sync folder", "write tracker", "sync folder"]
+    assert steps == ["sync stage", *end]
+    steps.clear()
+    commit(tmp_path, 5)
+    assert steps == ["sync stage", "rename former", *end, "remove former"]
 
 
 def test_a_commit_that_cannot_rename_puts_the_former_checkpoint_back(tmp_path, monkeypatch):

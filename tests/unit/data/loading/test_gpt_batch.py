@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.loading.gpt_batch import decoder_batch, gpt_batch
+from megatron.data.loading.gpt_batch import decoder_batch, gpt_batch, shortened
 from megatron.data.loading.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
 
@@ -150,3 +150,10 @@ def test_of_corrupted_spans_only_the_targets_count():
     assert cut.document_ids is None
     whole = span_corruption_batch(raw["input_tokens"], raw["target_tokens"], prefix_lm=False)
     assert torch.equal(cut.labels, whole.labels)
+
+
+def test_a_shortened_row_keeps_the_token_after_its_last_one():
+    raw = shortened({"text": torch.arange(12).view(2, 6)}, 3)
+    batch = gpt_batch(raw["text"], eod=None)
+    assert batch.tokens.tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert batch.labels.tolist() == [[1, 2, 3], [7, 8, 9]]

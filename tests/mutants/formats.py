@@ -1,0 +1,56 @@
+"""Mutants of names, row orders and flags in other programs' checkpoints."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "exports": (
+        Mutant(
+            "a group's rows are queries, key, value",
+            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "((0, queries), (1, width), (2, width))",
+            "((0, queries), (2, width), (1, width))",
+            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "test_heads_stand_group_by_group_with_their_key_and_value",
+        ),
+        Mutant(
+            "blocks of queries, keys and values have their sizes",
+            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "block = (0, queries, queries + config.query_groups * config.head_width)",
+            "block = (0, queries, 2 * queries)",
+            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "test_heads_stand_group_by_group_with_their_key_and_value",
+        ),
+        Mutant(
+            "stacked matrices stand in their order",
+            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "yield Strip(place * each, each, key, 0)",
+            "yield Strip((len(keys) - 1 - place) * each, each, key, 0)",
+            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "test_every_row_on_both_sides_is_in_one_strip",
+        ),
+        Mutant(
+            "experts' matrices stand in their order",
+            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "start = (expert * len(keys) + place) * each",
+            "start = (place * experts + expert) * each",
+            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "test_each_expert_has_tensors_of_its_own",
+        ),
+        Mutant(
+            "queries of a group stay together",
+            "megatron/checkpoint/formats/huggingface/families/layouts.py",
+            "yield start, which, count, group * count",
+            "yield start, which, count, (groups - 1 - group) * count",
+            "tests/unit/checkpoint/formats/huggingface/families/test_layouts.py::"
+            "test_heads_stand_group_by_group_with_their_key_and_value",
+        ),
+        Mutant(
+            "Llama's gate comes before its values",
+            "megatron/checkpoint/formats/huggingface/families/llama.py",
+            'for name in ("gate", "up")',
+            'for name in ("up", "gate")',
+            "tests/unit/checkpoint/formats/huggingface/test_source.py::"
+            "test_a_part_touches_no_more_than_its_rows",
+        ),
+    ),
+}

@@ -1,0 +1,31 @@
+"""All mutants, by subject; those of the list of checks are read off the list itself."""
+
+import re
+from pathlib import Path
+
+from tests.mutants import checkpoints, formats, parallelism, programs, samples, training
+from tests.mutants.mutant import Mutant
+
+CHECKS = "megatron/preflight/checks.py"
+
+
+def removed_checks(root: Path) -> tuple[Mutant, ...]:
+    """Return a mutant for each line of the list of checks before training: one without it."""
+    lines = (root / CHECKS).read_text(encoding="utf-8").splitlines(keepends=True)
+    return tuple(
+        Mutant(
+            f"{line.strip().strip('*,')} is in the list",
+            CHECKS,
+            line,
+            "",
+            "tests/unit/preflight/test_checks.py::test_every_check_that_is_written_is_run_once",
+        )
+        for line in lines
+        if re.fullmatch(r"    \*?\w+(\.\w+)?,\n", line)
+    )
+
+
+MODULES = (parallelism, training, checkpoints, formats, samples, programs)
+MUTANTS: dict[str, tuple[Mutant, ...]] = {
+    subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()
+} | {"list of checks": removed_checks(Path(__file__).resolve().parents[2])}

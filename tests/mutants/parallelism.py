@@ -1,0 +1,585 @@
+"""Mutants of what all layouts compute alike: reductions, placement, normalisation of losses."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "reductions": (
+        Mutant(
+            "the gradient of a copied tensor is summed over the tensor-parallel ranks",
+            "megatron/mpu/mappings.py",
+            "return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None",
+            "return grad.clone(), None",
+            "tests/distributed/mpu/test_mappings.py::"
+            "test_mappings_are_conjugate_and_change_no_input",
+        ),
+        Mutant(
+            "the gradient of a sum passes unchanged",
+            "megatron/mpu/mappings.py",
+            "        return grad, None\n",
+            "        return 2 * grad, None\n",
+            "tests/distributed/mpu/test_mappings.py::"
+            "test_mappings_are_conjugate_and_change_no_input",
+        ),
+        Mutant(
+            "the gradient of a gathered sequence is summed before it is split",
+            "megatron/mpu/mappings.py",
+            "return reduce_scatter(grad, ctx.group, dim=0), None",
+            "return grad.chunk(ctx.group.size)[ctx.group.rank].contiguous(), None",
+            "tests/distributed/mpu/test_mappings.py::"
+            "test_mappings_are_conjugate_and_change_no_input",
+        ),
+        Mutant(
+            "the gradient of a scattered sequence is gathered unscaled",
+            "megatron/mpu/mappings.py",
+            "return all_gather(grad, ctx.group, dim=0), None",
+            "return all_gather(grad / ctx.group.size, ctx.group, dim=0), None",
+            "tests/distributed/mpu/test_mappings.py::"
+            "test_mappings_are_conjugate_and_change_no_input",
+        ),
+        Mutant(
+            "each rank takes its own part of the sequence",
+            "megatron/mpu/mappings.py",
+            "return slice(group.rank * part, (group.rank + 1) * part)",
+            "return slice(0, part)",
+            "tests/unit/mpu/test_mappings.py::test_parts_of_a_sequence_are_equal_and_in_order",
+        ),
+        Mutant(
+            "a mean over ranks is divided by their number",
+            "megatron/mpu/collectives.py",
+            "dense.div_(group.size)",
+            "dense.div_(1)",
+            "tests/distributed/mpu/test_collectives.py::"
+            "test_collectives[collectives_are_arithmetic]",
+        ),
+        Mutant(
+            "a broadcast comes from the rank that was named",
+            "megatron/mpu/collectives.py",
+            "dist.broadcast(dense, src=group.ranks[source], group=group.handle)",
+            "dist.broadcast(dense, src=group.ranks[0], group=group.handle)",
+            "tests/distributed/mpu/test_collectives.py::"
+            "test_collectives[strided_and_empty_tensors_are_reduced_in_place]",
+        ),
+        Mutant(
+            "the bias of a row-parallel layer is added once",
+            "megatron/mpu/layers.py",
+            "output = reduce(_linear(hidden, self.weight, None), self._tp)",
+            "output = reduce(_linear(hidden, self.weight, self.bias), self._tp)",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
+        ),
+        Mutant(
+            "the gradient of a column-parallel layer's input is summed over ranks",
+            "megatron/mpu/layers.py",
+            "            reducing = start(grad_input, ctx.tp)",
+            "            reducing = Pending(grad_input, None)\n"
+            "            if ctx.sequence_parallel:\n"
+            "                reducing = start(grad_input, ctx.tp)",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
+        ),
+        Mutant(
+            "a rank looks ids up in its own rows of the vocabulary",
+            "megatron/mpu/layers.py",
+            "local = ids - self._tp.rank * rows",
+            "local = ids - (self._tp.size - 1 - self._tp.rank) * rows",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[True-2]",
+        ),
+        Mutant(
+            "a rank adds nothing for ids of other ranks",
+            "megatron/mpu/layers.py",
+            "return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp)",
+            "return reduce(found, self._tp)",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[True-2]",
+        ),
+        Mutant(
+            "a token id beyond the vocabulary is refused",
+            "megatron/mpu/layers.py",
+            "if highest >= true_size:",
+            "if highest > true_size:",
+            "tests/unit/mpu/test_layers.py::test_ids_beyond_the_true_vocabulary_are_refused",
+        ),
+        Mutant(
+            "padded columns of the vocabulary have no probability",
+            "megatron/mpu/cross_entropy.py",
+            "chunk[:, true_width:] = -torch.inf",
+            "chunk[:, true_width:] = 0.0",
+            "tests/unit/mpu/test_cross_entropy.py::test_losses_and_gradients_equal_torchs",
+        ),
+        Mutant(
+            "the normaliser of a softmax counts every rank's part",
+            "megatron/mpu/cross_entropy.py",
+            "log_sum = everyone[:, 0].logsumexp(dim=0)",
+            "log_sum = everyone[:, 0].amax(dim=0)",
+            "tests/distributed/mpu/test_cross_entropy.py::"
+            "test_losses_and_gradients_equal_torchs[2]",
+        ),
+        Mutant(
+            "the gradient of a softmax is scaled to the whole vocabulary",
+            "megatron/mpu/cross_entropy.py",
+            "share = (local.log_sum - log_sum).exp_()",
+            "share = torch.ones_like(log_sum)",
+            "tests/distributed/mpu/test_cross_entropy.py::"
+            "test_losses_and_gradients_equal_torchs[2]",
+        ),
+        Mutant(
+            "an ignored label has no gradient",
+            "megatron/mpu/cross_entropy.py",
+            "grad = grad.reshape(-1).masked_fill(ignored, 0.0).unsqueeze(1)",
+            "grad = grad.reshape(-1).unsqueeze(1)",
+            "tests/unit/mpu/test_cross_entropy.py::"
+            "test_a_negative_label_has_no_loss_and_no_gradient",
+        ),
+        Mutant(
+            "gradients of norms are summed over ranks under sequence parallelism",
+            "megatron/optimizer/replicated_grads.py",
+            "if is_sequence_parallel(parameter) and parameter.requires_grad:",
+            "if is_sequence_parallel(parameter) and not parameter.requires_grad:",
+            "tests/unit/optimizer/test_replicated_grads.py::"
+            "test_only_summands_are_summed_in_one_collective_per_dtype",
+        ),
+        Mutant(
+            "gradients are summed over replicas",
+            "megatron/optimizer/grad_buffer.py",
+            "return start_all_reduce(whole, self._group)",
+            "return Pending(whole, None)",
+            "tests/distributed/optimizer/test_grad_buffer.py::"
+            "test_overlap_and_sharding_change_no_bit_of_the_sums[2]",
+        ),
+        Mutant(
+            "shares of gradients are summed over replicas",
+            "megatron/optimizer/grad_buffer.py",
+            "return start_reduce_scatter(whole, self._group, out=_cut(reduction.flat.data, share))",
+            "return Pending(share and whole, None)",
+            "tests/distributed/optimizer/test_grad_buffer.py::"
+            "test_overlap_and_sharding_change_no_bit_of_the_sums[2]",
+        ),
+        Mutant(
+            "tied gradients wait for the sum over stages",
+            "megatron/optimizer/grad_buffer.py",
+            "return Turn.ALONE",
+            "return Turn.PROMPT",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own",
+        ),
+        Mutant(
+            "gradients of the step before are cleared",
+            "megatron/optimizer/grad_buffer.py",
+            "            flat.data.zero_()",
+            "            flat.data.mul_(1)",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_zero_zeroes_and_brings_back_views_that_were_lost",
+        ),
+        Mutant(
+            "half-precision gradients accumulate over micro-batches",
+            "megatron/optimizer/grad_buffer.py",
+            "view.add_(parameter.grad)",
+            "view.copy_(parameter.grad)",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_gradients_of_micro_batches_add_up_in_the_wider_dtype",
+        ),
+        Mutant(
+            "an overlapped sum waits for the last micro-batch",
+            "megatron/optimizer/grad_buffer.py",
+            "if self._arrived[parameter] == self._num_passes:",
+            "if self._arrived[parameter] == 1:",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_nothing_is_reduced_before_the_end_without_overlap_or_a_number_of_passes",
+        ),
+        Mutant(
+            "a parameter without a gradient is named",
+            "megatron/optimizer/grad_buffer.py",
+            "        self._check_all_arrived()\n",
+            "",
+            "tests/unit/optimizer/test_grad_buffer.py::"
+            "test_a_parameter_without_gradient_is_an_error_that_names_it",
+        ),
+        Mutant(
+            "gradients of tied weights are summed over stages",
+            "megatron/pipeline/tied.py",
+            "total = total + part",
+            "total = part",
+            "tests/distributed/pipeline/test_tied.py::"
+            "test_gradients_are_summed_over_those_that_hold_the_weight",
+        ),
+        Mutant(
+            "tied weights that differ are named",
+            "megatron/pipeline/tied.py",
+            "if not all(_equal_bits(part, parts[0]) for part in parts)",
+            "if not all(part.shape == parts[0].shape for part in parts)",
+            "tests/distributed/pipeline/test_tied.py::"
+            "test_gradients_are_summed_over_those_that_hold_the_weight",
+        ),
+        Mutant(
+            "weights that differ between replicas are named",
+            "megatron/optimizer/agreement.py",
+            "any(len(other) != len(mine) or other[index] != everyone[0][index] for other "
+            "in everyone)",
+            "any(len(other) != len(mine) for other in everyone)",
+            "tests/distributed/optimizer/test_agreement.py::"
+            "test_one_bit_is_found_on_every_rank_and_at_most_five_names_are_given",
+        ),
+        Mutant(
+            "a step sums the gradients of replicated parameters",
+            "megatron/engine/native.py",
+            "        reduce_replicated(self.stage.parameters(), self._context.tp)\n",
+            "",
+            "tests/distributed/engine/test_native.py::"
+            "test_norms_of_split_sequences_stay_equal_over_ranks",
+        ),
+        Mutant(
+            "a step sums the gradients of tied weights",
+            "megatron/engine/native.py",
+            "        self._tied.sum_gradients()\n",
+            "        pass\n",
+            "tests/distributed/engine/test_native.py::test_what_stages_share_stays_equal_over_them",
+        ),
+        Mutant(
+            "a check of replicas compares replicas",
+            "megatron/engine/native.py",
+            "        self._replica.check_replicas_agree()\n",
+            "",
+            "tests/distributed/engine/test_native.py::test_replicas_act_as_one",
+        ),
+        Mutant(
+            "a check of replicas compares unsplit weights over ranks",
+            "megatron/engine/native.py",
+            "        check_replicated_agree(self.stage.named_parameters(), self._context.tp)\n",
+            "",
+            "tests/distributed/engine/test_native.py::"
+            "test_what_is_not_split_stays_equal_over_tensor_parallel_ranks",
+        ),
+        Mutant(
+            "a check of replicas compares tied weights",
+            "megatron/engine/native.py",
+            "        self._tied.check_equal()\n",
+            "",
+            "tests/distributed/engine/test_native.py::test_what_stages_share_stays_equal_over_them",
+        ),
+    ),
+    "layouts": (
+        Mutant(
+            "each rank holds its part of every block of a stacked matrix",
+            "megatron/mpu/partition.py",
+            "global_=box((block * size + index) * part)",
+            "global_=box((index * partition.blocks + block) * part)",
+            "tests/unit/mpu/test_partition.py::test_a_rank_holds_its_part_of_every_block",
+        ),
+        Mutant(
+            "a replicated parameter keeps its shape over ranks",
+            "megatron/mpu/partition.py",
+            "        shape[partition.dim] *= size",
+            "        shape[0] *= size",
+            "tests/unit/mpu/test_partition.py::test_joining_the_slices_gives_the_whole",
+        ),
+        Mutant(
+            "tensor-parallel ranks are neighbours",
+            "megatron/mpu/topology.py",
+            "    dp: int\n    tp: int\n",
+            "    tp: int\n    dp: int\n",
+            "tests/unit/mpu/test_topology.py::test_tp_varies_fastest_then_dp_then_pp",
+        ),
+        Mutant(
+            "ranks that do not divide into replicas are refused",
+            "megatron/mpu/topology.py",
+            "if world_size < 1 or world_size % replica:",
+            "if world_size < replica:",
+            "tests/unit/mpu/test_topology.py::test_fill_refuses_ranks_that_do_not_divide",
+        ),
+        Mutant(
+            "each rank begins with its own part of the whole weights",
+            "megatron/model/init.py",
+            "parameter.copy_(local_slice(whole, partition, index, size))",
+            "parameter.copy_(local_slice(whole, partition, 0, size))",
+            "tests/distributed/model/test_gpt_model.py::test_the_same_values_start_every_layout",
+        ),
+        Mutant(
+            "padding rows are not drawn",
+            "megatron/model/init.py",
+            "true = whole[: init.true_rows]",
+            "true = whole",
+            "tests/unit/model/test_init.py::test_padding_rows_are_zero_and_do_not_move_the_others",
+        ),
+        Mutant(
+            "residual outputs begin scaled by the number of layers",
+            "megatron/model/init.py",
+            "config.init_method_std / math.sqrt(2 * config.num_layers)",
+            "config.init_method_std / math.sqrt(config.num_layers)",
+            "tests/unit/model/test_init.py::test_spreads_are_those_of_the_config",
+        ),
+        Mutant(
+            "seeds of different names differ",
+            "megatron/mpu/random.py",
+            'digest.update(len(text).to_bytes(8, "little") + text)',
+            "digest.update(text)",
+            "tests/unit/mpu/test_random.py::test_hash_seed_is_stable_and_tells_names_apart",
+        ),
+        Mutant(
+            "ranks drop different split values",
+            "megatron/mpu/random.py",
+            '_fresh_state(hash_seed(seed, "tensor", *place, "tp", tp_rank))',
+            '_fresh_state(hash_seed(seed, "tensor", *place))',
+            "tests/unit/mpu/test_random.py::test_replicated_is_equal_over_tp_and_tensor_is_not",
+        ),
+        Mutant(
+            "replicas drop different values",
+            "megatron/mpu/random.py",
+            '_fresh_state(hash_seed(seed, "replicated", *place))',
+            '_fresh_state(hash_seed(seed, "replicated"))',
+            "tests/unit/mpu/test_random.py::test_both_differ_between_replicas_stages_and_seeds",
+        ),
+        Mutant(
+            "a stream goes on where it was left",
+            "megatron/mpu/random.py",
+            "            self._states[name] = device.get_rng_state()\n",
+            "",
+            "tests/unit/mpu/test_random.py::test_a_stream_continues_from_fork_to_fork",
+        ),
+        Mutant(
+            "recomputation draws the same dropout again",
+            "megatron/mpu/recompute.py",
+            "        self._streams.restore(self._first)\n",
+            "",
+            "tests/unit/mpu/test_recompute.py::test_results_gradients_and_states_are_bit_equal",
+        ),
+        Mutant(
+            "recomputation leaves the streams as they were",
+            "megatron/mpu/recompute.py",
+            "        self._streams.restore(self._outside)\n",
+            "        pass\n",
+            "tests/unit/mpu/test_recompute.py::test_results_gradients_and_states_are_bit_equal",
+        ),
+        Mutant(
+            "split hidden states are dropped by the rank's own stream",
+            "megatron/model/dropout.py",
+            '"tensor" if sequence_parallel else "replicated"',
+            '"replicated" if sequence_parallel else "tensor"',
+            "tests/unit/model/test_dropout.py::"
+            "test_it_draws_from_the_stream_of_who_holds_what_and_keeps_the_mean",
+        ),
+        Mutant(
+            "scores of split heads are dropped by the rank's own stream",
+            "megatron/model/attention.py",
+            'self._streams.fork("tensor") if dropout > 0',
+            'self._streams.fork("replicated") if dropout > 0',
+            "tests/unit/model/test_attention.py::"
+            "test_attention_dropout_draws_from_the_stream_of_split_tensors",
+        ),
+        Mutant(
+            "replicated parameters count once in a norm",
+            "megatron/optimizer/clip_grads.py",
+            "name not in earlier and ctx.counts(partition_of(parameter))",
+            "name not in earlier",
+            "tests/distributed/optimizer/test_clip_grads.py::"
+            "test_split_counts_everywhere_replicated_once_and_tied_on_the_first_stage",
+        ),
+        Mutant(
+            "tied parameters count once in a norm",
+            "megatron/optimizer/clip_grads.py",
+            "name not in earlier and ctx.counts(partition_of(parameter))",
+            "ctx.counts(partition_of(parameter))",
+            "tests/distributed/optimizer/test_clip_grads.py::"
+            "test_split_counts_everywhere_replicated_once_and_tied_on_the_first_stage",
+        ),
+        Mutant(
+            "a norm of shares is summed over replicas",
+            "megatron/optimizer/clip_grads.py",
+            "        total = all_reduce(total, ctx.dp)\n",
+            "        total = all_reduce(total, ctx.pp)\n",
+            "tests/distributed/optimizer/test_optimizer.py::"
+            "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
+        ),
+        Mutant(
+            "a norm is summed over the ranks of a model",
+            "megatron/optimizer/clip_grads.py",
+            "return all_reduce(total, ctx.model)",
+            "return all_reduce(total, ctx.pp)",
+            "tests/distributed/engine/test_native.py::"
+            "test_a_norm_counts_replicated_parameters_once",
+        ),
+        Mutant(
+            "a share of optimizer state is placed where it begins",
+            "megatron/engine/state.py",
+            "start, shape = owned[name].start, parameter.shape",
+            "start, shape = 0, parameter.shape",
+            "tests/laws/layouts/test_distributed_optimizer.py::"
+            "test_a_resumed_run_is_the_uninterrupted_run[1-2]",
+        ),
+        Mutant(
+            "padding rows are left out of checkpoints",
+            "megatron/engine/state.py",
+            "true_rows=None if init is None else init.true_rows,",
+            "true_rows=None,",
+            "tests/unit/engine/test_state.py::test_padding_rows_are_no_part_of_a_checkpoint",
+        ),
+        Mutant(
+            "a micro-batch's loss enters backward with its scale",
+            "megatron/pipeline/executor.py",
+            "torch.autograd.backward((done.loss * step.scale).sum())",
+            "torch.autograd.backward(done.loss.sum())",
+            "tests/unit/pipeline/test_executor.py::"
+            "test_every_schedule_computes_what_a_plain_loop_does",
+        ),
+        Mutant(
+            "weight gradients that were put off are added",
+            "megatron/mpu/weight_gradients.py",
+            "torch.autograd.backward([weight], [weight_gradient(rows_in, rows_out)])",
+            "torch.autograd.backward([weight], [0 * weight_gradient(rows_in, rows_out)])",
+            "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
+        ),
+        Mutant(
+            "rows come back from experts to their tokens",
+            "megatron/model/moe.py",
+            "rows = _TAKE(self.fc2(middle, counts), back, order, 1)",
+            "rows = _TAKE(self.fc2(middle, counts), order, back, 1)",
+            "tests/unit/model/test_moe.py::test_equal_experts_are_a_dense_mlp",
+        ),
+        Mutant(
+            "a gate is activated, not the values",
+            "megatron/model/moe.py",
+            "middle = self._activation(gate) * up",
+            "middle = gate * self._activation(up)",
+            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+        ),
+        Mutant(
+            "gradients of a token's copies are summed",
+            "megatron/model/moe.py",
+            "rows = rows.view(-1, ctx.copies, rows.shape[-1]).sum(dim=1)",
+            "rows = rows.view(-1, ctx.copies, rows.shape[-1])[:, 0]",
+            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+        ),
+        Mutant(
+            "the gate of an MLP is activated, not its values",
+            "megatron/model/mlp.py",
+            "middle = self._activation(gate) * up",
+            "middle = gate * self._activation(up)",
+            "tests/unit/model/test_mlp.py::test_the_gate_is_the_first_half",
+        ),
+        Mutant(
+            "parallel branches read the same input",
+            "megatron/model/transformer.py",
+            "read = hidden if self._side_by_side else after",
+            "read = after",
+            "tests/unit/model/test_gpt_model.py::test_logits_equal_those_of_the_naive_gpt",
+        ),
+        Mutant(
+            "the residual stream may follow the norm",
+            "megatron/model/transformer.py",
+            "residual = normed if self._residual_after_norm else stream",
+            "residual = stream",
+            "tests/unit/model/test_gpt_model.py::test_logits_equal_those_of_the_naive_gpt",
+        ),
+    ),
+    "loss normalisation": (
+        Mutant(
+            "gradients are divided by the counted tokens",
+            "megatron/engine/native.py",
+            "grad_multiplier=nominal_tokens / tally.counts[0],",
+            "grad_multiplier=1.0,",
+            "tests/unit/engine/test_native.py::"
+            "test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens",
+        ),
+        Mutant(
+            "a loss is multiplied by the loss scale",
+            "megatron/engine/native.py",
+            "factor = self.loss_scale / nominal_tokens",
+            "factor = 1.0 / nominal_tokens",
+            "tests/unit/engine/test_native.py::"
+            "test_an_overflow_under_loss_scaling_is_said_to_be_one",
+        ),
+        Mutant(
+            "dropout is on while training",
+            "megatron/engine/native.py",
+            "        self.stage.train()\n",
+            "        self.stage.eval()\n",
+            "tests/unit/engine/test_native.py::test_evaluation_draws_nothing_and_changes_nothing",
+        ),
+        Mutant(
+            "dropout is off in an evaluation",
+            "megatron/engine/native.py",
+            "        self.stage.eval()\n        sums =",
+            "        self.stage.train()\n        sums =",
+            "tests/unit/engine/test_native.py::test_evaluation_draws_nothing_and_changes_nothing",
+        ),
+        Mutant(
+            "reported losses are summed over replicas",
+            "megatron/engine/tally.py",
+            "both = all_reduce(all_reduce(mine, context.dp), context.pp)",
+            "both = all_reduce(mine, context.pp)",
+            "tests/distributed/engine/test_native.py::test_replicas_act_as_one",
+        ),
+        Mutant(
+            "a batch that counts nothing is refused",
+            "megatron/engine/tally.py",
+            "    if all(counts):\n",
+            "    if any(counts) or not counts[0]:\n",
+            "tests/unit/engine/test_tally.py::test_a_step_that_counts_nothing_is_an_error",
+        ),
+        Mutant(
+            "a balance of experts is a mean over layers",
+            "megatron/engine/tally.py",
+            "return float(total) / (plan.global_batch_size * config.num_layers)",
+            "return float(total) / plan.global_batch_size",
+            "tests/unit/engine/test_tally.py::"
+            "test_the_balance_of_experts_is_a_mean_over_sequences_and_layers",
+        ),
+        Mutant(
+            "ignored labels are not counted",
+            "megatron/model/losses.py",
+            "weights = (labels >= 0).to(dtype)",
+            "weights = torch.ones_like(labels, dtype=dtype)",
+            "tests/unit/model/test_losses.py::test_negative_labels_are_left_out_of_both",
+        ),
+        Mutant(
+            "masked tokens are not counted",
+            "megatron/model/losses.py",
+            "return weights if loss_mask is None else weights * loss_mask",
+            "return weights",
+            "tests/unit/model/test_losses.py::"
+            "test_masked_tokens_count_neither_in_the_sum_nor_in_the_count",
+        ),
+        Mutant(
+            "masked tokens do not enter the loss",
+            "megatron/model/losses.py",
+            "total = torch.sum(losses if loss_mask is None else losses * weights)",
+            "total = torch.sum(losses)",
+            "tests/unit/model/test_losses.py::"
+            "test_masked_tokens_count_neither_in_the_sum_nor_in_the_count",
+        ),
+        Mutant(
+            "shares of the chosen experts sum to one",
+            "megatron/model/moe_router.py",
+            "shares = torch.softmax(best, dim=-1)",
+            "shares = torch.softmax(scores, dim=-1).gather(-1, chosen)",
+            "tests/unit/model/test_moe_router.py::"
+            "test_shares_of_the_best_are_their_probabilities_scaled_or_not",
+        ),
+        Mutant(
+            "a balanced router has a loss of one",
+            "megatron/model/moe_router.py",
+            "often = busy * (scores.shape[-1] / (taken * length))",
+            "often = busy * (scores.shape[-1] / length)",
+            "tests/unit/model/test_moe_router.py::"
+            "test_the_balance_is_one_where_experts_are_alike_and_more_where_one_takes_all",
+        ),
+        Mutant(
+            "the z-loss is a mean over a sequence's tokens",
+            "megatron/model/moe_router.py",
+            "torch.logsumexp(scores, dim=-1).square().sum() / length",
+            "torch.logsumexp(scores, dim=-1).square().sum()",
+            "tests/unit/model/test_moe_router.py::"
+            "test_the_z_loss_is_the_mean_square_of_log_sum_exp",
+        ),
+        Mutant(
+            "only scored tokens decide whether a row is greedy",
+            "megatron/engine/scoring.py",
+            "missed = (best != targets) & (targets >= 0)",
+            "missed = best != targets",
+            "tests/unit/engine/test_scoring.py::test_what_greedy_choice_would_say_is_known_as_such",
+        ),
+        Mutant(
+            "a row counts the tokens that are scored",
+            "megatron/engine/scoring.py",
+            "len(row.tokens) - row.first)",
+            "len(row.tokens))",
+            "tests/unit/engine/test_scoring.py::test_batches_and_padding_change_nothing",
+        ),
+    ),
+}

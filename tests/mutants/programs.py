@@ -1,0 +1,230 @@
+"""Mutants of checks before training, exit codes, generation and tasks."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "preflight": (
+        Mutant(
+            "heads that do not divide over ranks are refused",
+            "megatron/preflight/config.py",
+            "        if count % tp:\n",
+            "        if count < tp:\n",
+            "tests/unit/preflight/test_config.py::test_heads_are_not_cut",
+        ),
+        Mutant(
+            "a position table holds the sequence",
+            "megatron/preflight/config.py",
+            "if learned and rows is not None and rows < seq_length:",
+            "if learned and rows is not None and rows + 1 < seq_length:",
+            "tests/unit/preflight/test_config.py::"
+            "test_a_table_of_positions_has_a_row_for_every_position",
+        ),
+        Mutant(
+            "a sequence splits over ranks",
+            "megatron/preflight/config.py",
+            "if parallel.sequence_parallel and length % tp:",
+            "if parallel.sequence_parallel and length < tp:",
+            "tests/unit/preflight/test_config.py::test_a_split_sequence_is_shared_out_evenly",
+        ),
+        Mutant(
+            "an MLP splits over ranks",
+            "megatron/preflight/config.py",
+            "    if width % tp:\n",
+            "    if width < tp:\n",
+            "tests/unit/preflight/test_config.py::test_the_mlp_is_shared_out_evenly",
+        ),
+        Mutant(
+            "experts' own width has to split",
+            "megatron/preflight/config.py",
+            "    if model.has_experts:\n        width",
+            "    if not model.has_experts:\n        width",
+            "tests/unit/preflight/test_config.py::test_each_expert_is_shared_out_evenly",
+        ),
+        Mutant(
+            "flags about ends of documents need the token",
+            "megatron/preflight/config.py",
+            "if wanted and plan.tokenizer is not None and plan.tokenizer.eod is None:",
+            "if wanted and plan.tokenizer is not None and not plan.tokenizer.eod_note:",
+            "tests/unit/preflight/test_config.py::test_ends_of_documents_need_a_token",
+        ),
+        Mutant(
+            "a curriculum stays within the samples",
+            "megatron/preflight/config.py",
+            "    if longest > whole:\n",
+            "    if longest > 2 * whole:\n",
+            "tests/unit/preflight/test_config.py::test_a_curriculum_that_does_not_fit_is_refused",
+        ),
+    ),
+    "exits": (
+        Mutant(
+            "wrong data end with 65",
+            "megatron/errors.py",
+            "    exit_code = 65\n",
+            "    exit_code = 64\n",
+            "tests/unit/test_errors.py::test_exit_codes_tell_apart_who_has_to_act",
+        ),
+        Mutant(
+            "broken numbers end with 67",
+            "megatron/errors.py",
+            "    exit_code = 67\n",
+            "    exit_code = 1\n",
+            "tests/unit/test_errors.py::test_exit_codes_tell_apart_who_has_to_act",
+        ),
+        Mutant(
+            "a machine's failure may be tried again",
+            "megatron/errors.py",
+            "    exit_code = 75\n    retryable = True\n",
+            "    exit_code = 75\n    retryable = False\n",
+            "tests/unit/test_errors.py::test_only_the_machine_s_failures_are_worth_starting_again",
+        ),
+        Mutant(
+            "a report of one kind ends as that kind",
+            "megatron/errors.py",
+            "            self.exit_code, self.retryable = only.exit_code, only.retryable\n",
+            "            self.retryable = only.retryable\n",
+            "tests/unit/test_errors.py::"
+            "test_findings_of_one_class_end_the_program_as_that_class_does",
+        ),
+        Mutant(
+            "an error decides the exit code",
+            "megatron/program.py",
+            '_fail(f"{type(error).__name__}: {text}", error.exit_code)',
+            '_fail(f"{type(error).__name__}: {text}", 1)',
+            "tests/unit/test_program.py::test_a_known_error_is_said_once_without_a_traceback",
+        ),
+        Mutant(
+            "a failure is told to the other ranks",
+            "megatron/program.py",
+            "    for tell in _ON_FAILURE:\n",
+            "    for tell in ():\n",
+            "tests/unit/test_program.py::test_others_are_told_of_a_failure_before_the_end",
+        ),
+        Mutant(
+            "an unexpected failure ends with 1",
+            "megatron/program.py",
+            'trace[-_MOST_OF_A_TRACEBACK:]}", 1)',
+            'trace[-_MOST_OF_A_TRACEBACK:]}", 0)',
+            "tests/unit/test_program.py::test_a_bug_is_said_with_its_traceback",
+        ),
+        Mutant(
+            "rank 0 speaks for findings before training",
+            "megatron/program.py",
+            "said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()",
+            "said_elsewhere = False",
+            "tests/unit/test_program.py::test_what_every_rank_finds_is_said_by_rank_zero_alone",
+        ),
+    ),
+    "generation": (
+        Mutant(
+            "top-p keeps the token that crosses it",
+            "megatron/generation/sampling.py",
+            "likeliest.masked_fill(before >= top_p, 0.0)",
+            "likeliest.masked_fill(before + likeliest > top_p, 0.0)",
+            "tests/unit/generation/test_sampling.py::"
+            "test_top_p_keeps_the_fewest_tokens_that_reach_it",
+        ),
+        Mutant(
+            "top-k leaves nothing to other tokens",
+            "megatron/generation/sampling.py",
+            "limited = torch.full_like(scores, -torch.inf)",
+            "limited = torch.zeros_like(scores)",
+            "tests/unit/generation/test_sampling.py::test_top_k_keeps_exactly_k_even_among_equals",
+        ),
+        Mutant(
+            "scores are divided by the temperature",
+            "megatron/generation/sampling.py",
+            "logits.float() / params.temperature",
+            "logits.float() * params.temperature",
+            "tests/unit/generation/test_sampling.py::"
+            "test_without_limits_the_distribution_is_the_softmax",
+        ),
+        Mutant(
+            "the kept probabilities sum to one",
+            "megatron/generation/sampling.py",
+            "    kept = kept / kept.sum(dim=-1, keepdim=True)\n",
+            "",
+            "tests/unit/generation/test_sampling.py::"
+            "test_top_p_keeps_the_fewest_tokens_that_reach_it",
+        ),
+        Mutant(
+            "each new token has the next position",
+            "megatron/generation/generate.py",
+            "self._next = self._next + 1",
+            "self._next = self._next + 2",
+            "tests/unit/generation/test_generate.py::"
+            "test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
+        ),
+        Mutant(
+            "a short prompt is read at its own end",
+            "megatron/generation/generate.py",
+            "self._next[:, 0] - 1, cache=self._cache)",
+            "torch.full_like(self._next[:, 0], longest - 1), cache=self._cache)",
+            "tests/unit/generation/test_generate.py::"
+            "test_the_cache_changes_no_token[learned_absolute-2]",
+        ),
+        Mutant(
+            "an end of document ends its row",
+            "megatron/generation/generate.py",
+            "if token == self._eod:",
+            "if token == -1:",
+            "tests/unit/generation/test_generate.py::"
+            "test_a_row_ends_at_the_end_of_document_and_the_others_go_on",
+        ),
+        Mutant(
+            "a row that ended takes no more tokens",
+            "megatron/generation/generate.py",
+            "            if self._ended[row] is not None:\n                continue\n",
+            "",
+            "tests/unit/generation/test_generate.py::"
+            "test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
+        ),
+    ),
+    "tasks": (
+        Mutant(
+            "overlapping windows score each token once",
+            "tasks/zeroshot/windows.py",
+            "first = 1 if at == 0 else length - step + 1",
+            "first = 1",
+            "tests/programs/tasks/zeroshot/test_windows.py::test_each_target_stands_in_one_window",
+        ),
+        Mutant(
+            "a last window is filled with context",
+            "tasks/zeroshot/windows.py",
+            "first = start if stop - start == length or start == 0 else stop - length",
+            "first = start",
+            "tests/programs/tasks/zeroshot/test_windows.py::"
+            "test_rolling_windows_score_every_token_once",
+        ),
+        Mutant(
+            "a long context is cut in front",
+            "tasks/zeroshot/pairs.py",
+            "        tokens = tokens[-longest - 1 :]\n",
+            "        tokens = tokens[: longest + 1]\n",
+            "tests/programs/tasks/zeroshot/test_pairs.py::"
+            "test_a_context_that_is_too_long_is_cut_in_front_and_a_continuation_is_not",
+        ),
+        Mutant(
+            "a likelihood by length counts characters",
+            "tasks/zeroshot/pairs.py",
+            "value / len(choice) for value, choice",
+            "value for value, choice",
+            "tests/programs/tasks/zeroshot/test_pairs.py::"
+            "test_the_likeliest_choice_and_the_likeliest_by_length",
+        ),
+        Mutant(
+            "scores that are no probabilities are refused",
+            "tasks/zeroshot/pairs.py",
+            "if not score.log_likelihood <= 0",
+            "if score.log_likelihood > 0",
+            "tests/programs/tasks/zeroshot/test_pairs.py::test_pairs_are_added_up_over_tokens",
+        ),
+        Mutant(
+            "spaces before an answer belong to it",
+            "tasks/zeroshot/pairs.py",
+            "given = pair.context.rstrip()",
+            "given = pair.context",
+            "tests/programs/tasks/zeroshot/test_pairs.py::"
+            "test_a_pair_is_cut_where_its_context_ends",
+        ),
+    ),
+}

@@ -1,0 +1,365 @@
+"""Mutants of a training step and of the loop around it."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "optimizer": (
+        Mutant(
+            "gradients below the limit are not scaled up",
+            "megatron/optimizer/clip_grads.py",
+            "return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0",
+            "return max_norm / (norm + _EPSILON) if max_norm > 0 else 1.0",
+            "tests/unit/optimizer/test_clip_grads.py::"
+            "test_clip_factor_leaves_small_norms_alone_and_zero_means_no_limit",
+        ),
+        Mutant(
+            "a limit of zero does not clip",
+            "megatron/optimizer/clip_grads.py",
+            "if max_norm > 0 else 1.0",
+            "if max_norm >= 0 else 1.0",
+            "tests/unit/optimizer/test_clip_grads.py::"
+            "test_clip_factor_leaves_small_norms_alone_and_zero_means_no_limit",
+        ),
+        Mutant(
+            "the loss scale is taken out of gradients",
+            "megatron/optimizer/optimizer.py",
+            "factor = grad_multiplier / loss_scale",
+            "factor = grad_multiplier",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_one_factor_takes_out_loss_scale_and_makes_the_mean",
+        ),
+        Mutant(
+            "gradients are clipped",
+            "megatron/optimizer/optimizer.py",
+            "            factor *= clip_factor(norm, self._config.clip_grad)\n",
+            "            clip_factor(norm, self._config.clip_grad)\n",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_float64_updates_and_clipping_equal_torchs",
+        ),
+        Mutant(
+            "an overflow lowers the loss scale",
+            "megatron/optimizer/optimizer.py",
+            "self._scaler.update(overflow=not finite)",
+            "self._scaler.update(overflow=False)",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_overflows_at_the_smallest_loss_scale_end_the_run",
+        ),
+        Mutant(
+            "all replicas skip a step that overflows on one",
+            "megatron/optimizer/optimizer.py",
+            "finite = self._agree_on_finite(norm)",
+            "finite = math.isfinite(norm)",
+            "tests/distributed/optimizer/test_optimizer.py::"
+            "test_all_ranks_skip_together_when_one_overflows[grid1-1]",
+        ),
+        Mutant(
+            "a step with an overflow changes no weight",
+            "megatron/optimizer/optimizer.py",
+            "        if finite:\n",
+            "        if finite or factor:\n",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_a_bad_gradient_changes_nothing_and_is_reported",
+        ),
+        Mutant(
+            "norms and biases are not decayed",
+            "megatron/optimizer/optimizer.py",
+            "weight_decay * group.weight_decay_multiplier",
+            "weight_decay",
+            "tests/unit/optimizer/test_optimizer.py::test_biases_and_norms_are_not_decayed",
+        ),
+        Mutant(
+            "masters are rounded into the model",
+            "megatron/optimizer/optimizer.py",
+            "torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot "
+            "in slots])",
+            "torch._foreach_copy_([slot.weight for slot in slots], [slot.values for slot "
+            "in slots])",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_half_precision_updates_equal_a_loop_over_fp32_masters",
+        ),
+        Mutant(
+            "half-precision weights have fp32 masters",
+            "megatron/optimizer/optimizer.py",
+            "return values.detach().float() if values.dtype in HALF_DTYPES else values",
+            "return values",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_half_precision_updates_equal_a_loop_over_fp32_masters",
+        ),
+        Mutant(
+            "a missing gradient is refused",
+            "megatron/optimizer/optimizer.py",
+            "        if gradient is None:\n            raise",
+            "        if gradient is None and slot.owned:\n            raise",
+            "tests/unit/optimizer/test_optimizer.py::test_a_step_without_backward_is_an_error",
+        ),
+        Mutant(
+            "a bias of several dimensions is not decayed",
+            "megatron/optimizer/param_groups.py",
+            'return dimensions(parameter) > 1 and name.rpartition(".")[2] != "bias"',
+            "return dimensions(parameter) > 1",
+            "tests/unit/optimizer/test_param_groups.py::"
+            "test_a_matrix_called_bias_is_not_decayed_and_a_scalar_neither",
+        ),
+        Mutant(
+            "Adam uses both of its decay rates",
+            "megatron/optimizer/update_rule.py",
+            "betas = (config.adam_beta1, config.adam_beta2)",
+            "betas = (config.adam_beta1, config.adam_beta1)",
+            "tests/unit/optimizer/test_update_rule.py::test_the_flags_reach_torchs_rules",
+        ),
+        Mutant(
+            "SGD has its momentum",
+            "megatron/optimizer/update_rule.py",
+            "momentum=config.sgd_momentum",
+            "momentum=0.0",
+            "tests/unit/optimizer/test_update_rule.py::test_fresh_state_changes_no_result",
+        ),
+        Mutant(
+            "bf16 state takes over what a step computed",
+            "megatron/optimizer/narrow_state.py",
+            "            tensor.copy_(state[kind])\n",
+            "            tensor.copy_(tensor)\n",
+            "tests/unit/optimizer/test_narrow_state.py::"
+            "test_a_step_is_a_wide_step_from_rounded_state",
+        ),
+    ),
+    "loss scale": (
+        Mutant(
+            "the scale grows after as many good steps as asked for",
+            "megatron/optimizer/grad_scaler.py",
+            "if self._good_iterations == self._growth_interval:",
+            "if self._good_iterations > self._growth_interval:",
+            "tests/unit/optimizer/test_grad_scaler.py::"
+            "test_the_scale_doubles_after_a_window_without_overflow",
+        ),
+        Mutant(
+            "overflows within the hysteresis leave the scale alone",
+            "megatron/optimizer/grad_scaler.py",
+            "if self._overflows_left > 0:",
+            "if self._overflows_left > self._hysteresis:",
+            "tests/unit/optimizer/test_grad_scaler.py::"
+            "test_the_scale_halves_after_hysteresis_overflows",
+        ),
+        Mutant(
+            "a move of the scale renews the hysteresis",
+            "megatron/optimizer/grad_scaler.py",
+            "        self._overflows_left = self._hysteresis\n",
+            "        self._overflows_left = 1\n",
+            "tests/unit/optimizer/test_grad_scaler.py::"
+            "test_hysteresis_is_refilled_after_a_doubling",
+        ),
+        Mutant(
+            "an overflow at the smallest scale ends the run",
+            "megatron/optimizer/grad_scaler.py",
+            "if self._scale * BACKOFF < self._min_scale:",
+            "if self._scale < self._min_scale:",
+            "tests/unit/optimizer/test_grad_scaler.py::"
+            "test_an_overflow_at_the_smallest_scale_ends_the_run",
+        ),
+        Mutant(
+            "an overflow begins the count of good steps anew",
+            "megatron/optimizer/grad_scaler.py",
+            "        self._good_iterations = 0\n        self._overflows_left -= 1",
+            "        self._overflows_left -= 1",
+            "tests/unit/optimizer/test_grad_scaler.py::test_an_overflow_starts_the_window_anew",
+        ),
+        Mutant(
+            "fp16 without a constant scale has a dynamic one",
+            "megatron/optimizer/grad_scaler.py",
+            "precision.precision is not Precision.FP16 or precision.loss_scale is not None",
+            "precision.precision is not Precision.FP16 or precision.loss_scale is None",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_overflows_at_the_smallest_loss_scale_end_the_run",
+        ),
+    ),
+    "schedule": (
+        Mutant(
+            "warm-up begins at its initial rate",
+            "megatron/optimizer/schedule.py",
+            "return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * at / warmup",
+            "return config.lr * at / warmup",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_the_first_iteration_of_a_warmup_runs_at_its_initial_value",
+        ),
+        Mutant(
+            "the rate stays at its minimum after the decay",
+            "megatron/optimizer/schedule.py",
+            "    if at > decay:\n        return config.min_lr",
+            "    if at > decay:\n        return config.lr",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_a_decay_shorter_than_the_training_stays_at_its_end",
+        ),
+        Mutant(
+            "an inverse square root stops at the minimum",
+            "megatron/optimizer/schedule.py",
+            "return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / at))",
+            "return config.lr * math.sqrt(max(warmup, 1) / at)",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_the_rate_equals_an_independent_formula_and_stays_in_its_bounds",
+        ),
+        Mutant(
+            "a schedule in tokens reads tokens",
+            "megatron/optimizer/schedule.py",
+            "at = samples if config.lr_decay_tokens is None else tokens",
+            "at = samples",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_a_schedule_in_tokens_looks_at_tokens_alone",
+        ),
+        Mutant(
+            "a decay begins where warm-up ends",
+            "megatron/optimizer/schedule.py",
+            "(at - warmup) / (decay - warmup)",
+            "at / decay",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_a_schedule_in_tokens_looks_at_tokens_alone",
+        ),
+        Mutant(
+            "WSD anneals at its end",
+            "megatron/optimizer/schedule.py",
+            "stable_until = decay - anneal",
+            "stable_until = decay",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_every_wsd_decay_has_its_known_value_a_quarter_in",
+        ),
+        Mutant(
+            "weight decay grows along a cosine",
+            "megatron/optimizer/schedule.py",
+            "done = 0.5 * (math.cos(math.pi * (1 - done)) + 1)",
+            "done = 0.5 * (math.cos(math.pi * done) + 1)",
+            "tests/unit/optimizer/test_schedule.py::test_weight_decay_goes_from_start_to_end",
+        ),
+        Mutant(
+            "weight decay stays at its end",
+            "megatron/optimizer/schedule.py",
+            "done = min(samples / total_samples, 1.0)",
+            "done = samples / total_samples",
+            "tests/unit/optimizer/test_schedule.py::test_weight_decay_goes_from_start_to_end",
+        ),
+        Mutant(
+            "minus-sqrt annealing is 1 - sqrt",
+            "megatron/optimizer/schedule.py",
+            "return 1 - math.sqrt(done)",
+            "return math.sqrt(1 - done)",
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_every_wsd_decay_has_its_known_value_a_quarter_in",
+        ),
+        Mutant(
+            "a rate decays to its minimum, not to zero",
+            "megatron/optimizer/schedule.py",
+            "return config.min_lr + share * (config.lr - config.min_lr)",
+            "return max(config.min_lr, share * config.lr)",
+            "tests/unit/optimizer/test_schedule.py::test_every_style_has_its_known_values",
+        ),
+        Mutant(
+            "warm-up in samples of a run in iterations is refused",
+            "megatron/optimizer/schedule.py",
+            'for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):',
+            'for stem in ("lr_decay", "lr_wsd_decay"):',
+            "tests/unit/optimizer/test_schedule.py::"
+            "test_what_is_wrong_with_a_schedule_is_said_in_flags",
+        ),
+        Mutant(
+            "a batch ramp ends at the global batch size",
+            "megatron/progress.py",
+            "min(steps, consumed_samples * steps // samples)",
+            "consumed_samples * steps // samples",
+            "tests/unit/test_progress.py::test_a_ramp_grows_as_in_megatron",
+        ),
+        Mutant(
+            "a run ends with the last batch that fits",
+            "megatron/progress.py",
+            "fitting = (samples - consumed) // size",
+            "fitting = -(-(samples - consumed) // size)",
+            "tests/unit/test_progress.py::test_a_run_in_samples_ends_with_the_last_whole_batch",
+        ),
+        Mutant(
+            "a good step ends a row of bad ones",
+            "megatron/progress.py",
+            "self.nonfinite_in_a_row + 1 if bad else 0",
+            "self.nonfinite_in_a_row + 1 if bad else self.nonfinite_in_a_row",
+            "tests/unit/test_progress.py::"
+            "test_a_skipped_iteration_consumes_its_samples_and_counts_as_nonfinite",
+        ),
+        Mutant(
+            "a run in samples stops before it takes too many",
+            "megatron/progress.py",
+            "return progress.consumed_samples + following > self.train_samples",
+            "return progress.consumed_samples >= self.train_samples",
+            "tests/unit/test_progress.py::test_a_run_in_samples_ends_with_the_last_whole_batch",
+        ),
+        Mutant(
+            "a step counts its tokens",
+            "megatron/progress.py",
+            "consumed_tokens=self.consumed_tokens + tokens,",
+            "consumed_tokens=self.consumed_tokens + samples,",
+            "tests/unit/test_progress.py::test_progress_counts_one_iteration",
+        ),
+        Mutant(
+            "an evaluation counts its samples",
+            "megatron/progress.py",
+            "self, consumed_valid_samples=self.consumed_valid_samples + samples",
+            "self, consumed_valid_samples=self.consumed_valid_samples",
+            "tests/unit/test_progress.py::test_evaluation_consumes_validation_samples_only",
+        ),
+        Mutant(
+            "the evaluation at the end is counted in the samples",
+            "megatron/lengths.py",
+            "(length.total_iterations // interval if interval else 0) + 1",
+            "(length.total_iterations // interval if interval else 0)",
+            "tests/unit/test_lengths.py::test_samples_are_enough_for_every_evaluation",
+        ),
+    ),
+    "loop": (
+        Mutant(
+            "one rank's signal stops all",
+            "megatron/loop/stop.py",
+            'agreed = all_reduce(verdict, self._world, op="max").tolist()',
+            "agreed = verdict.tolist()",
+            "tests/distributed/loop/test_stop.py::test_one_rank_that_saw_something_stops_all",
+        ),
+        Mutant(
+            "a run that resumes at an interval takes a step",
+            "megatron/loop/stop.py",
+            "if interval is not None and steps_done and",
+            "if interval is not None and",
+            "tests/unit/loop/test_stop.py::test_an_exit_interval_needs_a_step_of_this_process",
+        ),
+        Mutant(
+            "too many bad iterations in a row end the run",
+            "megatron/loop/anomaly.py",
+            "if progress.nonfinite_in_a_row > config.nonfinite_limit:",
+            "if progress.nonfinite_in_a_row > 10 * config.nonfinite_limit:",
+            "tests/unit/loop/test_anomaly.py::"
+            "test_the_policy_skip_allows_a_number_of_them_in_a_row",
+        ),
+        Mutant(
+            "an infinite gradient ends the run",
+            "megatron/loop/anomaly.py",
+            "if math.isfinite(report.loss) and (report.overflow or "
+            "math.isfinite(report.grad_norm)):",
+            "if math.isfinite(report.loss):",
+            "tests/unit/loop/test_anomaly.py::test_the_policy_stop_stops_at_once",
+        ),
+        Mutant(
+            "a loss that is not finite ends the run",
+            "megatron/loop/anomaly.py",
+            "    if stop:\n        raise",
+            "    if stop and math.isfinite(report.loss):\n        raise",
+            "tests/unit/loop/test_anomaly.py::test_the_policy_stop_stops_at_once",
+        ),
+        Mutant(
+            "an evaluation takes all its micro-batches",
+            "megatron/loop/evaluate.py",
+            "iterations * microbatches",
+            "iterations",
+            "tests/unit/loop/test_evaluate.py::test_it_takes_every_micro_batch_of_every_iteration",
+        ),
+        Mutant(
+            "an evaluation without tokens is refused",
+            "megatron/loop/evaluate.py",
+            "    if result.tokens == 0:\n",
+            "    if result.tokens < 0:\n",
+            "tests/unit/loop/test_evaluate.py::test_an_evaluation_that_counts_nothing_is_an_error",
+        ),
+    ),
+}
