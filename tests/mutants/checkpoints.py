@@ -7,7 +7,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the number of updates comes back",
             "megatron/optimizer/optimizer.py",
-            "        self._steps = scalars[_STEPS]\n",
+            "        self._steps = counts.steps\n",
             "",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_state_may_be_kept_in_bf16_and_the_masters_never_are",
@@ -15,7 +15,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the loss scale comes back",
             "megatron/optimizer/optimizer.py",
-            "        self._scaler.load_state_dict(scalars[_SCALER])\n",
+            "        self._scaler.load_state_dict(counts.loss_scaler)\n",
             "",
             "tests/unit/optimizer/test_optimizer.py::test_a_run_goes_on_bit_by_bit_from_its_state",
         ),
