@@ -19,7 +19,11 @@ from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.run_folder import missing_iteration
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.load import storage
-from megatron.checkpoint.load.inference_config import Values, inference_config, spoken_for
+from megatron.checkpoint.load.inference_config import (
+    Values,
+    inference_config,
+    values_from_command_line,
+)
 from megatron.checkpoint.load.opened import open_on_all_ranks
 from megatron.checkpoint.load.source_config import completed_config
 from megatron.checkpoint.source import SourceOptions
@@ -155,7 +159,7 @@ def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_G
     there = place(folder)
     if isinstance(there, Path) and not registry.format_of(there, iteration).is_native:
         with registry.open_source(there, iteration) as source:
-            config = RunConfig.from_plain(completed_config(source, spoken_for(given)))
+            config = RunConfig.from_plain(completed_config(source, values_from_command_line(given)))
             known = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
             return _Stored(config, source.kind, known)
     at = storage.latest_iteration(there) if iteration is None else iteration

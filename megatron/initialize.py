@@ -45,7 +45,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     launch_from_environment,
-    tell_libraries,
+    set_library_environment,
 )
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.initialize import destroy_model_parallel, initialize_model_parallel
@@ -103,14 +103,14 @@ def initialize_megatron(
     )
     _choose_threads(config, launch)
     tokenizer, tokenizer_error = _try_tokenizer(config)
-    tell = partial(_tell_ranks_that_wait, launch)
+    tell = partial(_notify_waiting_ranks, launch)
     _ON_SHUTDOWN.append(program.on_failure(tell))
     run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error, reads), checks)
     if tokenizer is None:
         raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
     with ExitStack() as undo:
         device.select(_device_kind(config.launch.device), launch.device_index)
-        tell_libraries(launch)
+        set_library_environment(launch)
         context = _join(config, launch, undo)
         # Unchecked: ranks that disagree about --check-collectives have to hear of that.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
@@ -251,7 +251,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
         ) from error
     _ON_SHUTDOWN.append(destroy_model_parallel)
     if watch is not None:
-        _ON_SHUTDOWN.extend([program.on_failure(partial(_tell, watch)), watch.close])
+        _ON_SHUTDOWN.extend([program.on_failure(partial(_notify, watch)), watch.close])
     return initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
@@ -289,18 +289,18 @@ def _make_world(launch: Launch, backend: str, timeout: timedelta, watch: PeerWat
     )
 
 
-def _tell_ranks_that_wait(launch: Launch, reason: str) -> None:
+def _notify_waiting_ranks(launch: Launch, reason: str) -> None:
     """Meet the others only to say why not: what one rank finds wrong, the others may not see."""
     if launch.world_size == 1 or dist.is_initialized():
         return
     try:
         store = _rendezvous(launch, timedelta(seconds=_TELL_S))
-        _tell(PeerWatch(store, launch.rank, launch.world_size), reason)
+        _notify(PeerWatch(store, launch.rank, launch.world_size), reason)
     except (RuntimeError, ValueError):
         log.debug("no other rank came to hear of this failure")
 
 
-def _tell(watch: PeerWatch, reason: str) -> None:
+def _notify(watch: PeerWatch, reason: str) -> None:
     """Announce a failure, and stay until the others have heard of it."""
     watch.announce(reason)
     watch.close()

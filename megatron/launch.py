@@ -83,7 +83,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     )
 
 
-def tell_libraries(launch: Launch) -> None:
+def set_library_environment(launch: Launch) -> None:
     """Leave LOCAL_RANK where DeepSpeed insists on reading it, if the launcher has not."""
     os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
 
@@ -126,7 +126,7 @@ def _launch_of_srun(given: Mapping[str, str]) -> Launch:
         local_rank,
         local_world_size,
         has_rendezvous=True,
-        meets_at=_meeting_place(given, nodes=len(by_node)),
+        meets_at=_rendezvous_address(given, nodes=len(by_node)),
         has_own_device=given.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
     return _consistent(
@@ -136,7 +136,7 @@ def _launch_of_srun(given: Mapping[str, str]) -> Launch:
     )
 
 
-def _meeting_place(given: Mapping[str, str], *, nodes: int) -> str:
+def _rendezvous_address(given: Mapping[str, str], *, nodes: int) -> str:
     """HOST:PORT of rank 0, the same for every task of a job step."""
     host = given.get("MASTER_ADDR")
     if host is None:

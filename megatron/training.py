@@ -15,7 +15,7 @@ from megatron.arguments import ExtraArgsProvider
 from megatron.checkpointing import load_checkpoint, reserve_for_saves, save_checkpoint
 from megatron.config.run import RunConfig
 from megatron.data.corpus.sources import announce_shared_corpora, data_sources
-from megatron.data.loading.gpt_batch import shortened
+from megatron.data.loading.gpt_batch import truncate_batch
 from megatron.engine.base import DatasetRequest, Datasets, PretrainTask, RawBatch, StepPlan
 from megatron.engine.build import build_engine
 from megatron.global_vars import Runtime
@@ -162,7 +162,7 @@ def _batches_of(
         _skip_iteration(batches, plan, iteration, skipped)
         return None
     if plan.seq_length < config.data.seq_length:  # under a curriculum
-        return map(partial(shortened, length=plan.seq_length), batches)
+        return map(partial(truncate_batch, length=plan.seq_length), batches)
     return batches
 
 

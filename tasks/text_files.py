@@ -74,7 +74,7 @@ def read_records(files: Sequence[str]) -> list[Record]:
         # Not splitlines(): it also breaks at characters that belong to a text, such as U+2028.
         for number, line in enumerate(read_text(Path(name)).split("\n"), start=1):
             if line.strip():
-                records.append(record_of(line, f"{name}:{number}"))
+                records.append(parse_record(line, f"{name}:{number}"))
     if not records:
         raise DataError(
             "there is nothing to evaluate", found=", ".join(files), fix="give lines of JSON objects"
@@ -82,7 +82,7 @@ def read_records(files: Sequence[str]) -> list[Record]:
     return records
 
 
-def record_of(line: str, where: str) -> Record:
+def parse_record(line: str, where: str) -> Record:
     """The JSON object that a text is, or DataError."""
     try:
         fields = json.loads(line)

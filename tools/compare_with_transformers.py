@@ -35,7 +35,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.model.bert_model import bert_carry, bert_layers, classification_layers
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import LayerSpec, ModelBuild, VocabSize
-from megatron.model.stage import Stage, run_layers
+from megatron.model.stage import PipelineStage, run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.program import run
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
         return cls(tokens, types, mask)
 
 
-class Apart(NamedTuple):
+class Difference(NamedTuple):
     """One output: the largest value of transformers, and the largest difference."""
 
     largest: float
@@ -86,20 +86,20 @@ class Apart(NamedTuple):
 class Comparison:
     """How far apart the outputs of the two are."""
 
-    outputs: Mapping[str, Apart]
+    outputs: Mapping[str, Difference]
     tokens: int
 
     @classmethod
     def of(cls, ours: Outputs, theirs: Outputs, tokens: int) -> "Comparison":
         """Compare what has the same name."""
         outputs = {
-            name: Apart(float(value.abs().max()), float((ours[name] - value).abs().max()))
+            name: Difference(float(value.abs().max()), float((ours[name] - value).abs().max()))
             for name, value in theirs.items()
         }
         return cls(outputs, tokens)
 
     @property
-    def worst(self) -> Apart:
+    def worst(self) -> Difference:
         """The output that is furthest apart, for its size."""
         return max(self.outputs.values(), key=lambda one: one.apart / max(one.largest, 1.0))
 
@@ -195,7 +195,7 @@ def our_outputs(
         return {"logits": logits.transpose(0, 1)}
     specs = _bert_specs(config, build, sizes.heads)
     with torch.device("meta"):
-        stage = Stage(specs)
+        stage = PipelineStage(specs)
     stage.load_state_dict(state, assign=True)
     return _bert_outputs(stage.eval(), specs, inputs)
 
@@ -215,7 +215,7 @@ def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> lis
     ]
 
 
-def _bert_outputs(stage: Stage, specs: Sequence[LayerSpec], inputs: Inputs) -> Outputs:
+def _bert_outputs(stage: PipelineStage, specs: Sequence[LayerSpec], inputs: Inputs) -> Outputs:
     """What the heads are given and what they make of it; of hidden states those of true tokens."""
     carry = bert_carry(*inputs)
     true = inputs.padding_mask.bool()

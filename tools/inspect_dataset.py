@@ -48,7 +48,7 @@ _ITEMS_LOOKED_AT = 64  # for what is said without reading everything
 _TOKENS_SHOWN = 64
 
 
-class Look(NamedTuple):
+class DatasetView(NamedTuple):
     """What a few items, spread over the corpus, have in common."""
 
     items: int
@@ -165,10 +165,10 @@ def _spread(corpus: MMapIndexedDataset, count: int) -> list[int]:
     return chosen
 
 
-def _look(corpus: MMapIndexedDataset) -> Look:
+def _look(corpus: MMapIndexedDataset) -> DatasetView:
     items = [corpus.get(item) for item in _spread(corpus, _ITEMS_LOOKED_AT)]
     ((last, times),) = Counter(int(tokens[-1]) for tokens in items).most_common(1)
-    return Look(len(items), max(int(tokens.max()) for tokens in items), last, times)
+    return DatasetView(len(items), max(int(tokens.max()) for tokens in items), last, times)
 
 
 def _samples(
@@ -238,7 +238,7 @@ def _plain(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> dic
 
 def _lines(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> list[str]:
     plain = _plain(corpus, checksums)
-    each, look = plain["tokens_per_item"], Look(**plain["look"])
+    each, look = plain["tokens_per_item"], DatasetView(**plain["look"])
     lines = [
         corpus.prefix,
         *(f"  {name}  {size:,} bytes" for name, size in plain["files"].items()),

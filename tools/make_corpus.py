@@ -25,7 +25,7 @@ from tqdm import tqdm
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
 from tools.preprocessing.documents import find_inputs
-from tools.preprocessing.text_output import refuse_existing, write_text_files
+from tools.preprocessing.text_output import refuse_existing_texts, write_text_files
 
 # Tests repeat themselves, encodings are tables, and what is installed differs between machines.
 _PASSED_OVER = frozenset(
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             fix="use --max-mb 8, or leave it out",
         )
     output = Path(args.output)
-    refuse_existing([output], overwrite=args.overwrite)
+    refuse_existing_texts([output], overwrite=args.overwrite)
     documents = list(library_documents(Path(sysconfig.get_paths()["stdlib"])))
     chosen = choose(documents, limit_bytes=int(args.max_mb * 1e6), seed=args.seed)
     output.parent.mkdir(parents=True, exist_ok=True)

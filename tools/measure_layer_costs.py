@@ -32,7 +32,7 @@ from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import Stage, blocks_of
+from megatron.model.stage import PipelineStage, blocks_of
 from megatron.model_build import model_build
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.stage_plan import LayerRange, plan_stages, ranges_of_counts
@@ -95,7 +95,7 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
     build.router_loss.value = 1.0  # as good as any: how long it takes does not depend on it
     for at in [*range(timed.stop), *range(blocks.stop, len(specs))]:
         with torch.device(device.current()):
-            layer = Stage(specs, [LayerRange(at, at + 1)])
+            layer = PipelineStage(specs, [LayerRange(at, at + 1)])
         initialize_parameters(layer, seed=config.training.seed, ctx=build.ctx)
         layer.train()
         targets = labels if at == len(specs) - 1 else None
@@ -163,7 +163,7 @@ def _first_carry(config: RunConfig, build: ModelBuild) -> tuple[Carry, Tensor]:
 
 
 def _timed(
-    layer: Stage, build: ModelBuild, carry: Carry, labels: Tensor | None
+    layer: PipelineStage, build: ModelBuild, carry: Carry, labels: Tensor | None
 ) -> tuple[float, float]:
     """Seconds of the forward and of the backward pass of one micro-batch."""
     taken = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carry)

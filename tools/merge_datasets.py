@@ -29,9 +29,15 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.errors import ConfigError, DataError
 from megatron.program import run
-from tools.preprocessing.corpus_merge import METHODS, Merge, merge_on_ranks, require_space, space_of
-from tools.preprocessing.ranks import Ranks
-from tools.preprocessing.text_output import refuse_existing
+from tools.preprocessing.corpus_merge import (
+    METHODS,
+    Merge,
+    merge_on_ranks,
+    require_space_for_merge,
+    space_of,
+)
+from tools.preprocessing.ranks import ToolRanks
+from tools.preprocessing.text_output import refuse_existing_texts
 
 # What must be equal for ids to mean the same in all parts.
 _MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")
@@ -40,10 +46,10 @@ _MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")
 def main(argv: list[str] | None = None) -> None:
     """Check the inputs, merge them and say what was written; raises MegatronError."""
     args = _parse(argv)
-    with Ranks.join() as ranks:
+    with ToolRanks.join() as ranks:
         prefixes: list[str] = []
         if ranks.is_first:
-            refuse_existing(corpus_files(args.output_prefix), overwrite=args.overwrite)
+            refuse_existing_texts(corpus_files(args.output_prefix), overwrite=args.overwrite)
             prefixes = find_corpora(args.input)
         if args.merge == METHODS[0]:
             _require_one_rank(ranks)
@@ -90,7 +96,7 @@ def merge(prefixes: Sequence[str], output: str) -> None:
     _say(len(corpora), output, time.perf_counter() - started)
 
 
-def merge_together(ranks: Ranks, prefixes: Sequence[str], output: str) -> None:
+def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> None:
     """As `merge`, every rank writing a part; `prefixes` count on the first rank."""
     started = time.perf_counter()
     if not ranks.is_first:
@@ -114,7 +120,7 @@ def _checked(
     for prefix in sorted({p for p in prefixes if list(prefixes).count(p) > 1}):
         log.warning(f"{prefix} is merged {list(prefixes).count(prefix)} times over")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    require_space(output, space_of(corpora))
+    require_space_for_merge(output, space_of(corpora))
     return corpora, metadata
 
 
@@ -230,7 +236,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _require_one_rank(ranks: Ranks) -> None:
+def _require_one_rank(ranks: ToolRanks) -> None:
     if ranks.size > 1:
         raise ConfigError(
             "several ranks were started for a merge by one process",

@@ -53,7 +53,7 @@ from tools.preprocessing.encoding import (
     texts_of_rows,
     tokenizer_of,
 )
-from tools.preprocessing.resume import Journal, Part
+from tools.preprocessing.resume import CorpusPart, Journal
 from tools.preprocessing.sources import FileSource, Source
 
 _COMPARED_ROWS = 25
@@ -62,7 +62,7 @@ _BY_RULES = SPLITTERS[0]
 _SECONDS_BETWEEN_LINES = 5.0  # of progress, where standard error is no terminal
 
 
-class Job(NamedTuple):
+class PreprocessingJob(NamedTuple):
     """What one run does, checked: nothing in its flags can go wrong any more."""
 
     settings: EncodeSettings
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     print_summary(job, totals, time.perf_counter() - started)
 
 
-def prepare(args: argparse.Namespace) -> Job:
+def prepare(args: argparse.Namespace) -> PreprocessingJob:
     """Check the flags, read the tokenizer and list the input; nothing has been written then."""
     _check_flags(args)
     settings = EncodeSettings(
@@ -114,7 +114,7 @@ def prepare(args: argparse.Namespace) -> Job:
     build = functools.partial(encoder_of, settings.tokenizer)  # it will be needed again
     encoder = choose_encoder(args.encoder, tokenizer, _first_texts(source, settings), build=build)
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    return Job(
+    return PreprocessingJob(
         settings=replace(settings, encoder=encoder),
         tokenizer=tokenizer,
         prefixes=prefixes,
@@ -125,7 +125,7 @@ def prepare(args: argparse.Namespace) -> Job:
     )
 
 
-def require_documents(job: Job, totals: Totals) -> None:
+def require_documents(job: PreprocessingJob, totals: Totals) -> None:
     """Refuse an output that would hold nothing."""
     if not totals.documents:
         raise DataError(
@@ -142,12 +142,12 @@ def _first_texts(source: Source, settings: EncodeSettings) -> list[str]:
     return [text[:_COMPARED_CHARACTERS] for text in texts_of_rows(settings, chunk)]
 
 
-def _write(job: Job) -> Totals:
+def _write(job: PreprocessingJob) -> Totals:
     """Everything in one go: all outputs, or nothing."""
     with (
         contextlib.closing(job.encoded(job.chunks())) as encoded,  # type: ignore[type-var]
         CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora,
-        Progress(job) as progress,
+        PreprocessingProgress(job) as progress,
     ):
         for chunk in encoded:
             corpora.append(chunk)
@@ -157,7 +157,7 @@ def _write(job: Job) -> Totals:
     return corpora.totals
 
 
-def _write_in_parts(job: Job, output_prefix: str) -> Totals:
+def _write_in_parts(job: PreprocessingJob, output_prefix: str) -> Totals:
     """Part after part, from where an earlier run of the same flags was broken off."""
     keys = len(job.prefixes)
     journal = Journal(output_prefix, fingerprint(job))
@@ -170,7 +170,7 @@ def _write_in_parts(job: Job, output_prefix: str) -> Totals:
     done = sum(chunk.disk_bytes for chunk in islice(chunks, journal.chunks))
     with (
         contextlib.closing(job.encoded(chunks)) as encoded,  # type: ignore[type-var]
-        Progress(job, done) as progress,
+        PreprocessingProgress(job, done) as progress,
     ):
         while (first := next(encoded, None)) is not None:
             prefixes = journal.prefixes(len(journal.parts), keys)
@@ -182,7 +182,7 @@ def _write_in_parts(job: Job, output_prefix: str) -> Totals:
                     progress.show(totals, chunk.disk_bytes)
                     count += 1
                 corpora.finish()
-            journal.add(Part(count, corpora.totals))
+            journal.add(CorpusPart(count, corpora.totals))
     require_documents(job, totals)
     with CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora:
         corpora.merge(journal.written(keys))
@@ -200,7 +200,7 @@ def _of_one_part(first: EncodedChunk, rest: Iterator[EncodedChunk]) -> Iterator[
             return
 
 
-def what_decides(job: Job, *, times: bool = True) -> dict[str, Any]:
+def what_decides(job: PreprocessingJob, *, times: bool = True) -> dict[str, Any]:
     """All that decides which bytes are written; not the encoder, for all give the same.
 
     Without `times` it is the same on machines that have copies of one input.
@@ -215,16 +215,16 @@ def what_decides(job: Job, *, times: bool = True) -> dict[str, Any]:
     }
 
 
-def fingerprint(job: Job) -> str:
+def fingerprint(job: PreprocessingJob) -> str:
     """A digest of `what_decides`."""
     return hashlib.sha256(json.dumps(what_decides(job)).encode()).hexdigest()
 
 
-class Progress:
+class PreprocessingProgress:
     """A bar on a terminal, a line now and then anywhere else; always on standard error."""
 
     def __init__(
-        self, job: Job, done: int = 0, *, size: int | None = None, silent: bool = False
+        self, job: PreprocessingJob, done: int = 0, *, size: int | None = None, silent: bool = False
     ) -> None:
         self._size = job.source.size if size is None else size
         self._done = done
@@ -240,7 +240,7 @@ class Progress:
             disable=silent or not sys.stderr.isatty(),
         )
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "PreprocessingProgress":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -271,7 +271,7 @@ def _rates(totals: Totals, seconds: float) -> str:
     return f"{totals.text_bytes / seconds / 1e6:.2f} MB/s, {tokens:,.0f} tokens/s"
 
 
-def print_summary(job: Job, totals: Totals, seconds: float) -> None:
+def print_summary(job: PreprocessingJob, totals: Totals, seconds: float) -> None:
     """Say what was written, what was left out, and how training finds it."""
     settings, tokenizer = job.settings, job.tokenizer
     dtype = np.dtype(best_fitting_dtype(tokenizer.vocab_size))

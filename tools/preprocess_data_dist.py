@@ -27,8 +27,8 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.program import run
 from tools.preprocess_data import (
-    Job,
-    Progress,
+    PreprocessingJob,
+    PreprocessingProgress,
     fingerprint,
     parser,
     prepare,
@@ -40,7 +40,7 @@ from tools.preprocessing import resume
 from tools.preprocessing.corpus_merge import METHODS, Merge, merge_on_ranks
 from tools.preprocessing.corpus_output import CorpusSet, Totals, sidecar_of
 from tools.preprocessing.encoding import Chunk, EncodedChunk
-from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.ranks import ToolRanks
 from tools.preprocessing.resume import PieceJournal
 from tools.preprocessing.sources import Source
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write pieces until none is left, then put them together; raises MegatronError."""
     args = _parse(argv)
     started = time.perf_counter()
-    with Ranks.join() as ranks:
+    with ToolRanks.join() as ranks:
         job = _prepared(ranks, args)
         _require_agreement(ranks, job)
         journal = PieceJournal(args.output_prefix, fingerprint(job), len(job.prefixes))
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_summary(job, totals, time.perf_counter() - started)
 
 
-def _prepared(ranks: Ranks, args: argparse.Namespace) -> Job:
+def _prepared(ranks: ToolRanks, args: argparse.Namespace) -> PreprocessingJob:
     """The first rank opens a dataset first, since opening may fill a cache that others read."""
     if args.hf_dataset and not ranks.is_first:
         ranks.from_first("opened", None)
@@ -80,7 +80,7 @@ def _prepared(ranks: Ranks, args: argparse.Namespace) -> Job:
     return job
 
 
-def _require_agreement(ranks: Ranks, job: Job) -> None:
+def _require_agreement(ranks: ToolRanks, job: PreprocessingJob) -> None:
     """Raise ConfigError, on every rank, where one would write other bytes than the first."""
     first, *others = ranks.gather("what decides", _in_short(what_decides(job, times=False)))
     for rank, other in enumerate(others, start=1):
@@ -99,7 +99,9 @@ def _in_short(content: dict[str, Any]) -> dict[str, str]:
     return {name: text if len(text) <= _SHOWN else digests[name] for name, text in texts.items()}
 
 
-def _begin(ranks: Ranks, job: Job, journal: PieceJournal, args: argparse.Namespace) -> int:
+def _begin(
+    ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, args: argparse.Namespace
+) -> int:
     """How many pieces the input is cut into, on every rank."""
     count = None
     if ranks.is_first:
@@ -108,12 +110,16 @@ def _begin(ranks: Ranks, job: Job, journal: PieceJournal, args: argparse.Namespa
     return int(ranks.from_first("pieces", count))
 
 
-def _write_pieces(ranks: Ranks, job: Job, journal: PieceJournal, pieces: Sequence[Source]) -> None:
+def _write_pieces(
+    ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: Sequence[Source]
+) -> None:
     """Write pieces that no other rank has taken, and that are not there from an earlier run."""
     everything = Totals.zero(len(job.prefixes))
     with (
         closing(_encoded_pieces(ranks, job, journal, pieces)) as encoded,
-        Progress(job, size=job.source.size // ranks.size, silent=not ranks.is_first) as progress,
+        PreprocessingProgress(
+            job, size=job.source.size // ranks.size, silent=not ranks.is_first
+        ) as progress,
     ):
         for number, results in groupby(encoded, key=itemgetter(0)):
             with CorpusSet(journal.prefixes(number), job.settings, job.tokenizer) as corpora:
@@ -127,7 +133,7 @@ def _write_pieces(ranks: Ranks, job: Job, journal: PieceJournal, pieces: Sequenc
 
 
 def _encoded_pieces(
-    ranks: Ranks, job: Job, journal: PieceJournal, pieces: Sequence[Source]
+    ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: Sequence[Source]
 ) -> Generator[tuple[int, EncodedChunk], None, None]:
     """Each chunk with the number of its piece; workers go on from one piece to the next."""
     owners: deque[int] = deque()  # of the chunks that are on their way
@@ -146,7 +152,7 @@ def _encoded_pieces(
             yield owners.popleft(), result
 
 
-def _totals(job: Job, journal: PieceJournal, pieces: int) -> Totals:
+def _totals(job: PreprocessingJob, journal: PieceJournal, pieces: int) -> Totals:
     """What all pieces hold together; ConfigError where one is not to be seen from here."""
     everything = Totals.zero(len(job.prefixes))
     deadline = time.monotonic() + _VISIBLE_S
@@ -165,7 +171,7 @@ def _totals(job: Job, journal: PieceJournal, pieces: int) -> Totals:
 
 
 def _put_together(
-    ranks: Ranks, job: Job, journal: PieceJournal, pieces: int, *, serial: bool
+    ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: int, *, serial: bool
 ) -> None:
     written: list[list[str]] = []
     if ranks.is_first:

@@ -35,12 +35,12 @@ from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
 from tools.preprocessing.documents import (
     PARQUET,
     DocumentFile,
-    Row,
+    DocumentRow,
     find_inputs,
     is_text,
     record_of,
 )
-from tools.preprocessing.text_output import refuse_existing
+from tools.preprocessing.text_output import refuse_existing_texts
 
 _TOLD = 3  # lines that are left out and told one by one; the rest is counted
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     outputs = [
         path for part in PARTS for path in corpus_files(part_prefix(args.output_prefix, part))
     ]
-    refuse_existing(outputs, overwrite=args.overwrite)
+    refuse_existing_texts(outputs, overwrite=args.overwrite)
     Path(args.output_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
     metadata = CorpusMetadata(
         tokenizer_type=tokenizer.name,
@@ -99,7 +99,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def dialogue_of(
-    path: Path, row: Row, *, key: str, template: ChatTemplate, encode: Encode, eod: int | None
+    path: Path,
+    row: DocumentRow,
+    *,
+    key: str,
+    template: ChatTemplate,
+    encode: Encode,
+    eod: int | None,
 ) -> EncodedDialogue:
     """The row's dialogue in tokens; a DataError names the file and the line."""
     place = f"{path}:{row.line}"

@@ -40,7 +40,7 @@ from megatron.initialize import tokenizer_of
 from megatron.lengths import batch_schedule, duration, num_samples
 from megatron.program import run
 from pretrain_gpt import gpt_task
-from tools.preprocessing.text_output import refuse_existing, write_text_files
+from tools.preprocessing.text_output import refuse_existing_texts, write_text_files
 
 _ENDS = 5  # tokens shown of each end of a sample without --all-tokens
 # The model does not change what is read, so its flags may be left out.
@@ -53,7 +53,7 @@ _MODEL = {
 }
 
 
-class Piece(NamedTuple):
+class SamplePiece(NamedTuple):
     """Tokens [start, stop) of an item of a corpus."""
 
     item: int
@@ -65,7 +65,7 @@ class Origin(NamedTuple):
     """Where the tokens of a sample come from; `pieces` is None where a dataset does not say."""
 
     corpus: str
-    pieces: list[Piece] | None
+    pieces: list[SamplePiece] | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with redirect_stdout(sys.stderr):  # what the library says on the way is no sample
         if config.extra["output_file"]:
             output = Path(config.extra["output_file"])
-            refuse_existing([output], overwrite=config.extra["overwrite"])
+            refuse_existing_texts([output], overwrite=config.extra["overwrite"])
             write_text_files({output: "".join(_lines(config, start, stop))})
             print(f"wrote {stop - start} samples to {output}")
         else:
@@ -176,7 +176,7 @@ def _origin(dataset: Any, row: int) -> Origin:
         begin = start if number == 0 else 0
         # One token more than the next sample's start: the last token is only a label.
         end = stop + 1 if number == len(items) - 1 else int(dataset.indexed.sizes[item])
-        pieces.append(Piece(item, begin, end))
+        pieces.append(SamplePiece(item, begin, end))
     return Origin(dataset.indexed.prefix, pieces)
 
 

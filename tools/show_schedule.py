@@ -16,17 +16,17 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.atomic import publish, temporary_name, write_error
 from megatron.errors import ConfigError
-from megatron.pipeline.action import Kind
+from megatron.pipeline.action import ActionKind
 from megatron.pipeline.schedule import ScheduleName, build_schedule, pipeline_problems
 from megatron.pipeline.simulate import Durations, Simulation, StageTrace, Work, simulate
 from megatron.pipeline.theory import bubble_share, peak_activations
 from megatron.program import run
 
 LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "B",
-    Kind.BACKWARD_WEIGHT: "W",
+    ActionKind.FORWARD: "F",
+    ActionKind.BACKWARD: "B",
+    ActionKind.BACKWARD_INPUT: "B",
+    ActionKind.BACKWARD_WEIGHT: "W",
 }
 NARROWEST = 40
 HALF = 0.5 + 1e-9  # rounds to the nearest column, with room for sums of durations
@@ -39,7 +39,7 @@ SMALLEST_POINTS = 4.0  # numbers that would be smaller are left out
 PALEST = 0.65  # how much white is in the colour of the last chunk; the first has none
 
 
-class Layout(NamedTuple):
+class SchedulePlot(NamedTuple):
     """Which schedule is shown, and for how long each action takes."""
 
     name: str
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
     durations: Durations  # of one chunk
 
 
-def simulated(layout: Layout) -> Simulation:
+def simulated(layout: SchedulePlot) -> Simulation:
     """One step of all stages."""
     schedules = [
         build_schedule(
@@ -69,7 +69,7 @@ def simulated(layout: Layout) -> Simulation:
     )
 
 
-def timeline(layout: Layout, result: Simulation, *, width: int) -> Iterator[str]:
+def timeline(layout: SchedulePlot, result: Simulation, *, width: int) -> Iterator[str]:
     """The lines of the timeline, at most `width` wide: a row per stage, wrapped together."""
     unit, columns = _grid(layout, result)
     rows = [_row(stage, unit, columns, layout.chunks) for stage in result.stages]
@@ -87,7 +87,7 @@ def timeline(layout: Layout, result: Simulation, *, width: int) -> Iterator[str]
             yield f"stage {stage}".ljust(margin) + cells
 
 
-def summary(layout: Layout, result: Simulation) -> Iterator[str]:
+def summary(layout: SchedulePlot, result: Simulation) -> Iterator[str]:
     """Bubble and memory, as simulated and by theory."""
     sizes = {
         "num_stages": layout.stages,
@@ -113,7 +113,7 @@ def summary(layout: Layout, result: Simulation) -> Iterator[str]:
     yield f"(a peak of 1: what {of} needs from its forward to its last backward)"
 
 
-def draw(layout: Layout, result: Simulation, picture: Path) -> None:
+def draw(layout: SchedulePlot, result: Simulation, picture: Path) -> None:
     """Write `picture` (.png): a row per stage, a box per computation.
 
     Raises:
@@ -214,7 +214,7 @@ def _flags() -> argparse.ArgumentParser:
     return parser
 
 
-def _layout(flags: argparse.Namespace) -> Layout:
+def _layout(flags: argparse.Namespace) -> SchedulePlot:
     """What the flags ask for.
 
     Raises:
@@ -250,15 +250,15 @@ def _layout(flags: argparse.Namespace) -> Layout:
     # A chunk is a part of the stage; a message is as large as ever.
     shares = {name: 1 if name == "communication" else flags.chunks for name in times}
     durations = Durations(**{name: time / shares[name] for name, time in times.items()})
-    return Layout(flags.schedule, flags.pp, flags.microbatches, flags.chunks, durations)
+    return SchedulePlot(flags.schedule, flags.pp, flags.microbatches, flags.chunks, durations)
 
 
-def _sizes(layout: Layout) -> str:
+def _sizes(layout: SchedulePlot) -> str:
     found = f"{layout.stages} stages, {layout.microbatches} micro-batches"
     return found + (f", {layout.chunks} chunks" if layout.chunks > 1 else "")
 
 
-def _key(layout: Layout) -> str:
+def _key(layout: SchedulePlot) -> str:
     found = "F forward, B backward"
     if layout.name == ScheduleName.ZERO_BUBBLE:
         found = "F forward, B gradient of the input, W of the weights"
@@ -268,7 +268,7 @@ def _key(layout: Layout) -> str:
     return found + "; dots: waiting"
 
 
-def _grid(layout: Layout, result: Simulation) -> tuple[float, int]:
+def _grid(layout: SchedulePlot, result: Simulation) -> tuple[float, int]:
     """The time that a cell stands for, and how many columns it has: the longest label fits."""
     longest = max(
         len(_label(work, layout.chunks)) for stage in result.stages for work in stage.work
@@ -304,7 +304,7 @@ def _numbers(values: Sequence[int]) -> str:
     return " ".join(map(str, values))
 
 
-def _beyond_theory(layout: Layout) -> str:
+def _beyond_theory(layout: SchedulePlot) -> str:
     """Why the simulation may differ from the formula; empty where it may not."""
     times = layout.durations
     reasons = []
@@ -348,7 +348,7 @@ def _paler(colour: str, chunk: int, chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
-def _font_size(layout: Layout, result: Simulation, wide: float) -> float:
+def _font_size(layout: SchedulePlot, result: Simulation, wide: float) -> float:
     """Points in which the widest number fits into the narrowest box."""
     shortest = min(work.stop - work.start for work in result.stages[0].work)
     inches = 0.88 * wide * shortest / result.makespan
@@ -356,7 +356,7 @@ def _font_size(layout: Layout, result: Simulation, wide: float) -> float:
     return min(9.0, 72 * inches / (0.75 * digits + 0.4))
 
 
-def _legend(layout: Layout) -> list[Any]:
+def _legend(layout: SchedulePlot) -> list[Any]:
     from matplotlib.patches import Patch
 
     letters = "FBW" if layout.name == ScheduleName.ZERO_BUBBLE else "FB"

@@ -25,7 +25,7 @@ from megatron.program import run
 from megatron.tokenizer.bert_wordpiece import SPECIAL_TOKENS
 from megatron.tokenizer.protocol import END_OF_TEXT
 from tools.preprocessing.documents import TEXT_RULES, DocumentFile, TextRule, find_inputs, texts
-from tools.preprocessing.text_output import refuse_existing, write_text_files
+from tools.preprocessing.text_output import refuse_existing_texts, write_text_files
 
 _BYTES = 256
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(args.output)
     names = WORDPIECE_NAMES if args.type == WORDPIECE else OUTPUT_NAMES
     learn = train_wordpiece if args.type == WORDPIECE else train
-    refuse_existing([folder / name for name in names], overwrite=args.overwrite)
+    refuse_existing_texts([folder / name for name in names], overwrite=args.overwrite)
     files = find_inputs(args.input).files
     rule = TextRule(args.text_documents)
     with tqdm(

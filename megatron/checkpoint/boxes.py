@@ -85,12 +85,12 @@ def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     outer = whole(shape)
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
-            return f"{describe(box)} has another number of dimensions than {tuple(shape)}"
+            return f"{format_box(box)} has another number of dimensions than {tuple(shape)}"
         if box.size and overlap(box, outer) != box:
-            return f"{describe(box)} reaches outside {tuple(shape)}"
+            return f"{format_box(box)} reaches outside {tuple(shape)}"
     clash = _first_overlap(boxes)
     if clash is not None:
-        return f"{describe(clash[0])} and {describe(clash[1])} overlap"
+        return f"{format_box(clash[0])} and {format_box(clash[1])} overlap"
     held = sum(box.size for box in boxes)
     if held != outer.size:
         return f"{held} of {outer.size} elements are there"
@@ -109,6 +109,6 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def describe(box: Box) -> str:
+def format_box(box: Box) -> str:
     """The box as Python would index it: `[0:64, 32:48]`."""
     return "[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices) + "]"

@@ -25,7 +25,7 @@ _CLASSES = "classification_head"
 HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 
 
-def told_by(names: Iterable[str]) -> str:
+def kind_from_names(names: Iterable[str]) -> str:
     """The kind of model that parameters of these names make, with or without `model/` before."""
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
@@ -40,9 +40,9 @@ def heads_of(names: Iterable[str]) -> frozenset[str]:
     return frozenset(modules.intersection(HEADS))
 
 
-def known(kind: str, names: Iterable[str]) -> str:
+def known_kind(kind: str, names: Iterable[str]) -> str:
     """`kind`, or what the names of its parameters tell where a user's program made it up."""
-    return kind if kind in _CALLED else told_by(names)
+    return kind if kind in _CALLED else kind_from_names(names)
 
 
 def differ(saved: str, wanted: str) -> bool:

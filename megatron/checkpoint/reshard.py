@@ -8,13 +8,13 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from megatron.checkpoint.boxes import Box, describe, overlap
+from megatron.checkpoint.boxes import Box, format_box, overlap
 from megatron.errors import CheckpointError
 
 _SHOWN = 8  # problems listed before "and N more"
 
 
-class Copy(NamedTuple):
+class CopyStep(NamedTuple):
     """Elements `box` (global indices) go from saved piece `saved` to wanted box `wanted`."""
 
     saved: int
@@ -34,7 +34,7 @@ class TensorFacts(Protocol):
         """The shape of the whole tensor, without padding rows."""
 
 
-def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
+def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopyStep]:
     """The copies that fill every element of every wanted box exactly once.
 
     Raises:
@@ -43,7 +43,7 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
     copies = []
     for w, target in enumerate(wanted):
         found = [
-            Copy(s, w, common)
+            CopyStep(s, w, common)
             for s, piece in enumerate(saved)
             if (common := overlap(piece, target)) is not None
         ]
@@ -51,7 +51,7 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
         if held != target.size:
             raise CheckpointError(
                 f"the pieces of {name} in the checkpoint do not make up what this rank needs",
-                found=f"{held} elements saved for the {target.size} of {name}{describe(target)}",
+                found=f"{held} elements saved for the {target.size} of {name}{format_box(target)}",
                 fix="the checkpoint is damaged: load an older iteration",
             )
         copies += found

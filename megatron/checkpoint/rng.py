@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron import device
-from megatron.checkpoint.folder.manifest import Layout, Manifest
+from megatron.checkpoint.folder.manifest import GridLayout, Manifest
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology
@@ -43,7 +43,7 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
     """
     if not manifest.generators:
         return "the checkpoint was saved without random states"
-    here = Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
+    here = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
     if manifest.layout != here:
         return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(here)}"
     return None
@@ -57,7 +57,7 @@ def device_mismatch(states: GeneratorStates) -> str | None:
     return f"random states were saved on {saved}, this run uses {here}"
 
 
-def _spelled(layout: Layout) -> str:
+def _spelled(layout: GridLayout) -> str:
     return f"tp={layout.tp} pp={layout.pp} dp={layout.dp}"
 
 

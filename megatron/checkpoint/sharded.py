@@ -37,7 +37,7 @@ class Placement:
 REPLICATED = Placement()
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """A box of the whole tensor, and a view of this rank's memory that holds its values."""
 
     box: Box
@@ -54,13 +54,13 @@ class ShardedTensor:
     name: str
     global_shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     padding: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, placement: Placement = REPLICATED) -> "ShardedTensor":
         """The rank's local `tensor`, the part of the whole that `placement` says."""
-        views = [Part(whole(tensor.shape), tensor.detach())]
+        views = [ShardPart(whole(tensor.shape), tensor.detach())]
         return _cut(name, views, tensor.shape, placement)
 
     @classmethod
@@ -83,7 +83,7 @@ class ShardedTensor:
         assert inside and stop <= math.prod(local_shape), name  # noqa: S101, PT018  # invariant: callers cut by shape
         views, done = [], 0
         for box in flat_boxes(tuple(local_shape), start, stop):
-            views.append(Part(box, flat.detach()[done : done + box.size].view(box.shape)))
+            views.append(ShardPart(box, flat.detach()[done : done + box.size].view(box.shape)))
             done += box.size
         if not views:  # an empty share still says the tensor's name, shape and dtype
             return _cut(name, [], local_shape, placement, dtype=flat.dtype)
@@ -107,7 +107,7 @@ class ShardedTensor:
 
 def _cut(
     name: str,
-    views: Sequence[Part],
+    views: Sequence[ShardPart],
     local_shape: Sequence[int],
     placement: Placement,
     dtype: torch.dtype | None = None,
@@ -131,7 +131,7 @@ def _cut(
             if keep is None:
                 padding.append(values)
                 continue
-            parts.append(Part(keep, values[keep.within(placed).slices]))
+            parts.append(ShardPart(keep, values[keep.within(placed).slices]))
             if keep != placed:
                 padding.append(values[keep.shape[0] :])
     return ShardedTensor(name, shape, dtype or views[0].view.dtype, tuple(parts), tuple(padding))

@@ -105,7 +105,7 @@ class SourceBase:
     def kind(self: "_Named") -> str:
         """The kind of model: what a run of ours trained, or what names of parameters tell."""
         recorded = None if self.seal is None else self.seal.model_kind
-        return recorded or model_kind.told_by(self.tensors)
+        return recorded or model_kind.kind_from_names(self.tensors)
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Check nothing: the format has nothing to check its files by."""

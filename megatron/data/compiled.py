@@ -24,7 +24,7 @@ def is_current(module: ModuleType | None, interface: int) -> bool:
     return module is not None and getattr(module, "INTERFACE", None) == interface
 
 
-def say_that_the_twin_serves(name: str, module: ModuleType | None) -> None:
+def warn_of_python_twin(name: str, module: ModuleType | None) -> None:
     """Warn, once for each name, that Python does what a compiled module would do faster."""
     what = "is not built" if module is None else "was built from other source"
     log.warning_once(

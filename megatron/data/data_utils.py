@@ -23,7 +23,7 @@ from megatron.data.blendable_dataset import (
     draw_problems,
     samples_of_component,
 )
-from megatron.data.corpus.verification_progress import Beat, unheard
+from megatron.data.corpus.verification_progress import ReportProgress, no_progress
 from megatron.data.corpus.weighted_paths import (
     WeightedGroup,
     WeightedSplits,
@@ -108,7 +108,7 @@ class IndexPlace:
     cache_path: str | None = None
     is_builder: bool = True
     wait: Callable[[], None] = lambda: None
-    beat: Beat = unheard
+    report_progress: ReportProgress = no_progress
 
     def cache(self, prefix: str) -> IndexCache:
         """The cache of indices over the corpus `prefix`."""
@@ -116,7 +116,7 @@ class IndexPlace:
             folders=cache_folders(prefix, self.cache_path),
             is_builder=self.is_builder,
             wait=self.wait,
-            beat=self.beat,
+            report_progress=self.report_progress,
         )
 
 
@@ -138,17 +138,22 @@ class _Corpora(dict[str, Corpus]):
         return self[prefix]
 
 
-def corpus_opener(data: DataConfig, *, is_builder: bool, beat: Beat = unheard) -> OpenCorpus:
+def corpus_opener(
+    data: DataConfig, *, is_builder: bool, report_progress: ReportProgress = no_progress
+) -> OpenCorpus:
     """How `data` wants its corpora opened.
 
-    Of --data-integrity full only builders read everything first, and say through `beat` how far
-    they are; the others wait for them, and verify what they touch, since they may see another disk.
+    Of --data-integrity full only builders read everything first, and say through `report_progress`
+    how far they are; the others wait for them, and verify what they touch, since they may see
+    another disk.
     """
     integrity = data.data_integrity
     if integrity is DataIntegrity.FULL and not is_builder:
         integrity = DataIntegrity.TOUCHED
     mapped = data.mmap_bin_files
-    return partial(MMapIndexedDataset, integrity=integrity, mapped=mapped, beat=beat)
+    return partial(
+        MMapIndexedDataset, integrity=integrity, mapped=mapped, report_progress=report_progress
+    )
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[WeightedPrefix]:

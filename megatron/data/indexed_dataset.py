@@ -44,9 +44,13 @@ from megatron.data.corpus.paths import (
     refuse_suffix,
     require_regular_file,
 )
-from megatron.data.corpus.publication import Layout, publish_corpus
+from megatron.data.corpus.publication import CorpusLayout, publish_corpus
 from megatron.data.corpus.token_file import TokenFile, TokenReader, Tokens
-from megatron.data.corpus.verification_progress import Beat, VerificationProgress, unheard
+from megatron.data.corpus.verification_progress import (
+    ReportProgress,
+    VerificationProgress,
+    no_progress,
+)
 from megatron.errors import DataError
 
 __all__ = [
@@ -75,11 +79,11 @@ def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[
 class MMapIndexedDataset:
     """A corpus of token sequences, read by item number; checked whole when it is opened.
 
-    `integrity` says how much is compared with the checksums of the corpus; a corpus without any
-    is read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
-    that is cut short under it ends the process with SIGBUS. `beat` hears how far a verification
-    of everything (`full`) is. Raises DataError when the pair of
-    files is missing, damaged, or not one corpus.
+    `integrity` says how much is compared with the checksums of the corpus; a corpus without any is
+    read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
+    that is cut short under it ends the process with SIGBUS. `report_progress` hears how far a
+    verification of everything (`full`) is. Raises DataError when the pair of files is missing,
+    damaged, or not one corpus.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class MMapIndexedDataset:
         *,
         integrity: DataIntegrity = DataIntegrity.TOUCHED,
         mapped: bool = False,
-        beat: Beat = unheard,
+        report_progress: ReportProgress = no_progress,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.integrity, self.mapped = integrity, mapped
@@ -109,7 +113,7 @@ class MMapIndexedDataset:
         self._check_counts_of_metadata()
         self._seen: mmap.mmap | None = None  # 1 for each item of which every block was verified
         if integrity is not DataIntegrity.OFF:
-            self._check_integrity(beat)
+            self._check_integrity(report_progress)
         self._reader = self._compiled_reader()
 
     @staticmethod
@@ -175,13 +179,13 @@ class MMapIndexedDataset:
                 return tokens
         return self._join_with_python(items, start, stop)
 
-    def verify(self, beat: Beat = unheard) -> None:
+    def verify(self, report_progress: ReportProgress = no_progress) -> None:
         """Compare every byte with the checksums; DataError names the damaged blocks.
 
-        Does nothing where there are no checksums, or `integrity` keeps away from them. `beat` is
-        called after each piece with what is being done.
+        Does nothing where there are no checksums, or `integrity` keeps away from them.
+        `report_progress` is called after each piece with what is being done.
         """
-        self._file.verify_all(VerificationProgress(self._file.path, beat))
+        self._file.verify_all(VerificationProgress(self._file.path, report_progress))
         self._seen = None
         self._reader = self._compiled_reader()
 
@@ -250,7 +254,7 @@ class MMapIndexedDataset:
             parts.append(self.get(item, begin, None if end is None else end - begin))
         return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, np.int64)
 
-    def _check_integrity(self, beat: Beat) -> None:
+    def _check_integrity(self, report_progress: ReportProgress) -> None:
         checksums = read_checksums(self.prefix)
         if checksums is None:
             log.warning_once(
@@ -271,7 +275,7 @@ class MMapIndexedDataset:
         check_index(self.prefix, checksums)
         self._file.expect(checksums)
         if self.integrity is DataIntegrity.FULL:
-            self.verify(beat)
+            self.verify(report_progress)
         elif self.integrity is DataIntegrity.TOUCHED:
             # Asked once for each read, so it is one look at one byte. Shared by forked workers.
             self._seen = mmap.mmap(-1, len(self))
@@ -450,7 +454,7 @@ class MMapIndexedDatasetBuilder:
             publish_corpus(
                 self.prefix,
                 self._temporary,
-                layout=Layout(
+                layout=CorpusLayout(
                     self.dtype,
                     np.frombuffer(self._sizes, np.int32),
                     np.frombuffer(self._doc_idx, np.int64),

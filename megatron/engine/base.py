@@ -66,7 +66,9 @@ class DatasetRequest(NamedTuple):
     seed: int
     is_builder: bool  # whether this rank writes index caches for its node
     wait: Callable[[], None]  # returns once the builders are done
-    beat: Callable[[str], None] = lambda doing: None  # says to those that wait what is being done
+    report_progress: Callable[[str], None] = lambda doing: (
+        None
+    )  # says to those that wait what is being done
 
 
 class BatchOptions(NamedTuple):

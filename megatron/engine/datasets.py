@@ -23,13 +23,13 @@ def datasets_of(reads: ProgramData) -> Callable[[DatasetRequest], Datasets]:
             tokenizer=request.tokenizer,
             seed=request.seed,
             is_builder=request.is_builder,
-            beat=request.beat,
+            report_progress=request.report_progress,
         )
         place = IndexPlace(
             cache_path=request.data.data_cache_path,
             is_builder=request.is_builder,
             wait=request.wait,
-            beat=request.beat,
+            report_progress=request.report_progress,
         )
         built = build_datasets(
             maker,

@@ -60,7 +60,7 @@ class EvaluationMemory:
             fits = torch.tensor(int(self._can_be_taken(rows, length)), device=device.current())
             if int(all_reduce(fits, self.build.ctx.world, op="min")):
                 return rows
-            rows = halved(rows, length, [])
+            rows = halve_until_it_fits(rows, length, [])
 
     def bytes_of(self, rows: int, length: int) -> int:
         """Estimated bytes, beside the weights, of reading so many rows of so many tokens."""
@@ -113,7 +113,7 @@ class EvaluationMemory:
         )
 
 
-def halved(rows: int, length: int, ranks: Sequence[int]) -> int:
+def halve_until_it_fits(rows: int, length: int, ranks: Sequence[int]) -> int:
     """Half as many rows, which is said; MachineError when there is one.
 
     Args:

@@ -33,7 +33,7 @@ from megatron.json_values import JsonObject, object_at
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import parameters_norm
@@ -67,7 +67,9 @@ class NativeEngine:
         specs = task.layers(config.model, build)
         ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
         with torch.device(device.current()):
-            self.stage = Stage(specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size))
+            self.stage = PipelineStage(
+                specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size)
+            )
         initialize_parameters(self.stage, seed=config.training.seed, ctx=build.ctx)
         # Before the buffers, which put what is tied into buckets of its own.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
@@ -207,7 +209,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
     return task.loss(carry, labels, build)
 
 
-def _weight_gradients(stage: Stage, pipeline: PipelinePlan) -> WeightGradients | None:
+def _weight_gradients(stage: PipelineStage, pipeline: PipelinePlan) -> WeightGradients | None:
     """Where gradients of weights wait for their turn, if the schedule gives them one."""
     if pipeline.schedule != ScheduleName.ZERO_BUBBLE or pipeline.num_stages == 1:
         return None

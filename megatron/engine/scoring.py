@@ -16,12 +16,17 @@ from megatron import device
 from megatron.config.run import RunConfig
 from megatron.engine.base import MicroBatch
 from megatron.engine.cuts import stage_ranges
-from megatron.engine.evaluation_memory import EvaluationMemory, halved, is_out_of_memory, ran_out
+from megatron.engine.evaluation_memory import (
+    EvaluationMemory,
+    halve_until_it_fits,
+    is_out_of_memory,
+    ran_out,
+)
 from megatron.errors import ConfigError, DataError
 from megatron.model.gpt_model import GPTModel, gpt_carry, gpt_layers, most_positions
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
-from megatron.model.stage import Stage, run_layers
+from megatron.model.stage import PipelineStage, run_layers
 from megatron.mpu.argmax import vocab_parallel_argmax
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
@@ -32,7 +37,7 @@ from megatron.pipeline.plan import pipeline_plan
 _NOT_SCORED = -1
 
 
-class Row(NamedTuple):
+class ScoringRow(NamedTuple):
     """Tokens of which those from `first` on are scored, each given all before it in the row."""
 
     tokens: tuple[int, ...]
@@ -79,12 +84,14 @@ class Scorer:
             self.stage, run = model, partial(_run_whole, model)
         else:
             with torch.device(device.current()):
-                stage = Stage(specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size))
+                stage = PipelineStage(
+                    specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size)
+                )
             self.stage, run = stage, stage.run
         work = StageWork(run, partial(_scores, build), pipeline.num_chunks)
         self._executor = Executor(work, build.ctx.pp, schedule=pipeline.schedule)
 
-    def score(self, rows: Sequence[Row]) -> list[RowScore]:
+    def score(self, rows: Sequence[ScoringRow]) -> list[RowScore]:
         """The scores of `rows`, which are the same on every rank, in their order on every rank.
 
         A replica that is one rank and runs out of memory makes all of them go on with half the
@@ -113,11 +120,13 @@ class Scorer:
                     everyone |= part
             waiting = [at for at in waiting if at not in everyone]
             if waiting:
-                size = halved(size, longest, [at for at, part in enumerate(told) if part is None])
+                size = halve_until_it_fits(
+                    size, longest, [at for at, part in enumerate(told) if part is None]
+                )
         return [everyone[at] for at in range(len(rows))]
 
     def _score_some(
-        self, rows: Sequence[Row], which: Sequence[int], size: int
+        self, rows: Sequence[ScoringRow], which: Sequence[int], size: int
     ) -> dict[int, RowScore] | None:
         """What this rank says of its share of some rows; None: it ran out of memory."""
         replicas = self._build.ctx.dp
@@ -142,7 +151,7 @@ class Scorer:
         """Whether this rank is the one of its replica that says what came out."""
         return self._build.ctx.pp.is_last and self._build.ctx.tp.is_first
 
-    def _batch(self, rows: Sequence[Row], which: Sequence[int]) -> MicroBatch:
+    def _batch(self, rows: Sequence[ScoringRow], which: Sequence[int]) -> MicroBatch:
         """Inputs [b, s] and targets [b, s] of some rows, filled up at the end."""
         taken = [rows[at] for at in which]
         length = max(len(row.tokens) for row in taken) - 1
@@ -158,7 +167,7 @@ class Scorer:
         here = device.current()
         return MicroBatch(gpt_carry(inputs.to(here)), (targets.to(here),))
 
-    def _check(self, at: int, row: Row) -> None:
+    def _check(self, at: int, row: ScoringRow) -> None:
         tokens, first = row
         if not 1 <= first < len(tokens):
             raise DataError(
@@ -197,7 +206,7 @@ def _scores(build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
 
 
 def _by_row(
-    rows: Sequence[Row], batches: Sequence[Sequence[int]], found: Sequence[Tensor]
+    rows: Sequence[ScoringRow], batches: Sequence[Sequence[int]], found: Sequence[Tensor]
 ) -> Iterator[tuple[int, RowScore]]:
     for which, scores in zip(batches, found):
         for at, loss, missed in zip(which, *scores.tolist()):

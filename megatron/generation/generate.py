@@ -59,7 +59,7 @@ def generate(
         generator = torch.Generator(rows.device).manual_seed(seed)
         scores = rows.read_prompts()
         while True:
-            chosen = sample(_whole_scores(scores, model, ctx), params, generator)
+            chosen = sample(_gather_logits(scores, model, ctx), params, generator)
             if rows.take(broadcast(chosen, ctx.tp).tolist()):
                 return rows.results()
             scores = rows.read_newest(chosen)
@@ -131,7 +131,7 @@ class _Rows:
         ]
 
 
-def _whole_scores(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Tensor:
+def _gather_logits(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Tensor:
     """[b, v/tp] to the true vocabulary's [b, v] on every tp rank; padding columns are cut off."""
     return all_gather(scores, ctx.tp, dim=-1)[:, : model.build.vocab.true]
 

@@ -20,7 +20,7 @@ from megatron.loop.evaluate import evaluate
 from megatron.loop.report import StepLog
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.data import broadcast_batch
-from megatron.mpu.meeting import Meeting
+from megatron.mpu.progress_barrier import ProgressBarrier
 from megatron.progress import Duration, Progress
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class DataFeed:
         self._config, self._context, self._batches = config, context, batches
         self._total_samples = duration.total_samples
         patience_s = 60 * config.launch.distributed_timeout_minutes
-        meeting = Meeting(context.world, patience_s=patience_s)
+        meeting = ProgressBarrier(context.world, patience_s=patience_s)
         self._datasets = task.datasets(
             DatasetRequest(
                 data=config.data,
@@ -51,7 +51,7 @@ class DataFeed:
                 seed=config.training.seed,
                 is_builder=launch.local_rank == 0,
                 wait=meeting.wait,
-                beat=meeting.beat,
+                report_progress=meeting.report_progress,
             )
         )
         announce_worker_budget(

@@ -19,8 +19,8 @@ from megatron.model.gpt_model import WORD_EMBEDDING
 from megatron.model.heads import (
     ClassificationHead,
     MaskedLMHead,
-    OrderHead,
     Pooler,
+    SentenceOrderHead,
     VocabularyBias,
     build_output,
 )
@@ -53,7 +53,7 @@ def bert_layers(
         scores = LayerSpec("output", partial(build_output, config, build), call="logits")
     order = (
         LayerSpec("pooler", partial(Pooler, config, build)),
-        LayerSpec("order_head", partial(OrderHead, config, build)),
+        LayerSpec("order_head", partial(SentenceOrderHead, config, build)),
     )
     return (
         *_encoder(config, build, tied=tied),

@@ -12,7 +12,7 @@ from megatron.model.positions import LearnedPositions
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import VocabParallelEmbedding, linear_with_input_reduction
 from megatron.mpu.mappings import sequence_part
-from megatron.mpu.partition import describe
+from megatron.mpu.partition import set_parameter_metadata
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -100,7 +100,7 @@ class TokenTypes(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, config.hidden_size, dtype=build.dtype))
         init = weight_init(config)
-        describe(self.weight, init=init, sequence_parallel=build.sequence_parallel)
+        set_parameter_metadata(self.weight, init=init, sequence_parallel=build.sequence_parallel)
 
     def forward(self, types: Tensor, part: slice | None) -> Tensor:
         """Vectors [s, b, h] of int64 types [b, s]; only of the tokens `part` where it is given."""

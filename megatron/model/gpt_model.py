@@ -20,7 +20,7 @@ from megatron.model.kv_cache import KVCache
 from megatron.model.losses import LossSum, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import Stage, assemble, run_layers
+from megatron.model.stage import PipelineStage, assemble, run_layers
 from megatron.model.transformer import Block
 from megatron.mpu.stage_plan import LayerRange
 
@@ -69,7 +69,10 @@ def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
 
 
 class GPTModel(nn.Module):
-    """The whole of GPT on one rank (of each tp group), with the loss; parts of it are `Stage`s."""
+    """The whole of GPT on one rank (of each tp group), with the loss.
+
+    Parts of it are `PipelineStage`s.
+    """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
@@ -167,9 +170,9 @@ class GPTModelPipe:
         self.build = build
         self.specs: Sequence[LayerSpec] = gpt_layers(config, build)
 
-    def stage(self, *ranges: LayerRange) -> Stage:
+    def stage(self, *ranges: LayerRange) -> PipelineStage:
         """Build the layers of `ranges`, one per chunk of the stage."""
-        return Stage(self.specs, ranges)
+        return PipelineStage(self.specs, ranges)
 
     def loss(self, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None) -> LossSum:
         """The loss of what the last stage hands over; labels and mask are [b, s]."""

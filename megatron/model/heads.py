@@ -12,7 +12,7 @@ from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mappings import reduce_from_tp
-from megatron.mpu.partition import Init, InitKind, Partition, describe
+from megatron.mpu.partition import Init, InitKind, Partition, set_parameter_metadata
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -34,7 +34,7 @@ class OutputLayer(ColumnParallelLinear):
         )
         # Padding rows depend on the layout, so they must not take part in initialisation.
         padded = Init(init.kind, init.std, true_rows=build.vocab.true)
-        describe(self.weight, init=padded, partition=Partition("tp", dim=0))
+        set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
 
     def logits(self, carry: Carry) -> Carry:
         """The same on a carry, as a layer of the list."""
@@ -72,7 +72,7 @@ class VocabularyBias(nn.Module):
         rows = build.vocab.padded // build.ctx.tp.size
         self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
         init = Init(InitKind.ZEROS, true_rows=build.vocab.true)
-        describe(self.bias, init=init, partition=Partition("tp", dim=0))
+        set_parameter_metadata(self.bias, init=init, partition=Partition("tp", dim=0))
 
     def forward(self, carry: Carry) -> Carry:
         """(scores [s, b, v/tp], ..) to the same."""
@@ -105,7 +105,7 @@ class Pooler(nn.Module):
         return (hidden, torch.tanh(self.dense(first)))
 
 
-class OrderHead(nn.Module):
+class SentenceOrderHead(nn.Module):
     """Whether two segments stand in their order, as two scores (BERT's binary head)."""
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
@@ -152,8 +152,8 @@ class Dense(nn.Module):
         split = build.sequence_parallel and not whole
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=build.dtype))
         self.bias = nn.Parameter(torch.empty(rows, dtype=build.dtype))
-        describe(self.weight, init=weight_init(config), sequence_parallel=split)
-        describe(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=split)
+        set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=split)
+        set_parameter_metadata(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=split)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., width] to [.., rows]."""

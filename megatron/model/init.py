@@ -39,7 +39,7 @@ def residual_init(config: ModelConfig) -> Init:
 def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) -> None:
     """Fill every parameter of a stage from `seed` and its global name; nothing else matters.
 
-    Names must be global ones, as `Stage` and `GPTModel` give them.
+    Names must be global ones, as `PipelineStage` and `GPTModel` give them.
 
     Raises:
         MegatronError: a parameter does not say how it starts.

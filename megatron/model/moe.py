@@ -24,7 +24,7 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.partition import Init, Partition, describe, local_shape
+from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_metadata
 
 
 def build_feed_forward(config: ModelConfig, build: ModelBuild) -> nn.Module:
@@ -116,7 +116,7 @@ class GroupedLinear(nn.Module):
         local = local_shape(shape, partition, build.ctx.tp.size)
         self._whole, self._here = shape, local
         self.weight = nn.Parameter(torch.empty(local, dtype=build.dtype))
-        describe(self.weight, init=init, partition=partition)
+        set_parameter_metadata(self.weight, init=init, partition=partition)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """[n, in] to [n, out], where the first counts[0] rows are of group 0 and so on."""

@@ -17,7 +17,7 @@ from megatron.model.init import weight_init
 from megatron.model.specs import ModelBuild, RouterLoss
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.mappings import reduce_from_tp
-from megatron.mpu.partition import describe
+from megatron.mpu.partition import set_parameter_metadata
 
 
 class Router(nn.Module):
@@ -37,7 +37,7 @@ class Router(nn.Module):
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
         # Whole on every tp rank: [experts, h].
         self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
-        describe(self.weight, init=weight_init(config), sequence_parallel=self._split)
+        set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=self._split)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and experts of every token, [s, b, k] each, best first, for hidden [s, b, h].

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, Normalization
 from megatron.model.specs import Carry, ModelBuild
-from megatron.mpu.partition import Init, InitKind, describe
+from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
 
 
 def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
@@ -90,5 +90,5 @@ class RMSNorm(_Norm):
 
 def _gain(width: int, init: Init, sequence_parallel: bool, dtype: torch.dtype) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(width, dtype=dtype))
-    describe(parameter, init=init, sequence_parallel=sequence_parallel)
+    set_parameter_metadata(parameter, init=init, sequence_parallel=sequence_parallel)
     return parameter

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.mpu.autograd import FunctionContext
-from megatron.mpu.partition import Init, describe
+from megatron.mpu.partition import Init, set_parameter_metadata
 
 
 class LearnedPositions(nn.Module):
@@ -31,7 +31,7 @@ class LearnedPositions(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
-        describe(self.weight, init=init, sequence_parallel=sequence_parallel)
+        set_parameter_metadata(self.weight, init=init, sequence_parallel=sequence_parallel)
 
     def forward(
         self, length: int, position_ids: Tensor | None, part: slice | None = None

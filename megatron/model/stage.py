@@ -13,7 +13,7 @@ from megatron.model.specs import Carry, LayerSpec
 from megatron.mpu.stage_plan import LayerRange
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """The parts of a model that one pipeline rank holds, one set of names for all.
 
     A stage has one contiguous part, a chunk, or several where the pipeline is interleaved; chunk 0

@@ -56,7 +56,7 @@ class Call(NamedTuple):
         return f"{self.operation}{about} at {self.where}"
 
 
-class Message(NamedTuple):
+class MessageRecord(NamedTuple):
     """A tensor to or from another rank, by its global rank."""
 
     sends: bool
@@ -100,7 +100,7 @@ class CollectiveChecks:
             [self._arrive(f"the group of ranks {called}", ranks, Call.of(operation, tensor))]
         )
 
-    def messages(self, messages: Sequence[Message]) -> None:
+    def messages(self, messages: Sequence[MessageRecord]) -> None:
         """Return once the other end of every message is about to send or receive the same.
 
         Raises:

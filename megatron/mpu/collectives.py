@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import device
-from megatron.mpu.collective_checks import Message
+from megatron.mpu.collective_checks import MessageRecord
 from megatron.mpu.context import Group
 
 Op = Literal["sum", "mean", "max", "min"]
@@ -196,7 +196,7 @@ def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group)
     """
     if group.checks is not None:
         group.checks.messages(
-            [Message(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
+            [MessageRecord(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
         )
 
 

@@ -28,7 +28,7 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.partition import Init, InitKind, Partition, describe, local_shape
+from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_parameter_metadata
 from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
 
 
@@ -112,7 +112,9 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = _parameter((out_features,), None, self._tp, Init(InitKind.ZEROS), dtype)
-            describe(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=sequence_parallel)
+            set_parameter_metadata(
+                self.bias, init=Init(InitKind.ZEROS), sequence_parallel=sequence_parallel
+            )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in/tp] to [s, .., out], equal on every tp rank.
@@ -305,5 +307,5 @@ def _parameter(
     dtype: torch.dtype | None,
 ) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(local_shape(whole, partition, tp.size), dtype=dtype))
-    describe(parameter, init=init, partition=partition)
+    set_parameter_metadata(parameter, init=init, partition=partition)
     return parameter

@@ -54,14 +54,14 @@ class Init:
     true_rows: int | None = None
 
 
-class Piece(NamedTuple):
+class ShardBox(NamedTuple):
     """A box of the local tensor and the box of the whole tensor that holds the same values."""
 
     local: tuple[slice, ...]
     global_: tuple[slice, ...]
 
 
-def describe(
+def set_parameter_metadata(
     parameter: Tensor,
     *,
     init: Init,
@@ -126,7 +126,7 @@ def local_shape(
 
 def pieces(
     global_shape: Sequence[int], partition: Partition | None, index: int, size: int
-) -> tuple[Piece, ...]:
+) -> tuple[ShardBox, ...]:
     """The boxes that make up part `index` of `size`; one per block, or the whole if replicated.
 
     Over all indexes the global boxes hold every element exactly once, and for each index the
@@ -137,7 +137,7 @@ def pieces(
     """
     whole = tuple(slice(0, length) for length in global_shape)
     if partition is None:
-        return (Piece(whole, whole),)
+        return (ShardBox(whole, whole),)
     part = _part_length(global_shape, partition, size)
     dim = partition.dim % len(whole)
 
@@ -145,7 +145,7 @@ def pieces(
         return (*whole[:dim], slice(start, start + part), *whole[dim + 1 :])
 
     return tuple(
-        Piece(local=box(block * part), global_=box((block * size + index) * part))
+        ShardBox(local=box(block * part), global_=box((block * size + index) * part))
         for block in range(partition.blocks)
     )
 

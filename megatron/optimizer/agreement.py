@@ -16,7 +16,7 @@ from megatron.mpu.context import Group
 _NAMES_SHOWN = 5
 
 
-def check_equal(named: Iterable[tuple[str, Tensor]], group: Group, *, problem: str) -> None:
+def check_bitwise_equal(named: Iterable[tuple[str, Tensor]], group: Group, *, problem: str) -> None:
     """Compare tensors with those of the same place in the list on all ranks of `group`.
 
     Raises:

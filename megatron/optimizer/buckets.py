@@ -19,7 +19,7 @@ def default_bucket_elements(shards: int) -> int:
     return max(40_000_000, 1_000_000 * shards)
 
 
-class Turn(Enum):
+class ReductionTime(Enum):
     """When a parameter's gradient may be reduced, which decides whom it shares a bucket with."""
 
     PROMPT = "as soon as its last micro-batch is done"
@@ -27,7 +27,7 @@ class Turn(Enum):
     ALONE = "as HELD, in a bucket that has the same place on every pipeline stage that holds it"
 
 
-class Range(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements [start, stop) of a flat buffer, or of a flattened parameter."""
 
     start: int
@@ -42,21 +42,21 @@ class Range(NamedTuple):
 class Bucket(NamedTuple):
     """A stretch of whole parameters and padding that is reduced in one collective."""
 
-    range: Range
+    range: ElementRange
     members: tuple[int, ...]  # indexes of its parameters, in the order in which they lie there
     held: bool  # until the end of the step
 
-    def share(self, index: int, size: int) -> Range:
+    def share(self, index: int, size: int) -> ElementRange:
         """Part `index` of `size` equal parts of the bucket, in elements of the flat buffer."""
         length = self.range.size // size
         start = self.range.start + index * length
-        return Range(start, start + length)
+        return ElementRange(start, start + length)
 
 
 class FlatPlan(NamedTuple):
     """The layout of one flat buffer."""
 
-    places: tuple[Range, ...]  # of every parameter, in the order in which they were given
+    places: tuple[ElementRange, ...]  # of every parameter, in the order in which they were given
     buckets: tuple[Bucket, ...]  # one after the other, without gaps; held ones last
 
     @property
@@ -66,7 +66,7 @@ class FlatPlan(NamedTuple):
 
 
 def plan_flat(
-    counts: Sequence[int], turns: Sequence[Turn], *, shards: int, bucket_elements: int
+    counts: Sequence[int], turns: Sequence[ReductionTime], *, shards: int, bucket_elements: int
 ) -> FlatPlan:
     """Lay out parameters of `counts` elements, in the reverse of the order given.
 
@@ -75,38 +75,42 @@ def plan_flat(
     `bucket_elements`, and is padded to `shards` equal parts that start at aligned elements.
     """
     unit = shards * ALIGN_ELEMENTS
-    places = [Range(0, 0)] * len(counts)
+    places = [ElementRange(0, 0)] * len(counts)
     buckets: list[Bucket] = []
     start = 0
-    for turn in (Turn.PROMPT, Turn.HELD, Turn.ALONE):
+    for turn in (ReductionTime.PROMPT, ReductionTime.HELD, ReductionTime.ALONE):
         left = [index for index in reversed(range(len(counts))) if turns[index] is turn]
         members: list[int] = []
         stop = start
         for index in left:
-            places[index] = Range(stop, stop + counts[index])
+            places[index] = ElementRange(stop, stop + counts[index])
             stop += _round_up(counts[index], ALIGN_ELEMENTS)
             members.append(index)
-            if turn is Turn.ALONE or stop - start >= bucket_elements or index == left[-1]:
+            if turn is ReductionTime.ALONE or stop - start >= bucket_elements or index == left[-1]:
                 stop = start + _round_up(stop - start, unit)
-                buckets.append(Bucket(Range(start, stop), tuple(members), turn is not Turn.PROMPT))
+                buckets.append(
+                    Bucket(
+                        ElementRange(start, stop), tuple(members), turn is not ReductionTime.PROMPT
+                    )
+                )
                 members, start = [], stop
     return FlatPlan(tuple(places), tuple(buckets))
 
 
-def owned_ranges(plan: FlatPlan, index: int, size: int) -> tuple[Range, ...]:
+def owned_ranges(plan: FlatPlan, index: int, size: int) -> tuple[ElementRange, ...]:
     """For each parameter the elements of it, flattened, that shard `index` of `size` owns.
 
     Over all shards every element has one owner. Ranges start at multiples of `ALIGN_ELEMENTS`; they
     are empty, at 0, where nothing is owned.
     """
-    owned = [Range(0, 0)] * len(plan.places)
+    owned = [ElementRange(0, 0)] * len(plan.places)
     for bucket in plan.buckets:
         share = bucket.share(index, size)
         for member in bucket.members:
             place = plan.places[member]
             start, stop = max(place.start, share.start), min(place.stop, share.stop)
             if start < stop:
-                owned[member] = Range(start - place.start, stop - place.start)
+                owned[member] = ElementRange(start - place.start, stop - place.start)
     return tuple(owned)
 
 

@@ -21,7 +21,7 @@ from megatron.optimizer.grad_buffer import HALF_DTYPES
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ and Megatron have the same
 
 
-def counted_here(
+def owned_by_this_rank(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> tuple[bool, ...]:
     """For each parameter, whether this rank is the one that counts it (or its part of it).
@@ -45,7 +45,7 @@ def global_norm(
     tensor with a norm beyond float32, make the result non-finite.
 
     Args:
-        counted: the tensors that this rank counts, see `counted_here`.
+        counted: the tensors that this rank counts, see `owned_by_this_rank`.
         over_replicas: they are shares of a replica's, and those of all replicas add up to it.
     """
     halves = [tensor for tensor in counted if tensor.dtype in HALF_DTYPES]
@@ -74,7 +74,7 @@ def parameters_norm(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> float:
     """L2 norm of all parameters of the model; gathers over pp and sums over the model group."""
-    counts = counted_here(named_parameters, ctx)
+    counts = owned_by_this_rank(named_parameters, ctx)
     return global_norm(
         [parameter.detach() for (_, parameter), mine in zip(named_parameters, counts) if mine], ctx
     )

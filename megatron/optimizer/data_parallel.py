@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.mpu.context import Group
-from megatron.optimizer.agreement import check_equal
+from megatron.optimizer.agreement import check_bitwise_equal
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_buffer import ParameterBuffer
 
@@ -106,7 +106,7 @@ class DistributedDataParallel(nn.Module):
             NumericsError: on every rank, naming parameters that differ.
         """
         self.wait_for_parameters()
-        check_equal(
+        check_bitwise_equal(
             self.module.named_parameters(),
             self.dp_group,
             problem="the data-parallel replicas hold different weights",

@@ -20,9 +20,9 @@ from megatron.mpu.context import Group
 from megatron.mpu.weight_gradients import comes_later
 from megatron.optimizer.buckets import (
     Bucket,
+    ElementRange,
     FlatPlan,
-    Range,
-    Turn,
+    ReductionTime,
     default_bucket_elements,
     plan_flat,
 )
@@ -171,12 +171,14 @@ class GradBuffer:
             flats.append(flat)
         return tuple(flats)
 
-    def _turn_of(self, parameter: Parameter) -> Turn:
+    def _turn_of(self, parameter: Parameter) -> ReductionTime:
         if getattr(parameter, "sequence_parallel", False):
-            return Turn.HELD
+            return ReductionTime.HELD
         if getattr(parameter, "reduce_first", False):
-            return Turn.ALONE
-        return Turn.HELD if self._names[parameter] in self._optional else Turn.PROMPT
+            return ReductionTime.ALONE
+        return (
+            ReductionTime.HELD if self._names[parameter] in self._optional else ReductionTime.PROMPT
+        )
 
     def _take(self, parameter: Parameter) -> None:
         """One more gradient of `parameter` is there; called by autograd."""
@@ -237,5 +239,5 @@ class GradBuffer:
             )
 
 
-def _cut(flat: Tensor, range_: Range) -> Tensor:
+def _cut(flat: Tensor, range_: ElementRange) -> Tensor:
     return flat[range_.start : range_.stop]

@@ -23,8 +23,8 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
-from megatron.optimizer.buckets import Range
-from megatron.optimizer.clip_grads import clip_factor, count_zeros, counted_here, global_norm
+from megatron.optimizer.buckets import ElementRange
+from megatron.optimizer.clip_grads import clip_factor, count_zeros, global_norm, owned_by_this_rank
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
@@ -83,7 +83,7 @@ class _Slot:
 
     name: str
     parameter: Parameter
-    owned: Range | None
+    owned: ElementRange | None
     values: Tensor
     weight: Tensor
 
@@ -114,7 +114,7 @@ class MegatronOptimizer(ABC):
         self._ctx = ctx
         self._steps = 0
         pairs = [pair for group in self._groups for pair in group.parameters]
-        counted = {name for (name, _), mine in zip(pairs, counted_here(pairs, ctx)) if mine}
+        counted = {name for (name, _), mine in zip(pairs, owned_by_this_rank(pairs, ctx)) if mine}
         by_group = [
             [slot for pair in group.parameters if (slot := self._slot_of(*pair)) is not None]
             for group in self._groups
@@ -197,7 +197,7 @@ class MegatronOptimizer(ABC):
         """
         return {slot.name: self._state_of(slot) for slot in self._slots}
 
-    def owned_ranges(self) -> dict[str, Range]:
+    def owned_ranges(self) -> dict[str, ElementRange]:
         """Of sharded parameters, the elements of each, flattened, that this rank has state for.
 
         By global name; a parameter of which this rank has nothing is not there, nor its state.

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from megatron.mpu.collectives import Pending, start_all_gather
 from megatron.mpu.context import Group
-from megatron.optimizer.buckets import Bucket, Range, owned_ranges
+from megatron.optimizer.buckets import Bucket, ElementRange, owned_ranges
 from megatron.optimizer.grad_buffer import Flat
 
 
@@ -48,7 +48,7 @@ class ParameterBuffer:
         self._group, self._overlap = group, overlap
         self._gathers: list[_Gather] = []  # in the order of their first use in a forward pass
         self._gather_of: dict[Parameter, _Gather] = {}
-        self._owned: dict[Parameter, Range] = {}
+        self._owned: dict[Parameter, ElementRange] = {}
         for flat in flats:
             values = _move(flat)
             self._owned |= zip(flat.parameters, owned_ranges(flat.plan, group.rank, group.size))
@@ -64,7 +64,7 @@ class ParameterBuffer:
                 if any(parameter in self._gather_of for parameter in part._parameters.values()):
                     part.register_forward_pre_hook(self._before_forward)
 
-    def owned(self, parameter: Parameter) -> Range:
+    def owned(self, parameter: Parameter) -> ElementRange:
         """The elements of `parameter`, flattened, that this rank updates; may be none."""
         return self._owned[parameter]
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group
 from megatron.mpu.partition import is_sequence_parallel, is_split_over
-from megatron.optimizer.agreement import check_equal
+from megatron.optimizer.agreement import check_bitwise_equal
 
 
 def reduce_replicated(parameters: Iterable[Parameter], tp: Group) -> None:
@@ -44,7 +44,7 @@ def check_replicated_agree(named_parameters: Iterable[tuple[str, Parameter]], tp
     Raises:
         NumericsError: on every rank, naming parameters that differ.
     """
-    check_equal(
+    check_bitwise_equal(
         (
             (name, parameter)
             for name, parameter in named_parameters

@@ -63,7 +63,7 @@ def weight_decay(
     return start + done * (end - start)
 
 
-def schedule_problems(
+def learning_rate_problems(
     config: ScheduleConfig, *, total_samples: int, global_batch_size: int, samples_based: bool
 ) -> Iterator[ConfigError]:
     """Yield what is wrong with a schedule once the length of the training is known.

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What a stage does in one action."""
 
     RECV_FORWARD = "recv_forward"
@@ -23,8 +23,8 @@ class Kind(StrEnum):
     SEND_BACKWARD = "send_backward"
 
 
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
+SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
+RECEIVES = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
 COMMUNICATION = SENDS | RECEIVES
 
 
@@ -46,7 +46,7 @@ class Action(NamedTuple):
       the `BACKWARD_WEIGHT` of the same micro-batch and chunk, later, the gradients of the weights.
     """
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int
 
@@ -72,7 +72,7 @@ def virtual_stage(stage: int, chunk: int, num_stages: int) -> int:
 
 def peer_of(action: Action, stage: int, num_stages: int) -> int:
     """The stage with which `stage` does a communication action; stages stand in a ring."""
-    towards_next = action.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
+    towards_next = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
     return (stage + (1 if towards_next else -1)) % num_stages
 
 

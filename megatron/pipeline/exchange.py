@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron.pipeline.action import (
     COMMUNICATION,
     Action,
-    Kind,
+    ActionKind,
     Round,
     UnsoundScheduleError,
     virtual_stage,
@@ -54,7 +54,7 @@ def with_ticks(
             found[stage] += [_Entry(tick, 1, i, 0, action) for i, action in enumerate(actions)]
     for message in _messages(orders, clock, num_chunks):
         # At both ends forward stands before backward: the order in which one hands to the other.
-        backward = int(message.sent.action.kind is Kind.SEND_BACKWARD)
+        backward = int(message.sent.action.kind is ActionKind.SEND_BACKWARD)
         for receives, (stage, action) in enumerate((message.sent, message.received)):
             found[stage].append(_Entry(message.tick, 0, receives, backward, action))
     return tuple(tuple(Timed(entry.tick, entry.action) for entry in sorted(each)) for each in found)
@@ -107,9 +107,9 @@ def _messages(
                     continue
                 assert user.stage != stage, "one stage"  # noqa: S101  # invariant: build_schedule
                 tick = clock[user] if next_start is None else min(clock[user], next_start)
-                backward = action.kind is not Kind.FORWARD
-                sent = Kind.SEND_BACKWARD if backward else Kind.SEND_FORWARD
-                received = Kind.RECV_BACKWARD if backward else Kind.RECV_FORWARD
+                backward = action.kind is not ActionKind.FORWARD
+                sent = ActionKind.SEND_BACKWARD if backward else ActionKind.SEND_FORWARD
+                received = ActionKind.RECV_BACKWARD if backward else ActionKind.RECV_FORWARD
                 yield _Message(
                     tick,
                     Place(stage, action._replace(kind=sent)),
@@ -160,21 +160,21 @@ def _ready_at(
 def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[Place]:
     """The computations whose results a computation takes."""
     kind, microbatch, chunk = action
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.FORWARD:
         before = _neighbour(action, stage, num_stages, num_chunks, step=-1)
         return [] if before is None else [before]
-    if kind is Kind.BACKWARD_WEIGHT:
-        return [Place(stage, Action(Kind.BACKWARD_INPUT, microbatch, chunk))]
-    own = Place(stage, Action(Kind.FORWARD, microbatch, chunk))
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return [Place(stage, Action(ActionKind.BACKWARD_INPUT, microbatch, chunk))]
+    own = Place(stage, Action(ActionKind.FORWARD, microbatch, chunk))
     after = _neighbour(action, stage, num_stages, num_chunks, step=1)
     return [own] if after is None else [own, after]
 
 
 def _user_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Place | None:
     """The computation that takes the result of this one over a message, if any does."""
-    if action.kind is Kind.BACKWARD_WEIGHT:
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
         return None
-    step = 1 if action.kind is Kind.FORWARD else -1
+    step = 1 if action.kind is ActionKind.FORWARD else -1
     return _neighbour(action, stage, num_stages, num_chunks, step=step)
 
 

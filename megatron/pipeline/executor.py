@@ -22,19 +22,19 @@ from megatron.pipeline.action import (
     RECEIVES,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     peer_of,
     virtual_stage,
 )
-from megatron.pipeline.p2p import Exchanger, GroupExchanger, Message
+from megatron.pipeline.p2p import Exchanger, GroupExchanger, PipelineMessage
 from megatron.pipeline.schedule import ScheduleName, build_batches, build_evaluation_batches
 from megatron.pipeline.signature import (
     HEADER_NUMBERS,
     Signature,
     decode,
     encode,
+    format_signature,
     signature_of,
-    spelled,
 )
 from megatron.timers import Timers
 
@@ -171,7 +171,7 @@ class Executor:
             if kind in COMMUNICATION:
                 with step.timers("pipeline-exchange"):
                     self._communicate(actions, step)
-            elif kind is Kind.FORWARD:
+            elif kind is ActionKind.FORWARD:
                 with step.timers("forward-compute"):
                     self._forward(_Place(*at), step)
             else:
@@ -207,12 +207,12 @@ class Executor:
             edges = tuple(get_gradient_edge(tensor) for tensor in carry if tensor.requires_grad)
             step.alive[place] = _Alive(inputs, edges)
 
-    def _backward(self, kind: Kind, place: _Place, step: _Step) -> None:
+    def _backward(self, kind: ActionKind, place: _Place, step: _Step) -> None:
         late = self._weight_gradients
-        if kind is Kind.BACKWARD_WEIGHT:
+        if kind is ActionKind.BACKWARD_WEIGHT:
             if late is not None:
                 late.compute(place)
-        elif kind is Kind.BACKWARD_INPUT and late is not None:
+        elif kind is ActionKind.BACKWARD_INPUT and late is not None:
             with late.collecting(place):
                 self._backward_pass(place, step)
         else:
@@ -238,7 +238,7 @@ class Executor:
         headers = [(action, self._header(action, step)) for action in actions]
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
-            if message is not None and action.kind is Kind.RECV_FORWARD:
+            if message is not None and action.kind is ActionKind.RECV_FORWARD:
                 self._incoming[self._edge(action, step)] = decode(message.tensors[0].tolist())
         messages = [self._message(action, step) for action in actions]
         self._exchanger.exchange(messages)
@@ -246,25 +246,25 @@ class Executor:
             if action.kind in RECEIVES:
                 self._take(action, message.tensors, step)
 
-    def _header(self, action: Action, step: _Step) -> Message | None:
+    def _header(self, action: Action, step: _Step) -> PipelineMessage | None:
         """What says how a message looks; None where both of its ends know."""
         edge = self._edge(action, step)
-        if action.kind is Kind.SEND_FORWARD and edge not in self._announced:
+        if action.kind is ActionKind.SEND_FORWARD and edge not in self._announced:
             self._announced.add(edge)
             numbers = torch.tensor(encode(self._outgoing[edge]), device=device.current())
-        elif action.kind is Kind.RECV_FORWARD and edge not in self._incoming:
+        elif action.kind is ActionKind.RECV_FORWARD and edge not in self._incoming:
             numbers = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=device.current())
         else:
             return None
         return self._to_peer(action, (numbers,))
 
-    def _message(self, action: Action, step: _Step) -> Message:
+    def _message(self, action: Action, step: _Step) -> PipelineMessage:
         place = _Place(action.microbatch, action.chunk)
-        if action.kind is Kind.SEND_FORWARD:
+        if action.kind is ActionKind.SEND_FORWARD:
             tensors = step.outputs.pop(place)
-        elif action.kind is Kind.SEND_BACKWARD:
+        elif action.kind is ActionKind.SEND_BACKWARD:
             tensors = step.gradients_out.pop(place)
-        elif action.kind is Kind.RECV_FORWARD:
+        elif action.kind is ActionKind.RECV_FORWARD:
             known = self._incoming[self._edge(action, step)]
             tensors = tuple(one.room(device.current()) for one in known)
         else:
@@ -272,14 +272,14 @@ class Executor:
             tensors = tuple(one.room(device.current()) for one in known if one.needs_grad)
         return self._to_peer(action, tuple(tensor.contiguous() for tensor in tensors))
 
-    def _to_peer(self, action: Action, tensors: Tensors) -> Message:
+    def _to_peer(self, action: Action, tensors: Tensors) -> PipelineMessage:
         peer = peer_of(action, self._group.rank, self._group.size)
-        return Message(action.kind in SENDS, peer, tensors, about=str(action))
+        return PipelineMessage(action.kind in SENDS, peer, tensors, about=str(action))
 
     def _take(self, action: Action, tensors: Tensors, step: _Step) -> None:
         """Keep what was received until the computation that needs it."""
         place = _Place(action.microbatch, action.chunk)
-        if action.kind is Kind.RECV_BACKWARD:
+        if action.kind is ActionKind.RECV_BACKWARD:
             step.gradients_in[place] = tensors
             return
         for tensor, known in zip(tensors, self._incoming[self._edge(action, step)]):
@@ -294,15 +294,16 @@ class Executor:
         if found != expected:
             raise MegatronError(
                 "a pipeline stage hands over something else than for an equal micro-batch before",
-                found=f"{spelled(found)} from stage {self._group.rank} (chunk {place.chunk}) for "
-                f"micro-batch {place.microbatch}; expected {spelled(expected)}",
+                found=f"{format_signature(found)} from stage {self._group.rank} "
+                f"(chunk {place.chunk}) for micro-batch {place.microbatch}; "
+                f"expected {format_signature(expected)}",
                 fix="let what a layer returns depend on nothing but what its input looks like",
             )
 
     def _edge(self, action: Action, step: _Step) -> _Edge:
         """The edge of the forward message of an action, or of that which it answers."""
         at = self._virtual(action.chunk)
-        arrives_here = action.kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD)
+        arrives_here = action.kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
         into = at if arrives_here else at + 1
         return _Edge(into, step.kinds[action.microbatch], step.trains)
 

@@ -4,7 +4,7 @@ An order is a list of rounds: computations between which the stage does not comm
 of a chunk are always added up in the order of micro-batches, whatever the schedule.
 """
 
-from megatron.pipeline.action import Action, Kind, Round
+from megatron.pipeline.action import Action, ActionKind, Round
 
 Order = tuple[Round, ...]
 
@@ -14,7 +14,7 @@ def one_at_a_time(num_microbatches: int) -> Order:
     return tuple(
         (Action(kind, i, 0),)
         for i in range(num_microbatches)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     )
 
 
@@ -22,7 +22,7 @@ def gpipe(num_microbatches: int) -> Order:
     """Every forward, then every backward (Huang et al. 2019, arXiv 1811.06965)."""
     return tuple(
         (Action(kind, i, 0),)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         for i in range(num_microbatches)
     )
 
@@ -33,11 +33,11 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int)
     Stage s holds the activations of at most `num_stages` - s micro-batches.
     """
     ahead = min(num_stages - stage - 1, num_microbatches)
-    order = [(Action(Kind.FORWARD, i, 0),) for i in range(ahead)]
+    order = [(Action(ActionKind.FORWARD, i, 0),) for i in range(ahead)]
     for i in range(num_microbatches):
         if ahead + i < num_microbatches:
-            order.append((Action(Kind.FORWARD, ahead + i, 0),))
-        order.append((Action(Kind.BACKWARD, i, 0),))
+            order.append((Action(ActionKind.FORWARD, ahead + i, 0),))
+        order.append((Action(ActionKind.BACKWARD, i, 0),))
     return tuple(order)
 
 
@@ -49,15 +49,15 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Order:
     `num_stages` micro-batches, which is what stage 0 of 1F1B holds.
     """
     ahead = min(num_stages - stage - 1, num_microbatches)
-    order = [(Action(Kind.FORWARD, i, 0),) for i in range(ahead)]
+    order = [(Action(ActionKind.FORWARD, i, 0),) for i in range(ahead)]
     for i in range(num_microbatches):
         if ahead + i < num_microbatches:
-            order.append((Action(Kind.FORWARD, ahead + i, 0),))
-        order.append((Action(Kind.BACKWARD_INPUT, i, 0),))
+            order.append((Action(ActionKind.FORWARD, ahead + i, 0),))
+        order.append((Action(ActionKind.BACKWARD_INPUT, i, 0),))
         if i >= stage:
-            order.append((Action(Kind.BACKWARD_WEIGHT, i - stage, 0),))
+            order.append((Action(ActionKind.BACKWARD_WEIGHT, i - stage, 0),))
     late = range(max(0, num_microbatches - stage), num_microbatches)
-    return (*order, *((Action(Kind.BACKWARD_WEIGHT, i, 0),) for i in late))
+    return (*order, *((Action(ActionKind.BACKWARD_WEIGHT, i, 0),) for i in late))
 
 
 def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
@@ -72,16 +72,16 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     ahead = interleaved_warmup(stage, num_stages, num_microbatches, num_chunks)
     alternate = zip(forwards[ahead:], backwards)
     return (
-        *((Action(Kind.FORWARD, *item),) for item in forwards[:ahead]),
-        *((Action(Kind.FORWARD, *f), Action(Kind.BACKWARD, *b)) for f, b in alternate),
-        *((Action(Kind.BACKWARD, *item),) for item in backwards[len(forwards) - ahead :]),
+        *((Action(ActionKind.FORWARD, *item),) for item in forwards[:ahead]),
+        *((Action(ActionKind.FORWARD, *f), Action(ActionKind.BACKWARD, *b)) for f, b in alternate),
+        *((Action(ActionKind.BACKWARD, *item),) for item in backwards[len(forwards) - ahead :]),
     )
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
     """Evaluation: the forwards of every chunk, in the interleaved order where there are several."""
     table = _forward_table(num_stages, num_microbatches, num_chunks)
-    return tuple((Action(Kind.FORWARD, *item),) for item in table)
+    return tuple((Action(ActionKind.FORWARD, *item),) for item in table)
 
 
 def interleaved_warmup(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:

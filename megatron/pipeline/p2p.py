@@ -16,7 +16,7 @@ from megatron.mpu.collectives import checked_messages
 from megatron.mpu.context import Group
 
 
-class Message(NamedTuple):
+class PipelineMessage(NamedTuple):
     """Tensors that go to a stage of the group, or room for those that come from it."""
 
     sends: bool
@@ -28,7 +28,7 @@ class Message(NamedTuple):
 class Exchanger(Protocol):
     """Who carries messages: ranks here, threads of one process in a test."""
 
-    def exchange(self, messages: Sequence[Message]) -> None:
+    def exchange(self, messages: Sequence[PipelineMessage]) -> None:
         """Return once all sent tensors may be overwritten and all received ones be read."""
 
 
@@ -38,7 +38,7 @@ class GroupExchanger:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def exchange(self, messages: Sequence[Message]) -> None:
+    def exchange(self, messages: Sequence[PipelineMessage]) -> None:
         """Post all messages in their order, then wait for all.
 
         With NCCL "may be read" means by the current stream.
@@ -60,7 +60,7 @@ class GroupExchanger:
             ((m.sends, m.peer, tensor) for m in messages for tensor in m.tensors if tensor.numel()),
             self._group,
         )
-        waited: Sequence[Message] = messages
+        waited: Sequence[PipelineMessage] = messages
         try:
             works = dist.batch_isend_irecv(operations)
             for at, work in enumerate(works):
@@ -84,7 +84,7 @@ def _is_of_transport(error: RuntimeError) -> bool:
     )
 
 
-def _failed(messages: Sequence[Message], group: Group, error: RuntimeError) -> PeerError:
+def _failed(messages: Sequence[PipelineMessage], group: Group, error: RuntimeError) -> PeerError:
     waited = "; ".join(
         f"{message.about} {'to' if message.sends else 'from'} stage {message.peer} "
         f"(rank {group.ranks[message.peer]})"

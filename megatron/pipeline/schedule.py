@@ -10,12 +10,12 @@ from functools import lru_cache
 
 from megatron.errors import ConfigError
 from megatron.pipeline import orders
-from megatron.pipeline.action import Action, Kind, Schedule
+from megatron.pipeline.action import Action, ActionKind, Schedule
 from megatron.pipeline.exchange import Timed, matched_batches, with_ticks
 
 __all__ = [
     "Action",
-    "Kind",
+    "ActionKind",
     "Schedule",
     "ScheduleName",
     "build_batches",

@@ -53,7 +53,7 @@ def signature_of(carry: Sequence[Tensor]) -> Signature:
     )
 
 
-def spelled(signature: Signature) -> str:
+def format_signature(signature: Signature) -> str:
     """A signature for a message to the user."""
     return ", ".join(map(str, signature)) or "nothing"
 
@@ -88,6 +88,6 @@ def decode(numbers: Sequence[int]) -> Signature:
 def _unfit(signature: Signature) -> MegatronError:
     return MegatronError(
         "a layer hands over more than can be said about a message between pipeline stages",
-        found=spelled(signature),
+        found=format_signature(signature),
         fix=f"hand over fewer tensors (a header has {HEADER_NUMBERS} numbers), of plain dtypes",
     )

@@ -14,7 +14,7 @@ from megatron.pipeline.action import (
     RECEIVES,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     UnsoundScheduleError,
     batches,
@@ -22,7 +22,7 @@ from megatron.pipeline.action import (
     virtual_stage,
 )
 
-_FORWARD_MESSAGES = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD})
+_FORWARD_MESSAGES = frozenset({ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD})
 
 
 class Durations(NamedTuple):
@@ -33,9 +33,9 @@ class Durations(NamedTuple):
     backward_weight: float = 1.0
     communication: float = 0.0  # of one message, once both ends are there
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """The time that a computation takes."""
-        if kind is Kind.BACKWARD:
+        if kind is ActionKind.BACKWARD:
             return self.backward_input + self.backward_weight
         return float(getattr(self, kind.value))
 
@@ -92,7 +92,7 @@ def simulate(
             post messages in different orders; stages wait for each other forever.
     """
     forward_only = not any(
-        action.kind not in COMMUNICATION and action.kind is not Kind.FORWARD
+        action.kind not in COMMUNICATION and action.kind is not ActionKind.FORWARD
         for schedule in schedules
         for action in schedule
     )
@@ -128,7 +128,7 @@ def _check_complete(
     schedule: Schedule, *, at: _Position, num_microbatches: int, forward_only: bool
 ) -> None:
     """Every micro-batch passes every chunk once: received, computed and sent in this order."""
-    done: dict[tuple[int, int], list[Kind]] = {
+    done: dict[tuple[int, int], list[ActionKind]] = {
         (microbatch, chunk): []
         for microbatch in range(num_microbatches)
         for chunk in range(at.num_chunks)
@@ -138,7 +138,7 @@ def _check_complete(
             raise UnsoundScheduleError(f"stage {at.stage} has no {action}")
         done[action.microbatch, action.chunk].append(action.kind)
     for (microbatch, chunk), kinds in done.items():
-        split = Kind.BACKWARD not in kinds
+        split = ActionKind.BACKWARD not in kinds
         chains = _chains(at, chunk, forward_only=forward_only, split=split)
         expected = {kind for chain in chains for kind in chain}
         in_order = all([kind for kind in kinds if kind in chain] == chain for chain in chains)
@@ -152,18 +152,18 @@ def _check_complete(
 
 def _chains(
     at: _Position, chunk: int, *, forward_only: bool, split: bool
-) -> tuple[list[Kind], ...]:
+) -> tuple[list[ActionKind], ...]:
     """Sequences of kinds, each of which has to be in order for one micro-batch in one chunk."""
     first, last = at.is_first(chunk), at.is_last(chunk)
-    forward = [] if first else [Kind.RECV_FORWARD]
-    forward.append(Kind.FORWARD)
-    sent = [] if last else [Kind.SEND_FORWARD]
+    forward = [] if first else [ActionKind.RECV_FORWARD]
+    forward.append(ActionKind.FORWARD)
+    sent = [] if last else [ActionKind.SEND_FORWARD]
     if forward_only:
         return ([*forward, *sent],)
-    backward = [] if last else [Kind.RECV_BACKWARD]
-    backward.append(Kind.BACKWARD_INPUT if split else Kind.BACKWARD)
-    returned = [] if first else [Kind.SEND_BACKWARD]
-    weights = [Kind.BACKWARD_WEIGHT] if split else []
+    backward = [] if last else [ActionKind.RECV_BACKWARD]
+    backward.append(ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD)
+    returned = [] if first else [ActionKind.SEND_BACKWARD]
+    weights = [ActionKind.BACKWARD_WEIGHT] if split else []
     return ([*forward, *sent, *backward, *returned], [*forward, *backward, *weights])
 
 
@@ -171,11 +171,11 @@ def _peaks(schedule: Schedule) -> tuple[int, int]:
     """The most activations alive until the end of backward, and until the input gradient."""
     whole = until_input = most_whole = most_until_input = 0
     for action in schedule:
-        whole += action.kind is Kind.FORWARD
-        until_input += action.kind is Kind.FORWARD
+        whole += action.kind is ActionKind.FORWARD
+        until_input += action.kind is ActionKind.FORWARD
         most_whole, most_until_input = max(most_whole, whole), max(most_until_input, until_input)
-        whole -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        until_input -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        whole -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        until_input -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
     return most_whole, most_until_input
 
 

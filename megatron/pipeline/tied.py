@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from megatron.errors import NumericsError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import Group
-from megatron.pipeline.p2p import Exchanger, GroupExchanger, Message
+from megatron.pipeline.p2p import Exchanger, GroupExchanger, PipelineMessage
 
 
 class _Shared(NamedTuple):
@@ -91,8 +91,10 @@ class TiedParameters:
         messages = []
         for (name, _, holders), tensor in zip(shared, whole):
             theirs = {stage: torch.empty_like(tensor) for stage in holders if stage != me}
-            messages += [Message(True, stage, (tensor,), name) for stage in theirs]
-            messages += [Message(False, stage, (room,), name) for stage, room in theirs.items()]
+            messages += [PipelineMessage(True, stage, (tensor,), name) for stage in theirs]
+            messages += [
+                PipelineMessage(False, stage, (room,), name) for stage, room in theirs.items()
+            ]
             found.append(theirs | {me: tensor})
         self._exchanger.exchange(messages)
         return (tuple(by_stage[stage] for stage in sorted(by_stage)) for by_stage in found)

@@ -12,7 +12,7 @@ from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
 from megatron.lengths import batch_schedule, curriculum, duration
 from megatron.model_build import vocabulary
-from megatron.optimizer.schedule import schedule_problems
+from megatron.optimizer.schedule import learning_rate_problems
 from megatron.pipeline.plan import plan_problems
 from megatron.preflight.run import RunPlan
 
@@ -187,7 +187,7 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
         batches = batch_schedule(training, plan.data_parallel_size)
     except ConfigError:
         return  # batch_splits_into_microbatches says so
-    yield from schedule_problems(
+    yield from learning_rate_problems(
         plan.config.schedule,
         total_samples=duration(plan.config, batches).total_samples,
         global_batch_size=batches.global_batch_size,

@@ -11,14 +11,14 @@ from megatron.config.data import DataConfig, DataIntegrity
 from megatron.data.data_utils import Corpus, named_prefixes
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.kinds.dataset_kind import open_of_kind
-from megatron.data.kinds.program_data import Kind
+from megatron.data.kinds.program_data import KindOfData
 from megatron.errors import ConfigError, MegatronError
 
 
 class CorporaOnce:
     """What prefixes turned out to be, as the kind of dataset that a run asks for."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: KindOfData) -> None:
         self._kind = kind
         self._found: dict[str, Corpus | MegatronError] = {}
 

@@ -7,7 +7,7 @@ silence. Nothing of it is imported here.
 from collections.abc import Iterator
 
 from megatron import device
-from megatron.config.deepspeed.agreement import problems, stage_of
+from megatron.config.deepspeed.agreement import agreement_problems, stage_of
 from megatron.config.deepspeed.keys import value_at
 from megatron.config.deepspeed.plan import user_json
 from megatron.config.deepspeed.version import version_problem
@@ -87,7 +87,7 @@ def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronErro
     except FieldsError as several:
         yield from several.errors
         return
-    yield from problems(plan.config, user, data_parallel_size=plan.data_parallel_size)
+    yield from agreement_problems(plan.config, user, data_parallel_size=plan.data_parallel_size)
 
 
 def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:

@@ -18,12 +18,14 @@ def source_digests() -> dict[str, str]:
     package = Path(megatron.__file__).parent
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     return {
-        "code of megatron": digest_of(package, package.rglob("*.py")),
-        "code of the program": digest_of(Path(program).parent, [Path(program)]) if program else "",
+        "code of megatron": digest_of_source(package, package.rglob("*.py")),
+        "code of the program": digest_of_source(Path(program).parent, [Path(program)])
+        if program
+        else "",
     }
 
 
-def digest_of(root: Path, files: Iterable[Path]) -> str:
+def digest_of_source(root: Path, files: Iterable[Path]) -> str:
     """16 hex digits over names below `root` and contents; the order of `files` does not matter."""
     digest = xxhash.xxh3_64()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):

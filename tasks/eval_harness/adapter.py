@@ -16,15 +16,15 @@ from megatron.data.samples.chat_template import (
     CHATML,
     END_OF_DOCUMENT,
     LEARNED_ROLE,
+    ChatMessage,
     ChatTemplate,
-    Message,
 )
-from megatron.engine.scoring import Row
+from megatron.engine.scoring import ScoringRow
 from megatron.errors import ConfigError, NumericsError
 from megatron.generation.generate import generate
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather_object
-from tasks.eval_harness.writing import Wishes, fitting, wishes_of
+from tasks.eval_harness.writing import GenerationRequest, fitting, generation_request
 from tasks.loading import LoadedScorer
 from tasks.zeroshot.pairs import checked_scores, row_of
 from tasks.zeroshot.windows import rolling_windows
@@ -98,7 +98,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 fix="spread it with --tensor-model-parallel-size instead",
             )
         texts = [
-            (self.tok_encode(context) or [self.eot_token_id], wishes_of(wishes))
+            (self.tok_encode(context) or [self.eot_token_id], generation_request(wishes))
             for context, wishes in (request.args for request in requests)
         ]
         prompts = [fitting(tokens, wishes, self._length) for tokens, wishes in texts]
@@ -125,7 +125,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 found="no --apply-chat-template",
                 fix=f"add --apply-chat-template {CHATML.name}",
             )
-        messages = [Message(turn["role"], turn["content"]) for turn in chat_history]
+        messages = [ChatMessage(turn["role"], turn["content"]) for turn in chat_history]
         if add_generation_prompt:
             text = template.prompt(messages)
         elif messages[-1].role == LEARNED_ROLE:  # whose answer the model goes on with
@@ -149,13 +149,15 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         """What texts are cut by, and how dialogues are written."""
         return f"{self._loaded.tokenizer.name} {self.chat_template() or ''}".strip()
 
-    def _batches(self, wishes: Sequence[Wishes], prompts: Sequence[list[int]]) -> list[list[int]]:
+    def _batches(
+        self, wishes: Sequence[GenerationRequest], prompts: Sequence[list[int]]
+    ) -> list[list[int]]:
         """Requests that are written together: of equal wishes and like length, and not by lot.
 
         What is drawn depends on the rows beside it, so that each is drawn alone.
         """
         order = sorted(range(len(wishes)), key=lambda at: (-len(prompts[at]), at))
-        greedy: dict[Wishes, list[int]] = {}
+        greedy: dict[GenerationRequest, list[int]] = {}
         alone = []
         for at in order:
             if wishes[at].params.greedy:
@@ -170,7 +172,11 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         ]
 
     def _written(
-        self, model: GPTModel, prompts: list[list[int]], wishes: Wishes, which: Sequence[int]
+        self,
+        model: GPTModel,
+        prompts: list[list[int]],
+        wishes: GenerationRequest,
+        which: Sequence[int],
     ) -> list[str]:
         spell = self._loaded.tokenizer.detokenize
         done = generate(
@@ -185,12 +191,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         )
         return [wishes.cut(spell(one.tokens)) for one in done]
 
-    def _row(self, at: int, context: Sequence[int], continuation: Sequence[int]) -> Row:
+    def _row(self, at: int, context: Sequence[int], continuation: Sequence[int]) -> ScoringRow:
         row, is_cut = row_of(context, continuation, self._length, at=at)
         self.truncated += is_cut
         return row
 
-    def _scored(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
+    def _scored(self, rows: Sequence[ScoringRow]) -> list[tuple[float, bool]]:
         scores = checked_scores(self._loaded.scorer.score(rows))
         return [(score.log_likelihood, score.is_greedy) for score in scores]
 
@@ -209,7 +215,7 @@ def check_canary(adapter: MegatronLM) -> None:
     rows = []
     for context, continuation in _CANARY:
         whole, before = adapter.tok_encode(context + continuation), adapter.tok_encode(context)
-        rows.append(Row(tuple(whole), len(before)))
+        rows.append(ScoringRow(tuple(whole), len(before)))
     expected = [adapter._scored([row])[0] for row in rows]
     same = len(told) == len(expected) and all(
         math.isclose(mine[0], theirs[0], rel_tol=_CLOSE, abs_tol=_CLOSE) and mine[1] == theirs[1]

@@ -118,11 +118,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     add("--eval_fp32", dest="fp32", action="store_true", help=argparse.SUPPRESS)
     for word in _NO_EFFECT:
-        add(word, nargs=1 if word in _WITH_VALUE else 0, action=_Said, help=argparse.SUPPRESS)
+        add(word, nargs=1 if word in _WITH_VALUE else 0, action=_HarnessLog, help=argparse.SUPPRESS)
     return made
 
 
-class _Said(argparse.Action):
+class _HarnessLog(argparse.Action):
     """A flag without effect, which is said."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:

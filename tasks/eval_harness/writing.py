@@ -17,7 +17,7 @@ _KNOWN = frozenset({"until", "do_sample", "temperature", "top_k", "top_p", *_LEN
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GenerationRequest:
     """How one text is written; equal ones may be written together."""
 
     until: tuple[str, ...]  # texts that end it; they are not part of it
@@ -34,7 +34,7 @@ class Wishes:
         return text[: min(ends)] if ends else text
 
 
-def wishes_of(asked: Mapping[str, Any]) -> Wishes:
+def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
     """What a request says, with the harness's own defaults: greedy, and `MOST_NEW` tokens.
 
     Raises:
@@ -63,10 +63,10 @@ def wishes_of(asked: Mapping[str, Any]) -> Wishes:
             top_k=int(asked.get("top_k") or 0),
             top_p=float(asked.get("top_p") or 0.0),
         )
-    return Wishes(tuple(stop for stop in until if stop), new, params)
+    return GenerationRequest(tuple(stop for stop in until if stop), new, params)
 
 
-def fitting(tokens: list[int], wishes: Wishes, longest: int) -> list[int]:
+def fitting(tokens: list[int], wishes: GenerationRequest, longest: int) -> list[int]:
     """The end of a context, so long that what is written fits behind it."""
     room = longest - wishes.new_tokens
     if room < 1:

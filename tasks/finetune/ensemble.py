@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import zip_longest
 
 from megatron.errors import ConfigError, DataError
-from tasks.finetune.examples import Question
+from tasks.finetune.examples import ClassificationQuestion
 from tasks.finetune.predictions import Prediction, Predictions, softmax
 
 
@@ -25,7 +25,7 @@ class Combine(StrEnum):
 _TIE = 1e-6
 
 
-def check_alike(files: Sequence[Predictions], question: Question) -> None:
+def check_alike(files: Sequence[Predictions], question: ClassificationQuestion) -> None:
     """DataError with the first difference between files of which the first is the measure."""
     first = files[0]
     for other in files:
@@ -60,7 +60,7 @@ def check_weights(weights: Sequence[float], files: Sequence[Predictions]) -> Non
 
 def combined(
     files: Sequence[Predictions],
-    question: Question,
+    question: ClassificationQuestion,
     *,
     combine: Combine = Combine.PROBABILITIES,
     weights: Sequence[float] | None = None,
@@ -88,7 +88,10 @@ def combined(
 
 
 def _joined(
-    rows: Sequence[Prediction], shares: Sequence[float], question: Question, combine: Combine
+    rows: Sequence[Prediction],
+    shares: Sequence[float],
+    question: ClassificationQuestion,
+    combine: Combine,
 ) -> Prediction:
     if question.is_grade:
         return rows[0]._replace(scores=_mean([row.scores for row in rows], shares))

@@ -13,8 +13,8 @@ import torch
 from megatron import log
 from megatron.errors import ConfigError, DataError
 from tasks.finetune.ensemble import Combine, check_alike, check_weights, combined
-from tasks.finetune.examples import Question
-from tasks.finetune.judging import metrics_of, spelled
+from tasks.finetune.examples import ClassificationQuestion
+from tasks.finetune.judging import format_metrics, metrics_of
 from tasks.finetune.predictions import (
     Prediction,
     Predictions,
@@ -48,11 +48,11 @@ def main(name: str, argv: Sequence[str]) -> None:
     result: dict[str, Any] = {"task": files[0].task, "examples": len(joined)}
     for file in files:
         alone = _judged(question, file.rows)
-        log.info(f" {file.path} | {spelled(alone) or 'no labels'} |")
+        log.info(f" {file.path} | {format_metrics(alone) or 'no labels'} |")
     together = _judged(question, joined)
     log.info(
         f" {name} of {len(files)} by {combine} | {files[0].task} | examples: {len(joined)} | "
-        f"{spelled(together) or 'no labels to compare with'} |"
+        f"{format_metrics(together) or 'no labels to compare with'} |"
     )
     if asked.outdir is not None:
         Path(asked.outdir).mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _file_of(path: str, name: str) -> Path:
     return found / name if found.is_dir() else found
 
 
-def _question_of(file: Predictions) -> Question:
+def _question_of(file: Predictions) -> ClassificationQuestion:
     if file.task not in QUESTIONS:
         raise DataError(
             "predictions are of a task that is not known",
@@ -132,13 +132,13 @@ def _check_labels(rows: Sequence[Prediction], *, is_wanted: bool) -> None:
         )
 
 
-def _judged(question: Question, rows: Sequence[Prediction]) -> dict[str, float]:
+def _judged(question: ClassificationQuestion, rows: Sequence[Prediction]) -> dict[str, float]:
     labels = [_label(question, row) for row in rows]
     decisions = [decision_of(question, row) for row in rows]
     return metrics_of(question, decisions, torch.tensor(labels, dtype=torch.float64))
 
 
-def _label(question: Question, row: Prediction) -> float:
+def _label(question: ClassificationQuestion, row: Prediction) -> float:
     if not row.label:
         return UNKNOWN
     try:

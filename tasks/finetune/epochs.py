@@ -13,8 +13,8 @@ from megatron.engine.base import RawBatch, StepPlan
 from megatron.loop.hooks import CompletedStep, due
 from megatron.mpu.context import Group
 from megatron.progress import Progress
-from tasks.finetune.examples import Question
-from tasks.finetune.judging import Judged, Part, log_parts, spelled
+from tasks.finetune.examples import ClassificationQuestion
+from tasks.finetune.judging import EvaluationFile, EvaluationResult, format_metrics, log_parts
 from tasks.finetune.order import batches_of_epoch, num_batches, share_of_replica
 from tasks.finetune.rows import Rows
 
@@ -67,14 +67,14 @@ class JudgeEpochs:
         losses: mean training loss of each epoch of this process, over what it trained of it.
     """
 
-    question: Question
+    question: ClassificationQuestion
     valid: Rows
-    parts: tuple[Part, ...]
+    parts: tuple[EvaluationFile, ...]
     batches: EpochBatches
     num_epochs: int
-    judge: Callable[[Rows], Judged]
+    judge: Callable[[Rows], EvaluationResult]
     save_best: Callable[[Progress], None]
-    best: Judged | None = None
+    best: EvaluationResult | None = None
     best_epoch: int = 0
     losses: tuple[float, ...] = ()
     _loss_sum: float = 0.0  # over the examples of the present epoch
@@ -94,7 +94,9 @@ class JudgeEpochs:
         self._loss_sum, self._num_examples = 0.0, 0
         judged, metric = self.judge(self.valid), self.question.metrics[0]
         name = f"epoch {epoch}/{self.num_epochs}"
-        log.info(f" {name} | training loss: {self.losses[-1]:.4E} | {spelled(judged.metrics)} |")
+        log.info(
+            f" {name} | training loss: {self.losses[-1]:.4E} | {format_metrics(judged.metrics)} |"
+        )
         log_parts(judged, self.parts, self.question, self.valid, name)
         if self.best is None or judged.metrics[metric] > self.best.metrics[metric]:
             self.best, self.best_epoch = judged, epoch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 _CHOICES = "ABCDEFGH"
 
 
-class Pair(NamedTuple):
+class TextPair(NamedTuple):
     """One row that a model reads: a text, or two."""
 
     first: str
@@ -18,7 +18,7 @@ class Example(NamedTuple):
     """One thing to decide: a row, or several of which one is right."""
 
     uid: str  # as the file names it, else file and line
-    rows: tuple[Pair, ...]
+    rows: tuple[TextPair, ...]
     label: float | None  # a class or the right row, by number; a grade; None: not known
 
     @property
@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Question:
+class ClassificationQuestion:
     """What is decided about each example.
 
     Attributes:

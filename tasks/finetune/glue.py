@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron import log
 from megatron.errors import DataError
-from tasks.finetune.examples import Example, Pair, Question
+from tasks.finetune.examples import ClassificationQuestion, Example, TextPair
 from tasks.text_files import read_records, read_text
 
 _NO_AGREEMENT = "-"  # the label of pairs of NLI that the annotators did not agree on
@@ -30,7 +30,7 @@ class GlueTask:
         header: the names of the columns where files have none; their number tells.
     """
 
-    question: Question
+    question: ClassificationQuestion
     texts: tuple[str, ...]
     label: str
     uid: str | None = None
@@ -44,29 +44,44 @@ _NUMBERS = ("0", "1")
 TASKS: Mapping[str, GlueTask] = MappingProxyType(
     {
         "COLA": GlueTask(
-            Question(_NUMBERS, metrics=("matthews", "accuracy")),
+            ClassificationQuestion(_NUMBERS, metrics=("matthews", "accuracy")),
             ("sentence",),
             "label",
             header=("source", "label", "star", "sentence"),
         ),
-        "MNLI": GlueTask(Question(_NLI), ("sentence1", "sentence2"), "gold_label", "index"),
-        "MRPC": GlueTask(
-            Question(_NUMBERS, metrics=("f1", "accuracy")), ("#1 String", "#2 String"), "Quality"
+        "MNLI": GlueTask(
+            ClassificationQuestion(_NLI), ("sentence1", "sentence2"), "gold_label", "index"
         ),
-        "QNLI": GlueTask(Question(_ENTAILMENT), ("question", "sentence"), "label", "index"),
+        "MRPC": GlueTask(
+            ClassificationQuestion(_NUMBERS, metrics=("f1", "accuracy")),
+            ("#1 String", "#2 String"),
+            "Quality",
+        ),
+        "QNLI": GlueTask(
+            ClassificationQuestion(_ENTAILMENT), ("question", "sentence"), "label", "index"
+        ),
         "QQP": GlueTask(
-            Question(_NUMBERS, metrics=("f1", "accuracy")),
+            ClassificationQuestion(_NUMBERS, metrics=("f1", "accuracy")),
             ("question1", "question2"),
             "is_duplicate",
             "id",
         ),
-        "RTE": GlueTask(Question(_ENTAILMENT), ("sentence1", "sentence2"), "label", "index"),
-        "SNLI": GlueTask(Question(_NLI), ("sentence1", "sentence2"), "gold_label", "pairID"),
-        "SST-2": GlueTask(Question(_NUMBERS), ("sentence",), "label", "index"),
-        "STS-B": GlueTask(
-            Question(metrics=("pearson", "spearman")), ("sentence1", "sentence2"), "score", "index"
+        "RTE": GlueTask(
+            ClassificationQuestion(_ENTAILMENT), ("sentence1", "sentence2"), "label", "index"
         ),
-        "WNLI": GlueTask(Question(_NUMBERS), ("sentence1", "sentence2"), "label", "index"),
+        "SNLI": GlueTask(
+            ClassificationQuestion(_NLI), ("sentence1", "sentence2"), "gold_label", "pairID"
+        ),
+        "SST-2": GlueTask(ClassificationQuestion(_NUMBERS), ("sentence",), "label", "index"),
+        "STS-B": GlueTask(
+            ClassificationQuestion(metrics=("pearson", "spearman")),
+            ("sentence1", "sentence2"),
+            "score",
+            "index",
+        ),
+        "WNLI": GlueTask(
+            ClassificationQuestion(_NUMBERS), ("sentence1", "sentence2"), "label", "index"
+        ),
     }
 )
 
@@ -151,7 +166,7 @@ def _example(task: GlueTask, where: str, row: Mapping[str, Any]) -> Example:
             found=f"{where}: nothing in column {empty[0]}",
             fix="leave the line out",
         )
-    pair = Pair(texts[0], texts[1] if len(texts) > 1 else None)
+    pair = TextPair(texts[0], texts[1] if len(texts) > 1 else None)
     uid = str(row.get(task.uid, where)) if task.uid is not None else where
     return Example(uid, (pair,), _label(task, where, row.get(task.label)))
 

@@ -13,44 +13,46 @@ from megatron import log
 from megatron.engine.base import Engine
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
-from tasks.finetune.examples import Question
+from tasks.finetune.examples import ClassificationQuestion
 from tasks.finetune.metrics import METRICS
 from tasks.finetune.order import batches_of_epoch, share_of_replica
 from tasks.finetune.rows import UNKNOWN, Rows
 from tasks.finetune.task import scores_of
 
 
-class Part(NamedTuple):
+class EvaluationFile(NamedTuple):
     """The examples of one file or folder, among those of all."""
 
     name: str
     examples: range
 
 
-class Judged(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Scores [n, classes or rows or 1] of all examples, and how good they are."""
 
     scores: Tensor
     metrics: Mapping[str, float]  # of all; empty where labels are not known
 
-    def decisions(self, question: Question) -> list[float]:
+    def decisions(self, question: ClassificationQuestion) -> list[float]:
         """The class, the row or the grade of each example."""
         return decisions_of(question, self.scores)
 
-    def metrics_of(self, part: Part, question: Question, labels: Tensor) -> dict[str, float]:
+    def metrics_of(
+        self, part: EvaluationFile, question: ClassificationQuestion, labels: Tensor
+    ) -> dict[str, float]:
         """The metrics of one file's examples."""
         which = slice(part.examples.start, part.examples.stop)
         return metrics_of(question, decisions_of(question, self.scores[which]), labels[which])
 
 
-def judge(
+def evaluate_examples(
     engine: Engine,
     rows: Rows,
-    question: Question,
+    question: ClassificationQuestion,
     context: ParallelContext,
     *,
     micro_batch_size: int,
-) -> Judged:
+) -> EvaluationResult:
     """Score every example once, on all ranks alike, and compare with the labels if known."""
     size = micro_batch_size * context.dp.size
     order = batches_of_epoch(len(rows), batch_size=size, seed=0, epoch=None)
@@ -76,10 +78,12 @@ def judge(
         everyone |= part
     assert len(everyone) == len(rows)  # noqa: S101  # invariant: each example is in one share
     scores = torch.tensor([everyone[at] for at in range(len(rows))], dtype=torch.float64)
-    return Judged(scores, metrics_of(question, decisions_of(question, scores), rows.labels))
+    return EvaluationResult(
+        scores, metrics_of(question, decisions_of(question, scores), rows.labels)
+    )
 
 
-def decisions_of(question: Question, scores: Tensor) -> list[float]:
+def decisions_of(question: ClassificationQuestion, scores: Tensor) -> list[float]:
     """The class, the row or the grade that scores [n, k] ask for."""
     found: list[float] = (
         scores.view(-1).tolist() if question.is_grade else scores.argmax(-1).tolist()
@@ -87,7 +91,9 @@ def decisions_of(question: Question, scores: Tensor) -> list[float]:
     return found
 
 
-def metrics_of(question: Question, decisions: Sequence[float], labels: Tensor) -> dict[str, float]:
+def metrics_of(
+    question: ClassificationQuestion, decisions: Sequence[float], labels: Tensor
+) -> dict[str, float]:
     """The question's metrics over the examples whose labels are known; none where none is."""
     known = (labels != UNKNOWN).tolist()
     true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
@@ -95,16 +101,20 @@ def metrics_of(question: Question, decisions: Sequence[float], labels: Tensor) -
     return {name: METRICS[name](true, said) for name in question.metrics} if true else {}
 
 
-def spelled(metrics: Mapping[str, float]) -> str:
+def format_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics for a line of the log."""
     return " | ".join(f"{name}: {value:.4f}" for name, value in metrics.items())
 
 
 def log_parts(
-    judged: Judged, parts: tuple[Part, ...], question: Question, rows: Rows, about: str
+    judged: EvaluationResult,
+    parts: tuple[EvaluationFile, ...],
+    question: ClassificationQuestion,
+    rows: Rows,
+    about: str,
 ) -> None:
     """Log the metrics of each file, if there are several."""
     for part in parts if len(parts) > 1 else ():
-        metrics = spelled(judged.metrics_of(part, question, rows.labels))
+        metrics = format_metrics(judged.metrics_of(part, question, rows.labels))
         count = len(part.examples)
         log.info(f" {about} | {part.name} | examples: {count} | {metrics or 'no labels'} |")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.errors import DataError
-from tasks.finetune.examples import Example, Question
+from tasks.finetune.examples import ClassificationQuestion, Example
 from tasks.text_files import read_text
 
 _FIXED = ("uid", "prediction", "scores", "label", "task", "file", "digest")
@@ -39,7 +39,7 @@ class Predictions(NamedTuple):
 
 
 def prediction_of(
-    question: Question, example: Example, scores: Sequence[float], file: str
+    question: ClassificationQuestion, example: Example, scores: Sequence[float], file: str
 ) -> Prediction:
     """What scores say of an example of `file`."""
     label = "" if example.label is None else question.spelled(example.label)
@@ -55,14 +55,14 @@ def softmax(scores: Sequence[float]) -> tuple[float, ...]:
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def decision_of(question: Question, row: Prediction) -> float:
+def decision_of(question: ClassificationQuestion, row: Prediction) -> float:
     """The answer, by number, or the grade."""
     if question.is_grade:
         return row.scores[0]
     return float(max(range(len(row.probabilities)), key=row.probabilities.__getitem__))
 
 
-def written(task: str, question: Question, rows: Sequence[Prediction]) -> str:
+def written(task: str, question: ClassificationQuestion, rows: Sequence[Prediction]) -> str:
     """The text of a file of predictions."""
     lines = ["\t".join([*_FIXED, *(f"p({answer})" for answer in question.answers)])]
     for row in rows:

@@ -19,13 +19,13 @@ from megatron.preflight.run import Check
 from tasks.finetune.examples import Example
 from tasks.finetune.flags import read_flags
 from tasks.finetune.glue import TASKS, read_glue
-from tasks.finetune.judging import Judged, Part, log_parts, spelled
+from tasks.finetune.judging import EvaluationFile, EvaluationResult, format_metrics, log_parts
 from tasks.finetune.predictions import prediction_of, written
 from tasks.finetune.questions import QUESTIONS, RACE
 from tasks.finetune.race import read_race
 from tasks.finetune.rows import Rows, make_rows
 from tasks.finetune.start import finetuning_config, start_of
-from tasks.finetune.training import FineTuning, Outcome
+from tasks.finetune.training import FineTuning, FineTuningResult
 from tasks.results import check_output, write_result
 from tools.preprocessing.text_output import write_text_files
 
@@ -66,7 +66,7 @@ def main(name: str, argv: Sequence[str]) -> None:
                 return
             _say_best(name, outcome)
         judged = tuning.judge(rows) if outcome is None else outcome.best
-        metrics = spelled(judged.metrics) or "no labels to compare with"
+        metrics = format_metrics(judged.metrics) or "no labels to compare with"
         log.info(f" {name} | examples: {len(rows)} | {metrics} |")
         log_parts(judged, parts, question, rows, name)
         if runtime.context.rank == 0:
@@ -83,7 +83,7 @@ def _read(name: str, files: Sequence[str], *, needs_labels: bool) -> list[Exampl
 
 def _read_parts(
     name: str, files: Sequence[str], *, needs_labels: bool
-) -> tuple[list[Example], tuple[Part, ...]]:
+) -> tuple[list[Example], tuple[EvaluationFile, ...]]:
     """All examples of some files, and which are of which file."""
     stems = [Path(file).stem for file in files]
     names = stems if len(set(stems)) == len(stems) else list(files)
@@ -91,7 +91,7 @@ def _read_parts(
     parts = []
     for file, called in zip(files, names):
         read = _read(name, [file], needs_labels=needs_labels)
-        parts.append(Part(called, range(len(examples), len(examples) + len(read))))
+        parts.append(EvaluationFile(called, range(len(examples), len(examples) + len(read))))
         examples += read
     return examples, tuple(parts)
 
@@ -108,17 +108,17 @@ def _say_truncation(parts: Sequence[Rows]) -> None:
         )
 
 
-def _say_best(name: str, outcome: Outcome) -> None:
-    said = spelled(outcome.best.metrics)
+def _say_best(name: str, outcome: FineTuningResult) -> None:
+    said = format_metrics(outcome.best.metrics)
     log.info(f" best of {name}: epoch {outcome.best_epoch} | {said} |")
 
 
 def _write(
     own: argparse.Namespace,
     name: str,
-    judged: Judged,
-    of: tuple[Sequence[Example], Rows, tuple[Part, ...]],
-    outcome: Outcome | None,
+    judged: EvaluationResult,
+    of: tuple[Sequence[Example], Rows, tuple[EvaluationFile, ...]],
+    outcome: FineTuningResult | None,
 ) -> None:
     """The files that were asked for."""
     (examples, rows, parts), question = of, QUESTIONS[name]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import DataError
-from tasks.finetune.examples import Example, Pair, Question
-from tasks.text_files import Record, read_text, record_of
+from tasks.finetune.examples import ClassificationQuestion, Example, TextPair
+from tasks.text_files import Record, parse_record, read_text
 
 CHOICES = 4
-QUESTION = Question(num_choices=CHOICES)
+QUESTION = ClassificationQuestion(num_choices=CHOICES)
 _KEYS = ("article", "questions", "options", "answers")
 
 
@@ -27,7 +27,7 @@ def read_race(paths: Sequence[str], *, needs_labels: bool = False) -> list[Examp
         lines = text.split("\n") if _is_lines(text) else [text]
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                record = record_of(line, f"{file}:{number}")
+                record = parse_record(line, f"{file}:{number}")
                 examples += _questions(record, _KEYS if needs_labels else _KEYS[:3])
     if not examples:
         raise DataError("there is no question", found=", ".join(paths), fix="check the files")
@@ -98,7 +98,7 @@ def _example(record: Record, article: str, at: int) -> Example:
     asked = [_asked(question, str(option)) for option in options]
     if not all(text.strip() for text in asked):
         raise _empty(where, f"question {at}")
-    return Example(f"{where}#{at}", tuple(Pair(text, article) for text in asked), label)
+    return Example(f"{where}#{at}", tuple(TextPair(text, article) for text in asked), label)
 
 
 def _empty(where: str, what: str) -> DataError:

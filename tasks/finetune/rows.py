@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.protocol import Tokenizer
-from tasks.finetune.examples import Example, Pair
+from tasks.finetune.examples import Example, TextPair
 
 UNKNOWN = -1.0  # the label of an example without one, and of what fills up a batch
 _FEWEST = 8
@@ -71,7 +71,7 @@ def make_rows(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_length: 
 
 
 def _encoded(
-    row: Pair, tokenizer: Tokenizer, seq_length: int
+    row: TextPair, tokenizer: Tokenizer, seq_length: int
 ) -> tuple[list[int], list[int], list[int], bool]:
     """Ids, types and padding mask of a row, and whether it was cut (Megatron-LM's rule)."""
     cls, sep, pad = tokenizer.cls, tokenizer.sep, tokenizer.pad

@@ -23,7 +23,7 @@ PRETRAINED = ("embedding.*", "layers.*", "final_norm.*", "pooler.*")
 _LAST = "last"
 
 
-class Kind(StrEnum):
+class StartKind(StrEnum):
     """What is loaded before the first step."""
 
     PRETRAINED = "a pretrained BERT, with a new head"
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 class Start(NamedTuple):
     """Where a fine-tuning begins."""
 
-    kind: Kind
+    kind: StartKind
     folder: str
     load_except: tuple[str, ...] = ()  # patterns of what stays at initial values
 
@@ -51,7 +51,7 @@ def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: in
         if pretrained is None:
             raise _nothing_given()
         # What judges has to be whole: a new head decides by chance.
-        return Start(Kind.PRETRAINED if epochs else Kind.WEIGHTS, pretrained)
+        return Start(StartKind.PRETRAINED if epochs else StartKind.WEIGHTS, pretrained)
     goes_on = bool(epochs) and not checkpoint.finetune and starts_fresh_if_empty(load, save)
     if not goes_on:
         if pretrained is not None:
@@ -61,11 +61,11 @@ def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: in
                 fix="give one of the two; with --load of the folder of --save, fine-tuning goes on "
                 "where it was interrupted",
             )
-        return Start(Kind.WEIGHTS, load)
+        return Start(StartKind.WEIGHTS, load)
     if not storage.never_held_a_checkpoint(last_of(load)):
-        return Start(Kind.RESUMED, last_of(load))
+        return Start(StartKind.RESUMED, last_of(load))
     if pretrained is not None:
-        return Start(Kind.PRETRAINED, pretrained)
+        return Start(StartKind.PRETRAINED, pretrained)
     raise CheckpointError(
         "there is no interrupted fine-tuning to go on with",
         found=f"nothing in {last_of(load)}, without --pretrained-checkpoint",
@@ -89,9 +89,9 @@ def finetuning_config(
     checkpoint = replace(
         config.checkpoint, load=start.folder, finetune=True, load_except=start.load_except
     )
-    if start.kind is Kind.PRETRAINED:
+    if start.kind is StartKind.PRETRAINED:
         checkpoint = replace(checkpoint, load_only=PRETRAINED)
-    elif start.kind is Kind.RESUMED:
+    elif start.kind is StartKind.RESUMED:
         checkpoint = replace(checkpoint, finetune=False, load_except=())
     training = replace(config.training, train_iters=iterations)
     return replace(config, training=training, checkpoint=checkpoint)

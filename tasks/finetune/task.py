@@ -13,11 +13,11 @@ from megatron.model.accounting import flops_per_token
 from megatron.model.bert_model import bert_carry, classification_layers
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from tasks.finetune.examples import Question
+from tasks.finetune.examples import ClassificationQuestion
 from tasks.finetune.rows import UNKNOWN
 
 
-def task_of(question: Question) -> PretrainTask:
+def task_of(question: ClassificationQuestion) -> PretrainTask:
     """What an engine builds and minimises for a question."""
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
@@ -52,7 +52,7 @@ def scores_of(carry: Carry, labels: Carry) -> LossSum:
     return LossSum(scores, torch.zeros_like(scores))
 
 
-def _loss(question: Question, scores: Tensor, labels: Tensor) -> LossSum:
+def _loss(question: ClassificationQuestion, scores: Tensor, labels: Tensor) -> LossSum:
     """Cross entropy, or the squared error of a grade, summed over the examples with a label."""
     wide, known = _wide(scores), labels != UNKNOWN
     if question.is_grade:

@@ -22,15 +22,15 @@ from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.progress import Duration, Progress
 from tasks.finetune.epochs import EpochBatches, JudgeEpochs
-from tasks.finetune.examples import Question
-from tasks.finetune.judging import Judged, Part, judge
+from tasks.finetune.examples import ClassificationQuestion
+from tasks.finetune.judging import EvaluationFile, EvaluationResult, evaluate_examples
 from tasks.finetune.rows import Rows
-from tasks.finetune.start import Kind, Start, best_to_load, last_to_save
+from tasks.finetune.start import Start, StartKind, best_to_load, last_to_save
 from tasks.finetune.task import task_of
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FineTuningResult:
     """How a fine-tuning ended.
 
     Attributes:
@@ -39,7 +39,7 @@ class Outcome:
         stopped: why it ended before its last epoch; None when it is complete.
     """
 
-    best: Judged
+    best: EvaluationResult
     best_epoch: int
     losses: tuple[float, ...]
     stopped: str | None = None
@@ -49,7 +49,7 @@ class FineTuning:
     """A classifier on this rank, and what it begins with. All ranks use it together."""
 
     def __init__(
-        self, config: RunConfig, runtime: Runtime, question: Question, start: Start
+        self, config: RunConfig, runtime: Runtime, question: ClassificationQuestion, start: Start
     ) -> None:
         self._config, self._runtime, self._question = config, runtime, question
         self._start = start
@@ -57,15 +57,19 @@ class FineTuning:
         self._batches = batch_schedule(config.training, self._context.dp.size)
         self._build, task = model_build(runtime), task_of(question)
         self._engine = build_engine(config, task, self._build, runtime.tokenizer, runtime.timers)
-        if start.kind is not Kind.RESUMED:
+        if start.kind is not StartKind.RESUMED:
             self._load(config)
 
-    def judge(self, rows: Rows) -> Judged:
+    def judge(self, rows: Rows) -> EvaluationResult:
         """Score every example with the model as it is now."""
         size = self._config.training.micro_batch_size
-        return judge(self._engine, rows, self._question, self._context, micro_batch_size=size)
+        return evaluate_examples(
+            self._engine, rows, self._question, self._context, micro_batch_size=size
+        )
 
-    def train(self, rows: Rows, valid: Rows, parts: tuple[Part, ...], *, epochs: int) -> Outcome:
+    def train(
+        self, rows: Rows, valid: Rows, parts: tuple[EvaluationFile, ...], *, epochs: int
+    ) -> FineTuningResult:
         """Train, judging after each epoch; the best so far is what --save holds.
 
         Args:
@@ -80,7 +84,7 @@ class FineTuning:
         save_best = partial(self._save, config, sources)
         judging = JudgeEpochs(self._question, valid, parts, batches, epochs, self.judge, save_best)
         progress = Progress()
-        if self._start.kind is Kind.RESUMED:
+        if self._start.kind is StartKind.RESUMED:
             self._judge_best_so_far(judging)
             progress = self._load(config, sources)
             _check_batches(progress, batch_size)
@@ -101,7 +105,7 @@ class FineTuning:
             )
         stopped = None if duration.is_done(progress) else reason
         best = judging.best or self.judge(valid)
-        return Outcome(best, judging.best_epoch, judging.losses, stopped)
+        return FineTuningResult(best, judging.best_epoch, judging.losses, stopped)
 
     def _load(self, config: RunConfig, sources: dict[str, str] | None = None) -> Progress:
         return load_checkpoint(config, self._engine, self._runtime, sources or {})

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron import log
-from megatron.engine.scoring import Row
+from megatron.engine.scoring import ScoringRow
 from megatron.errors import DataError
 from megatron.tokenizer.protocol import Tokenizer
 from tasks.loading import LoadedScorer
@@ -64,7 +64,7 @@ def evaluate_lambada(
         room = loaded.longest
         if room is not None and len(tokens) - 1 > room:
             tokens, truncated = tokens[-room - 1 :], truncated + 1
-        rows.append(Row(tokens, len(tokens) - len(answer)))
+        rows.append(ScoringRow(tokens, len(tokens) - len(answer)))
     if truncated:
         log.warning(f"{truncated} of {len(rows)} passages are longer than the model: cut in front")
     scores = loaded.scorer.score(rows)

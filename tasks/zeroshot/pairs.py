@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron import log
-from megatron.engine.scoring import Row, RowScore
+from megatron.engine.scoring import RowScore, ScoringRow
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.tokenizer.protocol import Tokenizer
 from tasks.loading import LoadedScorer
 from tasks.text_files import Record, read_records
 
 
-class Pair(NamedTuple):
+class ContextPair(NamedTuple):
     """A text that is scored, given what is before it."""
 
     context: str
     continuation: str
 
 
-class Question(NamedTuple):
+class MultipleChoice(NamedTuple):
     """Choices after one context, of which one is right."""
 
     context: str
@@ -119,15 +119,15 @@ class ChoiceResult:
         return f"questions: {total} | acc: {self.acc:.4E} | acc_norm: {self.acc_norm:.4E} |"
 
 
-def read_pairs(files: Sequence[str], keys: Keys) -> list[Pair]:
+def read_pairs(files: Sequence[str], keys: Keys) -> list[ContextPair]:
     """Lines of JSON with a context (which may be empty) and a continuation."""
     return [
-        Pair(record.text(keys.context), _filled(record, keys.continuation))
+        ContextPair(record.text(keys.context), _filled(record, keys.continuation))
         for record in read_records(files)
     ]
 
 
-def read_questions(files: Sequence[str], keys: Keys) -> list[Question]:
+def read_questions(files: Sequence[str], keys: Keys) -> list[MultipleChoice]:
     """Lines of JSON with a context, choices and the number of the right one, from 0.
 
     Where choices have a field each, the context may be absent, and the first one is right where
@@ -136,14 +136,14 @@ def read_questions(files: Sequence[str], keys: Keys) -> list[Question]:
     return [_question(record, keys) for record in read_records(files)]
 
 
-def evaluate_pairs(loaded: LoadedScorer, pairs: Sequence[Pair]) -> LikelihoodResult:
+def evaluate_pairs(loaded: LoadedScorer, pairs: Sequence[ContextPair]) -> LikelihoodResult:
     """Score every pair once."""
     scores, truncated = _scored(loaded, pairs)
     return LikelihoodResult(tuple(scores), truncated)
 
 
 def evaluate_choices(
-    loaded: LoadedScorer, questions: Sequence[Question], *, delimiter: str = " "
+    loaded: LoadedScorer, questions: Sequence[MultipleChoice], *, delimiter: str = " "
 ) -> ChoiceResult:
     """Score every choice of every question once; of equal ones the first is chosen.
 
@@ -151,7 +151,7 @@ def evaluate_choices(
         delimiter: what stands between a context and a choice, and does not count as its length.
     """
     pairs = [
-        Pair(question.context, delimiter + choice)
+        ContextPair(question.context, delimiter + choice)
         for question in questions
         for choice in question.choices
     ]
@@ -171,7 +171,7 @@ def evaluate_choices(
     )
 
 
-def encode_pair(tokenizer: Tokenizer, pair: Pair) -> tuple[list[int], list[int]]:
+def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], list[int]]:
     """The tokens that are given, and those that are scored.
 
     Raises:
@@ -195,7 +195,7 @@ def encode_pair(tokenizer: Tokenizer, pair: Pair) -> tuple[list[int], list[int]]
 
 def row_of(
     context: Sequence[int], continuation: Sequence[int], longest: int | None, *, at: int
-) -> tuple[Row, bool]:
+) -> tuple[ScoringRow, bool]:
     """The row that scores a continuation, and whether its context was cut in front to fit.
 
     Args:
@@ -220,7 +220,7 @@ def row_of(
     is_cut = longest is not None and len(tokens) > longest + 1
     if is_cut and longest is not None:
         tokens = tokens[-longest - 1 :]
-    return Row(tokens, len(tokens) - len(continuation)), is_cut
+    return ScoringRow(tokens, len(tokens) - len(continuation)), is_cut
 
 
 def checked_scores(scores: Sequence[RowScore]) -> Sequence[RowScore]:
@@ -235,7 +235,7 @@ def checked_scores(scores: Sequence[RowScore]) -> Sequence[RowScore]:
     return scores
 
 
-def _scored(loaded: LoadedScorer, pairs: Sequence[Pair]) -> tuple[Sequence[RowScore], int]:
+def _scored(loaded: LoadedScorer, pairs: Sequence[ContextPair]) -> tuple[Sequence[RowScore], int]:
     rows = [
         row_of(*encode_pair(loaded.tokenizer, pair), loaded.longest, at=at)
         for at, pair in enumerate(pairs)
@@ -246,7 +246,7 @@ def _scored(loaded: LoadedScorer, pairs: Sequence[Pair]) -> tuple[Sequence[RowSc
     return checked_scores(loaded.scorer.score([row for row, _ in rows])), truncated
 
 
-def _question(record: Record, keys: Keys) -> Question:
+def _question(record: Record, keys: Keys) -> MultipleChoice:
     apart = len(keys.choices) > 1
     context = "" if apart and keys.context not in record.fields else record.text(keys.context)
     if apart:
@@ -265,7 +265,7 @@ def _question(record: Record, keys: Keys) -> Question:
             raise record.wrong(keys.label, f"the number of a choice, 0 to {len(choices) - 1}")
     if len(choices) < 2:
         raise record.wrong(keys.choices[0], "a list of two texts or more")
-    return Question(context, choices, label)
+    return MultipleChoice(context, choices, label)
 
 
 def _filled(record: Record, key: str) -> str:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from megatron.engine.scoring import Row
+from megatron.engine.scoring import ScoringRow
 from megatron.errors import ConfigError
 
 
-def overlapping_windows(tokens: Sequence[int], *, length: int, step: int) -> list[Row]:
+def overlapping_windows(tokens: Sequence[int], *, length: int, step: int) -> list[ScoringRow]:
     """Rows that together score every token but the first, each with all the context it can have.
 
     The first window scores `length` tokens; each further one reads `length` too but scores the last
@@ -31,11 +31,11 @@ def overlapping_windows(tokens: Sequence[int], *, length: int, step: int) -> lis
         first = 1 if at == 0 else length - step + 1
         window = tuple(tokens[start : start + length + 1])
         if len(window) > first:
-            rows.append(Row(window, first))
+            rows.append(ScoringRow(window, first))
     return rows
 
 
-def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[Row]:
+def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[ScoringRow]:
     """Rows that together score every token, the first one given `prefix` alone.
 
     As lm-eval-harness cuts a text for its rolling log-likelihood: windows score `length` tokens
@@ -46,5 +46,5 @@ def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[
         stop = min(start + length, len(tokens))
         first = start if stop - start == length or start == 0 else stop - length
         window = tuple(all_tokens[first : stop + 1])
-        rows.append(Row(window, len(window) - (stop - start)))
+        rows.append(ScoringRow(window, len(window) - (stop - start)))
     return rows

@@ -154,7 +154,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "tied gradients wait for the sum over stages",
             "megatron/optimizer/grad_buffer.py",
-            "return Turn.ALONE",
+            "return ReductionTime.ALONE",
             "return Turn.PROMPT",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own",

@@ -99,7 +99,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_batch_is_what_a_loop_over_its_tokens_says",
         ),
         Mutant(
-            "a shortened row has one token more than its length",
+            "a truncate_batch row has one token more than its length",
             "megatron/data/loading/gpt_batch.py",
             "rows[:, : length + 1]",
             "rows[:, :length]",

@@ -153,10 +153,10 @@ def _replicated_sums(grid: Topology, *, times: int) -> Iterator[None]:
 def _everything_counted(grid: Topology) -> Iterator[None]:
     """The norm takes what several ranks hold whole to be parts of something larger."""
 
-    def counted_here(named: Sequence[Any], ctx: Any) -> list[bool]:
+    def owned_by_this_rank(named: Sequence[Any], ctx: Any) -> list[bool]:
         return [True for _ in named]
 
-    with patch.object(megatron.optimizer.optimizer, "counted_here", counted_here):
+    with patch.object(megatron.optimizer.optimizer, "owned_by_this_rank", owned_by_this_rank):
         yield
 
 

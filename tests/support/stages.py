@@ -22,7 +22,7 @@ from megatron.mpu.weight_gradients import WeightGradients
 from megatron.pipeline.action import Round, Schedule
 from megatron.pipeline.exchange import with_ticks
 from megatron.pipeline.executor import Executor, StageWork
-from megatron.pipeline.p2p import Message
+from megatron.pipeline.p2p import PipelineMessage
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -46,7 +46,7 @@ class Wire:
         self._wanted: dict[tuple[int, int], deque[_Half]] = defaultdict(deque)
         self.broken = threading.Event()
 
-    def post(self, stage: int, message: Message) -> _Half:
+    def post(self, stage: int, message: PipelineMessage) -> _Half:
         half = _Half(message.tensors)
         pair = (stage, message.peer) if message.sends else (message.peer, stage)
         with self._lock:
@@ -67,10 +67,10 @@ class ThreadExchanger:
 
     def __init__(self, wire: Wire, stage: int) -> None:
         self._wire, self._stage = wire, stage
-        self.messages: list[Message] = []  # without their tensors
+        self.messages: list[PipelineMessage] = []  # without their tensors
         self.sent: list[weakref.ref[Tensor]] = []
 
-    def exchange(self, messages: Sequence[Message]) -> None:
+    def exchange(self, messages: Sequence[PipelineMessage]) -> None:
         halves = [self._wire.post(self._stage, message) for message in messages]
         self.messages += [message._replace(tensors=()) for message in messages]
         self.sent += [weakref.ref(t) for m in messages if m.sends for t in m.tensors]

@@ -8,7 +8,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     launch_from_environment,
-    tell_libraries,
+    set_library_environment,
 )
 
 TORCHRUN = {
@@ -182,7 +182,7 @@ def test_libraries_are_told_the_local_rank_unless_they_know(
 ) -> None:
     told: dict[str, str] = {}
     monkeypatch.setattr(environment.os, "environ", told)
-    tell_libraries(launch_from_environment(SRUN | {"SLURM_LOCALID": "1"}))
+    set_library_environment(launch_from_environment(SRUN | {"SLURM_LOCALID": "1"}))
     assert told == {"LOCAL_RANK": "1"}
-    tell_libraries(Launch())
+    set_library_environment(Launch())
     assert told == {"LOCAL_RANK": "1"}

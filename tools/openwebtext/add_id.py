@@ -22,7 +22,7 @@ from tools.openwebtext.json_lines import (
     require_rows,
 )
 from tools.preprocessing.documents import DocumentFile, record_of
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 _DIGITS = 10  # as many as Megatron writes
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output)
     check_outputs([output], files, overwrite=args.overwrite)
     count = 0
-    with WholeFile(output) as file:
+    with AtomicTextFile(output) as file:
         for path in files:
             for row in DocumentFile(path, columns=[args.json_key]):
                 record = record_of(path, row)

@@ -27,7 +27,7 @@ from tools.openwebtext.urls import (
     listed_entries,
 )
 from tools.preprocessing.documents import DocumentFile, TextRule, find_inputs, is_text
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     known = UrlFilter(_blacklist(args))
     reasons: Counter[str] = Counter()
     kept = 0
-    with WholeFile(output) as kept_file, contextlib.ExitStack() as more:
-        rejected_files = [more.enter_context(WholeFile(path)) for path in listed]
+    with AtomicTextFile(output) as kept_file, contextlib.ExitStack() as more:
+        rejected_files = [more.enter_context(AtomicTextFile(path)) for path in listed]
         for line in _lines(files):
             url = line.decode("utf-8", "replace")
             reason = "malformed" if "\ufffd" in url else known.reason(url)

@@ -1,8 +1,9 @@
 """What is done to one web document: its text is repaired, then it is kept or refused for a reason.
 
 After Megatron's cleanup_dataset and cleanup_fix_dataset. The steps run in the order of the fields
-of `Steps`, and the first that refuses a document is its reason. What a reader would get wrong: the
-length is that of the repaired text, and white space between words is no reason to be long.
+of `CleaningSteps`, and the first that refuses a document is its reason. What a reader would get
+wrong: the length is that of the repaired text, and white space between words is no reason to be
+long.
 """
 
 import difflib
@@ -28,7 +29,7 @@ _BREAKS = re.compile(r"\n{3,}")
 
 
 @dataclass(frozen=True)
-class Steps:
+class CleaningSteps:
     """Which steps are taken; hashable, so that each process prepares once for it."""
 
     key: str = "text"
@@ -71,7 +72,7 @@ class CleanedChunk(NamedTuple):
     disk_bytes: int
 
 
-def clean(text: str, steps: Steps) -> Verdict:
+def clean(text: str, steps: CleaningSteps) -> Verdict:
     """Take every step with one document."""
     if steps.repair_unicode:
         text = _ftfy().fix_text(text)
@@ -90,7 +91,7 @@ def clean(text: str, steps: Steps) -> Verdict:
     return Verdict(text)
 
 
-def clean_chunk(steps: Steps, chunk: Chunk) -> CleanedChunk:
+def clean_chunk(steps: CleaningSteps, chunk: Chunk) -> CleanedChunk:
     """Clean the documents of a chunk, in whatever process."""
     result = CleanedChunk([], [], Counter(), 0, [], chunk.disk_bytes)
     changed = 0
@@ -138,7 +139,7 @@ def _rejected(reason: str, detail: str, place: str, document: dict[str, object] 
     return json_line({"reason": reason, "detail": detail, "place": place, "document": document})
 
 
-def _length(text: str, steps: Steps) -> int:
+def _length(text: str, steps: CleaningSteps) -> int:
     if steps.length_unit == "characters":
         return len(text)
     if steps.length_unit == "tokens" and steps.tokenizer is not None:

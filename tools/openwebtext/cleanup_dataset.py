@@ -21,7 +21,7 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.program import run
 from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
-from tools.openwebtext.cleaning import LENGTH_UNITS, REASONS, Steps, clean_chunk
+from tools.openwebtext.cleaning import LENGTH_UNITS, REASONS, CleaningSteps, clean_chunk
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -31,7 +31,7 @@ from tools.openwebtext.json_lines import (
 )
 from tools.preprocessing.documents import TextRule
 from tools.preprocessing.encoding import BAD_LINES_SHOWN, encode_in_order, read_chunks
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,11 +54,11 @@ def main(argv: list[str] | None = None) -> None:
             unit_scale=True,
             disable=not sys.stderr.isatty(),
         ) as bar,
-        WholeFile(output) as kept_file,
+        AtomicTextFile(output) as kept_file,
         contextlib.ExitStack() as more,
         contextlib.closing(encode_in_order(chunks, clean, workers=args.workers)) as cleaned,  # type: ignore[type-var]
     ):
-        rejected_files = [more.enter_context(WholeFile(path)) for path in listed]
+        rejected_files = [more.enter_context(AtomicTextFile(path)) for path in listed]
         for chunk in cleaned:
             kept_file.write(b"".join(chunk.kept))
             for file in rejected_files:
@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> None:
         log.warning(f"skipped {reasons['bad line']} bad lines, the first:{listed_lines}")
 
 
-def _steps(args: argparse.Namespace) -> Steps:
-    return Steps(
+def _steps(args: argparse.Namespace) -> CleaningSteps:
+    return CleaningSteps(
         key=args.json_key,
         repair_unicode=not args.no_unicode_repair,
         tidy_white_space=args.tidy_white_space,

@@ -34,12 +34,12 @@ from tools.preprocessing.documents import (
     record_of,
     texts,
 )
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 _WORD = re.compile(r"\w+")
 
 
-class Rule(NamedTuple):
+class NgramRule(NamedTuple):
     """How much goes around a match, and what is left over when too little remains."""
 
     ngram: int = 13  # words
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 class TaskNgrams:
     """The n-grams of tasks, by their length in words."""
 
-    def __init__(self, tasks: Iterable[str], rule: Rule) -> None:
+    def __init__(self, tasks: Iterable[str], rule: NgramRule) -> None:
         self._by_length: dict[int, set[tuple[str, ...]]] = {}
         for text in tasks:
             words = _WORD.findall(text.lower())
@@ -75,7 +75,7 @@ class TaskNgrams:
                     yield found[at].start(), found[at + size - 1].end()
 
 
-def clean_pieces(text: str, ngrams: TaskNgrams, rule: Rule) -> list[str]:
+def clean_pieces(text: str, ngrams: TaskNgrams, rule: NgramRule) -> list[str]:
     """What is left of a document: itself, some pieces, or nothing."""
     matches = sorted(ngrams.matches(text))
     if not matches:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     files = json_line_files(args.input)
     task_files = find_inputs(args.tasks).files
     check_outputs([output], [*files, *task_files], overwrite=args.overwrite)
-    rule = Rule(ngram=args.ngram)
+    rule = NgramRule(ngram=args.ngram)
     tasks = texts(task_files, args.task_key, TextRule("lines"))
     ngrams = TaskNgrams((text for _, text in tasks), rule)
     if not len(ngrams):
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             fix="check --tasks and --task-key",
         )
     documents = cut = dropped = 0
-    with WholeFile(output) as file:
+    with AtomicTextFile(output) as file:
         for path in files:
             for row in DocumentFile(path, columns=[args.json_key]):
                 text = fields_of(path, row, [args.json_key])[0]

@@ -44,12 +44,12 @@ from tools.openwebtext.near_duplicates import (
     shingles_of,
     sign_chunk,
 )
-from tools.preprocessing.documents import Row, TextRule, fields_of
+from tools.preprocessing.documents import DocumentRow, TextRule, fields_of
 from tools.preprocessing.encoding import encode_in_order, read_chunks
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 
-class Groups:
+class DuplicateGroups:
     """Documents by number, in groups that grow together; a group is known by its first."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Spool:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def append(self, path: Path, row: Row) -> None:
+    def append(self, path: Path, row: DocumentRow) -> None:
         """Keep the next document."""
         data = line_of(row)
         self._write(data)
@@ -122,7 +122,7 @@ class Spool:
     def text(self, number: int) -> str:
         """The text of the document."""
         path, line = self.places[number]
-        return fields_of(path, Row(line, self.line(number)), [self._key])[0]
+        return fields_of(path, DocumentRow(line, self.line(number)), [self._key])[0]
 
     def place(self, number: int) -> str:
         """Where the document was read, as FILE:LINE."""
@@ -154,8 +154,8 @@ def main(argv: list[str] | None = None) -> None:
     with (
         Spool(output, args.json_key) as spool,
         tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar,
-        WholeFile(output) as kept_file,
-        WholeFile(pairs) as pairs_file,
+        AtomicTextFile(output) as kept_file,
+        AtomicTextFile(pairs) as pairs_file,
         contextlib.ExitStack() as more,
         contextlib.closing(encode_in_order(chunks, sign, workers=args.workers)) as signed,  # type: ignore[type-var]
     ):
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
             if number not in gone:
                 kept_file.write(spool.line(number))
         for path in listed:
-            _write_groups(more.enter_context(WholeFile(path)), dropped, spool)
+            _write_groups(more.enter_context(AtomicTextFile(path)), dropped, spool)
     print(f"kept {total - len(gone)} of {total} documents in {output}")
     print(f"dropped {len(gone)} of {len(dropped)} groups; the pairs are listed in {pairs}")
 
@@ -182,7 +182,7 @@ class _Finder:
     def __init__(self, likeness: Likeness, spool: Spool, *, linked: bool) -> None:
         self._spool, self._linked, self._width = spool, linked, likeness.width
         self._known = NearDuplicates(likeness, self._shingles)
-        self.groups = Groups()
+        self.groups = DuplicateGroups()
 
     def add(self, signed: SignedChunk, write_pair: Callable[[bytes], None]) -> None:
         """Compare each document of a chunk with those before it."""
@@ -214,7 +214,7 @@ class _Finder:
         return self.groups.first(number) != self.groups.first(other)
 
 
-def _write_groups(file: WholeFile, groups: dict[int, list[int]], spool: Spool) -> None:
+def _write_groups(file: AtomicTextFile, groups: dict[int, list[int]], spool: Spool) -> None:
     for first, others in groups.items():
         record = {"kept": spool.place(first), "dropped": [spool.place(n) for n in others]}
         file.write(json_line(record))

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError, DataError
-from tools.preprocessing.documents import Row, find_inputs, is_text
-from tools.preprocessing.text_output import refuse_existing
+from tools.preprocessing.documents import DocumentRow, find_inputs, is_text
+from tools.preprocessing.text_output import refuse_existing_texts
 
 
 def add_file_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def check_outputs(outputs: Sequence[Path], inputs: Sequence[Path], *, overwrite:
                 fix="choose another name for the output, outside of the folder that is read",
             )
         seen[path.resolve()] = "another output"
-    refuse_existing(outputs, overwrite=overwrite)
+    refuse_existing_texts(outputs, overwrite=overwrite)
 
 
 def require_rows(count: int, given: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def require_rows(count: int, given: Sequence[str]) -> None:
         raise DataError("the input holds no document", found=" ".join(given), fix="check --input")
 
 
-def line_of(row: Row) -> bytes:
+def line_of(row: DocumentRow) -> bytes:
     """The row as it was read, with one line end."""
     return row.data.rstrip(b"\r\n") + b"\n"
 

@@ -21,7 +21,7 @@ from tools.openwebtext.json_lines import (
     require_rows,
 )
 from tools.preprocessing.documents import DocumentFile, fields_of
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(args.output)
     check_outputs([output], files, overwrite=args.overwrite)
     counts: dict[str, int] = {}
-    with WholeFile(output) as file:
+    with AtomicTextFile(output) as file:
         for path in files:
             count = 0
             for row in DocumentFile(path, columns=[args.json_key]):

@@ -21,10 +21,10 @@ from megatron import atomic
 from megatron.data.corpus.checksums import BLOCK_BYTES, BlockHasher, CorpusChecksums, IndexHasher
 from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.corpus.paths import corpus_files, data_file_path
-from megatron.data.corpus.publication import Layout, publish_corpus
+from megatron.data.corpus.publication import CorpusLayout, publish_corpus
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import DataError, MachineError
-from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.ranks import ToolRanks
 
 METHODS = ("serial", "distributed")
 
@@ -37,7 +37,7 @@ class Merge(NamedTuple):
     metadata: CorpusMetadata | None
 
 
-class Piece(NamedTuple):
+class MergePiece(NamedTuple):
     """Bytes [start, stop) of the `.bin` of input number `source`."""
 
     source: int
@@ -52,17 +52,17 @@ def block_range(total_bytes: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(first, total_bytes), min(last, total_bytes)
 
 
-def pieces_of(sizes: Sequence[int], start: int, stop: int) -> list[Piece]:
+def pieces_of(sizes: Sequence[int], start: int, stop: int) -> list[MergePiece]:
     """What bytes [start, stop) of the output are, where the inputs have `sizes` bytes."""
     pieces = []
     for source, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
         begin, end = max(start, first), min(stop, last)
         if begin < end:
-            pieces.append(Piece(source, begin - first, end - first))
+            pieces.append(MergePiece(source, begin - first, end - first))
     return pieces
 
 
-def require_space(output: str, wanted: int) -> None:
+def require_space_for_merge(output: str, wanted: int) -> None:
     """Raise MachineError where the disk of `output` has fewer than `wanted` bytes free."""
     free = shutil.disk_usage(Path(output).parent).free
     if free < wanted:
@@ -79,7 +79,10 @@ def space_of(corpora: Sequence[MMapIndexedDataset]) -> int:
 
 
 def merge_on_ranks(
-    ranks: Ranks, merges: Sequence[Merge], *, progress: Callable[[int], object] = lambda size: None
+    ranks: ToolRanks,
+    merges: Sequence[Merge],
+    *,
+    progress: Callable[[int], object] = lambda size: None,
 ) -> None:
     """Write every corpus of `merges`, each rank its range; all of them appear, or none.
 
@@ -168,7 +171,9 @@ class _Plan(NamedTuple):
 def _require_room_for_all(merges: Sequence[Merge], opened: Sequence[Sequence[_Input]]) -> None:
     for merge in merges:
         Path(merge.output).parent.mkdir(parents=True, exist_ok=True)
-    require_space(merges[0].output, sum(each.space for inputs in opened for each in inputs))
+    require_space_for_merge(
+        merges[0].output, sum(each.space for inputs in opened for each in inputs)
+    )
 
 
 def _created(output: str, size: int) -> Path:
@@ -184,7 +189,7 @@ def _created(output: str, size: int) -> Path:
     return temporary
 
 
-def _write_range(ranks: Ranks, plan: _Plan, progress: Callable[[int], object]) -> str:
+def _write_range(ranks: ToolRanks, plan: _Plan, progress: Callable[[int], object]) -> str:
     """Write this rank's bytes and force them to disk; the checksums of its blocks, as hex."""
     total = sum(plan.sizes)
     start, stop = block_range(total, ranks.rank, ranks.size)
@@ -217,7 +222,7 @@ def _write_range(ranks: Ranks, plan: _Plan, progress: Callable[[int], object]) -
     return hasher.finish(IndexHasher()).blocks.tobytes().hex()
 
 
-def _opened_as_planned(ranks: Ranks, part: _Part) -> MMapIndexedDataset:
+def _opened_as_planned(ranks: ToolRanks, part: _Part) -> MMapIndexedDataset:
     corpus = MMapIndexedDataset(part.prefix)
     if corpus.fingerprint() != part.fingerprint:
         raise DataError(
@@ -273,7 +278,7 @@ def _publish(
     publish_corpus(
         merge.output,
         temporary,
-        layout=Layout(
+        layout=CorpusLayout(
             inputs[0].dtype,
             np.concatenate([each.sizes for each in inputs]),
             np.concatenate([np.zeros(1, np.int64), *borders]),

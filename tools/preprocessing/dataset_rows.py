@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from tools.preprocessing.documents import MAX_DOCUMENT_BYTES, Row
+from tools.preprocessing.documents import MAX_DOCUMENT_BYTES, DocumentRow
 from tools.preprocessing.encoding import CHUNK_BYTES, Chunk
 
 _BATCH_ROWS = 1000
@@ -68,7 +68,7 @@ class DatasetSource:
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
         """All rows, `chunk_size` at a time; rows are numbered from 1 over the whole split."""
         path = Path(str(self.name))
-        rows: list[Row] = []
+        rows: list[DocumentRow] = []
         size = 0
         for number in range(self.start, self.stop, _BATCH_ROWS):
             for row in self._batch(number, min(number + _BATCH_ROWS, self.stop)):
@@ -101,7 +101,7 @@ class DatasetSource:
     def __str__(self) -> str:
         return f"{self.stop - self.start} rows of {self.name}"
 
-    def _batch(self, start: int, stop: int) -> Iterator[Row]:
+    def _batch(self, start: int, stop: int) -> Iterator[DocumentRow]:
         try:
             batch: Mapping[str, Sequence[object]] = self.rows[start:stop]
         except (ValueError, OSError) as error:  # of pyarrow, which reads the files
@@ -120,7 +120,7 @@ class DatasetSource:
                     found=f"{self.name}, row {number}",
                     fix="cut it into documents",
                 )
-            yield Row(number, data)
+            yield DocumentRow(number, data)
 
 
 def open_dataset(name: DatasetName, columns: Sequence[str]) -> DatasetSource:

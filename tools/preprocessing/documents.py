@@ -41,7 +41,7 @@ class InputFiles(NamedTuple):
     passed_over: tuple[Path, ...]
 
 
-class Row(NamedTuple):
+class DocumentRow(NamedTuple):
     """One document as it stands in its file, and the line on which it starts (from 1)."""
 
     line: int
@@ -126,17 +126,19 @@ class DocumentFile:
         self.size_bytes = path.stat().st_size
         self.read_bytes = 0  # of the file as it lies on disk, for progress
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DocumentRow]:
         if self.path.suffix == PARQUET:
             yield from self._parquet()
             return
         with self.path.open("rb") as self._file:
             lines = self._lines(self._file)
-            rows: Iterator[Row]
+            rows: Iterator[DocumentRow]
             if not is_text(self.path):
-                rows = (Row(line, data) for line, data in lines if not data.isspace())
+                rows = (DocumentRow(line, data) for line, data in lines if not data.isspace())
             elif self._rule.rule == "lines":
-                rows = (Row(n, data.rstrip(b"\r\n")) for n, data in lines if not data.isspace())
+                rows = (
+                    DocumentRow(n, data.rstrip(b"\r\n")) for n, data in lines if not data.isspace()
+                )
             else:
                 rows = self._joined(lines)
             for row in rows:
@@ -144,13 +146,13 @@ class DocumentFile:
                 yield row
         self.read_bytes = self.size_bytes
 
-    def _parquet(self) -> Iterator[Row]:
+    def _parquet(self) -> Iterator[DocumentRow]:
         for number, (data, share) in enumerate(parquet_rows(self.path, self._columns), start=1):
             self._check_size(number, len(data))
             self.read_bytes = int(share * self.size_bytes)
-            yield Row(number, data)
+            yield DocumentRow(number, data)
 
-    def _joined(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
+    def _joined(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[DocumentRow]:
         """Documents of several lines: `separator`, `paragraphs` and `file`."""
         separator = self._rule.separator.encode()
         first, parts, size = 1, list[bytes](), 0
@@ -162,7 +164,7 @@ class DocumentFile:
                 ends = self._rule.rule == "separator" and stripped == separator
             if ends:
                 if self._rule.rule == "separator" or parts:
-                    yield Row(first, b"".join(parts).strip(b"\r\n"))
+                    yield DocumentRow(first, b"".join(parts).strip(b"\r\n"))
                 first, parts, size = number + 1, [], 0
                 continue
             parts.append(data)
@@ -170,9 +172,9 @@ class DocumentFile:
             self._check_size(first, size)
         last = b"".join(parts)
         if self._rule.rule == "file":
-            yield Row(first, last)
+            yield DocumentRow(first, last)
         elif last.strip():
-            yield Row(first, last.strip(b"\r\n"))
+            yield DocumentRow(first, last.strip(b"\r\n"))
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """The lines with their ends, numbered from 1, without a byte-order mark."""
@@ -200,7 +202,7 @@ class DocumentFile:
             )
 
 
-def text_of(path: Path, row: Row) -> str:
+def text_of(path: Path, row: DocumentRow) -> str:
     """The row as text; UTF-8 is the only encoding."""
     try:
         return row.data.decode("utf-8")
@@ -213,13 +215,13 @@ def text_of(path: Path, row: Row) -> str:
         ) from error
 
 
-def fields_of(path: Path, row: Row, keys: Sequence[str]) -> list[str]:
+def fields_of(path: Path, row: DocumentRow, keys: Sequence[str]) -> list[str]:
     """The strings that a JSON row holds under `keys`."""
     record = record_of(path, row)
     return [_field(f"{path}:{row.line}", record, key) for key in keys]
 
 
-def record_of(path: Path, row: Row) -> dict[str, object]:
+def record_of(path: Path, row: DocumentRow) -> dict[str, object]:
     """The JSON object that a row holds."""
     place = f"{path}:{row.line}"
     try:

@@ -26,7 +26,14 @@ from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import DataError, MachineError
 from megatron.tokenizer.splitters import Splitter
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec, require_eod
-from tools.preprocessing.documents import DocumentFile, Row, TextRule, fields_of, is_text, text_of
+from tools.preprocessing.documents import (
+    DocumentFile,
+    DocumentRow,
+    TextRule,
+    fields_of,
+    is_text,
+    text_of,
+)
 from tools.preprocessing.encoders import EXACT, Encode, build_encoder
 
 WINDOW_PER_WORKER = 4  # chunks on their way per worker: enough that none waits for the writer
@@ -54,7 +61,7 @@ class Chunk(NamedTuple):
     """Consecutive documents of one file, as read."""
 
     path: Path
-    rows: list[Row]
+    rows: list[DocumentRow]
     disk_bytes: int  # by which the reader moved on in the (perhaps compressed) file
 
 
@@ -99,7 +106,7 @@ def read_chunks(
     """
     for path in files:
         source = DocumentFile(path, rule, columns=columns)
-        rows: list[Row] = []
+        rows: list[DocumentRow] = []
         size = seen = 0
         for row in source:
             rows.append(row)

@@ -24,7 +24,7 @@ _POLL_S = 0.05
 _CHECK_S = 1.0  # at most so often a rank at work looks whether another failed
 
 
-class Ranks:
+class ToolRanks:
     """This process among those that were started together; alone, it waits for nobody.
 
     Use it as a context manager around everything that can fail: leaving it tells the others.
@@ -120,9 +120,9 @@ class Ranks:
         try:
             while not self._store.check([key]):
                 self.check()
-                beat = self._beat_of(rank)
-                if beat != last:
-                    heard, last = time.monotonic(), beat
+                report_progress = self._beat_of(rank)
+                if report_progress != last:
+                    heard, last = time.monotonic(), report_progress
                 if time.monotonic() - heard > _SILENCE_S:
                     raise PeerError(
                         f"rank {rank} was not heard of for {_SILENCE_S:.0f} s",
@@ -141,7 +141,7 @@ class Ranks:
 
     def _beat_of(self, rank: int) -> bytes:
         assert self._store is not None  # noqa: S101  # invariant: as above
-        key = f"beat/{rank}"
+        key = f"report_progress/{rank}"
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
 
@@ -164,6 +164,6 @@ class _Heartbeat:
         with suppress(RuntimeError):  # the launcher is gone; the next word to it fails as well
             while True:
                 number += 1
-                self._store.set(f"beat/{self._rank}", str(number))
+                self._store.set(f"report_progress/{self._rank}", str(number))
                 if self._ended.wait(_BEAT_S):
                     return

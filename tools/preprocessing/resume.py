@@ -24,7 +24,7 @@ _PLAN = "plan.json"
 _NOTE = ".note.json"  # behind the name of a piece; not a sidecar
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """A stretch of the input that is finished: how many chunks it took and what they held."""
 
     chunks: int
@@ -37,7 +37,7 @@ class Journal:
     def __init__(self, output_prefix: str, fingerprint: str) -> None:
         self.folder = partial_folder(output_prefix)
         self._fingerprint = fingerprint
-        self.parts: list[Part] = []
+        self.parts: list[CorpusPart] = []
         path = self.folder / _JOURNAL
         if path.exists():
             self._read(path)
@@ -66,7 +66,7 @@ class Journal:
             if part.totals.documents
         ]
 
-    def add(self, part: Part) -> None:
+    def add(self, part: CorpusPart) -> None:
         """Note a part whose files are on disk."""
         self.parts.append(part)
         parts = [{"chunks": part.chunks, "totals": part.totals.to_plain()} for part in self.parts]
@@ -82,7 +82,7 @@ class Journal:
             content = json.loads(path.read_text())
             known = content["fingerprint"]
             self.parts = [
-                Part(part["chunks"], Totals(**part["totals"])) for part in content["parts"]
+                CorpusPart(part["chunks"], Totals(**part["totals"])) for part in content["parts"]
             ]
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error

@@ -9,7 +9,7 @@ from megatron import atomic
 from megatron.errors import ConfigError
 
 
-def refuse_existing(paths: Iterable[Path], *, overwrite: bool) -> None:
+def refuse_existing_texts(paths: Iterable[Path], *, overwrite: bool) -> None:
     """Stop before any work when an output is already there and --overwrite was not given."""
     for path in paths:
         if path.exists() and not overwrite:
@@ -39,7 +39,7 @@ def write_text_files(contents: Mapping[Path, str]) -> None:
             leftover.unlink(missing_ok=True)
 
 
-class WholeFile:
+class AtomicTextFile:
     """A file that is written bit by bit and appears when the `with` block ends well, or not."""
 
     def __init__(self, path: Path) -> None:

@@ -108,7 +108,7 @@ def _file_system(scheme: str) -> Any:
         names = ["fsspec", *([_PLUGINS[scheme]] if scheme in _PLUGINS else [])]
         raise ConfigError(
             "nothing installed here reaches an address of this kind",
-            found=f"{scheme}://: {_said(error)}",
+            found=f"{scheme}://: {_error_text(error)}",
             fix=f"pip install {' '.join(names)}, or use a folder",
         ) from error
 
@@ -438,7 +438,7 @@ class _Upload:
         try:
             self._file.discard()
         except Exception as error:  # the upload's own error is the one to tell
-            log.debug(f"{self._path}: an upload that failed is left behind: {_said(error)}")
+            log.debug(f"{self._path}: an upload that failed is left behind: {_error_text(error)}")
 
     def _checksums(self) -> set[str]:
         """What S3 calls the object if it arrived whole: in one piece, or in parts."""
@@ -474,7 +474,7 @@ def _is_ours(error: Exception) -> bool:
 
 def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
     """What a library for objects raised, as a disk would have said it; without secrets."""
-    text = _said(error) + (f" (tried {tries} times)" if tries > 1 else "")
+    text = _error_text(error) + (f" (tried {tries} times)" if tries > 1 else "")
     if type(error).__name__ in _NO_CREDENTIALS or isinstance(error, PermissionError):
         return PermissionError(errno.EACCES, text, address)
     if isinstance(error, FileNotFoundError):
@@ -483,7 +483,7 @@ def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
     return OSError(code, text, address)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     said = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return without_secrets(" ".join(str(said).split()))
 

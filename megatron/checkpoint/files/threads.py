@@ -24,7 +24,7 @@ def this_host() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def fair_threads(hosts: Sequence[str], rank: int) -> int:
+def threads_of_this_rank(hosts: Sequence[str], rank: int) -> int:
     """Threads for `rank` of ranks on `hosts`: its part of the cores, and a few at most."""
     return max(1, min(_MOST, int(usable_cpus()) // hosts.count(hosts[rank])))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import xxhash
 
 from megatron.checkpoint import model_kind
-from megatron.checkpoint.boxes import Box, describe, tiling_fault, whole
+from megatron.checkpoint.boxes import Box, format_box, tiling_fault, whole
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SELF = '"manifest_xxh3": "{}"'
 
 
-class Layout(NamedTuple):
+class GridLayout(NamedTuple):
     """The grid of ranks that wrote a checkpoint."""
 
     tp: int
@@ -89,7 +89,7 @@ class Manifest:
     """
 
     iteration: int
-    layout: Layout
+    layout: GridLayout
     progress: Mapping[str, Any]
     scalars: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -107,7 +107,7 @@ class Manifest:
     @property
     def kind(self) -> str:
         """The kind of model: the one that is recorded, else the one that names tell."""
-        return self.model_kind or model_kind.told_by(self.tensors)
+        return self.model_kind or model_kind.kind_from_names(self.tensors)
 
     @cached_property
     def config_fingerprint(self) -> str:
@@ -123,7 +123,7 @@ class Manifest:
 
 def entry_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
     """What a piece is called inside its file: the tensor's name, and the box unless it is whole."""
-    return name if box == whole(shape) else f"{name}{describe(box)}"
+    return name if box == whole(shape) else f"{name}{format_box(box)}"
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -284,7 +284,7 @@ class _Parser:
         layout = get(fields, "layout", dict)
         manifest = Manifest(
             iteration=self.natural(get(fields, "iteration", int), "iteration"),
-            layout=Layout(*(get(layout, axis, int, "layout") for axis in Layout._fields)),
+            layout=GridLayout(*(get(layout, axis, int, "layout") for axis in GridLayout._fields)),
             progress=get(fields, "progress", dict),
             scalars=get(fields, "scalars", dict),
             config=get(fields, "config", dict),

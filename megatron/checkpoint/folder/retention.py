@@ -19,7 +19,7 @@ class Retention(NamedTuple):
 KEEP_ALL = Retention()
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """One checkpoint in the folder; `loss` is the validation loss of its weights, if known."""
 
     iteration: int
@@ -27,7 +27,7 @@ class Found(NamedTuple):
     loss: float | None = None
 
 
-def redundant(found: Sequence[Found], rule: Retention, *, newest: int) -> list[int]:
+def redundant(found: Sequence[FoundCheckpoint], rule: Retention, *, newest: int) -> list[int]:
     """Iterations to delete, newest first, once the one of `newest` has been verified.
 
     Nothing unless that one is whole; nothing after it (a run that was rolled back).

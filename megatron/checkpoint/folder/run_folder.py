@@ -22,7 +22,7 @@ from megatron.checkpoint.files import durable
 from megatron.checkpoint.files.store import Place, RemotePath, place
 from megatron.checkpoint.folder import manifest, object_folder, verify
 from megatron.checkpoint.folder.manifest import Manifest
-from megatron.checkpoint.folder.retention import Found, Retention, redundant
+from megatron.checkpoint.folder.retention import FoundCheckpoint, Retention, redundant
 from megatron.errors import CheckpointError, MachineError, MegatronError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -412,7 +412,7 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
     manifest does not name. Returns what was deleted.
     """
     contents: dict[int, tuple[Place, Manifest]] = {}
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     for iteration, directory in _latest_first(folder, newest):
         # Of what stays or goes whatever it holds, no file is looked at.
         counts = sum(f.is_whole for f in found) < (rule.last or 0) or rule.best is not None
@@ -422,7 +422,7 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
         if content is not None and content.iteration == iteration:
             contents[iteration] = directory, content
             whole = counts and not verify.wrong_sizes(directory, content, content.files)
-            found.append(Found(iteration, whole, content.validation_loss))
+            found.append(FoundCheckpoint(iteration, whole, content.validation_loss))
     retired = []
     for iteration in redundant(found, rule, newest=newest):
         directory, content = contents[iteration]

@@ -19,7 +19,7 @@ _BLOCK_BYTES = 4 << 20
 _SHOWN = 8  # damages and tensors listed before "and N more"
 
 
-class Damage(NamedTuple):
+class DamagedFile(NamedTuple):
     """One file that is not as it was written; `tensors` are those whose own data differs."""
 
     file: str
@@ -28,7 +28,7 @@ class Damage(NamedTuple):
     tensors: tuple[str, ...] = ()
 
 
-def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[DamagedFile]:
     """Files among `names` that are missing or of another length."""
     damages = []
     for name in names:
@@ -36,22 +36,22 @@ def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> l
         try:
             size = (directory / name).stat().st_size
         except FileNotFoundError:
-            damages.append(Damage(name, f"{expected} bytes", "no such file"))
+            damages.append(DamagedFile(name, f"{expected} bytes", "no such file"))
             continue
         if size != expected:
-            damages.append(Damage(name, f"{expected} bytes", f"{size} bytes"))
+            damages.append(DamagedFile(name, f"{expected} bytes", f"{size} bytes"))
     return damages
 
 
 def wrong_digests(
     directory: Place, manifest: Manifest, names: Iterable[str], *, threads: int = 1
-) -> list[Damage]:
+) -> list[DamagedFile]:
     """Files among `names` whose length or content differs from what was written.
 
     As many as `threads` are read at the same time.
     """
 
-    def look(name: str) -> list[Damage]:
+    def look(name: str) -> list[DamagedFile]:
         if bad := wrong_sizes(directory, manifest, [name]):
             return bad
         _, digest = store.digest_of(directory / name)
@@ -59,7 +59,7 @@ def wrong_digests(
         if digest == expected:
             return []
         hit = tuple(_damaged_tensors(directory, manifest, name))
-        return [Damage(name, f"xxh3 {expected}", f"xxh3 {digest}", hit)]
+        return [DamagedFile(name, f"xxh3 {expected}", f"xxh3 {digest}", hit)]
 
     return [bad for found in in_threads(look, list(names), threads) for bad in found]
 
@@ -102,7 +102,7 @@ def read_back(directory: Place, files: Mapping[str, FileRecord]) -> None:
             )
 
 
-def damage_error(directory: Place, damages: Sequence[Damage]) -> CheckpointError:
+def damage_error(directory: Place, damages: Sequence[DamagedFile]) -> CheckpointError:
     """One error that lists `damages`."""
     lines = []
     for damage in damages[:_SHOWN]:

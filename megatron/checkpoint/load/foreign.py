@@ -17,7 +17,7 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place
-from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
+from megatron.checkpoint.folder.manifest import GridLayout, Manifest, SavedTensor
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.load.source_config import completed_progress
@@ -81,7 +81,7 @@ def _as_manifest(source: CheckpointSource) -> Manifest:
     seal = source.seal
     return Manifest(
         iteration=iteration,
-        layout=Layout(tp=1, pp=1, dp=1) if seal is None else seal.layout,
+        layout=GridLayout(tp=1, pp=1, dp=1) if seal is None else seal.layout,
         progress=completed_progress(source, iteration),
         scalars=source.scalars,
         config=source.config,

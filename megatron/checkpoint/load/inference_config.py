@@ -48,7 +48,7 @@ class Inference(NamedTuple):
     notes: tuple[str, ...]  # to be said once
 
 
-def spoken_for(given: Values) -> dict[str, dict[str, Any]]:
+def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
     """Groups of a config, for what a checkpoint of another tool does not say about its model."""
     said = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
     groups = {
@@ -151,7 +151,7 @@ def _differing(stored: ModelConfig, said: Values) -> Iterator[str]:
         names = asked.fields_that_differ(stored)
     for name in names:
         value = said.get(name, theirs[name])
-        yield f"{spelled(name, value)} given, {theirs[name]} stored"
+        yield f"{format_value(name, value)} given, {theirs[name]} stored"
 
 
 def _rows_of_table(stored: RunConfig) -> int:
@@ -202,10 +202,10 @@ def _is_placeholder(name: str, value: Any) -> bool:
 
 def _note(what: str, values: Values) -> Iterator[str]:
     if values:
-        yield f"{what}: {', '.join(spelled(name, value) for name, value in values.items())}"
+        yield f"{what}: {', '.join(format_value(name, value) for name, value in values.items())}"
 
 
-def spelled(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """A field and its value as one would type them."""
     if isinstance(value, bool):
         return flag_name(name) if value else "--no-" + flag_name(name)[2:]

@@ -13,10 +13,10 @@ from megatron import log
 from megatron.checkpoint import reshard
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.store import Place, place
-from megatron.checkpoint.files.threads import fair_threads, this_host
+from megatron.checkpoint.files.threads import this_host, threads_of_this_rank
 from megatron.checkpoint.folder import manifest, verify
 from megatron.checkpoint.folder import run_folder as folders
-from megatron.checkpoint.folder.manifest import Layout, Manifest
+from megatron.checkpoint.folder.manifest import GridLayout, Manifest
 from megatron.checkpoint.folder.run_folder import (
     TRACKER,
     iteration_name,
@@ -53,7 +53,7 @@ class _Seen(NamedTuple):
     iteration: int
     manifest: str  # its digest
     version: int
-    layout: Layout
+    layout: GridLayout
     host: str
 
 
@@ -269,7 +269,7 @@ class NativeCheckpoint:
         if extra := reshard.unexpected(saved, wanted, prefixes):
             raise reshard.mismatch_error(extra)
         self._verify([files for _, files in agreed], others=True)
-        threads = fair_threads(self.hosts, self.ctx.rank)
+        threads = threads_of_this_rank(self.hosts, self.ctx.rank)
         run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
@@ -319,7 +319,7 @@ class NativeCheckpoint:
         shares = verify.shares(sizes, left, self.hosts)
 
         def check() -> None:
-            mine, threads = shares[self.ctx.rank], fair_threads(self.hosts, self.ctx.rank)
+            mine, threads = shares[self.ctx.rank], threads_of_this_rank(self.hosts, self.ctx.rank)
             if damages := verify.wrong_digests(
                 self.directory, self.manifest, mine, threads=threads
             ):

@@ -21,7 +21,7 @@ from megatron import device, log
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files.durable import CANCELLED
 from megatron.checkpoint.files.store import Place
-from megatron.checkpoint.files.threads import fair_threads, this_host
+from megatron.checkpoint.files.threads import this_host, threads_of_this_rank
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import WrittenPart
@@ -169,7 +169,7 @@ class BackgroundSaves:
 
         wanted = run_on_all_ranks(ctx, doing, look)
         run_on_all_ranks(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
-        self._memory.threads = fair_threads([one.host for one in wanted], ctx.rank)
+        self._memory.threads = threads_of_this_rank([one.host for one in wanted], ctx.rank)
         self._making = _Work(lambda: self._memory.make_room(size))
 
     def wait_for_memory(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron import device
 from megatron.checkpoint.files.durable import refuse_if_cancelled
-from megatron.checkpoint.sharded import GeneratorStates, Part, Snapshot
+from megatron.checkpoint.sharded import GeneratorStates, ShardPart, Snapshot
 from megatron.errors import MachineError
 
 _ALIGNMENT = 64  # bytes; of any element type
@@ -81,7 +81,7 @@ class HostMemory:
                 for part in tensor.parts:
                     values = self._at(at, part.view)
                     copies.take(values, part.view)
-                    parts.append(Part(part.box, values))
+                    parts.append(ShardPart(part.box, values))
                     at += _padded(part.view)
                 tensors.append(replace(tensor, parts=tuple(parts), padding=()))
         device.synchronize()

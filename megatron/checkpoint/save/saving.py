@@ -24,7 +24,7 @@ from megatron.checkpoint.files.durable import from_os_error
 from megatron.checkpoint.files.store import Place
 from megatron.checkpoint.folder import manifest, verify
 from megatron.checkpoint.folder import run_folder as folders
-from megatron.checkpoint.folder.manifest import Layout, Manifest, SavedTensor
+from megatron.checkpoint.folder.manifest import GridLayout, Manifest, SavedTensor
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.folder.run_folder import TRACKER, iteration_name
 from megatron.checkpoint.formats.native import sharded
@@ -76,7 +76,7 @@ class StagedSave:
     folder: Place
     directory: Place  # where the files go before they are a checkpoint
     iteration: int
-    layout: Layout
+    layout: GridLayout
     retention: Retention
     started: float
 
@@ -162,7 +162,7 @@ def manifest_of(
     parts: Sequence[WrittenPart],
     *,
     iteration: int,
-    layout: Layout,
+    layout: GridLayout,
     tensors: Mapping[str, SavedTensor],
 ) -> Manifest:
     """The manifest of what all ranks have written; `parts` are in rank order."""
@@ -298,7 +298,7 @@ def prepare(
         folder=where[0],
         directory=folders.stage_called(where[0], stage),
         iteration=iteration,
-        layout=Layout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
+        layout=GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
         retention=retention,
         started=started,
     )

@@ -14,7 +14,7 @@ from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import durable
 from megatron.checkpoint.folder import manifest, seal, verify
 from megatron.checkpoint.folder import run_folder as folders
-from megatron.checkpoint.folder.manifest import SEAL, FileRecord, Layout, Manifest
+from megatron.checkpoint.folder.manifest import SEAL, FileRecord, GridLayout, Manifest
 from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.formats.native.sharded import WrittenPart, write_generators
 from megatron.checkpoint.save.saving import Saved, manifest_of, retire, run_on_rank0, writing
@@ -58,7 +58,7 @@ class SealedSave:
                 self.snapshot,
                 parts,
                 iteration=self.iteration,
-                layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+                layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
                 tensors={},  # the other framework's files say where they are
             )
             run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, look))

@@ -13,7 +13,16 @@ from typing import NamedTuple
 
 from megatron.config.activations import RecomputeGranularity
 from megatron.config.curriculum import flags_of_block
-from megatron.config.deepspeed.keys import KEYS, Dropped, Free, Off, Only, Tree, as_kind, value_at
+from megatron.config.deepspeed.keys import (
+    KEYS,
+    DroppedKey,
+    FixedKey,
+    FreeKey,
+    Tree,
+    UnsupportedKey,
+    as_kind,
+    value_at,
+)
 from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
 from megatron.config.engine import RemoteDevice
 from megatron.config.fields import flag_name
@@ -26,14 +35,14 @@ _SWITCHES = ("enabled", "deepcompile", "autotp_size")  # of a block that turns a
 _WORDS = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 
 
-class Said(NamedTuple):
+class ImpliedValue(NamedTuple):
     """A value that the flags give to a key of the JSON, and the flags that do so."""
 
     value: JsonValue
     flags: str
 
 
-def problems(
+def agreement_problems(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> Iterator[ConfigError]:
     """Everything wrong between the flags and the JSON; both values are named each time.
@@ -44,7 +53,7 @@ def problems(
     where = config.engine.deepspeed_config or "the JSON"
     wrong = list(_wrong_values(user, KEYS, where))
     yield from wrong
-    said = said_by_flags(config, user, data_parallel_size=data_parallel_size)
+    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
     for path, (value, flags) in said.items():
         given = value_at(user, path)
         if given is None or any(path in str(error.found) for error in wrong):
@@ -70,21 +79,21 @@ def stage_of(config: RunConfig, user: JsonObject) -> int:
     return given if type(given) is int else 0
 
 
-def said_by_flags(
+def values_from_flags(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
-) -> dict[str, Said]:
+) -> dict[str, ImpliedValue]:
     """What the flags say, by the path of the key of the JSON that means the same."""
-    said = _batch_said(config, data_parallel_size) | _precision_said(config)
-    said["gradient_clipping"] = Said(
+    said = _batch_values(config, data_parallel_size) | _precision_values(config)
+    said["gradient_clipping"] = ImpliedValue(
         float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
     )
-    return said | _memory_said(config) | _engine_said(config, user)
+    return said | _memory_values(config) | _engine_values(config, user)
 
 
 def flags_from_json(user: JsonObject, typed: Mapping[str, object]) -> dict[str, object]:
     """Values for the flags that are not in `typed`, from what the JSON says; by field name.
 
-    What is of the wrong kind is left to `problems`.
+    What is of the wrong kind is left to `agreement_problems`.
     """
     found: dict[str, object] = {}
     if not any(name.startswith("curriculum_") for name in typed):
@@ -129,7 +138,7 @@ def _tensorboard_folder(user: JsonObject) -> str:
     return str(PurePath(str(folder), str(job)))
 
 
-def _batch_said(config: RunConfig, replicas: int) -> dict[str, Said]:
+def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
     training = config.training
     micro, whole = training.micro_batch_size, training.global_batch_size
     size = whole or micro * replicas
@@ -138,57 +147,57 @@ def _batch_said(config: RunConfig, replicas: int) -> dict[str, Said]:
         spelled = f"--global-batch-size {whole}, {spelled}"
     steps, left = divmod(size, micro * replicas)
     said = {
-        "train_batch_size": Said(size, spelled),
-        "train_micro_batch_size_per_gpu": Said(micro, f"--micro-batch-size {micro}"),
+        "train_batch_size": ImpliedValue(size, spelled),
+        "train_micro_batch_size_per_gpu": ImpliedValue(micro, f"--micro-batch-size {micro}"),
     }
     if not left:  # else the batch does not divide, which a check of its own says
-        said["gradient_accumulation_steps"] = Said(steps, spelled)
+        said["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
     return said
 
 
-def _precision_said(config: RunConfig) -> dict[str, Said]:
+def _precision_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     chosen = flags.precision
     asked = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
     said = {
-        "fp16.enabled": Said(chosen is Precision.FP16, asked),
-        "bf16.enabled": Said(chosen is Precision.BF16, asked),
+        "fp16.enabled": ImpliedValue(chosen is Precision.FP16, asked),
+        "bf16.enabled": ImpliedValue(chosen is Precision.BF16, asked),
     }
     if chosen is Precision.FP16:
-        said |= _scale_said(config)
+        said |= _scale_values(config)
     if chosen in _WORDS:
-        said["data_types.param_dtype"] = Said(_WORDS[chosen], asked)
+        said["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], asked)
         wide = "" if flags.accumulate_allreduce_grads_in_fp32 else "no-"
         spelled = f"{asked}, --{wide}accumulate-allreduce-grads-in-fp32"
         for path in ("communication_data_type", "data_types.grad_accum_dtype"):
-            said[path] = Said(_WORDS[flags.gradient_precision], spelled)
+            said[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
     return said
 
 
-def _scale_said(config: RunConfig) -> dict[str, Said]:
+def _scale_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     fixed = flags.loss_scale
     said = {
-        "fp16.loss_scale": Said(
+        "fp16.loss_scale": ImpliedValue(
             0.0 if fixed is None else fixed,
             "no --loss-scale" if fixed is None else f"--loss-scale {fixed}",
         ),
-        "fp16.loss_scale_window": Said(
+        "fp16.loss_scale_window": ImpliedValue(
             flags.loss_scale_window, f"--loss-scale-window {flags.loss_scale_window}"
         ),
-        "fp16.hysteresis": Said(flags.hysteresis, f"--hysteresis {flags.hysteresis}"),
+        "fp16.hysteresis": ImpliedValue(flags.hysteresis, f"--hysteresis {flags.hysteresis}"),
     }
     power = math.log2(flags.initial_loss_scale)
     if power.is_integer():
         spelled = f"--initial-loss-scale {flags.initial_loss_scale:g}"
-        said["fp16.initial_scale_power"] = Said(int(power), spelled)
+        said["fp16.initial_scale_power"] = ImpliedValue(int(power), spelled)
     if flags.min_loss_scale.is_integer():
         spelled = f"--min-loss-scale {flags.min_loss_scale:g}"
-        said["fp16.min_loss_scale"] = Said(int(flags.min_loss_scale), spelled)
+        said["fp16.min_loss_scale"] = ImpliedValue(int(flags.min_loss_scale), spelled)
     return said
 
 
-def _memory_said(config: RunConfig) -> dict[str, Said]:
+def _memory_values(config: RunConfig) -> dict[str, ImpliedValue]:
     training = config.training
     full = training.recompute_granularity is RecomputeGranularity.FULL
     shown = f"--recompute-granularity {training.recompute_granularity or 'not set'}"
@@ -196,45 +205,47 @@ def _memory_said(config: RunConfig) -> dict[str, Said]:
     word = "" if training.distribute_saved_activations else "no-"
     kept = "" if training.checkpoint_in_cpu else "no-"
     return {
-        "activation_checkpointing.partition_activations": Said(
+        "activation_checkpointing.partition_activations": ImpliedValue(
             training.distribute_saved_activations, f"--{word}distribute-saved-activations"
         ),
-        "activation_checkpointing.cpu_checkpointing": Said(
+        "activation_checkpointing.cpu_checkpointing": ImpliedValue(
             training.checkpoint_in_cpu, f"--{kept}checkpoint-in-cpu"
         ),
-        "pipeline.activation_checkpoint_interval": Said(
+        "pipeline.activation_checkpoint_interval": ImpliedValue(
             interval, f"{shown}, --recompute-num-layers {training.recompute_num_layers or 1}"
         ),
     }
 
 
-def _engine_said(config: RunConfig, user: JsonObject) -> dict[str, Said]:
+def _engine_values(config: RunConfig, user: JsonObject) -> dict[str, ImpliedValue]:
     engine, stages = config.engine, config.parallel.pipeline_model_parallel_size
-    said = {"pipeline.stages": Said(stages, f"--pipeline-model-parallel-size {stages}")}
+    said = {"pipeline.stages": ImpliedValue(stages, f"--pipeline-model-parallel-size {stages}")}
     zero = "zero_optimization"
     if engine.zero_stage is not None:
         stage = engine.zero_stage.value
-        said[f"{zero}.stage"] = Said(int(stage), f"--zero-stage {stage}")
+        said[f"{zero}.stage"] = ImpliedValue(int(stage), f"--zero-stage {stage}")
     if engine.zero_reduce_scatter:
-        said[f"{zero}.reduce_scatter"] = Said(True, "--zero-reduce-scatter")
+        said[f"{zero}.reduce_scatter"] = ImpliedValue(True, "--zero-reduce-scatter")
     if engine.zero_contigious_gradients:
-        said[f"{zero}.contiguous_gradients"] = Said(True, "--zero-contigious-gradients")
+        said[f"{zero}.contiguous_gradients"] = ImpliedValue(True, "--zero-contigious-gradients")
     for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):
         size = getattr(engine, name)
         if size is not None:
             key = name.removeprefix("zero_")
-            said[f"{zero}.{key}"] = Said(size, f"{flag_name(name)} {size}")
+            said[f"{zero}.{key}"] = ImpliedValue(size, f"{flag_name(name)} {size}")
     if engine.remote_device is not None:
         device = engine.remote_device.value
-        said[f"{zero}.offload_param.device"] = Said(device, f"--remote-device {device}")
+        said[f"{zero}.offload_param.device"] = ImpliedValue(device, f"--remote-device {device}")
     if engine.cpu_optimizer:
-        said[f"{zero}.offload_optimizer.device"] = Said(RemoteDevice.CPU.value, "--cpu-optimizer")
+        said[f"{zero}.offload_optimizer.device"] = ImpliedValue(
+            RemoteDevice.CPU.value, "--cpu-optimizer"
+        )
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
-            said[f"{zero}.{name}.pin_memory"] = Said(True, "--use-pin-memory")
+            said[f"{zero}.{name}.pin_memory"] = ImpliedValue(True, "--use-pin-memory")
     if engine.pp_partition_method is not None:
         method = engine.pp_partition_method
-        said["pipeline.partition"] = Said(method, f"--pp-partition-method {method}")
+        said["pipeline.partition"] = ImpliedValue(method, f"--pp-partition-method {method}")
     return said
 
 
@@ -244,7 +255,7 @@ def _wrong_values(
     """Values of the wrong kind, values that cannot be, and features that are not here."""
     for key, value in user.items():
         rule, path = tree.get(key), prefix + key
-        if value is None or value == "auto" or isinstance(rule, Dropped):
+        if value is None or value == "auto" or isinstance(rule, DroppedKey):
             continue
         if rule is None:
             near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
@@ -258,18 +269,18 @@ def _wrong_values(
                 yield from _wrong_values(value, rule, where, f"{path}.")
             else:
                 yield _wrong_kind(path, value, where, "an object in braces")
-        elif isinstance(rule, Free):
+        elif isinstance(rule, FreeKey):
             try:
                 as_kind(value, rule)
             except ValueError as wanted:
                 yield _wrong_kind(path, value, where, str(wanted))
-        elif isinstance(rule, Only) and value != rule.value:
+        elif isinstance(rule, FixedKey) and value != rule.value:
             yield ConfigError(
                 "DeepSpeed's JSON asks for what a run here cannot be",
                 found=f"{path} {_json(value)} in {where}",
                 fix=f"leave it out, or make it {_json(rule.value)}: {rule.because}",
             )
-        elif isinstance(rule, Off) and not _is_off(value):
+        elif isinstance(rule, UnsupportedKey) and not _is_off(value):
             yield ConfigError(
                 "DeepSpeed's JSON asks for a feature that is not here",
                 found=f"{path} in {where}: {rule.feature}",
@@ -319,7 +330,7 @@ def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     stage = stage_of(config, user)
-    said = _engine_said(config, user)
+    said = _engine_values(config, user)
     for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
         path = f"zero_optimization.{name}"
         given = value_at(user, f"{path}.device")

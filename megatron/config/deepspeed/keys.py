@@ -14,21 +14,21 @@ from megatron.json_values import JsonObject, JsonValue
 Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words that are allowed
 
 
-class Free(NamedTuple):
+class FreeKey(NamedTuple):
     """The user may choose; without a word of theirs DeepSpeed gets `default`."""
 
     default: JsonValue
     kind: Kind | None = None  # None: that of the default
 
 
-class Only(NamedTuple):
+class FixedKey(NamedTuple):
     """There is one value; another one in the JSON is refused, with the reason."""
 
     value: JsonValue
     because: str
 
 
-class Dropped(NamedTuple):
+class DroppedKey(NamedTuple):
     """Accepted and not handed on to DeepSpeed; the reason is said in the log."""
 
     because: str
@@ -37,7 +37,7 @@ class Dropped(NamedTuple):
     )
 
 
-class Off(NamedTuple):
+class UnsupportedKey(NamedTuple):
     """A feature that is not here: accepted where it is turned off."""
 
     feature: str
@@ -47,7 +47,7 @@ class Off(NamedTuple):
     )
 
 
-Rule = Free | Only | Dropped | Off
+Rule = FreeKey | FixedKey | DroppedKey | UnsupportedKey
 Tree = Mapping[str, "Rule | Tree"]
 
 _OF_NUMBERS = "the numbers of a run would not be those of its flags"
@@ -57,243 +57,273 @@ _WIDE = "master weights and the optimizer's state are fp32"
 _DISABLED: JsonObject = {"enabled": False}
 
 _OFFLOADED = {
-    "device": Free(RemoteDevice.NONE.value, tuple(device.value for device in RemoteDevice)),
-    "nvme_path": Free(None, str),
-    "pin_memory": Free(True),
+    "device": FreeKey(RemoteDevice.NONE.value, tuple(device.value for device in RemoteDevice)),
+    "nvme_path": FreeKey(None, str),
+    "pin_memory": FreeKey(True),
 }
 OFFLOAD_PARAM: Tree = {
     **_OFFLOADED,
-    "buffer_count": Free(5),
-    "buffer_size": Free(100_000_000),
-    "max_in_cpu": Free(1_000_000_000),
+    "buffer_count": FreeKey(5),
+    "buffer_size": FreeKey(100_000_000),
+    "max_in_cpu": FreeKey(1_000_000_000),
 }
 OFFLOAD_OPTIMIZER: Tree = {
     **_OFFLOADED,
-    "buffer_count": Free(4),
-    "pipeline_read": Free(False),
-    "pipeline_write": Free(False),
-    "fast_init": Free(False),
-    "ratio": Only(1.0, "parts of the optimizer's state on two devices are not supported"),
-    "super_offload": Only(False, "it replaces the optimizer that the flags describe"),
-    "cpuadam_cores_perc": Free(0.8),
+    "buffer_count": FreeKey(4),
+    "pipeline_read": FreeKey(False),
+    "pipeline_write": FreeKey(False),
+    "fast_init": FreeKey(False),
+    "ratio": FixedKey(1.0, "parts of the optimizer's state on two devices are not supported"),
+    "super_offload": FixedKey(False, "it replaces the optimizer that the flags describe"),
+    "cpuadam_cores_perc": FreeKey(0.8),
 }
 
 ZERO: Tree = {
-    "stage": Free(0),
-    "contiguous_gradients": Free(True),
-    "reduce_scatter": Free(True),
-    "reduce_bucket_size": Free(500_000_000),
-    "use_multi_rank_bucket_allreduce": Free(True),
-    "allgather_partitions": Free(True),
-    "allgather_bucket_size": Free(500_000_000),
-    "overlap_comm": Free(False),  # at stage 3 on, as DeepSpeed has it
-    "compute_grad_norm": Only(True, "every step reports its gradient norm"),
-    "load_from_fp32_weights": Free(True),
-    "elastic_checkpoint": Dropped(_LOADS_ANY),
+    "stage": FreeKey(0),
+    "contiguous_gradients": FreeKey(True),
+    "reduce_scatter": FreeKey(True),
+    "reduce_bucket_size": FreeKey(500_000_000),
+    "use_multi_rank_bucket_allreduce": FreeKey(True),
+    "allgather_partitions": FreeKey(True),
+    "allgather_bucket_size": FreeKey(500_000_000),
+    "overlap_comm": FreeKey(False),  # at stage 3 on, as DeepSpeed has it
+    "compute_grad_norm": FixedKey(True, "every step reports its gradient norm"),
+    "load_from_fp32_weights": FreeKey(True),
+    "elastic_checkpoint": DroppedKey(_LOADS_ANY),
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "zenflow": Off("ZenFlow, which delays a part of each update", "leave it out"),
-    "sub_group_size": Free(1_000_000_000),
-    "stage3_prefetch_bucket_size": Free(50_000_000),
-    "stage3_param_persistence_threshold": Free(100_000),
-    "stage3_model_persistence_threshold": Free(9_223_372_036_854_775_807),
-    "stage3_max_live_parameters": Free(1_000_000_000),
-    "stage3_max_reuse_distance": Free(1_000_000_000),
-    "stage3_gather_16bit_weights_on_model_save": Free(False),
-    "stage3_module_granularity_threshold": Free(0),
-    "stage3_use_all_reduce_for_fetch_params": Free(False),
-    "stage3_allgather_sequential": Free(False),
-    "ignore_unused_parameters": Free(True),
-    "legacy_stage1": Only(False, "DeepSpeed has removed it"),
-    "round_robin_gradients": Free(False),
-    "parameter_alignment": Only(False, "the shards are read by name, without gaps"),
-    "zero_hpz_partition_size": Only(1, "no groups of the ranks of a node are made for it"),
-    "zero_quantized_weights": Only(False, f"it rounds weights to 8 bits: {_OF_NUMBERS}"),
-    "zero_quantized_nontrainable_weights": Only(False, "every weight is trained"),
-    "zero_quantized_gradients": Only(False, f"it rounds gradients to 4 bits: {_OF_NUMBERS}"),
-    "memory_efficient_linear": Dropped("it would replace torch's linear everywhere", False),
-    "pipeline_loading_checkpoint": Free(False),
-    "override_module_apply": Free(True),
-    "log_trace_cache_warnings": Free(False),
-    "enable_sanity_checks": Free(False),
-    "save_muon_momentum_buffer_in_memory": Only(False, "there is no Muon optimizer here"),
+    "zenflow": UnsupportedKey("ZenFlow, which delays a part of each update", "leave it out"),
+    "sub_group_size": FreeKey(1_000_000_000),
+    "stage3_prefetch_bucket_size": FreeKey(50_000_000),
+    "stage3_param_persistence_threshold": FreeKey(100_000),
+    "stage3_model_persistence_threshold": FreeKey(9_223_372_036_854_775_807),
+    "stage3_max_live_parameters": FreeKey(1_000_000_000),
+    "stage3_max_reuse_distance": FreeKey(1_000_000_000),
+    "stage3_gather_16bit_weights_on_model_save": FreeKey(False),
+    "stage3_module_granularity_threshold": FreeKey(0),
+    "stage3_use_all_reduce_for_fetch_params": FreeKey(False),
+    "stage3_allgather_sequential": FreeKey(False),
+    "ignore_unused_parameters": FreeKey(True),
+    "legacy_stage1": FixedKey(False, "DeepSpeed has removed it"),
+    "round_robin_gradients": FreeKey(False),
+    "parameter_alignment": FixedKey(False, "the shards are read by name, without gaps"),
+    "zero_hpz_partition_size": FixedKey(1, "no groups of the ranks of a node are made for it"),
+    "zero_quantized_weights": FixedKey(False, f"it rounds weights to 8 bits: {_OF_NUMBERS}"),
+    "zero_quantized_nontrainable_weights": FixedKey(False, "every weight is trained"),
+    "zero_quantized_gradients": FixedKey(False, f"it rounds gradients to 4 bits: {_OF_NUMBERS}"),
+    "memory_efficient_linear": DroppedKey("it would replace torch's linear everywhere", False),
+    "pipeline_loading_checkpoint": FreeKey(False),
+    "override_module_apply": FreeKey(True),
+    "log_trace_cache_warnings": FreeKey(False),
+    "enable_sanity_checks": FreeKey(False),
+    "save_muon_momentum_buffer_in_memory": FixedKey(False, "there is no Muon optimizer here"),
     "leaf_module": {
-        "classes": Free((), list),
-        "names": Free((), list),
-        "name_suffixes": Free((), list),
+        "classes": FreeKey((), list),
+        "names": FreeKey((), list),
+        "name_suffixes": FreeKey((), list),
     },
-    "mics_shard_size": Off("MiCS, which DeepSpeed has removed", "leave it out"),
-    "mics_hierarchical_params_gather": Off("MiCS, which DeepSpeed has removed", "leave it out"),
-    "zeropp_loco_param": Off("LoCo, which DeepSpeed has removed", "leave it out"),
+    "mics_shard_size": UnsupportedKey("MiCS, which DeepSpeed has removed", "leave it out"),
+    "mics_hierarchical_params_gather": UnsupportedKey(
+        "MiCS, which DeepSpeed has removed", "leave it out"
+    ),
+    "zeropp_loco_param": UnsupportedKey("LoCo, which DeepSpeed has removed", "leave it out"),
 }
 
 KEYS: Tree = {
-    "train_batch_size": Free(0),
-    "train_micro_batch_size_per_gpu": Free(0),
-    "gradient_accumulation_steps": Free(0),
-    "managed_gradient_accumulation": Only(True, "the engine counts micro-batches by its plan"),
-    "steps_per_print": Free(None, int),
-    "dump_state": Free(False),
-    "disable_python_gc": Free(False),
-    "disable_allgather": Free(False),
-    "communication_data_type": Free("fp32", ("fp32", "fp16", "bf16")),
-    "seq_parallel_communication_data_type": Only("fp32", "there is no Ulysses parallelism here"),
-    "prescale_gradients": Free(False),
-    "gradient_predivide_factor": Free(1.0),
-    "gradient_allreduce_op": Only("mean", f"with sums {_OF_NUMBERS}"),
-    "gradient_clipping": Free(0.0),
-    "zero_allow_untested_optimizer": Only(True, "the optimizer is torch's, built by the flags"),
-    "zero_force_ds_cpu_optimizer": Dropped("CPUAdam is used where it builds", False),
-    "vocabulary_size": Dropped("the vocabulary is the tokenizer's, padded by its flags"),
-    "dataloader_drop_last": Dropped("batches are read by this program's own loader"),
-    "use_data_before_expert_parallelism": Only(False, "there are no experts here"),
+    "train_batch_size": FreeKey(0),
+    "train_micro_batch_size_per_gpu": FreeKey(0),
+    "gradient_accumulation_steps": FreeKey(0),
+    "managed_gradient_accumulation": FixedKey(True, "the engine counts micro-batches by its plan"),
+    "steps_per_print": FreeKey(None, int),
+    "dump_state": FreeKey(False),
+    "disable_python_gc": FreeKey(False),
+    "disable_allgather": FreeKey(False),
+    "communication_data_type": FreeKey("fp32", ("fp32", "fp16", "bf16")),
+    "seq_parallel_communication_data_type": FixedKey(
+        "fp32", "there is no Ulysses parallelism here"
+    ),
+    "prescale_gradients": FreeKey(False),
+    "gradient_predivide_factor": FreeKey(1.0),
+    "gradient_allreduce_op": FixedKey("mean", f"with sums {_OF_NUMBERS}"),
+    "gradient_clipping": FreeKey(0.0),
+    "zero_allow_untested_optimizer": FixedKey(True, "the optimizer is torch's, built by the flags"),
+    "zero_force_ds_cpu_optimizer": DroppedKey("CPUAdam is used where it builds", False),
+    "vocabulary_size": DroppedKey("the vocabulary is the tokenizer's, padded by its flags"),
+    "dataloader_drop_last": DroppedKey("batches are read by this program's own loader"),
+    "use_data_before_expert_parallelism": FixedKey(False, "there are no experts here"),
     "fp16": {
-        "enabled": Free(False),
-        "auto_cast": Only(False, "tokens are whole numbers, which are never cast"),
-        "loss_scale": Free(0.0),
-        "initial_scale_power": Free(16),
-        "loss_scale_window": Free(1000),
-        "hysteresis": Free(2),
-        "consecutive_hysteresis": Only(False, "--hysteresis counts as it does natively"),
-        "min_loss_scale": Free(1),
-        "fp16_master_weights_and_grads": Only(False, _WIDE),
+        "enabled": FreeKey(False),
+        "auto_cast": FixedKey(False, "tokens are whole numbers, which are never cast"),
+        "loss_scale": FreeKey(0.0),
+        "initial_scale_power": FreeKey(16),
+        "loss_scale_window": FreeKey(1000),
+        "hysteresis": FreeKey(2),
+        "consecutive_hysteresis": FixedKey(False, "--hysteresis counts as it does natively"),
+        "min_loss_scale": FreeKey(1),
+        "fp16_master_weights_and_grads": FixedKey(False, _WIDE),
     },
     "bf16": {
-        "enabled": Free(False),
+        "enabled": FreeKey(False),
         # DeepSpeed's default keeps every bf16 gradient beside its fp32 one: 2 bytes per parameter.
-        "immediate_grad_update": Free(True),
-        "check_grad_overflow": Only(True, "a gradient that is not finite is never applied"),
-        "bf16_master_weights_and_grads": Only(False, _WIDE),
-        "bf16_optimizer_states": Only(False, _WIDE),
+        "immediate_grad_update": FreeKey(True),
+        "check_grad_overflow": FixedKey(True, "a gradient that is not finite is never applied"),
+        "bf16_master_weights_and_grads": FixedKey(False, _WIDE),
+        "bf16_optimizer_states": FixedKey(False, _WIDE),
     },
     "torch_autocast": {
-        "enabled": Only(False, "--bf16 and --fp16 choose the precision"),
-        "dtype": Dropped("autocast is off"),
-        "lower_precision_safe_modules": Dropped("autocast is off"),
+        "enabled": FixedKey(False, "--bf16 and --fp16 choose the precision"),
+        "dtype": DroppedKey("autocast is off"),
+        "lower_precision_safe_modules": DroppedKey("autocast is off"),
     },
     "data_types": {
-        "grad_accum_dtype": Free("fp32", ("fp32", "fp16", "bf16")),
-        "param_dtype": Free("fp32", ("fp32", "fp16", "bf16")),
-        "buffer_dtype": Only(None, "tables of angles and the like keep their own precision"),
-        "keep_in_fp32_modules": Free("auto", list),
+        "grad_accum_dtype": FreeKey("fp32", ("fp32", "fp16", "bf16")),
+        "param_dtype": FreeKey("fp32", ("fp32", "fp16", "bf16")),
+        "buffer_dtype": FixedKey(None, "tables of angles and the like keep their own precision"),
+        "keep_in_fp32_modules": FreeKey("auto", list),
     },
     "zero_optimization": ZERO,
     "optimizer": {  # compared with the flags, then left out: the optimizer is handed over
-        "type": Free(None, str),
-        "params": Free(None, dict),
-        "legacy_fusion": Free(False),
+        "type": FreeKey(None, str),
+        "params": FreeKey(None, dict),
+        "legacy_fusion": FreeKey(False),
     },
-    "scheduler": {"type": Free(None, str), "params": Free(None, dict)},  # likewise
+    "scheduler": {"type": FreeKey(None, str), "params": FreeKey(None, dict)},  # likewise
     "activation_checkpointing": {
-        "partition_activations": Free(False),
-        "cpu_checkpointing": Free(False),
-        "contiguous_memory_optimization": Dropped("recomputed layers save one tensor each"),
-        "number_checkpoints": Dropped("--recompute-num-layers says how many layers go together"),
-        "synchronize_checkpoint_boundary": Dropped("nothing waits between layers"),
-        "profile": Dropped("--log-timers-to-tensorboard times the steps"),
+        "partition_activations": FreeKey(False),
+        "cpu_checkpointing": FreeKey(False),
+        "contiguous_memory_optimization": DroppedKey("recomputed layers save one tensor each"),
+        "number_checkpoints": DroppedKey("--recompute-num-layers says how many layers go together"),
+        "synchronize_checkpoint_boundary": DroppedKey("nothing waits between layers"),
+        "profile": DroppedKey("--log-timers-to-tensorboard times the steps"),
     },
     "pipeline": {
-        "stages": Free("auto", int),
-        "partition": Free("best"),
-        "seed_layers": Only(False, "initial values depend on --seed and the parameter's name"),
-        "activation_checkpoint_interval": Free(0),
+        "stages": FreeKey("auto", int),
+        "partition": FreeKey("best"),
+        "seed_layers": FixedKey(False, "initial values depend on --seed and the parameter's name"),
+        "activation_checkpoint_interval": FreeKey(0),
         # DeepSpeed would send a part of each activation from each tensor-parallel rank as if all
         # had the same, which under sequence parallelism they have not, and of one tensor only.
-        "pipe_partitioned": Dropped("stages hand over whole tensors", False),
-        "grad_partitioned": Dropped("stages hand over whole tensors", False),
-        "use_reentrant": Free(True),
+        "pipe_partitioned": DroppedKey("stages hand over whole tensors", False),
+        "grad_partitioned": DroppedKey("stages hand over whole tensors", False),
+        "use_reentrant": FreeKey(True),
     },
-    "curriculum_learning": Free(None, dict),  # read by the loop, not by DeepSpeed
+    "curriculum_learning": FreeKey(None, dict),  # read by the loop, not by DeepSpeed
     "data_efficiency": {
-        "enabled": Only(False, "curriculum_learning is what shortens sequences here"),
-        "seed": Free(1234),
-        "data_sampling": Off("DeepSpeed's data sampling", "use curriculum_learning", _DISABLED),
-        "data_routing": Off("random layer-token dropping", "leave it out", _DISABLED),
+        "enabled": FixedKey(False, "curriculum_learning is what shortens sequences here"),
+        "seed": FreeKey(1234),
+        "data_sampling": UnsupportedKey(
+            "DeepSpeed's data sampling", "use curriculum_learning", _DISABLED
+        ),
+        "data_routing": UnsupportedKey("random layer-token dropping", "leave it out", _DISABLED),
     },
     "checkpoint": {
-        "tag_validation": Free("WARN", ("WARN", "FAIL", "IGNORE")),
-        "load_universal": Dropped(_LOADS_ANY, False),
-        "use_node_local_storage": Only(False, "every rank reads the whole checkpoint's folder"),
-        "parallel_write": {"pipeline_stage": Free(False)},
-        "checkpoint_serialization": Free(True),
-        "writer": Free(None, dict),
+        "tag_validation": FreeKey("WARN", ("WARN", "FAIL", "IGNORE")),
+        "load_universal": DroppedKey(_LOADS_ANY, False),
+        "use_node_local_storage": FixedKey(False, "every rank reads the whole checkpoint's folder"),
+        "parallel_write": {"pipeline_stage": FreeKey(False)},
+        "checkpoint_serialization": FreeKey(True),
+        "writer": FreeKey(None, dict),
     },
     "aio": {
-        "block_size": Free(1_048_576),
-        "queue_depth": Free(8),
-        "intra_op_parallelism": Free(1),
-        "single_submit": Free(False),
-        "overlap_events": Free(True),
-        "use_gds": Free(False),
-        "thread_count": Dropped("DeepSpeed calls it intra_op_parallelism"),
+        "block_size": FreeKey(1_048_576),
+        "queue_depth": FreeKey(8),
+        "intra_op_parallelism": FreeKey(1),
+        "single_submit": FreeKey(False),
+        "overlap_events": FreeKey(True),
+        "use_gds": FreeKey(False),
+        "thread_count": DroppedKey("DeepSpeed calls it intra_op_parallelism"),
     },
-    "wall_clock_breakdown": Free(False),
-    "memory_breakdown": Free(False),
-    "log_level": Free(None, str),
-    "timers": {"throughput": {"enabled": Free(False), "synchronized": Free(True)}},
+    "wall_clock_breakdown": FreeKey(False),
+    "memory_breakdown": FreeKey(False),
+    "log_level": FreeKey(None, str),
+    "timers": {"throughput": {"enabled": FreeKey(False), "synchronized": FreeKey(True)}},
     "flops_profiler": {
-        "enabled": Free(False),
-        "recompute_fwd_factor": Free(0.0),
-        "profile_step": Free(1),
-        "module_depth": Free(-1),
-        "top_modules": Free(1),
-        "detailed": Free(True),
-        "output_file": Free(None, str),
+        "enabled": FreeKey(False),
+        "recompute_fwd_factor": FreeKey(0.0),
+        "profile_step": FreeKey(1),
+        "module_depth": FreeKey(-1),
+        "top_modules": FreeKey(1),
+        "detailed": FreeKey(True),
+        "output_file": FreeKey(None, str),
     },
     "comms_logger": {
-        "enabled": Free(False),
-        "verbose": Free(False),
-        "prof_all": Free(True),
-        "debug": Free(False),
-        "prof_ops": Free((), list),
+        "enabled": FreeKey(False),
+        "verbose": FreeKey(False),
+        "prof_all": FreeKey(True),
+        "debug": FreeKey(False),
+        "prof_ops": FreeKey((), list),
     },
     "tensorboard": {
-        "enabled": Dropped("--tensorboard-dir receives the same numbers, over all replicas", False),
-        "output_path": Dropped("it is part of --tensorboard-dir"),
-        "job_name": Dropped("it is part of --tensorboard-dir"),
+        "enabled": DroppedKey(
+            "--tensorboard-dir receives the same numbers, over all replicas", False
+        ),
+        "output_path": DroppedKey("it is part of --tensorboard-dir"),
+        "job_name": DroppedKey("it is part of --tensorboard-dir"),
     },
     "csv_monitor": {
-        "enabled": Free(False),
-        "output_path": Free(""),
-        "job_name": Free("DeepSpeedJobName"),
+        "enabled": FreeKey(False),
+        "output_path": FreeKey(""),
+        "job_name": FreeKey("DeepSpeedJobName"),
     },
     "wandb": {
-        "enabled": Free(False),
-        "group": Free(None, str),
-        "team": Free(None, str),
-        "project": Free("deepspeed"),
+        "enabled": FreeKey(False),
+        "group": FreeKey(None, str),
+        "team": FreeKey(None, str),
+        "project": FreeKey("deepspeed"),
     },
     "comet": {
-        "enabled": Free(False),
-        "samples_log_interval": Free(100),
-        "project": Free(None, str),
-        "workspace": Free(None, str),
-        "api_key": Off("a secret in a file that logs and checkpoints copy", "set COMET_API_KEY"),
-        "experiment_name": Free(None, str),
-        "experiment_key": Free(None, str),
-        "online": Free(None, bool),
-        "mode": Free(None, str),
+        "enabled": FreeKey(False),
+        "samples_log_interval": FreeKey(100),
+        "project": FreeKey(None, str),
+        "workspace": FreeKey(None, str),
+        "api_key": UnsupportedKey(
+            "a secret in a file that logs and checkpoints copy", "set COMET_API_KEY"
+        ),
+        "experiment_name": FreeKey(None, str),
+        "experiment_key": FreeKey(None, str),
+        "online": FreeKey(None, bool),
+        "mode": FreeKey(None, str),
     },
-    "autotuning": Off("autotuning, which starts runs of its own", "leave it out", _DISABLED),
-    "hybrid_engine": Off("the hybrid engine, which generates text", "leave it out", _DISABLED),
-    "compile": Off("DeepCompile", "leave it out", {"deepcompile": False}),
-    "tensor_parallel": Off("AutoTP", "use --tensor-model-parallel-size", {"autotp_size": 0}),
-    "expert_parallel": Off("expert parallelism", "leave it out", _DISABLED),
-    "weight_quantization": Off("quantised weights", "leave it out"),
-    "datastates_ckpt": Off("DataStates checkpoints", "leave it out"),
-    "sequence_parallel_size": Off("Ulysses parallelism", "use --sequence-parallel"),
-    "gradient_accumulation_dtype": Off("a key of this name", "use data_types.grad_accum_dtype"),
+    "autotuning": UnsupportedKey(
+        "autotuning, which starts runs of its own", "leave it out", _DISABLED
+    ),
+    "hybrid_engine": UnsupportedKey(
+        "the hybrid engine, which generates text", "leave it out", _DISABLED
+    ),
+    "compile": UnsupportedKey("DeepCompile", "leave it out", {"deepcompile": False}),
+    "tensor_parallel": UnsupportedKey(
+        "AutoTP", "use --tensor-model-parallel-size", {"autotp_size": 0}
+    ),
+    "expert_parallel": UnsupportedKey("expert parallelism", "leave it out", _DISABLED),
+    "weight_quantization": UnsupportedKey("quantised weights", "leave it out"),
+    "datastates_ckpt": UnsupportedKey("DataStates checkpoints", "leave it out"),
+    "sequence_parallel_size": UnsupportedKey("Ulysses parallelism", "use --sequence-parallel"),
+    "gradient_accumulation_dtype": UnsupportedKey(
+        "a key of this name", "use data_types.grad_accum_dtype"
+    ),
     # DeepSpeed 0.19 ends with an error where one of these is there at all, even turned off.
-    "amp": Off("Apex AMP, which DeepSpeed has removed", "use --bf16 or --fp16"),
-    "nebula": Off("Nebula, which DeepSpeed has removed", "leave it out"),
-    "compression_training": Off("compression, which DeepSpeed has removed", "leave it out"),
-    "quantize_training": Off("MoQ, which DeepSpeed has removed", "leave it out"),
-    "sparse_gradients": Off("sparse gradients, which DeepSpeed has removed", "leave it out"),
-    "sparse_attention": Off("sparse attention, which DeepSpeed has removed", "leave it out"),
-    "eigenvalue": Off("eigenvalues, which DeepSpeed has removed", "leave it out"),
-    "elasticity": Off("elastic training, which DeepSpeed has removed", "set the batch sizes"),
-    "graph_harvesting": Off("graph harvesting, which DeepSpeed has removed", "leave it out"),
-    "progressive_layer_drop": Off("layer dropping, which DeepSpeed has removed", "leave it out"),
+    "amp": UnsupportedKey("Apex AMP, which DeepSpeed has removed", "use --bf16 or --fp16"),
+    "nebula": UnsupportedKey("Nebula, which DeepSpeed has removed", "leave it out"),
+    "compression_training": UnsupportedKey(
+        "compression, which DeepSpeed has removed", "leave it out"
+    ),
+    "quantize_training": UnsupportedKey("MoQ, which DeepSpeed has removed", "leave it out"),
+    "sparse_gradients": UnsupportedKey(
+        "sparse gradients, which DeepSpeed has removed", "leave it out"
+    ),
+    "sparse_attention": UnsupportedKey(
+        "sparse attention, which DeepSpeed has removed", "leave it out"
+    ),
+    "eigenvalue": UnsupportedKey("eigenvalues, which DeepSpeed has removed", "leave it out"),
+    "elasticity": UnsupportedKey(
+        "elastic training, which DeepSpeed has removed", "set the batch sizes"
+    ),
+    "graph_harvesting": UnsupportedKey(
+        "graph harvesting, which DeepSpeed has removed", "leave it out"
+    ),
+    "progressive_layer_drop": UnsupportedKey(
+        "layer dropping, which DeepSpeed has removed", "leave it out"
+    ),
 }
 
 # Names of the same key in other versions of DeepSpeed, by the name that `KEYS` has.
@@ -335,7 +365,7 @@ def value_at(user: JsonObject, path: str) -> JsonValue:
     return None if value == "auto" else value
 
 
-def as_kind(value: JsonValue, rule: Free) -> JsonValue:
+def as_kind(value: JsonValue, rule: FreeKey) -> JsonValue:
     """`value` as the kind that a key has: 5e8 as a whole number, "Warn" as the word "WARN".
 
     Raises:

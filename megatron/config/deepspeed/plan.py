@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.config.deepspeed.agreement import Said, problems, said_by_flags, stage_of
+from megatron.config.deepspeed.agreement import (
+    ImpliedValue,
+    agreement_problems,
+    stage_of,
+    values_from_flags,
+)
 from megatron.config.deepspeed.keys import (
     KEPT_BACK,
     KEYS,
     RENAMED,
-    Dropped,
-    Free,
-    Off,
-    Only,
+    DroppedKey,
+    FixedKey,
+    FreeKey,
     Rule,
     Tree,
+    UnsupportedKey,
     as_kind,
     value_at,
 )
@@ -72,11 +77,11 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
         ConfigError: the file cannot be read, or contradicts the flags; with all that is wrong.
     """
     user = user_json(config)
-    raise_all(problems(config, user, data_parallel_size=data_parallel_size))
-    whole = effective(config, user, data_parallel_size=data_parallel_size)
+    raise_all(agreement_problems(config, user, data_parallel_size=data_parallel_size))
+    whole = complete_json(config, user, data_parallel_size=data_parallel_size)
     stage = _stage(whole)
     partition = value_at(user, "pipeline.partition")
-    assert partition is None or isinstance(partition, str)  # noqa: S101  # invariant: `problems`
+    assert partition is None or isinstance(partition, str)  # noqa: S101  # invariant: `agreement_problems`
     torch_adam = value_at(user, "optimizer.params.torch_adam")
     curriculum = value_at(user, "curriculum_learning")
     return DeepSpeedPlan(
@@ -106,7 +111,7 @@ def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, Js
         return {}
     user = user_json(config)
     kept = {name: user[name] for name in KEPT_BACK if user.get(name)}
-    return effective(config, user, data_parallel_size=data_parallel_size) | kept
+    return complete_json(config, user, data_parallel_size=data_parallel_size) | kept
 
 
 def read_json(path: str) -> dict[str, JsonValue]:
@@ -130,15 +135,15 @@ def read_json(path: str) -> dict[str, JsonValue]:
     return user
 
 
-def effective(
+def complete_json(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, JsonValue]:
     """The complete JSON: every key that affects numbers, whether a user has thought of it or not.
 
     Args:
-        user: what `read_json` returned, without contradiction to the flags (`problems`).
+        user: what `read_json` returned, without contradiction to the flags (`agreement_problems`).
     """
-    said = said_by_flags(config, user, data_parallel_size=data_parallel_size)
+    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
     whole = _completed(KEYS, user, said, "")
     zero, pipeline = (object_at(whole, block) for block in ("zero_optimization", "pipeline"))
     if value_at(user, "zero_optimization.overlap_comm") is None:
@@ -157,7 +162,7 @@ def remarks(user: JsonObject) -> Iterator[str]:
         if user.get(name):
             yield f"{name}: agrees with the flags, which alone decide; not handed to DeepSpeed"
     for path, rule in _rules(KEYS, ""):
-        if isinstance(rule, Dropped) and value_at(user, path) not in (None, rule.instead):
+        if isinstance(rule, DroppedKey) and value_at(user, path) not in (None, rule.instead):
             yield f"{path}: has no effect here because {rule.because}"
 
 
@@ -195,7 +200,7 @@ def _device(whole: JsonObject, offload: str) -> RemoteDevice:
 
 
 def _completed(
-    tree: Tree, user: JsonObject, said: Mapping[str, Said], prefix: str
+    tree: Tree, user: JsonObject, said: Mapping[str, ImpliedValue], prefix: str
 ) -> dict[str, JsonValue]:
     out: dict[str, JsonValue] = {}
     for key, rule in tree.items():
@@ -206,15 +211,15 @@ def _completed(
             block = _completed(rule, user, said, f"{path}.")
             is_offload_off = key in _OFFLOADS and block["device"] == RemoteDevice.NONE
             out[key] = None if is_offload_off else block
-        elif isinstance(rule, Free):
+        elif isinstance(rule, FreeKey):
             given = said[path].value if path in said else value_at(user, path)
             value = rule.default if given is None else as_kind(given, rule)
             out[key] = list(value) if isinstance(value, tuple) else value
-        elif isinstance(rule, Only):
+        elif isinstance(rule, FixedKey):
             out[key] = rule.value
-        elif isinstance(rule, Dropped) and rule.instead is not None:
+        elif isinstance(rule, DroppedKey) and rule.instead is not None:
             out[key] = rule.instead
-        elif isinstance(rule, Off) and rule.written is not None:
+        elif isinstance(rule, UnsupportedKey) and rule.written is not None:
             out[key] = dict(rule.written)
     return out
 

@@ -149,7 +149,7 @@ class Digests(NamedTuple):
     pair_id: str
 
 
-def digests_that_are_said(prefix: str) -> Digests | None:
+def recorded_digests(prefix: str) -> Digests | None:
     """The digests that the checksums of `prefix` say, from a few bytes; None where there are none.
 
     Nothing is compared with them here. Raises DataError when the file cannot be read as checksums.

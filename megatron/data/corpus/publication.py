@@ -26,7 +26,7 @@ from megatron.data.corpus.paths import (
 )
 
 
-class Layout(NamedTuple):
+class CorpusLayout(NamedTuple):
     """What the index of a new corpus says of its tokens."""
 
     dtype: "np.dtype[np.integer]"
@@ -38,7 +38,7 @@ def publish_corpus(
     prefix: str,
     temporary: Path,
     *,
-    layout: Layout,
+    layout: CorpusLayout,
     checksums: Callable[[IndexHasher], CorpusChecksums],
     metadata: CorpusMetadata | None,
 ) -> None:
@@ -75,7 +75,7 @@ def publish_corpus(
             path.unlink(missing_ok=True)
 
 
-def _write_index(path: Path, layout: Layout) -> IndexHasher:
+def _write_index(path: Path, layout: CorpusLayout) -> IndexHasher:
     with open(path, "wb") as file:
         hasher = IndexHasher(file)
         write_index(hasher, *layout)
@@ -84,7 +84,7 @@ def _write_index(path: Path, layout: Layout) -> IndexHasher:
     return hasher
 
 
-def _with_counts(metadata: CorpusMetadata, layout: Layout, pair_id: str) -> CorpusMetadata:
+def _with_counts(metadata: CorpusMetadata, layout: CorpusLayout, pair_id: str) -> CorpusMetadata:
     return dataclasses.replace(
         metadata,
         num_items=len(layout.sizes),

@@ -14,7 +14,7 @@ import xxhash
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.data.corpus.checksums import digest_of_file, digests_that_are_said
+from megatron.data.corpus.checksums import digest_of_file, recorded_digests
 from megatron.data.corpus.paths import both_files_exist, data_file_path, index_file_path
 from megatron.data.corpus.weighted_paths import weighted_splits
 from megatron.data.data_utils import parse_data_path
@@ -118,7 +118,7 @@ def _corpora(prefix: str) -> dict[str, str]:
 def _corpus(prefix: str) -> dict[str, str]:
     try:
         length = os.stat(data_file_path(prefix)).st_size
-        digests = digests_that_are_said(prefix)
+        digests = recorded_digests(prefix)
         index = (
             digests.index_digest if digests is not None else digest_of_file(index_file_path(prefix))
         )

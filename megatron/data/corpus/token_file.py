@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
+from megatron.data.compiled import built_module, is_current, warn_of_python_twin
 from megatron.data.corpus.checksums import BLOCK_BYTES, CorpusChecksums
 from megatron.data.corpus.index_file import Stamp, changed, open_to_read
 from megatron.errors import DataError, MachineError
@@ -29,7 +29,7 @@ _MOST_DAMAGES_SHOWN = 8
 _BLOCKS_PER_BEAT = 256  # 64 MiB: a second or so of a slow disk
 
 
-class Damage(NamedTuple):
+class DamagedBlock(NamedTuple):
     """A block that is not as it was written."""
 
     start: int  # byte in the .bin
@@ -98,7 +98,7 @@ class TokenFile:
         With `only_verified` it declines items of blocks that were not compared since `expect`.
         """
         if not is_current(_built, _INTERFACE) or _built is None or sys.byteorder != "little":
-            say_that_the_twin_serves("token_reader", _built)
+            warn_of_python_twin("token_reader", _built)
             return None
         marks = self._verified if only_verified else None
         reader: TokenReader = _built.TokenReader(
@@ -128,21 +128,24 @@ class TokenFile:
         blocks = self._blocks(start, stop)
         return self._verified.find(b"\0", blocks.start, blocks.stop) == -1
 
-    def verify_all(self, beat: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def verify_all(
+        self, report_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
         """Compare every block; raise one DataError that names those that are damaged.
 
-        `beat` is called now and then with the bytes that were compared, and those there are.
+        `report_progress` is called now and then with the bytes that were compared, and those there
+        are.
         """
         if self._checksums is None:
             return
         verified = self.expect(self._checksums)  # what was compared before, is compared again
         blocks = range(len(self._checksums.blocks))
-        damages: list[Damage] = []
+        damages: list[DamagedBlock] = []
         for first in blocks[::_BLOCKS_PER_BEAT]:
             piece = blocks[first : first + _BLOCKS_PER_BEAT]
             damages += self._damages(self._checksums, verified, piece)
             total = self._checksums.data_bytes
-            beat(min(piece.stop * self._checksums.block_bytes, total), total)
+            report_progress(min(piece.stop * self._checksums.block_bytes, total), total)
         if damages:
             raise self._damaged(damages)
 
@@ -155,7 +158,7 @@ class TokenFile:
 
     def _damages(
         self, checksums: CorpusChecksums, verified: mmap.mmap, blocks: range
-    ) -> Iterator[Damage]:
+    ) -> Iterator[DamagedBlock]:
         """Verify those of `blocks` that were not, and mark those that are right."""
         buffer = np.empty(checksums.block_bytes, np.uint8)
         for number in blocks:
@@ -170,7 +173,7 @@ class TokenFile:
             if found == expected:
                 verified[number] = 1
             else:
-                yield Damage(start, stop, found, expected)
+                yield DamagedBlock(start, stop, found, expected)
 
     def _read_into(self, tokens: Tokens, start: int) -> None:
         """Fill `tokens` from byte `start` on."""
@@ -196,7 +199,7 @@ class TokenFile:
             )
         return got
 
-    def _damaged(self, damages: list[Damage]) -> DataError:
+    def _damaged(self, damages: list[DamagedBlock]) -> DataError:
         shown = "; ".join(map(str, damages[:_MOST_DAMAGES_SHOWN]))
         more = len(damages) - _MOST_DAMAGES_SHOWN
         return DataError(

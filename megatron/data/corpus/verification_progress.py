@@ -1,7 +1,7 @@
 """What is said while a whole corpus is compared with its checksums, which may take hours.
 
-Two hear of it: the log, now and then, and `beat`, after every piece, which is how ranks that wait
-for this one know that it is at work. How a beat travels is left to the caller.
+Two hear of it: the log, now and then, and `report_progress`, after every piece, which is how ranks
+that wait for this one know that it is at work. How a report travels is left to the caller.
 """
 
 import time
@@ -11,23 +11,25 @@ from megatron import log
 
 _SAY_S = 30.0
 
-Beat = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
-def unheard(doing: str) -> None:
-    """A beat for nobody."""
+def no_progress(doing: str) -> None:
+    """Report to nobody."""
 
 
 class VerificationProgress:
     """Called with the bytes that were compared and those there are; tells both who listen."""
 
-    def __init__(self, path: str, beat: Beat, *, say_s: float = _SAY_S) -> None:
-        self._path, self._beat, self._say_s = path, beat, say_s
+    def __init__(
+        self, path: str, report_progress: ReportProgress, *, say_s: float = _SAY_S
+    ) -> None:
+        self._path, self._report, self._say_s = path, report_progress, say_s
         self._started = self._spoken = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         doing = f"verifying {self._path}: {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
-        self._beat(doing)
+        self._report(doing)
         now = time.monotonic()
         if now - self._spoken >= self._say_s:
             self._spoken = now

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.config.data import DataConfig, OnTooLong
 from megatron.data.bert_dataset import BERTDataset, BERTRecipe
 from megatron.data.blendable_dataset import SampleDataset
-from megatron.data.corpus.verification_progress import Beat, unheard
+from megatron.data.corpus.verification_progress import ReportProgress, no_progress
 from megatron.data.data_utils import (
     Corpus,
     DatasetMaker,
@@ -32,7 +32,7 @@ from megatron.data.samples.fim import (
     FIMDataset,
     FIMTokenNames,
     FIMTokens,
-    NamedPieces,
+    PieceVocabulary,
     checked_eod,
     fim_tokens,
     token_named,
@@ -47,7 +47,7 @@ from megatron.data.samples.t5_dataset import T5Dataset, T5Recipe
 from megatron.errors import ConfigError
 
 
-class Vocabulary(NamedPieces, WordPieces, Protocol):
+class Vocabulary(PieceVocabulary, WordPieces, Protocol):
     """What the kinds together ask of a tokenizer."""
 
     @property
@@ -244,7 +244,7 @@ def gpt_maker(
     tokenizer: Vocabulary | None,
     seed: int,
     is_builder: bool,
-    beat: Beat = unheard,
+    report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
     """The datasets that the flags of a program for GPT ask for; plain windows need no tokenizer.
 
@@ -252,7 +252,7 @@ def gpt_maker(
         ConfigError: the tokenizer lacks tokens that the kind needs, or lengths do not work out.
     """
     kind = dataset_kind(data)
-    open_corpus = corpus_opener(data, is_builder=is_builder, beat=beat)
+    open_corpus = corpus_opener(data, is_builder=is_builder, report_progress=report_progress)
     windows = Windows(
         open_corpus=open_corpus,
         seq_length=data.seq_length,
@@ -302,7 +302,7 @@ def bert_maker(
     tokenizer: Vocabulary | None,
     seed: int,
     is_builder: bool,
-    beat: Beat = unheard,
+    report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
     """The datasets of a program for BERT; raises ConfigError for a tokenizer without [MASK]."""
     if tokenizer is None:
@@ -317,7 +317,7 @@ def bert_maker(
     )
     return Sentences(
         kind=DatasetKind.BERT,
-        open_corpus=corpus_opener(data, is_builder=is_builder, beat=beat),
+        open_corpus=corpus_opener(data, is_builder=is_builder, report_progress=report_progress),
         seed=seed,
         dataset=partial(BERTDataset, recipe=recipe),
     )
@@ -330,7 +330,7 @@ def t5_maker(
     seed: int,
     is_builder: bool,
     decoder_seq_length: int,
-    beat: Beat = unheard,
+    report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
     """Return the maker of datasets for T5, whose decoder reads `decoder_seq_length` tokens.
 
@@ -358,7 +358,7 @@ def t5_maker(
     )
     return Sentences(
         kind=DatasetKind.T5,
-        open_corpus=corpus_opener(data, is_builder=is_builder, beat=beat),
+        open_corpus=corpus_opener(data, is_builder=is_builder, report_progress=report_progress),
         seed=seed,
         dataset=partial(T5Dataset, recipe=recipe),
     )
@@ -373,7 +373,7 @@ def ict_maker(
     titles_prefix: str | None = None,
     query_in_block_prob: float = 0.1,
     one_sentence_documents: bool = False,
-    beat: Beat = unheard,
+    report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
     """Return the maker of datasets for the inverse cloze task.
 
@@ -393,7 +393,7 @@ def ict_maker(
             found=f"titles {titles_prefix}, corpora {' '.join(prefixes)}",
             fix="merge the corpora with tools/merge_datasets.py, and their titles alike",
         )
-    open_corpus = corpus_opener(data, is_builder=is_builder, beat=beat)
+    open_corpus = corpus_opener(data, is_builder=is_builder, report_progress=report_progress)
     titles = None if titles_prefix is None else open_corpus(titles_prefix)
     recipe = ICTRecipe(
         vocabulary=MaskingVocabulary.of(tokenizer),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
-from megatron.data.corpus.verification_progress import Beat, unheard
+from megatron.data.corpus.verification_progress import ReportProgress, no_progress
 from megatron.data.data_utils import DatasetMaker
 from megatron.data.kinds.dataset_kind import (
     DatasetKind,
@@ -21,14 +21,14 @@ from megatron.data.kinds.dataset_makers import Vocabulary, bert_maker, gpt_maker
 from megatron.errors import ConfigError
 
 
-class Kind(Protocol):
+class KindOfData(Protocol):
     """Chooses a kind by the flags, whether or not all of them are read."""
 
     def __call__(self, data: DataConfig) -> DatasetKind:
         """The kind of every dataset of the run."""
 
 
-class Maker(Protocol):
+class MakerOfData(Protocol):
     """Makes the datasets of that kind; ConfigError where the tokenizer lacks what they need."""
 
     def __call__(
@@ -38,7 +38,7 @@ class Maker(Protocol):
         tokenizer: Vocabulary | None,
         seed: int,
         is_builder: bool,
-        beat: Beat = unheard,
+        report_progress: ReportProgress = no_progress,
     ) -> DatasetMaker:
         """The maker for one run; without a tokenizer only what needs none."""
 
@@ -46,8 +46,8 @@ class Maker(Protocol):
 class ProgramData(NamedTuple):
     """What a program reads; `unread_flags` yields an error for each flag that would do nothing."""
 
-    kind: Kind
-    maker: Maker
+    kind: KindOfData
+    maker: MakerOfData
     unread_flags: Callable[[DataConfig], Iterator[ConfigError]]
 
 

@@ -48,7 +48,7 @@ def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | Non
     )
 
 
-def shortened(raw: Mapping[str, Tensor], length: int) -> Mapping[str, Tensor]:
+def truncate_batch(raw: Mapping[str, Tensor], length: int) -> Mapping[str, Tensor]:
     """The first `length` tokens of every row, for a curriculum, and the label of the last of them.
 
     For kinds of which every tensor is [b, s + 1] (`DatasetKind.can_be_cut`). What is left of a row

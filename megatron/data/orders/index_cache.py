@@ -24,8 +24,8 @@ import xxhash
 
 from megatron import atomic, log
 from megatron.data.corpus.checksums import IndexHasher
-from megatron.data.corpus.verification_progress import Beat, unheard
-from megatron.data.orders.lease import LeaseTiming, leased, said_while, wait_while_leased
+from megatron.data.corpus.verification_progress import ReportProgress, no_progress
+from megatron.data.orders.lease import LeaseTiming, leased, report_while, wait_while_leased
 from megatron.errors import ConfigError, MachineError
 
 Arrays = Mapping[str, npt.NDArray[np.integer]]
@@ -82,14 +82,14 @@ class IndexCache:
     """A place for indices and this rank's part in filling it.
 
     `wait` is a barrier over every rank that calls with the same arguments; each call of
-    `load_or_build` reaches it exactly once, also when building fails. `beat` hears from a thread
-    that this rank builds, for ranks of other nodes, which do not see its lock.
+    `load_or_build` reaches it exactly once, also when building fails. `report_progress` hears from
+    a thread that this rank builds, for ranks of other nodes, which do not see its lock.
     """
 
     folders: tuple[Path, ...]
     is_builder: bool = True
     wait: Callable[[], None] = lambda: None
-    beat: Beat = unheard
+    report_progress: ReportProgress = no_progress
     timing: LeaseTiming = LeaseTiming()
 
     def load_or_build(
@@ -121,7 +121,7 @@ class IndexCache:
         return found
 
     def _wait(self, stem: str) -> None:
-        with said_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
+        with report_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
             try:
                 self.wait()
             except MachineError as error:
@@ -143,7 +143,9 @@ class IndexCache:
             found = self._load(stem, description)
             if found is None:
                 started = time.monotonic()
-                with said_while(f"building the index {stem}", self.timing.say_s, self.beat):
+                with report_while(
+                    f"building the index {stem}", self.timing.say_s, self.report_progress
+                ):
                     found = self._publish(stem, description, build())
                 size = sum(path.stat().st_size for path in found.files.values())
                 elapsed = time.monotonic() - started

@@ -74,17 +74,19 @@ def leased(
 
 
 @contextmanager
-def said_while(
-    what: str, every_s: float, beat: Callable[[str], None] = lambda doing: None
+def report_while(
+    what: str, every_s: float, report_progress: Callable[[str], None] = lambda doing: None
 ) -> Iterator[None]:
-    """Say every so often that `what` still goes on, and more often to whom `beat` tells it."""
+    """Say every so often that `what` still goes on, and more often through
+    `report_progress`.
+    """
     done, started = threading.Event(), time.monotonic()
 
     def speak() -> None:
         spoken = started
         while not done.wait(min(every_s, _BEAT_S)):
             now = time.monotonic()
-            beat(f"{what}, for {now - started:.0f} s now")
+            report_progress(f"{what}, for {now - started:.0f} s now")
             if now - spoken >= every_s:
                 spoken = now
                 log.info(f"still {what}, for {now - started:.0f} s now")

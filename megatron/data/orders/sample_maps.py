@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
+from megatron.data.compiled import built_module, is_current, warn_of_python_twin
 
 _built = built_module("sample_maps")
 _INTERFACE = 3  # of csrc/data/sample_maps.cpp
@@ -30,7 +30,7 @@ def compiled_is_used() -> bool:
 def compiled() -> ModuleType | None:
     """The compiled module if it may be used; None, said once, where the twins have to serve."""
     if not compiled_is_used():
-        say_that_the_twin_serves("sample_maps", _built)
+        warn_of_python_twin("sample_maps", _built)
         return None
     return _built
 

@@ -29,14 +29,14 @@ ROLES = ("system", "user", "assistant")
 LEARNED_ROLE = "assistant"
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """One turn of a dialogue."""
 
     role: str  # one of ROLES
     content: str
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a rendered dialogue."""
 
     text: str
@@ -71,11 +71,11 @@ class ChatTemplate:
         targets = [p.text for p in self.render(_EXAMPLE) if p.is_target]
         return targets[1] if len(targets) > 1 else ""
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text of `messages` up to where the assistant's answer begins."""
         return self._written(messages, add_generation_prompt=True)
 
-    def render(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def render(self, messages: Sequence[ChatMessage]) -> tuple[TextPiece, ...]:
         """Return the dialogue as pieces, with one for all that is given between two answers.
 
         Raises:
@@ -88,7 +88,7 @@ class ChatTemplate:
                     found=f"{found[0]!r} in message {number} ({role})",
                     fix="take it out of the content, or use another template",
                 )
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         before = given = ""
         for number, (role, content) in enumerate(messages):
             if role != LEARNED_ROLE:
@@ -103,10 +103,14 @@ class ChatTemplate:
             then_eod = ending.startswith(END_OF_DOCUMENT)
             ending = ending.removeprefix(END_OF_DOCUMENT)
             end = ending.rstrip()
-            pieces += [Piece(given, False), Piece(body, True, then_eod), Piece(end, True)]
+            pieces += [
+                TextPiece(given, False),
+                TextPiece(body, True, then_eod),
+                TextPiece(end, True),
+            ]
             before, given = text, ending[len(end) :]
         given += self._rest(self._written(messages), before, len(messages) - 1)
-        pieces.append(Piece(given, False))
+        pieces.append(TextPiece(given, False))
         return tuple(piece for piece in pieces if piece.text or piece.then_eod)
 
     def _rest(self, text: str, start: str, number: int) -> str:
@@ -120,7 +124,9 @@ class ChatTemplate:
             )
         return text[len(start) :]
 
-    def _written(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _written(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False
+    ) -> str:
         import jinja2  # not needed by training, which reads what was written
 
         try:
@@ -139,7 +145,7 @@ class ChatTemplate:
 
 
 END_OF_DOCUMENT = "\0end of document\0"  # stands in rendered text for the tokenizer's token
-_EXAMPLE = (Message("user", "a"), Message(LEARNED_ROLE, "b"))
+_EXAMPLE = (ChatMessage("user", "a"), ChatMessage(LEARNED_ROLE, "b"))
 CHATML = ChatTemplate(
     name="chatml",
     source=r"""{% for message in messages -%}
@@ -229,7 +235,7 @@ def _as_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def messages_of(value: object) -> tuple[Message, ...]:
+def messages_of(value: object) -> tuple[ChatMessage, ...]:
     """The messages of a JSON list of `{"role": ..., "content": ...}`; other keys are not read.
 
     Raises DataError for anything else, and where the assistant says nothing to learn from.
@@ -251,7 +257,7 @@ def messages_of(value: object) -> tuple[Message, ...]:
 
 
 def encode_dialogue(
-    pieces: Sequence[Piece],
+    pieces: Sequence[TextPiece],
     encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
     *,
     eod: int | None,
@@ -273,7 +279,7 @@ def encode_dialogue(
     return EncodedDialogue(np.array(tokens, np.int64), np.array(mask, np.uint8))
 
 
-def _message(entry: object, number: int) -> Message:
+def _message(entry: object, number: int) -> ChatMessage:
     role, content = (
         (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
     )
@@ -292,4 +298,4 @@ def _message(entry: object, number: int) -> Message:
             found=f"{role!r}",
             fix=f"use {near[0] if near else ', '.join(ROLES)}",
         )
-    return Message(role, content)
+    return ChatMessage(role, content)

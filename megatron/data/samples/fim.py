@@ -39,7 +39,7 @@ class FIMTokenNames(NamedTuple):
     middle: str = "<fim_middle>"
 
 
-class NamedPieces(Protocol):
+class PieceVocabulary(Protocol):
     """What looking for a token by its name asks of a tokenizer."""
 
     @property
@@ -50,13 +50,13 @@ class NamedPieces(Protocol):
         """One id as the vocabulary spells it."""
 
 
-def token_named(tokenizer: NamedPieces, name: str) -> int | None:
+def token_named(tokenizer: PieceVocabulary, name: str) -> int | None:
     """The id that the vocabulary spells `name`, or None."""
     ids = range(tokenizer.vocab_size)
     return next((token for token in ids if tokenizer.piece(token) == name), None)
 
 
-def fim_tokens(tokenizer: NamedPieces, names: FIMTokenNames) -> FIMTokens:
+def fim_tokens(tokenizer: PieceVocabulary, names: FIMTokenNames) -> FIMTokens:
     """The ids of the tokens of these names; raises ConfigError with what the tokenizer has."""
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     ids = {piece: token for token, piece in enumerate(pieces)}

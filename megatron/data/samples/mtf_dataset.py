@@ -35,7 +35,7 @@ class MTFDataset:
         open_corpus: Callable[[str], MMapIndexedDataset] = MMapIndexedDataset,
     ) -> None:
         self.prefix = prefix
-        self.inputs, self.targets = (open_corpus(part_prefix(prefix, part)) for part in PARTS)
+        self.inputs, self.targets = (open_corpus(pair_prefix(prefix, part)) for part in PARTS)
         _require_pair(self.inputs, self.targets)
         self._lengths = self.inputs.sizes.astype(np.int64) + self.targets.sizes
 
@@ -73,7 +73,7 @@ class MTFDataset:
         self.targets.check_unchanged()
 
 
-def part_prefix(prefix: str | os.PathLike[str], part: str) -> str:
+def pair_prefix(prefix: str | os.PathLike[str], part: str) -> str:
     """The prefix of the corpus that holds one of PARTS."""
     return f"{os.fspath(prefix)}_{part}_document"
 

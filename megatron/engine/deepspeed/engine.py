@@ -30,10 +30,14 @@ from megatron.engine.base import (
     StepReport,
     on_device,
 )
-from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
-from megatron.engine.deepspeed.model import WholeModel, sharer, weights_saved_by_reference
-from megatron.engine.deepspeed.monitor import tell_monitors
+from megatron.engine.deepspeed.model import (
+    DeepSpeedModel,
+    weights_saved_by_reference,
+    zero3_partitioner,
+)
+from megatron.engine.deepspeed.monitor import write_monitors
 from megatron.engine.deepspeed.offload import cpu_adam_for
 from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.engine.deepspeed.start import quietly, start_deepspeed
@@ -43,8 +47,8 @@ from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import is_split_over
-from megatron.optimizer.agreement import check_equal
-from megatron.optimizer.clip_grads import counted_here, global_norm
+from megatron.optimizer.agreement import check_bitwise_equal
+from megatron.optimizer.clip_grads import global_norm, owned_by_this_rank
 from megatron.optimizer.optimizer import read_scalars
 from megatron.optimizer.replicated_grads import check_replicated_agree
 from megatron.timers import Timers
@@ -77,7 +81,7 @@ class DeepSpeedEngine:
         _say_what_has_no_effect(config, self.plan)
         model = self._build_model()
         self.named: tuple[tuple[str, Parameter], ...] = self._named_of(model)
-        mark_split(parameter for _, parameter in self.named)
+        mark_tensor_parallel(parameter for _, parameter in self.named)
         self._updates: Updates = updates_for(
             config,
             self.named,
@@ -137,7 +141,7 @@ class DeepSpeedEngine:
             done = self._updates.outcome()
         balance = balance_of_experts(self._config.model, self._build, plan)
         report = Tally(sums, self._task, self._context).report(done, balance=balance)
-        tell_monitors(self.runtime, report)
+        write_monitors(self.runtime, report)
         return report
 
     def _weigh_router_losses(self, plan: StepPlan) -> None:
@@ -193,7 +197,7 @@ class DeepSpeedEngine:
 
     def params_norm(self) -> float:
         """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
-        mine = counted_here(self.named, self._context)
+        mine = owned_by_this_rank(self.named, self._context)
         shared = self.plan.stage == 3
         counted = [self._values(p) for (_, p), here in zip(self.named, mine) if here]
         return global_norm(counted, self._context, over_replicas=shared)
@@ -205,13 +209,13 @@ class DeepSpeedEngine:
         """
         held = [(name, self._values(parameter)) for name, parameter in self.named]
         if self.plan.stage < 3:
-            check_equal(
+            check_bitwise_equal(
                 held, self._context.dp, problem="data-parallel ranks hold different weights"
             )
             check_replicated_agree(self.named, self._context.tp)
             return
         unsplit = [pair for pair, (_, p) in zip(held, self.named) if not is_split_over(p, "tp")]
-        check_equal(
+        check_bitwise_equal(
             unsplit,
             self._context.tp,
             problem="tensor-parallel ranks hold different values of weights that are not split",
@@ -220,9 +224,9 @@ class DeepSpeedEngine:
     def _build_model(self) -> nn.Module:
         share = None
         if self.plan.stage == 3:
-            json, grid = handed_json(self.plan), Grid(self._context)
-            share = sharer(self._deepspeed, json, self._build, grid)
-        return WholeModel(
+            json, grid = json_for_deepspeed(self.plan), DeepSpeedGrid(self._context)
+            share = zero3_partitioner(self._deepspeed, json, self._build, grid)
+        return DeepSpeedModel(
             self._task.layers(self._config.model, self._build),
             self._task,
             self._build,
@@ -239,13 +243,13 @@ class DeepSpeedEngine:
         runtime: DeepSpeedRuntime
         runtime, *_ = self._deepspeed.initialize(
             model=model,
-            optimizer=self._updates.handed,
+            optimizer=self._updates.torch_optimizer,
             model_parameters=[parameter for _, parameter in self.named],
-            config=handed_json(self.plan),
-            mpu=Grid(self._context),
+            config=json_for_deepspeed(self.plan),
+            mpu=DeepSpeedGrid(self._context),
         )
         if self.plan.stage == 3:
-            assert isinstance(model, WholeModel)  # noqa: S101  # invariant: of `_build_model`
+            assert isinstance(model, DeepSpeedModel)  # noqa: S101  # invariant: of `_build_model`
             for parameter in model.used_elsewhere():
                 self._deepspeed.zero.register_external_parameter(model, parameter)
         return runtime
@@ -260,7 +264,7 @@ class DeepSpeedEngine:
         return partitioned(parameter).ds_tensor.detach()[: partition_range(parameter).size]
 
 
-def handed_json(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
+def json_for_deepspeed(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
     """What DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes into it."""
     return copy.deepcopy(dict(plan.json))
 

@@ -13,7 +13,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import is_split_over
 
 
-class Grid:
+class DeepSpeedGrid:
     """A `ParallelContext` by the names that DeepSpeed knows."""
 
     def __init__(self, context: ParallelContext) -> None:
@@ -76,7 +76,7 @@ class Grid:
         return self._context.dp.ranks
 
 
-def mark_split(parameters: Iterable[Parameter]) -> None:
+def mark_tensor_parallel(parameters: Iterable[Parameter]) -> None:
     """Tell DeepSpeed which parameters are split over tp; the others count once in a norm."""
     for parameter in parameters:
         vars(parameter)["tensor_model_parallel"] = is_split_over(parameter, "tp")

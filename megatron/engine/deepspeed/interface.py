@@ -81,7 +81,7 @@ class DeepSpeedRuntime(Protocol):
 
 
 class PipelineRuntime(DeepSpeedRuntime, Protocol):
-    """`pipe_engine.MendedPipelineEngine`."""
+    """`pipe_engine.PatchedPipelineEngine`."""
 
     def train_on(self, batches: Sequence[MicroBatch]) -> None:
         """Do one optimizer step."""

@@ -1,6 +1,6 @@
 """A model's list of layers as DeepSpeed's `PipelineModule`, under our names and DeepSpeed's.
 
-What a rank holds is a `Stage`. Its modules are registered a second time by the numbers that
+What a rank holds is a `PipelineStage`. Its modules are registered a second time by the numbers that
 DeepSpeed's own checkpoints use; a tied module holds only what is shared, because DeepSpeed keeps
 one stage's copy of all of it. Recomputation is our policy's business, so DeepSpeed's interval is 0.
 Importing this module imports DeepSpeed: do so where a run asks for it.
@@ -21,7 +21,7 @@ from megatron import device
 from megatron.errors import ConfigError
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import Carry, LayerSpec
-from megatron.model.stage import Stage, parameters_of_layers, run_layers
+from megatron.model.stage import PipelineStage, parameters_of_layers, run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.stage_plan import LayerRange
 
@@ -29,7 +29,7 @@ from megatron.mpu.stage_plan import LayerRange
 _BLOCK_CLASS = "ParallelTransformerLayerPipe"
 
 
-class Cut(NamedTuple):
+class StageCut(NamedTuple):
     """Where the list is cut: at `ranges` (of all stages), or where DeepSpeed's `method` says."""
 
     ranges: tuple[LayerRange, ...] | None
@@ -51,7 +51,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         specs: Sequence[LayerSpec],
         ctx: ParallelContext,
         *,
-        cut: Cut,
+        cut: StageCut,
         seed: int,
         loss: Callable[[Carry, Carry], Tensor],
     ) -> None:
@@ -73,9 +73,9 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         )
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> PipelineStage:
         """The layers of this rank under their global names."""
-        stage: Stage = vars(self)["_stage"]
+        stage: PipelineStage = vars(self)["_stage"]
         return stage
 
     @property
@@ -128,7 +128,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
     def _build(self) -> None:
         start, stop = self.ranges[self.stage_id]
         with torch.device(device.current()):
-            stage = Stage(self._specs, (LayerRange(start, stop),))
+            stage = PipelineStage(self._specs, (LayerRange(start, stop),))
         initialize_parameters(stage, seed=vars(self)["_seed"], ctx=vars(self)["_ctx"])
         self.__dict__["_stage"] = stage  # not as a child: its modules are children already
         for at in range(start, stop):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron import device
 from megatron.engine.base import Measure, PretrainTask
-from megatron.engine.deepspeed.grid import Grid
+from megatron.engine.deepspeed.grid import DeepSpeedGrid
 from megatron.engine.deepspeed.interface import partitioned
 from megatron.json_values import JsonValue
 from megatron.model.init import initialize_parameters
@@ -29,7 +29,7 @@ from megatron.model.stage import assemble, run_layers
 Share = Callable[[nn.Module], None]
 
 
-class WholeModel(nn.Module):
+class DeepSpeedModel(nn.Module):
     """Every layer of `specs` below this module, under its global name.
 
     Args:
@@ -78,8 +78,8 @@ class WholeModel(nn.Module):
                 yield from self.get_submodule(spec.name).parameters()
 
 
-def sharer(
-    deepspeed: ModuleType, json: dict[str, JsonValue], build: ModelBuild, grid: Grid
+def zero3_partitioner(
+    deepspeed: ModuleType, json: dict[str, JsonValue], build: ModelBuild, grid: DeepSpeedGrid
 ) -> Share:
     """What shares a layer out over replicas as ZeRO stage 3 does."""
 

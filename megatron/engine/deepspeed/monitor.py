@@ -9,7 +9,7 @@ from megatron.engine.base import StepReport
 from megatron.engine.deepspeed.interface import DeepSpeedRuntime
 
 
-def tell_monitors(runtime: DeepSpeedRuntime, report: StepReport) -> None:
+def write_monitors(runtime: DeepSpeedRuntime, report: StepReport) -> None:
     """Hand loss and gradient norm of a step to the monitors of DeepSpeed's engine, where enabled.
 
     Points are at samples consumed, as DeepSpeed's own. The same call on every rank; one writes.

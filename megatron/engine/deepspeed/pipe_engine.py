@@ -25,14 +25,14 @@ from megatron.mpu.autograd import FunctionContext
 Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-class Held(Protocol):
+class ReduceTiedGradients(Protocol):
     """Sums the gradients of what several stages hold, in place; all ranks call it together."""
 
     def __call__(self, gradient_of: Callable[[Parameter], Tensor | None]) -> None:
         """Given where the gradients of all micro-batches are added up."""
 
 
-class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
+class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
     """What `deepspeed.initialize` would make of a `PipelineModule`, mended.
 
     Args:
@@ -48,7 +48,7 @@ class MendedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed h
         parameters: Sequence[Parameter],
         *,
         json: dict[str, JsonValue],
-        held: Held,
+        held: ReduceTiedGradients,
         clock: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         self._held, self._clock = held, clock

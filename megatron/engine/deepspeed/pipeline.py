@@ -24,14 +24,15 @@ from megatron.engine.base import (
     StepReport,
 )
 from megatron.engine.cuts import stage_ranges
-from megatron.engine.deepspeed.engine import DeepSpeedEngine, handed_json
+from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
 from megatron.engine.deepspeed.interface import PipelineRuntime
-from megatron.engine.deepspeed.monitor import tell_monitors
+from megatron.engine.deepspeed.layers import StageCut
+from megatron.engine.deepspeed.monitor import write_monitors
 from megatron.engine.deepspeed.start import quietly
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
@@ -39,7 +40,7 @@ from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 
 if TYPE_CHECKING:
-    from megatron.engine.deepspeed.layers import Cut  # imports DeepSpeed
+    pass  # imports DeepSpeed
 
 GradientOf = Callable[[Parameter], Tensor | None]
 
@@ -64,7 +65,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         balance = balance_of_experts(self._config.model, self._build, plan)
         tally = Tally(sums, self._task, self._context)
         report = tally.report(self._updates.outcome(), balance=balance)
-        tell_monitors(self.runtime, report)
+        write_monitors(self.runtime, report)
         return report
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
@@ -98,7 +99,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         cut = _cut(config, specs, self.plan.partition_method, ctx)
         with quietly():
             model = LayersPipe(specs, ctx, cut=cut, seed=config.training.seed, loss=self._loss)
-        self.stage: Stage = model.stage
+        self.stage: PipelineStage = model.stage
         # Before the buffers of gradients, which put what is tied into buckets of its own.
         self._tied = TiedGradients(self.stage, ctx)
         return model
@@ -109,14 +110,14 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def _start(self, model: nn.Module) -> PipelineRuntime:
         from megatron.engine.deepspeed.layers import LayersPipe
-        from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
+        from megatron.engine.deepspeed.pipe_engine import PatchedPipelineEngine
 
         assert isinstance(model, LayersPipe)  # noqa: S101  # invariant: of `_build_model`
-        return MendedPipelineEngine(
+        return PatchedPipelineEngine(
             model,
-            self._updates.handed,
+            self._updates.torch_optimizer,
             [parameter for _, parameter in self.named],
-            json=handed_json(self.plan),
+            json=json_for_deepspeed(self.plan),
             held=self._tied,
             clock=self._timers,
         )
@@ -165,7 +166,7 @@ class TiedGradients:
     differently: copies of one weight would part, a bit at a time.
     """
 
-    def __init__(self, stage: Stage, ctx: ParallelContext) -> None:
+    def __init__(self, stage: PipelineStage, ctx: ParallelContext) -> None:
         self._tied = TiedParameters(stage.tied_parameters(), ctx.pp)
         self._shared = [stage.get_parameter(name) for name in self._tied.names]
         self._replicas = ctx.dp
@@ -206,15 +207,15 @@ def _cut(
     specs: tuple[LayerSpec, ...],
     method: str | None,
     ctx: ParallelContext,
-) -> "Cut":
+) -> "StageCut":
     """Where stages begin: as in the native engine, unless DeepSpeed's own method is asked for."""
-    from megatron.engine.deepspeed.layers import Cut
+    from megatron.engine.deepspeed.layers import StageCut
 
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     _refuse_what_deepspeed_cannot(pipeline)
     ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # also says what is wrong with the flags
     if method is None or method == "best":  # DeepSpeed's default in JSON, which it never reads
-        return Cut(ranges)
+        return StageCut(ranges)
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         raise ConfigError(
             "DeepSpeed cuts models into pipeline stages in no such way",
@@ -222,7 +223,7 @@ def _cut(
             fix="use uniform, parameters or type:REGEX, or leave it out: stages are then those of "
             "the native engine",
         )
-    return Cut(None, method)
+    return StageCut(None, method)
 
 
 def _refuse_what_deepspeed_cannot(pipeline: PipelinePlan) -> None:

@@ -37,7 +37,7 @@ def start_deepspeed(context: ParallelContext) -> ModuleType:
         MachineError: it is not there, of a version that nobody has tested, or for another device.
     """
     deepspeed = import_deepspeed()
-    _speak_through_our_log()
+    _log_through_ours()
     # Its probe of what could be compiled asks the compiler; "nothing" keeps shm_comm from it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = defaultdict(bool)
     _check_accelerator(deepspeed)
@@ -98,7 +98,7 @@ class _ToOurLog(logging.Handler):
             log.debug(f"DeepSpeed: {text}")
 
 
-def _speak_through_our_log() -> None:
+def _log_through_ours() -> None:
     speaker = logging.getLogger("DeepSpeed")
     speaker.handlers = [_ToOurLog()]
     speaker.setLevel(logging.WARNING)

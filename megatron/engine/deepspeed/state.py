@@ -17,7 +17,7 @@ from megatron.checkpoint.sharded import ShardedTensor
 from megatron.engine.deepspeed.interface import partitioned
 from megatron.engine.state import parameter_tensors, placement_of
 from megatron.mpu.context import ParallelContext
-from megatron.optimizer.buckets import Range
+from megatron.optimizer.buckets import ElementRange
 
 
 class _Span(NamedTuple):
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
 
     name: str
     parameter: Parameter
-    owned: Range  # of the parameter, flattened
+    owned: ElementRange  # of the parameter, flattened
     at: int  # of its first element in the flat tensor
 
 
@@ -72,7 +72,7 @@ class ZeroShards:
             for name, parameter, owned, values in self.partitions()
         ]
 
-    def partitions(self) -> Iterator[tuple[str, Parameter, Range, Tensor]]:
+    def partitions(self) -> Iterator[tuple[str, Parameter, ElementRange, Tensor]]:
         """At stage 3: of every parameter the range that this rank owns, and its values, flat."""
         for name, parameter in self._named:
             owned = partition_range(parameter)
@@ -118,11 +118,11 @@ class ZeroShards:
         for at, (flat, order) in enumerate(zip(flats, orders)):
             offsets = None if is_bf16 else optimizer.round_robin_bit16_offsets[at]
             rank = torch.distributed.get_rank(optimizer.real_dp_process_group[at])
-            mine = Range(rank * flat.numel(), (rank + 1) * flat.numel())
+            mine = ElementRange(rank * flat.numel(), (rank + 1) * flat.numel())
             yield FlatShard(flat, tuple(self._spans(order, offsets, mine)))
 
     def _spans(
-        self, order: Sequence[Parameter], offsets: Sequence[int] | None, mine: Range
+        self, order: Sequence[Parameter], offsets: Sequence[int] | None, mine: ElementRange
     ) -> Iterator[_Span]:
         """Of parameters laid one after the other, or at `offsets`, what lies in `mine`."""
         done = 0
@@ -130,7 +130,9 @@ class ZeroShards:
             begin = done if offsets is None else offsets[at]
             done = begin + parameter.numel()
             start, stop = max(begin, mine.start), min(done, mine.stop)
-            owned = Range(start - begin, stop - begin) if start < stop else Range(0, 0)
+            owned = (
+                ElementRange(start - begin, stop - begin) if start < stop else ElementRange(0, 0)
+            )
             yield _Span(
                 self._names[parameter], parameter, owned, start - mine.start if owned.size else 0
             )
@@ -167,15 +169,15 @@ def state_of_shards(shards: ZeroShards, rule: torch.optim.Optimizer) -> list[Sha
     return found
 
 
-def partition_range(parameter: Parameter) -> Range:
+def partition_range(parameter: Parameter) -> ElementRange:
     """The elements of a parameter of stage 3, flattened, whose values this rank keeps."""
     part = partitioned(parameter)
     length = part.partition_numel()
     start = min(part.ds_zero_partition_rank * length, part.ds_numel)
-    return Range(start, min(start + length, part.ds_numel))
+    return ElementRange(start, min(start + length, part.ds_numel))
 
 
-def _values(parameter: Parameter, owned: Range, *, is_partitioned: bool) -> Tensor:
+def _values(parameter: Parameter, owned: ElementRange, *, is_partitioned: bool) -> Tensor:
     if is_partitioned:
         return partitioned(parameter).ds_tensor.detach()[: owned.size]
     return parameter.detach().reshape(-1)[owned.start : owned.stop]

@@ -43,7 +43,7 @@ Named = Sequence[tuple[str, Parameter]]
 class Updates(Protocol):
     """What turns the gradients of one step into new weights; all ranks call it together."""
 
-    handed: torch.optim.Optimizer
+    torch_optimizer: torch.optim.Optimizer
     """What `deepspeed.initialize` is given."""
 
     @property
@@ -59,7 +59,8 @@ class Updates(Protocol):
         """What the engine multiplies a loss by itself, before DeepSpeed's `backward`."""
 
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
-        """Take what `deepspeed.initialize` made of `handed`; once, before the first step."""
+        """Take what `deepspeed.initialize` made of `torch_optimizer`; once, before the first
+        step."""
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
         """Prepare for a step of `num_passes` backward passes, with these numbers for its update."""
@@ -95,11 +96,11 @@ def updates_for(
         ConfigError: ZeRO cannot keep the optimizer's state as the flags ask.
     """
     if stage == 0:
-        return OwnUpdates(config, named, context)
+        return NativeUpdates(config, named, context)
     return ZeroUpdates(config, named, context, cpu_adam=cpu_adam)
 
 
-class OwnUpdates:
+class NativeUpdates:
     """Our own optimizer behind DeepSpeed's engine, which reduces our buffers of gradients."""
 
     def __init__(self, config: RunConfig, named: Named, context: ParallelContext) -> None:
@@ -110,7 +111,7 @@ class OwnUpdates:
         self._optimizer = build_optimizer(
             named, optimizer=config.optimizer, precision=config.precision, ctx=context
         )
-        self.handed: torch.optim.Optimizer = _StepsOurs(
+        self.torch_optimizer: torch.optim.Optimizer = _OwnOptimizerSteps(
             param_groups(named), self._gradients, self._step, config.optimizer
         )
         self._with_zeros = config.logging.log_num_zeros_in_grad
@@ -193,11 +194,11 @@ class ZeroUpdates:
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None
         parts = [[parameter for _, parameter in group.parameters] for group in self._groups]
-        self.handed: torch.optim.Optimizer
+        self.torch_optimizer: torch.optim.Optimizer
         if cpu_adam is None:
-            self.handed = update_rule(parts, config.optimizer)
+            self.torch_optimizer = update_rule(parts, config.optimizer)
         else:
-            self.handed = cpu_adam(
+            self.torch_optimizer = cpu_adam(
                 [{"params": part} for part in parts],
                 lr=0.0,
                 betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
@@ -229,15 +230,15 @@ class ZeroUpdates:
             state: dict[str, Tensor | int] = dict(fresh_state(flat.master, self._config))
             if self._is_cpu_adam:
                 state["step"] = 0  # CPUAdam counts in a Python number
-            self.handed.state[flat.master] = state
+            self.torch_optimizer.state[flat.master] = state
         if hasattr(runtime.optimizer, "loss_scaler"):  # its BF16 optimizer has none
             dynamic = runtime.optimizer.loss_scaler.dynamic
-            runtime.optimizer.loss_scaler = _HeldScale(self._scaler, dynamic=dynamic)
+            runtime.optimizer.loss_scaler = FrozenLossScale(self._scaler, dynamic=dynamic)
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
         """Note the numbers of this step."""
         del num_passes
-        for group, target in zip(self._groups, self.handed.param_groups):
+        for group, target in zip(self._groups, self.torch_optimizer.param_groups):
             target["lr"] = learning_rate * group.lr_multiplier
             target["weight_decay"] = weight_decay * group.weight_decay_multiplier
 
@@ -263,7 +264,7 @@ class ZeroUpdates:
         """The weights, and the optimizer's state if asked, as views."""
         found = self._shards.weights()
         if optimizer:
-            found += state_of_shards(self._shards, self.handed)
+            found += state_of_shards(self._shards, self.torch_optimizer)
         return found
 
     def scalars(self) -> dict[str, JsonValue]:
@@ -282,13 +283,13 @@ class ZeroUpdates:
         counts = read_scalars(scalars)
         self._scaler.load_state_dict(counts.loss_scaler)
         self._steps = counts.steps
-        for state in self.handed.state.values():
+        for state in self.torch_optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(self._steps)
             elif "step" in state:
                 state["step"] = self._steps
         if self._is_cpu_adam:
-            _replay_steps(self.handed, self._steps)
+            _replay_steps(self.torch_optimizer, self._steps)
 
 
 def _replay_steps(cpu_adam: Any, steps: int) -> None:
@@ -305,7 +306,7 @@ def _replay_steps(cpu_adam: Any, steps: int) -> None:
         )
 
 
-class _StepsOurs(torch.optim.Optimizer):
+class _OwnOptimizerSteps(torch.optim.Optimizer):
     """What DeepSpeed takes for the optimizer of a model; its step is another's."""
 
     def __init__(
@@ -333,7 +334,7 @@ class _StepsOurs(torch.optim.Optimizer):
         self.overflow, self._global_grad_norm = not report.applied, report.grad_norm
 
 
-class _HeldScale:
+class FrozenLossScale:
     """A loss scale that stands still while DeepSpeed steps; it moves when the step is over.
 
     DeepSpeed moves its own between the norm and the update, so that the update after a doubling

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data.corpus import checksums, token_file
 from megatron.data.corpus.token_file import TokenFile
-from megatron.mpu import meeting
+from megatron.mpu import progress_barrier as meeting
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, write_tiny_corpus
 
@@ -20,7 +20,7 @@ def slowed_run(corpus: str) -> tuple[float, list[str]]:
     """A run whose builder takes long: seconds that this rank verified, and what it said of it."""
     meeting._BEAT_S = 0.0
     token_file._BLOCKS_PER_BEAT = 1
-    damages, beat = TokenFile._damages, meeting.Meeting.beat
+    damages, report_progress = TokenFile._damages, meeting.ProgressBarrier.report_progress
     spent: list[float] = []
     said: list[str] = []
 
@@ -29,12 +29,12 @@ def slowed_run(corpus: str) -> tuple[float, list[str]]:
         spent.append(PIECE_S)
         return damages(*given)
 
-    def heard(self: meeting.Meeting, doing: str) -> None:
+    def heard(self: meeting.ProgressBarrier, doing: str) -> None:
         said.append(doing)
-        beat(self, doing)
+        report_progress(self, doing)
 
     TokenFile._damages = slowly  # type: ignore[method-assign]
-    meeting.Meeting.beat = heard  # type: ignore[method-assign]
+    meeting.ProgressBarrier.report_progress = heard  # type: ignore[method-assign]
     minutes = PATIENCE_S / 60
     train(
         tiny_run(corpus, data_integrity="full", distributed_timeout_minutes=minutes, train_iters=1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from megatron.global_vars import Runtime
-from megatron.launch import Launch, tell_libraries
+from megatron.launch import Launch, set_library_environment
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -107,7 +107,7 @@ def same_bits(one: Record, other: Record) -> bool:
 
 
 def engine_of(config: RunConfig) -> DeepSpeedPipelineEngine:
-    tell_libraries(Launch(rank=dist.get_rank(), world_size=dist.get_world_size()))
+    set_library_environment(Launch(rank=dist.get_rank(), world_size=dist.get_world_size()))
     context = ParallelContext.build(
         Topology.fill(
             dist.get_world_size(),

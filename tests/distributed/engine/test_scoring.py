@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.evaluation_memory import EvaluationMemory
-from megatron.engine.scoring import Row, RowScore, Scorer
+from megatron.engine.scoring import RowScore, Scorer, ScoringRow
 from megatron.errors import MachineError
 from megatron.model.specs import VocabSize
 from megatron.mpu.context import ParallelContext
@@ -19,7 +19,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run
 
 # Seven rows: no grid shares them out evenly.
-ROWS = [Row(tuple((3 * i + j * j) % 50 for j in range(2 + i)), 1 + i // 2) for i in range(7)]
+ROWS = [ScoringRow(tuple((3 * i + j * j) % 50 for j in range(2 + i)), 1 + i // 2) for i in range(7)]
 GRIDS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [

@@ -13,7 +13,7 @@ from megatron.mpu import collectives as c
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.topology import Topology
-from megatron.pipeline.p2p import GroupExchanger, Message
+from megatron.pipeline.p2p import GroupExchanger, PipelineMessage
 from tests.support.ranks import run_on_ranks
 
 RANKS, ODD = 3, 1
@@ -88,8 +88,8 @@ def all_is_well(group: Group, odd: bool) -> list[list[float]]:
     said = c.broadcast_object(group.rank, group, source=2)
     peers = [peer for peer in range(RANKS) if peer != group.rank]
     room = [torch.zeros(3) for _ in peers]
-    batch = [Message(True, peer, (mine,), "numbers") for peer in peers]
-    batch += [Message(False, peer, (r,), "numbers") for peer, r in zip(peers, room)]
+    batch = [PipelineMessage(True, peer, (mine,), "numbers") for peer in peers]
+    batch += [PipelineMessage(False, peer, (r,), "numbers") for peer, r in zip(peers, room)]
     GroupExchanger(group).exchange(batch)
     return [sums.tolist(), gathered.tolist(), part.flatten().tolist(), [said], sum(room).tolist()]
 
@@ -98,7 +98,9 @@ def a_message_of_another_shape(group: Group, odd: bool) -> None:
     if group.rank == 2:
         return
     tensor = torch.zeros(3 if odd else 2)
-    GroupExchanger(group).exchange([Message(not odd, 0 if odd else 1, (tensor,), "an activation")])
+    GroupExchanger(group).exchange(
+        [PipelineMessage(not odd, 0 if odd else 1, (tensor,), "an activation")]
+    )
 
 
 SCENARIOS: dict[str, Scenario] = {

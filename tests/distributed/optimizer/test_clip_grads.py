@@ -6,7 +6,7 @@ from torch import nn
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Partition
 from megatron.mpu.topology import Topology
-from megatron.optimizer.clip_grads import counted_here
+from megatron.optimizer.clip_grads import owned_by_this_rank
 from tests.support.ranks import run_on_ranks
 
 
@@ -16,7 +16,7 @@ def what_is_counted() -> dict[str, bool]:
     split, replicated = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
     split.split_by = Partition()
     pairs = [("embedding", split), (f"norm.{ctx.pp.rank}", replicated)]
-    return dict(zip([name for name, _ in pairs], counted_here(pairs, ctx)))
+    return dict(zip([name for name, _ in pairs], owned_by_this_rank(pairs, ctx)))
 
 
 def test_split_counts_everywhere_replicated_once_and_tied_on_the_first_stage() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 from megatron.mpu.topology import Topology
 from megatron.optimizer.replicated_grads import reduce_replicated
 from tests.support.ranks import run_on_ranks
@@ -23,7 +23,7 @@ def gradients_after() -> tuple[list[Tensor], list[Tensor]]:
     parameters = []
     for length, (sequence_parallel, partition) in enumerate(kinds, start=3):
         parameter = Parameter(torch.zeros(length, 2))
-        describe(
+        set_parameter_metadata(
             parameter,
             init=Init("zeros"),
             partition=partition,

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.errors import PeerError
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
-from megatron.pipeline.p2p import GroupExchanger, Message
+from megatron.pipeline.p2p import GroupExchanger, PipelineMessage
 from tests.support.ranks import run_on_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -32,10 +32,12 @@ def around_the_ring() -> list[list[Tensor]]:
         next_, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         exchanger.exchange(
             [
-                Message(True, next_, mine, "forward"),
-                Message(True, previous, tuple(t.logical_not() for t in mine[-1:]), "backward"),
-                Message(False, previous, rooms[0], "forward"),
-                Message(False, next_, rooms[1][-1:], "backward"),
+                PipelineMessage(True, next_, mine, "forward"),
+                PipelineMessage(
+                    True, previous, tuple(t.logical_not() for t in mine[-1:]), "backward"
+                ),
+                PipelineMessage(False, previous, rooms[0], "forward"),
+                PipelineMessage(False, next_, rooms[1][-1:], "backward"),
             ]
         )
         received.append([*rooms[0], rooms[1][-1]])
@@ -63,7 +65,9 @@ def wait_for_nobody() -> tuple[str, float]:
         return "", 0.0
     start = time.monotonic()
     try:
-        GroupExchanger(group).exchange([Message(False, 1, (torch.empty(3),), "recv_forward(4)")])
+        GroupExchanger(group).exchange(
+            [PipelineMessage(False, 1, (torch.empty(3),), "recv_forward(4)")]
+        )
     except PeerError as error:
         return str(error), time.monotonic() - start
     raise AssertionError("nobody sent this")

@@ -203,8 +203,8 @@ def test_deepspeed_trains_what_the_native_engine_trains(corpus: str, layout: str
 
 def train_with_default_clipping(configs: Sequence[RunConfig]) -> list[Record]:
     """DeepSpeed is not told how to clip, and so does what it does by itself."""
-    whole_json = engine.handed_json
-    engine.handed_json = lambda plan: {
+    whole_json = engine.json_for_deepspeed
+    engine.json_for_deepspeed = lambda plan: {
         key: value for key, value in whole_json(plan).items() if key != "gradient_clipping"
     }
     return train_all(configs)

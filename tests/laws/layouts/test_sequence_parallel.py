@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.mpu.partition import describe
+from megatron.mpu.partition import set_parameter_metadata
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     FP64,
@@ -117,7 +117,7 @@ def train_forgetting(modules: Sequence[str], config: RunConfig) -> Record:
 
 
 def _without_saying(real: Any, *args: Any, **kwargs: Any) -> None:
-    assert real is describe
+    assert real is set_parameter_metadata
     real(*args, **{**kwargs, "sequence_parallel": False})
 
 

@@ -27,7 +27,7 @@ from tests.support.output import without_times
 from tests.unit.tokenizer.test_punkt import write_model
 from tests.unit.tokenizer.vocabularies import write_bert, write_gpt2
 from tools.preprocess_data import main
-from tools.preprocessing.documents import Row, TextRule
+from tools.preprocessing.documents import DocumentRow, TextRule
 from tools.preprocessing.encoding import (
     WINDOW_PER_WORKER,
     Chunk,
@@ -102,7 +102,7 @@ def test_the_reader_stays_within_the_window(tmp_path: Path) -> None:
         nonlocal read
         for number in range(60):
             read += 1
-            yield Chunk(Path("f.txt"), [Row(number, str(number).encode())], 1)
+            yield Chunk(Path("f.txt"), [DocumentRow(number, str(number).encode())], 1)
 
     settings = EncodeSettings(TokenizerSpec(tokenizer_type="NullTokenizer", vocab_size=99))
     furthest_ahead = 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.deepspeed.parameters import (
     RECORD,
     UNIVERSAL_INFO,
@@ -24,7 +24,7 @@ from megatron.checkpoint.formats.deepspeed.parameters import (
     universal_info,
 )
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.start import start_deepspeed
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.collectives import all_gather_object
@@ -156,7 +156,7 @@ def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
     deepspeed = start_deepspeed(ctx)
     precision = PrecisionConfig(bf16=case.precision == "bf16")
     model = tiny_model(tiny_config(**dict(case.model)), tiny_build(ctx, precision=precision))
-    mark_split(model.parameters())
+    mark_tensor_parallel(model.parameters())
     groups = [
         {"params": [p for _, p in group.parameters], "weight_decay": 0.1}
         for group in param_groups(model.named_parameters())
@@ -182,7 +182,7 @@ def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
         model=model,
         optimizer=torch.optim.AdamW(groups, lr=0.01),
         config=settings,
-        mpu=Grid(ctx),
+        mpu=DeepSpeedGrid(ctx),
         dist_init_required=False,
     )
     return engine, model
@@ -199,7 +199,7 @@ def _client_state(case: Case, model: GPTModel, ctx: ParallelContext) -> dict[str
     order = [n for group in param_groups(model.named_parameters()) for n, _ in group.parameters]
     record = RunRecord(
         iteration=STEPS,
-        layout=Layout(tp=case.tp, pp=1, dp=case.dp),
+        layout=GridLayout(tp=case.tp, pp=1, dp=case.dp),
         progress={"iteration": STEPS},
         config=_config(case),
         scalars={"optimizer": {"steps": STEPS, "loss_scaler": {}}},

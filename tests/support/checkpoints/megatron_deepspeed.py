@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
-from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.start import start_deepspeed
 from megatron.model.gpt_model import GPTModel
 from megatron.mpu.context import ParallelContext
@@ -95,14 +95,14 @@ def _plain(
     model = tiny_model(
         tiny_config(embed_layernorm=True, **gated), tiny_build(ctx, precision=PrecisionConfig())
     )
-    mark_split(model.parameters())
+    mark_tensor_parallel(model.parameters())
     decayed = [p for n, p in model.named_parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
     engine, *_ = deepspeed.initialize(
         model=Renamed(model),
         optimizer=torch.optim.AdamW([{"params": decayed}, {"params": rest}], lr=0.01),
         config=_json(stage),
-        mpu=Grid(ctx),
+        mpu=DeepSpeedGrid(ctx),
     )
     tokens = torch.arange(SEQUENCE).view(1, SEQUENCE)
     for _ in range(STEPS):

@@ -8,7 +8,7 @@ from megatron.checkpoint.bert_tensors import TOKEN_TYPES, BertHeads, bert_tensor
 from megatron.config.model import Normalization, PositionEmbedding
 from megatron.model.bert_model import NUM_TOKENTYPES, BertModel, classification_layers
 from megatron.model.specs import VocabSize
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from tests.support.models import tiny_build, tiny_config
 
 ROWS = VocabSize(50, 50)
@@ -38,7 +38,7 @@ def test_names_shapes_and_order_are_those_of_the_model(name: str, order: bool) -
 
 def test_a_classifier_has_the_encoder_a_pooler_and_its_classes() -> None:
     config = tiny_config()
-    model = Stage(classification_layers(config, tiny_build(vocab=ROWS), num_classes=3))
+    model = PipelineStage(classification_layers(config, tiny_build(vocab=ROWS), num_classes=3))
     expected = {key: tuple(tensor.shape) for key, tensor in model.named_parameters()}
     heads = BertHeads.of(expected)
     assert heads == BertHeads(order=False, words=False, classes=3)

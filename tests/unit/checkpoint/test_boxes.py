@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.boxes import Box, describe, flat_boxes, overlap, tiling_fault, whole
+from megatron.checkpoint.boxes import Box, flat_boxes, format_box, overlap, tiling_fault, whole
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -79,4 +79,4 @@ def test_a_box_without_dimensions_holds_one_element():
 
 
 def test_a_box_is_described_as_it_would_be_indexed():
-    assert describe(Box((2, 0), (3, 4))) == "[2:5, 0:4]"
+    assert format_box(Box((2, 0), (3, 4))) == "[2:5, 0:4]"

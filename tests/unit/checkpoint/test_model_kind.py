@@ -11,21 +11,21 @@ from megatron.checkpoint.model_kind import (
     HEADS,
     differ,
     heads_of,
+    kind_from_names,
     refuse_heads,
     refuse_kind,
-    told_by,
 )
 from megatron.errors import CheckpointError
 from megatron.model.bert_model import bert_layers, classification_layers
 from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import LayerSpec
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import tiny_build, tiny_config
 
 
 def names_of(specs: Sequence[LayerSpec]) -> list[str]:
-    stage = Stage(specs, [LayerRange(0, len(specs))])
+    stage = PipelineStage(specs, [LayerRange(0, len(specs))])
     return [f"model/{name}" for name, _ in stage.named_parameters()]
 
 
@@ -37,19 +37,19 @@ def test_the_kind_is_told_by_the_models_own_names(untied: bool) -> None:
     whole = names_of(bert_layers(config, build))
     words = names_of(bert_layers(config, build, order_head=False))
     classes = names_of(classification_layers(config, build, num_classes=3))
-    assert [told_by(names) for names in (gpt, whole, words, classes)] == [
+    assert [kind_from_names(names) for names in (gpt, whole, words, classes)] == [
         GPT,
         BERT,
         BERT,
         CLASSIFIER,
     ]
-    assert told_by(name.removeprefix("model/") for name in words) == BERT
+    assert kind_from_names(name.removeprefix("model/") for name in words) == BERT
     assert heads_of(gpt) == frozenset()
     assert heads_of(whole) == {"pooler", "order_head", "lm_head", "output_bias"}
     assert heads_of(words) == {"lm_head", "output_bias"}
     assert heads_of(classes) == {"pooler", "classification_head"}
     encoder = [name for name in whole if heads_of([name]) == frozenset()]
-    assert told_by(encoder) == BERT  # by its kinds of tokens alone
+    assert kind_from_names(encoder) == BERT  # by its kinds of tokens alone
 
 
 def test_kinds_that_a_program_made_up_are_compared_by_names_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import rng
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.errors import CheckpointError
 from megatron.mpu.random import RandomStreams
@@ -40,7 +40,7 @@ def test_every_generator_continues_after_json_and_back():
 
 def test_states_go_back_only_into_the_same_grid():
     names = ("g0", "g1")
-    content = example(generators=names, layout=Layout(tp=2, pp=1, dp=1))
+    content = example(generators=names, layout=GridLayout(tp=2, pp=1, dp=1))
     assert rng.why_not_restorable(content, Topology(tp=2)) is None
     reason = rng.why_not_restorable(content, Topology(dp=2))
     assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=2"

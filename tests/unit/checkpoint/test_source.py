@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatron.checkpoint.bert_tensors import BertHeads
-from megatron.checkpoint.folder.manifest import Layout, Manifest
+from megatron.checkpoint.folder.manifest import GridLayout, Manifest
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from tests.support.checkpoints.sources import MemorySource
 
@@ -24,7 +24,7 @@ def test_the_kind_is_what_a_run_of_ours_recorded_or_what_names_tell() -> None:
     assert source.kind == "bert"
     assert MemorySource.of_gpt().kind == "gpt"
     source.seal = Manifest(
-        1, Layout(1, 1, 1), {}, {}, {}, {}, {}, (), {}, created="", model_kind="mine"
+        1, GridLayout(1, 1, 1), {}, {}, {}, {}, {}, (), {}, created="", model_kind="mine"
     )
     assert source.kind == "mine"
     source.seal = dataclasses.replace(source.seal, model_kind=None)  # of an older version

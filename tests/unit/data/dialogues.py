@@ -8,7 +8,7 @@ import numpy as np
 from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.data.samples.chat_template import EncodedDialogue
-from megatron.data.samples.mtf_dataset import PARTS, part_prefix
+from megatron.data.samples.mtf_dataset import PARTS, pair_prefix
 from megatron.data.samples.sft_dataset import SFTCorpusBuilder
 
 NULL = CorpusMetadata(tokenizer_type="NullTokenizer", vocab_size=51, eod=50)  # that of tiny runs
@@ -31,7 +31,7 @@ def write_pairs(
     """Pairs as (input, target); returns the prefix for --mtf."""
     for side, part in enumerate(PARTS):
         with MMapIndexedDatasetBuilder(
-            part_prefix(prefix, part), np.uint16, metadata=metadata
+            pair_prefix(prefix, part), np.uint16, metadata=metadata
         ) as builder:
             for pair in pairs:
                 builder.add_document(pair[side])

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.data.compiled import built_module, is_current, say_that_the_twin_serves
+from megatron.data.compiled import built_module, is_current, warn_of_python_twin
 
 
 def test_a_module_that_was_never_built_is_none():
@@ -33,6 +33,6 @@ def test_only_a_module_of_this_interface_is_used(module, current):
 )
 def test_the_twin_is_announced_once(module, words, capsys):
     for _ in range(2):
-        say_that_the_twin_serves(f"a module that {words}", module)
+        warn_of_python_twin(f"a module that {words}", module)
     said = capsys.readouterr()
     assert (said.out + said.err).count(f"a module that {words} {words}") == 1

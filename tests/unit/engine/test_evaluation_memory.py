@@ -7,8 +7,12 @@ import torch
 
 from megatron import device
 from megatron.config.model import PositionEmbedding
-from megatron.engine.evaluation_memory import EvaluationMemory, halved, is_out_of_memory
-from megatron.engine.scoring import Row, Scorer
+from megatron.engine.evaluation_memory import (
+    EvaluationMemory,
+    halve_until_it_fits,
+    is_out_of_memory,
+)
+from megatron.engine.scoring import Scorer, ScoringRow
 from megatron.errors import MachineError
 from megatron.model.accounting import RankShare, memory_bytes, parameter_count
 from megatron.model.specs import VocabSize
@@ -53,7 +57,7 @@ def test_the_estimate_is_what_scoring_takes(kind: PositionEmbedding, vocabulary:
     )
     scorer = Scorer(config, build, micro_batch_size=4)
     roughen(scorer.stage, build.ctx)
-    rows = [Row(tuple(at % 50 for at in range(65)), 1)] * 4
+    rows = [ScoringRow(tuple(at % 50 for at in range(65)), 1)] * 4
     with PeakBytes(apart_from=scorer.stage.parameters()) as live:
         scorer.score(rows)
     estimated = EvaluationMemory(config, build).bytes_of(4, 64)
@@ -154,6 +158,6 @@ def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_one_row_cannot_be_halved() -> None:
-    assert halved(5, 8, [1]) == 2
+    assert halve_until_it_fits(5, 8, [1]) == 2
     with pytest.raises(MachineError, match="memory ran out"):
-        halved(1, 8, [])
+        halve_until_it_fits(1, 8, [])

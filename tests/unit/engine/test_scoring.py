@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.engine.scoring import Row, RowScore, Scorer
+from megatron.engine.scoring import RowScore, Scorer, ScoringRow
 from megatron.errors import ConfigError, DataError
 from megatron.model.gpt_model import GPTModel
 from tests.support.models import TINY_VOCAB, roughen, tiny_build
 from tests.support.tiny import tiny_run
 
 ROWS = [
-    Row((7, 3, 9, 1), 2),
-    Row((4, 5), 1),
-    Row((11, 12, 13, 4, 9, 0, 2), 6),
-    Row((1, 2, 3), 1),
-    Row((5, 5, 5, 5, 5), 1),
+    ScoringRow((7, 3, 9, 1), 2),
+    ScoringRow((4, 5), 1),
+    ScoringRow((11, 12, 13, 4, 9, 0, 2), 6),
+    ScoringRow((1, 2, 3), 1),
+    ScoringRow((5, 5, 5, 5, 5), 1),
 ]
 
 
@@ -30,7 +30,7 @@ def scorer_of(config: RunConfig, *, micro_batch_size: int = 2) -> Scorer:
     return scorer
 
 
-def naive(config: RunConfig, rows: list[Row]) -> list[RowScore]:
+def naive(config: RunConfig, rows: list[ScoringRow]) -> list[RowScore]:
     """One row at a time, with the plain softmax over the true vocabulary."""
     build = tiny_build()
     model = GPTModel(config.model, build)
@@ -68,7 +68,7 @@ def test_what_greedy_choice_would_say_is_known_as_such() -> None:
         logits = model(torch.tensor([tokens]))[-1, 0, : TINY_VOCAB.true]
         tokens.append(int(logits.argmax()))
     other = [*tokens[:-1], (tokens[-1] + 1) % TINY_VOCAB.true]
-    said = scorer.score([Row(tuple(tokens), 2), Row(tuple(other), 2)])
+    said = scorer.score([ScoringRow(tuple(tokens), 2), ScoringRow(tuple(other), 2)])
     assert [score.is_greedy for score in said] == [True, False]
 
 
@@ -76,22 +76,22 @@ def test_no_rows_have_no_scores() -> None:
     assert scorer_of(run_of()).score([]) == []
 
 
-@pytest.mark.parametrize("row", [Row((3,), 1), Row((3, 4), 2), Row((3, 4), 0)])
-def test_a_row_needs_context_and_something_to_score(row: Row) -> None:
+@pytest.mark.parametrize("row", [ScoringRow((3,), 1), ScoringRow((3, 4), 2), ScoringRow((3, 4), 0)])
+def test_a_row_needs_context_and_something_to_score(row: ScoringRow) -> None:
     with pytest.raises(DataError, match="a row has no token to score, or none before the first"):
         scorer_of(run_of()).score([ROWS[0], row])
 
 
 def test_an_unknown_token_is_refused() -> None:
     with pytest.raises(DataError, match="a row holds a token that the model does not know") as said:
-        scorer_of(run_of()).score([ROWS[0], Row((1, 50), 1)])
+        scorer_of(run_of()).score([ROWS[0], ScoringRow((1, 50), 1)])
     assert "row 1: token 50, a vocabulary of 50" in str(said.value)
 
 
 def test_a_row_that_is_too_long_is_refused() -> None:
     scorer = scorer_of(run_of())
     assert scorer.max_length == 12
-    assert len(scorer.score([Row((1,) * 13, 12)])) == 1
+    assert len(scorer.score([ScoringRow((1,) * 13, 12)])) == 1
     with pytest.raises(ConfigError, match="a row is longer than the positions that the model has"):
-        scorer.score([Row((1,) * 14, 12)])
+        scorer.score([ScoringRow((1,) * 14, 12)])
     assert scorer_of(run_of(position_embedding_type="alibi")).max_length is None

@@ -18,7 +18,7 @@ from megatron.model.bert_model import (
     classification_layers,
 )
 from megatron.model.losses import LossSum
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import (
     TINY_VOCAB,
@@ -212,7 +212,7 @@ def test_stages_of_the_list_compute_what_the_whole_does(tied: bool) -> None:
     cuts = [0, 1, 3, 5, len(specs)]
     carry = bert_carry(*pairs())
     for start, stop in pairwise(cuts):
-        stage = Stage(specs, [LayerRange(start, stop)]).eval()
+        stage = PipelineStage(specs, [LayerRange(start, stop)]).eval()
         stage.load_state_dict({n: whole.state_dict()[n] for n in stage.state_dict()})
         carry = stage(carry)
     expected = whole(*pairs())
@@ -233,7 +233,7 @@ def test_a_classifier_scores_rows_by_the_pooled_first_token() -> None:
     config, build = tiny_config(), tiny_build()
     whole = tiny_bert(config, build).eval()
     specs = classification_layers(config, build, num_classes=3)
-    classifier = Stage(specs).eval()
+    classifier = PipelineStage(specs).eval()
     roughen(classifier, build.ctx)
     shared = {n: t for n, t in whole.state_dict().items() if n in classifier.state_dict()}
     own = set(classifier.state_dict()) - set(shared)

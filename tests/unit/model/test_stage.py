@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.specs import LayerSpec
-from megatron.model.stage import Stage, parameters_of_layers
+from megatron.model.stage import PipelineStage, parameters_of_layers
 from megatron.mpu.stage_plan import LayerRange
 
 
@@ -29,7 +29,7 @@ SPECS = (
 
 
 def test_layers_run_in_order_and_a_name_that_returns_is_the_same_module() -> None:
-    stage = Stage(SPECS)
+    stage = PipelineStage(SPECS)
     assert [name for name, _ in stage.named_parameters()] == [
         "outer.weight",
         "layers.0.deep.weight",
@@ -53,22 +53,22 @@ def test_a_layer_that_an_earlier_one_contains_is_not_built_again() -> None:
         LayerSpec("whole", lambda: build("whole")),
         LayerSpec("whole.part", lambda: build("part"), call="undo"),
     ]
-    (out,) = Stage(specs)((torch.ones(()),))
+    (out,) = PipelineStage(specs)((torch.ones(()),))
     assert built == ["whole"]
     assert out.item() == 0.5
-    assert list(Stage(specs, [LayerRange(1, 2)]).state_dict()) == ["whole.part.weight"]
+    assert list(PipelineStage(specs, [LayerRange(1, 2)]).state_dict()) == ["whole.part.weight"]
     assert built == ["whole", "part"]
 
 
 def test_names_do_not_depend_on_where_a_stage_begins() -> None:
-    stage = Stage(SPECS, [LayerRange(2, 4)])
+    stage = PipelineStage(SPECS, [LayerRange(2, 4)])
     assert list(stage.state_dict()) == ["layers.1.deep.weight", "outer.weight"]
     assert list(stage.tied_parameters()) == ["outer.weight"]
-    assert Stage(SPECS, [LayerRange(1, 3)]).tied_parameters() == {}
+    assert PipelineStage(SPECS, [LayerRange(1, 3)]).tied_parameters() == {}
 
 
 def test_hooks_on_a_layer_run() -> None:
-    stage, seen = Stage(SPECS), []
+    stage, seen = PipelineStage(SPECS), []
     stage.get_submodule("layers.1.deep").register_forward_hook(lambda *_: seen.append(1))
     stage((torch.ones(()),))
     assert seen == [1]

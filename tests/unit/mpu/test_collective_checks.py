@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, Store
 
 from megatron.errors import CollectiveError, MegatronError, PeerError
-from megatron.mpu.collective_checks import Call, CollectiveChecks, Message, caller
+from megatron.mpu.collective_checks import Call, CollectiveChecks, MessageRecord, caller
 
 SOON_S = 0.3
 Work = Callable[[CollectiveChecks], None]
@@ -108,11 +108,13 @@ def test_messages_meet_in_the_order_of_the_batches() -> None:
     a, b = torch.zeros(3), torch.zeros(2, 2)
 
     def first(checks: CollectiveChecks) -> None:  # one batch here are two there
-        checks.messages([Message(True, 1, a), Message(False, 1, b), Message(True, 1, b)])
+        checks.messages(
+            [MessageRecord(True, 1, a), MessageRecord(False, 1, b), MessageRecord(True, 1, b)]
+        )
 
     def second(checks: CollectiveChecks) -> None:
-        checks.messages([Message(False, 0, a), Message(True, 0, b)])
-        checks.messages([Message(False, 0, b)])
+        checks.messages([MessageRecord(False, 0, a), MessageRecord(True, 0, b)])
+        checks.messages([MessageRecord(False, 0, b)])
 
     assert outcomes([first, second]) == ["", ""]
 
@@ -120,8 +122,8 @@ def test_messages_meet_in_the_order_of_the_batches() -> None:
 def test_both_ends_of_a_message_are_told_that_they_differ() -> None:
     found = outcomes(
         [
-            lambda checks: checks.messages([Message(True, 1, torch.zeros(3))]),
-            lambda checks: checks.messages([Message(False, 0, torch.zeros(4))]),
+            lambda checks: checks.messages([MessageRecord(True, 1, torch.zeros(3))]),
+            lambda checks: checks.messages([MessageRecord(False, 0, torch.zeros(4))]),
         ]
     )
     assert found[0] == found[1]

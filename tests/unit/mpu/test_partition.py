@@ -9,7 +9,6 @@ from megatron.errors import ConfigError
 from megatron.mpu.partition import (
     Init,
     Partition,
-    describe,
     global_shape,
     init_of,
     is_sequence_parallel,
@@ -18,6 +17,7 @@ from megatron.mpu.partition import (
     local_slice,
     partition_of,
     pieces,
+    set_parameter_metadata,
 )
 
 
@@ -77,7 +77,7 @@ def test_a_parameter_says_how_it_is_split_and_initialised() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert partition_of(parameter) is None
     assert init_of(parameter) is None
-    describe(parameter, init=Init("normal", std=0.02), partition=Partition(dim=1))
+    set_parameter_metadata(parameter, init=Init("normal", std=0.02), partition=Partition(dim=1))
     assert partition_of(parameter) == Partition("tp", 1, 1)
     assert init_of(parameter) == Init("normal", 0.02)
     assert parameter.split_by == Partition(dim=1)
@@ -87,9 +87,9 @@ def test_a_parameter_says_how_it_is_split_and_initialised() -> None:
 def test_a_parameter_says_when_its_gradients_are_to_be_summed_over_tp_first() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert not is_sequence_parallel(parameter)
-    describe(parameter, init=Init("zeros"))
+    set_parameter_metadata(parameter, init=Init("zeros"))
     assert not is_sequence_parallel(parameter)
     assert not hasattr(parameter, "reduce_first")
-    describe(parameter, init=Init("zeros"), sequence_parallel=True)
+    set_parameter_metadata(parameter, init=Init("zeros"), sequence_parallel=True)
     assert is_sequence_parallel(parameter)
     assert parameter.reduce_first

@@ -3,11 +3,11 @@
 import torch
 
 from megatron.mpu.context import ParallelContext
-from megatron.optimizer.agreement import _digest, check_equal
+from megatron.optimizer.agreement import _digest, check_bitwise_equal
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    check_equal([("weight", torch.ones(2))], ParallelContext.single().tp, problem="nothing")
+    check_bitwise_equal([("weight", torch.ones(2))], ParallelContext.single().tp, problem="nothing")
 
 
 def test_a_digest_is_of_the_bits_in_order() -> None:

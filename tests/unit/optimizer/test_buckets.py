@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 
 from megatron.optimizer.buckets import (
     ALIGN_ELEMENTS,
-    Range,
-    Turn,
+    ElementRange,
+    ReductionTime,
     default_bucket_elements,
     owned_ranges,
     plan_flat,
 )
 
 PARAMETERS = st.lists(
-    st.tuples(st.integers(0, 500), st.sampled_from(list(Turn))), min_size=1, max_size=12
+    st.tuples(st.integers(0, 500), st.sampled_from(list(ReductionTime))), min_size=1, max_size=12
 )
 SHARDS = st.integers(1, 5)
 LIMITS = st.sampled_from([1, 64, 300, 10**9])
@@ -21,7 +21,7 @@ LIMITS = st.sampled_from([1, 64, 300, 10**9])
 
 @given(PARAMETERS, SHARDS, LIMITS)
 def test_buckets_tile_the_buffer_and_hold_every_parameter_once(
-    parameters: list[tuple[int, Turn]], shards: int, limit: int
+    parameters: list[tuple[int, ReductionTime]], shards: int, limit: int
 ) -> None:
     counts, turns = [count for count, _ in parameters], [turn for _, turn in parameters]
     plan = plan_flat(counts, turns, shards=shards, bucket_elements=limit)
@@ -39,8 +39,8 @@ def test_buckets_tile_the_buffer_and_hold_every_parameter_once(
         assert at <= bucket.range.stop < at + shards * ALIGN_ELEMENTS
         kinds = {turns[member] for member in bucket.members}
         assert len(kinds) == 1
-        assert bucket.held == (kinds != {Turn.PROMPT})
-        if kinds == {Turn.ALONE}:
+        assert bucket.held == (kinds != {ReductionTime.PROMPT})
+        if kinds == {ReductionTime.ALONE}:
             assert len(bucket.members) == 1
     held = [bucket.held for bucket in plan.buckets]
     assert held == sorted(held)
@@ -48,7 +48,7 @@ def test_buckets_tile_the_buffer_and_hold_every_parameter_once(
 
 @given(PARAMETERS, SHARDS, LIMITS)
 def test_every_element_has_one_owner_and_shares_are_equal(
-    parameters: list[tuple[int, Turn]], shards: int, limit: int
+    parameters: list[tuple[int, ReductionTime]], shards: int, limit: int
 ) -> None:
     counts, turns = [count for count, _ in parameters], [turn for _, turn in parameters]
     plan = plan_flat(counts, turns, shards=shards, bucket_elements=limit)
@@ -68,9 +68,14 @@ def test_every_element_has_one_owner_and_shares_are_equal(
 
 
 def test_the_last_parameters_come_first_and_the_held_ones_last() -> None:
-    turns = [Turn.PROMPT, Turn.ALONE, Turn.PROMPT, Turn.HELD]
+    turns = [ReductionTime.PROMPT, ReductionTime.ALONE, ReductionTime.PROMPT, ReductionTime.HELD]
     plan = plan_flat([100, 10, 64, 1], turns, shards=2, bucket_elements=65)
-    assert plan.places == (Range(64, 164), Range(384, 394), Range(0, 64), Range(256, 257))
+    assert plan.places == (
+        ElementRange(64, 164),
+        ElementRange(384, 394),
+        ElementRange(0, 64),
+        ElementRange(256, 257),
+    )
     assert [bucket.range for bucket in plan.buckets] == [(0, 256), (256, 384), (384, 512)]
     assert owned_ranges(plan, 0, 2) == ((0, 64), (0, 10), (0, 64), (0, 1))
     assert owned_ranges(plan, 1, 2) == ((64, 100), (0, 0), (0, 0), (0, 0))

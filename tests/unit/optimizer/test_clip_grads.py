@@ -12,8 +12,8 @@ from megatron.mpu.context import ParallelContext
 from megatron.optimizer.clip_grads import (
     clip_factor,
     count_zeros,
-    counted_here,
     global_norm,
+    owned_by_this_rank,
     parameters_norm,
 )
 
@@ -71,7 +71,7 @@ def test_one_process_counts_everything_and_its_parameters_norm_is_known() -> Non
     nn.init.constant_(module.weight, 2.0)
     nn.init.constant_(module.bias, 1.0)
     pairs = list(module.named_parameters())
-    assert counted_here(pairs, SINGLE) == (True, True)
+    assert owned_by_this_rank(pairs, SINGLE) == (True, True)
     assert parameters_norm(pairs, SINGLE) == pytest.approx(math.sqrt(26), rel=FP32_NORM)
 
 

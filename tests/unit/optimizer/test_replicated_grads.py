@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 from megatron.optimizer import replicated_grads
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
 
@@ -18,7 +18,9 @@ def parameter(
     dtype: torch.dtype = torch.float32, *, sequence_parallel: bool, partition: Any = None
 ) -> Parameter:
     made = Parameter(torch.ones(2, 3, dtype=dtype))
-    describe(made, init=Init("ones"), partition=partition, sequence_parallel=sequence_parallel)
+    set_parameter_metadata(
+        made, init=Init("ones"), partition=partition, sequence_parallel=sequence_parallel
+    )
     made.main_grad = torch.ones(2, 3, dtype=dtype)  # type: ignore[attr-defined]
     return made
 

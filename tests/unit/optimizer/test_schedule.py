@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.optimizer import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
-from megatron.optimizer.schedule import learning_rate, schedule_problems, weight_decay
+from megatron.optimizer.schedule import learning_rate, learning_rate_problems, weight_decay
 
 TOTAL, BATCH, LENGTH = 1000, 10, 32
 ROUNDING = 1e-12  # relative; the two sides round a handful of float64 operations differently
@@ -208,7 +208,7 @@ def test_weight_decay_goes_from_start_to_end(style: WeightDecayStyle, quarter: f
 
 
 def problems(schedule: ScheduleConfig, *, samples_based: bool = False) -> list[str]:
-    found = schedule_problems(
+    found = learning_rate_problems(
         schedule, total_samples=TOTAL, global_batch_size=BATCH, samples_based=samples_based
     )
     return [str(problem) for problem in found]
@@ -303,7 +303,7 @@ def test_a_schedule_in_tokens_looks_at_tokens_alone() -> None:
 
 def test_a_warmup_longer_than_its_decay_is_refused_in_tokens_too() -> None:
     schedule = config(lr_warmup_tokens=200, lr_decay_tokens=100)
-    (error,) = schedule_problems(
+    (error,) = learning_rate_problems(
         schedule, total_samples=TOTAL, global_batch_size=BATCH, samples_based=False
     )
     assert error.found == "warm-up of 200 tokens, 100 tokens in all"

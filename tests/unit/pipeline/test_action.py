@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.action import Action, Kind, batches, peer_of, virtual_stage
+from megatron.pipeline.action import Action, ActionKind, batches, peer_of, virtual_stage
 
 
 def test_chunks_of_a_stage_are_every_p_th_part_of_the_model() -> None:
@@ -13,36 +13,36 @@ def test_chunks_of_a_stage_are_every_p_th_part_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("kind", "stage", "peer"),
     [
-        (Kind.SEND_FORWARD, 1, 2),
-        (Kind.RECV_BACKWARD, 1, 2),
-        (Kind.RECV_FORWARD, 1, 0),
-        (Kind.SEND_BACKWARD, 1, 0),
-        (Kind.SEND_FORWARD, 3, 0),  # to the next chunk of stage 0
-        (Kind.SEND_BACKWARD, 0, 3),  # to the chunk before, of the last stage
+        (ActionKind.SEND_FORWARD, 1, 2),
+        (ActionKind.RECV_BACKWARD, 1, 2),
+        (ActionKind.RECV_FORWARD, 1, 0),
+        (ActionKind.SEND_BACKWARD, 1, 0),
+        (ActionKind.SEND_FORWARD, 3, 0),  # to the next chunk of stage 0
+        (ActionKind.SEND_BACKWARD, 0, 3),  # to the chunk before, of the last stage
     ],
 )
-def test_stages_stand_in_a_ring(kind: Kind, stage: int, peer: int) -> None:
+def test_stages_stand_in_a_ring(kind: ActionKind, stage: int, peer: int) -> None:
     assert peer_of(Action(kind, 0, 0), stage, 4) == peer
 
 
 def test_neighbouring_communication_is_one_batch_and_computations_stand_alone() -> None:
     kinds = [
-        Kind.RECV_FORWARD,
-        Kind.FORWARD,
-        Kind.SEND_FORWARD,
-        Kind.RECV_BACKWARD,
-        Kind.BACKWARD_INPUT,
-        Kind.BACKWARD_WEIGHT,
+        ActionKind.RECV_FORWARD,
+        ActionKind.FORWARD,
+        ActionKind.SEND_FORWARD,
+        ActionKind.RECV_BACKWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
     ]
     found = list(batches([Action(kind, 0, 0) for kind in kinds]))
     assert [[action.kind for action in batch] for batch in found] == [
-        [Kind.RECV_FORWARD],
-        [Kind.FORWARD],
-        [Kind.SEND_FORWARD, Kind.RECV_BACKWARD],
-        [Kind.BACKWARD_INPUT],
-        [Kind.BACKWARD_WEIGHT],
+        [ActionKind.RECV_FORWARD],
+        [ActionKind.FORWARD],
+        [ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD],
+        [ActionKind.BACKWARD_INPUT],
+        [ActionKind.BACKWARD_WEIGHT],
     ]
 
 
 def test_an_action_is_read_as_what_it_does() -> None:
-    assert str(Action(Kind.SEND_BACKWARD, 3, 1)) == "send_backward(3, chunk 1)"
+    assert str(Action(ActionKind.SEND_BACKWARD, 3, 1)) == "send_backward(3, chunk 1)"

@@ -12,7 +12,7 @@ from megatron.pipeline.action import (
     COMMUNICATION,
     SENDS,
     Action,
-    Kind,
+    ActionKind,
     Round,
     UnsoundScheduleError,
     peer_of,
@@ -24,11 +24,11 @@ from tests.support.stages import with_exchanges
 
 
 def forward(microbatch: int, chunk: int = 0) -> Round:
-    return (Action(Kind.FORWARD, microbatch, chunk),)
+    return (Action(ActionKind.FORWARD, microbatch, chunk),)
 
 
 def backward(microbatch: int, chunk: int = 0) -> Round:
-    return (Action(Kind.BACKWARD, microbatch, chunk),)
+    return (Action(ActionKind.BACKWARD, microbatch, chunk),)
 
 
 def test_a_lone_stage_communicates_with_nobody() -> None:
@@ -65,18 +65,18 @@ def test_a_chunk_is_named_by_the_stage_that_acts() -> None:
     rounds = [[forward(0), forward(0, 1)]] * 2
     first, last = with_exchanges(rounds, num_chunks=2)
     assert first == (
-        Action(Kind.FORWARD, 0, 0),
-        Action(Kind.SEND_FORWARD, 0, 0),
-        Action(Kind.RECV_FORWARD, 0, 1),
-        Action(Kind.FORWARD, 0, 1),
-        Action(Kind.SEND_FORWARD, 0, 1),
+        Action(ActionKind.FORWARD, 0, 0),
+        Action(ActionKind.SEND_FORWARD, 0, 0),
+        Action(ActionKind.RECV_FORWARD, 0, 1),
+        Action(ActionKind.FORWARD, 0, 1),
+        Action(ActionKind.SEND_FORWARD, 0, 1),
     )
     assert last == (
-        Action(Kind.RECV_FORWARD, 0, 0),
-        Action(Kind.FORWARD, 0, 0),
-        Action(Kind.SEND_FORWARD, 0, 0),
-        Action(Kind.RECV_FORWARD, 0, 1),
-        Action(Kind.FORWARD, 0, 1),
+        Action(ActionKind.RECV_FORWARD, 0, 0),
+        Action(ActionKind.FORWARD, 0, 0),
+        Action(ActionKind.SEND_FORWARD, 0, 0),
+        Action(ActionKind.RECV_FORWARD, 0, 1),
+        Action(ActionKind.FORWARD, 0, 1),
     )
 
 
@@ -90,11 +90,11 @@ def test_an_input_that_comes_early_is_taken_when_its_sender_would_go_on() -> Non
     kinds = [action.kind for action in with_exchanges(rounds, num_chunks=1)[1]]
     # Received long before its forward: stage 0 is not kept from anything.
     assert kinds[:5] == [
-        Kind.RECV_FORWARD,
-        Kind.FORWARD,
-        Kind.SEND_FORWARD,
-        Kind.RECV_BACKWARD,
-        Kind.BACKWARD,
+        ActionKind.RECV_FORWARD,
+        ActionKind.FORWARD,
+        ActionKind.SEND_FORWARD,
+        ActionKind.RECV_BACKWARD,
+        ActionKind.BACKWARD,
     ]
     times = Durations(forward=1, backward_input=1, backward_weight=0)
     result = simulate(with_exchanges(rounds, num_chunks=1), num_microbatches=2, durations=times)
@@ -127,8 +127,8 @@ def test_interleaving_with_a_short_last_group_would_be_such_a_circle(
 def test_a_weight_gradient_waits_for_its_input_gradient() -> None:
     weights_first = [
         forward(0),
-        (Action(Kind.BACKWARD_WEIGHT, 0, 0),),
-        (Action(Kind.BACKWARD_INPUT, 0, 0),),
+        (Action(ActionKind.BACKWARD_WEIGHT, 0, 0),),
+        (Action(ActionKind.BACKWARD_INPUT, 0, 0),),
     ]
     with pytest.raises(UnsoundScheduleError, match=r"stage 0 at backward_weight\(0, chunk 0\)"):
         with_exchanges([weights_first], num_chunks=1)
@@ -169,7 +169,7 @@ def test_any_order_that_can_be_computed_can_be_communicated(
     schedules = with_exchanges(rounds, num_chunks=chunks)
     for order, schedule in zip(rounds, schedules):
         wanted = [action for actions in order for action in actions]
-        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         assert [action for action in schedule if action.kind in kinds] == wanted
     simulate(schedules, num_microbatches=batch, num_chunks=chunks)
 

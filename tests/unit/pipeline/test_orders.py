@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from megatron.pipeline.action import Kind
+from megatron.pipeline.action import ActionKind
 from megatron.pipeline.orders import (
     Order,
     forward_only,
@@ -16,10 +16,10 @@ from megatron.pipeline.orders import (
 )
 
 LETTERS = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
+    ActionKind.FORWARD: "F",
+    ActionKind.BACKWARD: "B",
+    ActionKind.BACKWARD_INPUT: "I",
+    ActionKind.BACKWARD_WEIGHT: "W",
 }
 
 
@@ -74,7 +74,7 @@ def test_interleaving_goes_through_the_chunks_with_a_group_of_microbatches() -> 
 
 def test_evaluation_is_the_forwards_of_training() -> None:
     forwards = [a for actions in interleaved(1, 3, 7, 2) for a in actions]
-    expected = [a for a in forwards if a.kind is Kind.FORWARD]
+    expected = [a for a in forwards if a.kind is ActionKind.FORWARD]
     assert [a for (a,) in forward_only(3, 7, 2)] == expected
 
 

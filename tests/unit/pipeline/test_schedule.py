@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline.action import COMMUNICATION, Kind
+from megatron.pipeline.action import COMMUNICATION, ActionKind
 from megatron.pipeline.schedule import (
     ScheduleName,
     build_evaluation_schedule,
@@ -28,7 +28,7 @@ def test_every_name_builds_something_that_can_be_compared() -> None:
             for _ in range(2)
         )
         assert one == other
-        assert sum(action.kind is Kind.FORWARD for action in one) == 3 * v
+        assert sum(action.kind is ActionKind.FORWARD for action in one) == 3 * v
 
 
 def test_one_stage_runs_1f1b_as_without_a_pipeline() -> None:
@@ -40,7 +40,7 @@ def test_one_stage_runs_1f1b_as_without_a_pipeline() -> None:
 def test_evaluation_only_goes_forward() -> None:
     schedule = build_evaluation_schedule(stage=1, num_stages=2, num_microbatches=2, num_chunks=2)
     kinds = {action.kind for action in schedule}
-    assert kinds == {Kind.RECV_FORWARD, Kind.FORWARD, Kind.SEND_FORWARD}
+    assert kinds == {ActionKind.RECV_FORWARD, ActionKind.FORWARD, ActionKind.SEND_FORWARD}
 
 
 def test_evaluation_of_several_chunks_needs_several_stages() -> None:

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from megatron.errors import MegatronError
-from megatron.pipeline.signature import HEADER_NUMBERS, decode, encode, signature_of, spelled
+from megatron.pipeline.signature import (
+    HEADER_NUMBERS,
+    decode,
+    encode,
+    format_signature,
+    signature_of,
+)
 
 CARRY = (
     torch.zeros(3, 2, 4, dtype=torch.bfloat16, requires_grad=True),
@@ -19,12 +25,12 @@ def test_a_signature_comes_back_from_its_header() -> None:
     assert len(numbers) == HEADER_NUMBERS
     assert decode(numbers) == signature
     assert [one.room(torch.device("cpu")).shape for one in signature] == [(3, 2, 4), (2, 3), ()]
-    assert spelled(signature) == "bfloat16[3, 2, 4] with gradient, int64[2, 3], bool[]"
+    assert format_signature(signature) == "bfloat16[3, 2, 4] with gradient, int64[2, 3], bool[]"
 
 
 def test_nothing_is_a_message_too() -> None:
     assert decode(encode(())) == ()
-    assert spelled(()) == "nothing"
+    assert format_signature(()) == "nothing"
 
 
 @pytest.mark.parametrize("carry", [CARRY * 20, (torch.zeros(2, dtype=torch.complex64),)])

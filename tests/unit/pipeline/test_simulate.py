@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from megatron.pipeline import orders
-from megatron.pipeline.action import Action, Kind, Schedule, UnsoundScheduleError, batches
+from megatron.pipeline.action import Action, ActionKind, Schedule, UnsoundScheduleError, batches
 from megatron.pipeline.schedule import (
     ScheduleName,
     build_evaluation_schedule,
@@ -116,8 +116,8 @@ def test_messages_take_their_time() -> None:
     durations = Durations(forward=1, backward_input=2, backward_weight=3, communication=0.5)
     result = simulate(schedules(case), num_microbatches=1, durations=durations)
     assert [(w.action.kind, w.start, w.stop) for w in result.stages[1].work] == [
-        (Kind.FORWARD, 1.5, 2.5),
-        (Kind.BACKWARD, 2.5, 7.5),
+        (ActionKind.FORWARD, 1.5, 2.5),
+        (ActionKind.BACKWARD, 2.5, 7.5),
     ]
     assert result.makespan == 13.0
     assert result.bubble_share == pytest.approx(1 - 12 / 26)
@@ -162,7 +162,7 @@ def test_a_dropped_action_is_found_wherever_it_is(name: str, chunks: int) -> Non
 def test_a_doubled_action_is_found() -> None:
     whole = schedules((ONE_F_ONE_B, 2, 3, 1))
     with pytest.raises(UnsoundScheduleError, match="stage 0, micro-batch 2, chunk 0: forward"):
-        simulate([(*whole[0], Action(Kind.FORWARD, 2, 0)), whole[1]], num_microbatches=3)
+        simulate([(*whole[0], Action(ActionKind.FORWARD, 2, 0)), whole[1]], num_microbatches=3)
 
 
 def test_work_of_no_microbatch_of_the_step_is_found() -> None:
@@ -171,12 +171,12 @@ def test_work_of_no_microbatch_of_the_step_is_found() -> None:
         simulate(whole, num_microbatches=2)
 
 
-@pytest.mark.parametrize("kind", [Kind.SEND_FORWARD, Kind.SEND_BACKWARD])
-def test_two_messages_that_change_places_are_found(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD])
+def test_two_messages_that_change_places_are_found(kind: ActionKind) -> None:
     # In the interleaved schedule on two stages, both directions share each pair of ranks.
     for name, p, chunks in ((GPIPE, 2, 1), (INTERLEAVED, 2, 2)):
         whole = schedules((name, p, 4, chunks))
-        stage = 0 if kind is Kind.SEND_FORWARD else 1
+        stage = 0 if kind is ActionKind.SEND_FORWARD else 1
         sends = [i for i, action in enumerate(whole[stage]) if action.kind is kind]
         swapped = list(whole[stage])
         first, second = sends[0], sends[1]
@@ -190,7 +190,7 @@ def test_two_messages_that_change_places_are_found(kind: Kind) -> None:
 def test_receives_in_another_order_than_the_sends_are_found() -> None:
     # Each stage alone is sound here: all is received before anything is computed.
     whole = schedules((GPIPE, 2, 2, 1))
-    one = Action(Kind.RECV_FORWARD, 0, 0), Action(Kind.RECV_FORWARD, 1, 0)
+    one = Action(ActionKind.RECV_FORWARD, 0, 0), Action(ActionKind.RECV_FORWARD, 1, 0)
     rest = tuple(action for action in whole[1] if action not in one)
     simulate([whole[0], (*one, *rest)], num_microbatches=2)
     with pytest.raises(
@@ -203,9 +203,9 @@ def test_receives_in_another_order_than_the_sends_are_found() -> None:
 def test_a_weight_gradient_before_its_input_gradient_is_found() -> None:
     (schedule,) = schedules((ZERO_BUBBLE, 1, 1, 1))
     assert [action.kind for action in schedule] == [
-        Kind.FORWARD,
-        Kind.BACKWARD_INPUT,
-        Kind.BACKWARD_WEIGHT,
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
     ]
     with pytest.raises(UnsoundScheduleError, match="in an order that works"):
         simulate([(schedule[0], schedule[2], schedule[1])], num_microbatches=1)
@@ -216,7 +216,10 @@ def test_what_comes_round_on_two_stages_is_received_in_the_order_of_sending() ->
     # is all that tells them apart.
     def sent_and_received(m: int) -> tuple[list[bool], list[bool]]:
         whole = schedules((INTERLEAVED, 2, m, 3))
-        names = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD), (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+        names = (
+            (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD),
+            (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD),
+        )
         sent, received = (
             [action.kind is kinds[0] for action in whole[stage] if action.kind in kinds]
             for stage, kinds in enumerate(names)

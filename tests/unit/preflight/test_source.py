@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.preflight.source import digest_of, source_digests
+from megatron.preflight.source import digest_of_source, source_digests
 
 
 def test_one_changed_byte_a_new_name_and_a_moved_border_are_other_code(tmp_path: Path) -> None:
@@ -14,18 +14,18 @@ def test_one_changed_byte_a_new_name_and_a_moved_border_are_other_code(tmp_path:
     two.parent.mkdir()
     one.write_text("x = 1\n")
     two.write_text("y = 2\n")
-    before = digest_of(tmp_path, [one, two])
-    assert digest_of(tmp_path, [two, one]) == before
+    before = digest_of_source(tmp_path, [one, two])
+    assert digest_of_source(tmp_path, [two, one]) == before
     assert len(before) == 16
     seen = {before}
     two.write_text("y = 3\n")
-    seen.add(digest_of(tmp_path, [one, two]))
+    seen.add(digest_of_source(tmp_path, [one, two]))
     two.write_text("y = 2\n")
-    seen.add(digest_of(tmp_path, [one, two.rename(tmp_path / "b" / "d.py")]))
+    seen.add(digest_of_source(tmp_path, [one, two.rename(tmp_path / "b" / "d.py")]))
     (tmp_path / "b" / "d.py").rename(two)
     one.write_text("x = 1\ny")
     two.write_text(" = 2\n")
-    seen.add(digest_of(tmp_path, [one, two]))
+    seen.add(digest_of_source(tmp_path, [one, two]))
     assert len(seen) == 4
 
 

@@ -25,7 +25,7 @@ _LATEST_VERSION = 3.0  # of Megatron's checkpoints, where nobody says
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FolderFacts:
     """Config groups, progress and scalars as a source gives them, and how rows stand."""
 
     config: Mapping[str, Mapping[str, Any]]
@@ -35,7 +35,7 @@ class Facts:
     vocab_rows: int | None
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], options: SourceOptions) -> "Facts":
+    def of(cls, state: Mapping[str, Any], options: SourceOptions) -> "FolderFacts":
         """From the state of the first model-parallel rank.
 
         Raises:
@@ -107,7 +107,7 @@ class Facts:
         positions = model.max_position_embeddings or length
         if positions is None and POSITION in found:
             positions = found[POSITION][0]
-        if model_kind.told_by(found) == model_kind.GPT:
+        if model_kind.kind_from_names(found) == model_kind.GPT:
             return gpt_tensors(model, vocab_rows=rows, positions=positions or 0)
         heads = BertHeads.of(found)
         return bert_tensors(model, vocab_rows=rows, positions=positions or 0, heads=heads)
@@ -116,7 +116,7 @@ class Facts:
 class FactsSource(SourceBase):
     """What sources of DeepSpeed's two layouts say alike; `facts` and `_described` are set first."""
 
-    facts: Facts
+    facts: FolderFacts
     _described: Mapping[str, TensorDescription]
 
     @property

@@ -41,7 +41,7 @@ def load(path: Path) -> Any:
     return unpickle.load(path, also=_STAND_INS)
 
 
-class Folder(NamedTuple):
+class DeepSpeedFolder(NamedTuple):
     """The files of one folder by rank; nothing is opened yet."""
 
     directory: Path
@@ -51,7 +51,7 @@ class Folder(NamedTuple):
     layers: Mapping[tuple[int, int], Path]  # by (layer, tensor-parallel rank)
 
     @classmethod
-    def of(cls, directory: Path) -> "Folder":
+    def of(cls, directory: Path) -> "DeepSpeedFolder":
         """Sort the files of `directory` by what their names say.
 
         Raises:
@@ -106,7 +106,7 @@ def recognise(directory: Path) -> bool:
     )
 
 
-class Grid(NamedTuple):
+class FolderGrid(NamedTuple):
     """How the ranks that wrote a folder stood; `dp` is 1 where nothing is shared out over it."""
 
     tp: int
@@ -120,7 +120,9 @@ class Grid(NamedTuple):
                 yield stage, tp, stage * self.tp + tp
 
 
-def grid_of(folder: Folder, state: Mapping[str, Any], known: tuple[int, int] | None) -> Grid:
+def grid_of(
+    folder: DeepSpeedFolder, state: Mapping[str, Any], known: tuple[int, int] | None
+) -> FolderGrid:
     """The grid of ranks, with every file that it calls for found to be there.
 
     Args:
@@ -142,7 +144,7 @@ def grid_of(folder: Folder, state: Mapping[str, Any], known: tuple[int, int] | N
     else:
         tp, pp = count, 1
     dp = int(state.get("dp_world_size") or 1)
-    grid = Grid(tp, pp, dp)
+    grid = FolderGrid(tp, pp, dp)
     wanted = [rank for _, _, rank in grid.ranks()]
     missing = []
     if folder.partitioned:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.megatron.names import has_vocabulary_rows
 from megatron.errors import CheckpointError
 from megatron.mpu import partition as partitions
@@ -48,7 +48,7 @@ class RunRecord:
     """
 
     iteration: int
-    layout: Layout
+    layout: GridLayout
     progress: Mapping[str, Any]
     config: Mapping[str, Any]
     scalars: Mapping[str, Any]
@@ -85,7 +85,7 @@ class RunRecord:
         try:
             return cls(
                 iteration=values["iteration"],
-                layout=Layout(**values["layout"]),
+                layout=GridLayout(**values["layout"]),
                 progress=values["progress"],
                 config=values["config"],
                 scalars=values["scalars"],

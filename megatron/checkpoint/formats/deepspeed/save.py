@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.files import torch_file
 from megatron.checkpoint.folder import run_folder as folders
-from megatron.checkpoint.folder.manifest import FileRecord, Layout
+from megatron.checkpoint.folder.manifest import FileRecord, GridLayout
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
 from megatron.checkpoint.formats.deepspeed.parameters import (
     RECORD,
@@ -173,7 +173,7 @@ def _client_state(
     grid = ctx.topology
     record = RunRecord(
         iteration=iteration,
-        layout=Layout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+        layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
         progress=snapshot.progress,
         config=snapshot.config,
         scalars=snapshot.scalars,

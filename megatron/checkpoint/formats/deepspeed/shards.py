@@ -21,7 +21,7 @@ WEIGHT, MASTER = "weight", "master"
 _NOT_STATE = ("step",)
 
 
-class Range(NamedTuple):
+class FlatRange(NamedTuple):
     """Elements of a row-major tensor from `start` on, as a one-dimensional view."""
 
     start: int
@@ -29,11 +29,11 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankTensors:
     """One rank's part of one parameter: its local shape, and what there is of it."""
 
     shape: tuple[int, ...]
-    kinds: dict[str, list[Range]] = field(default_factory=dict)
+    kinds: dict[str, list[FlatRange]] = field(default_factory=dict)
 
     def read_into(self, target: Tensor, kind: str, box: Box, name: str) -> None:
         """Copy the elements `box` of the local tensor into `target`, converting dtypes.
@@ -64,7 +64,7 @@ class Held:
 class RankState:
     """Everything one model-parallel rank holds, by DeepSpeed's names, and its optimizer's steps."""
 
-    held: dict[str, Held]
+    held: dict[str, RankTensors]
     steps: int | None
     scaler: Any  # DeepSpeed's own object or fields; None where there is none
 
@@ -87,14 +87,14 @@ def rank_state(
     Raises:
         CheckpointError: the parts contradict each other, or are of a kind that is not known.
     """
-    held = {name: Held(tuple(t.shape), {WEIGHT: [_flat(t)]}) for name, t in weights.items()}
+    held = {name: RankTensors(tuple(t.shape), {WEIGHT: [_flat(t)]}) for name, t in weights.items()}
     if not shares:
         return _unshared(model, held, names)
     shapes = [dict(group) for group in model.get("param_shapes") or ()]
     states = [share["optimizer_state_dict"] for share in shares]
     for group in shapes:
         for name, shape in group.items():
-            held.setdefault(name, Held(tuple(shape)))
+            held.setdefault(name, RankTensors(tuple(shape)))
             if held[name].shape != tuple(shape):
                 raise _contradiction(f"{name} is {held[name].shape} and {tuple(shape)}")
     if "fp32_flat_groups" in states[0]:
@@ -110,11 +110,11 @@ def shape_of_shares(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
-def _flat(tensor: Tensor) -> Range:
-    return Range(0, tensor.detach().reshape(-1))
+def _flat(tensor: Tensor) -> FlatRange:
+    return FlatRange(0, tensor.detach().reshape(-1))
 
 
-def _sliced(states: Sequence[Mapping[str, Any]], held: dict[str, Held]) -> int | None:
+def _sliced(states: Sequence[Mapping[str, Any]], held: dict[str, RankTensors]) -> int | None:
     """ZeRO 1 and 2: a group is one flat tensor, cut evenly; who stands where is written beside.
 
     A parameter's part in the share of one rank goes on in that of the next.
@@ -137,7 +137,7 @@ def _sliced(states: Sequence[Mapping[str, Any]], held: dict[str, Held]) -> int |
 def _partitioned(
     states: Sequence[Mapping[str, Any]],
     shapes: Sequence[Mapping[str, Any]],
-    held: dict[str, Held],
+    held: dict[str, RankTensors],
 ) -> int | None:
     """ZeRO-3: every parameter is cut evenly by itself, the last share padded."""
     counts: set[int] = set()
@@ -164,7 +164,9 @@ def _partitioned(
     return _one_count(counts)
 
 
-def _unshared(model: Mapping[str, Any], held: dict[str, Held], names: Sequence[str]) -> RankState:
+def _unshared(
+    model: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
+) -> RankState:
     """Without ZeRO: a state dict of torch, whose parameters are numbered through the groups."""
     state = model.get("optimizer")
     if state is None:
@@ -183,20 +185,22 @@ def _unshared(model: Mapping[str, Any], held: dict[str, Held], names: Sequence[s
         if masters:
             kinds[MASTER] = masters[at]
         for kind, values in kinds.items():
-            mine = held.setdefault(name, Held(tuple(values.shape)))  # a tied copy has no weights
+            mine = held.setdefault(
+                name, RankTensors(tuple(values.shape))
+            )  # a tied copy has no weights
             if tuple(values.shape) != mine.shape:
                 raise _contradiction(f"{name} is {mine.shape}, its {kind} {tuple(values.shape)}")
             mine.kinds[kind] = [_flat(values)]
     return RankState(held, _one_count(counts), state if "cur_scale" in state else None)
 
 
-def _order_by_groups(held: Mapping[str, Held]) -> list[str]:
+def _order_by_groups(held: Mapping[str, RankTensors]) -> list[str]:
     decayed = [n for n, h in held.items() if len(h.shape) > 1 and not n.endswith(".bias")]
     return decayed + [name for name in held if name not in set(decayed)]
 
 
 def _unshared_flat(
-    state: Mapping[str, Any], held: dict[str, Held], names: Sequence[str]
+    state: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
 ) -> RankState:
     """The same where each group has been made one flat tensor: fp16 with a fused optimizer."""
     counts: set[int] = set()
@@ -211,7 +215,7 @@ def _unshared_flat(
                 raise _contradiction("the optimizer holds more elements than the parameters")
             size = math.prod(held[name].shape)
             for kind, values in flat.items():
-                held[name].kinds[kind] = [Range(0, values.detach().view(-1)[at : at + size])]
+                held[name].kinds[kind] = [FlatRange(0, values.detach().view(-1)[at : at + size])]
             at += size
     return RankState(held, _one_count(counts), state if "cur_scale" in state else None)
 
@@ -239,7 +243,7 @@ def _moments(state: Mapping[str, Any], counts: set[int]) -> dict[str, Tensor]:
 
 
 def _add(
-    held: dict[str, Held],
+    held: dict[str, RankTensors],
     name: str,
     kind: str,
     done: dict[tuple[str, str], int],
@@ -247,7 +251,7 @@ def _add(
 ) -> None:
     if name not in held:
         raise _contradiction(f"{name} has a place in the optimizer, and no shape")
-    held[name].kinds.setdefault(kind, []).append(Range(done[name, kind], values.detach()))
+    held[name].kinds.setdefault(kind, []).append(FlatRange(done[name, kind], values.detach()))
     done[name, kind] += values.numel()
     if done[name, kind] > math.prod(held[name].shape):
         raise _contradiction(f"the shares hold more than {name} {held[name].shape} has ({kind})")
@@ -267,6 +271,6 @@ def _contradiction(found: str) -> CheckpointError:
     )
 
 
-def missing_elements(held: Held, kind: str) -> int:
+def missing_elements(held: RankTensors, kind: str) -> int:
     """How many elements of the local tensor the ranges of `kind` leave out."""
     return whole(held.shape).size - sum(r.values.numel() for r in held.kinds.get(kind, ()))

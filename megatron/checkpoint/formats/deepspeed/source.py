@@ -18,14 +18,14 @@ from megatron.checkpoint.files import unpickle
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import seal
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
-from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource, scaler_fields
-from megatron.checkpoint.formats.deepspeed.files import Folder, grid_of
+from megatron.checkpoint.formats.deepspeed.facts import FactsSource, FolderFacts, scaler_fields
+from megatron.checkpoint.formats.deepspeed.files import DeepSpeedFolder, grid_of
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD, KnownParameter
 from megatron.checkpoint.formats.deepspeed.shards import (
     MASTER,
     WEIGHT,
-    Held,
     RankState,
+    RankTensors,
     missing_elements,
     rank_state,
     shape_of_shares,
@@ -47,13 +47,13 @@ class _Entry(NamedTuple):
     """
 
     known: KnownParameter
-    stages: Mapping[int, Mapping[int, Held]]  # by pipeline stage, by tensor-parallel rank
+    stages: Mapping[int, Mapping[int, RankTensors]]  # by pipeline stage, by tensor-parallel rank
     padded: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype  # of training
 
     @property
-    def parts(self) -> Mapping[int, Held]:
+    def parts(self) -> Mapping[int, RankTensors]:
         """Those of the first stage that has it: later copies are of no use, or tied to it."""
         return self.stages[min(self.stages)]
 
@@ -78,9 +78,9 @@ class DeepSpeedSource(FactsSource):
     def __init__(self, directory: Path, options: SourceOptions) -> None:
         self.directory = directory
         self.seal = seal.of(directory)
-        self._folder = Folder.of(directory)
+        self._folder = DeepSpeedFolder.of(directory)
         first = first_state(directory)
-        self.facts = Facts.of(first, options)
+        self.facts = FolderFacts.of(first, options)
         self.grid = grid_of(self._folder, first, self.facts.grid)
         self._zero3_dtype = training_dtype(first)
         ranks = _open_ranks(self._folder, self.grid, self.facts)
@@ -133,7 +133,7 @@ class DeepSpeedSource(FactsSource):
     def _merge(self, ranks: Mapping[tuple[int, int], RankState]) -> Iterator[tuple[str, _Entry]]:
         names = {name: None for rank in ranks.values() for name in rank.held}
         known = self.facts.parameters(names)
-        stages: dict[str, dict[int, dict[int, Held]]] = {}
+        stages: dict[str, dict[int, dict[int, RankTensors]]] = {}
         described: dict[str, KnownParameter] = {}
         for (stage, tp), rank in ranks.items():
             for name, held in rank.held.items():
@@ -150,7 +150,7 @@ class DeepSpeedSource(FactsSource):
             shape = _true_shape(padded, described[ours])
             yield ours, _Entry(described[ours], by_stage, padded, shape, dtype)
 
-    def _check_parts(self, name: str, parts: Mapping[int, Held]) -> None:
+    def _check_parts(self, name: str, parts: Mapping[int, RankTensors]) -> None:
         """Every rank must hold the same kinds, of the same shape, and all of its elements."""
         first = parts.get(0)
         faults = []
@@ -174,7 +174,7 @@ class DeepSpeedSource(FactsSource):
             )
 
     def _fill(
-        self, result: Tensor, entry: _Entry, kind: str, box: Box, parts: Mapping[int, Held]
+        self, result: Tensor, entry: _Entry, kind: str, box: Box, parts: Mapping[int, RankTensors]
     ) -> None:
         partition = entry.known.partition
         ranks = range(self.grid.tp) if partition is not None else range(1)
@@ -195,7 +195,7 @@ class DeepSpeedSource(FactsSource):
                 else:
                     parts[tp].read_into(target, kind, wanted, entry.known.name)
 
-    def _reordered(self, entry: _Entry, kind: str, part: Held, dtype: torch.dtype) -> Tensor:
+    def _reordered(self, entry: _Entry, kind: str, part: RankTensors, dtype: torch.dtype) -> Tensor:
         """One rank's whole part with its rows in our order."""
         local = torch.empty(part.shape, dtype=dtype)
         part.read_into(local, kind, whole(part.shape), entry.known.name)
@@ -232,7 +232,7 @@ class DeepSpeedSource(FactsSource):
 
 def first_state(directory: Path) -> Mapping[str, Any]:
     """What the file of the first rank says of its whole run."""
-    folder = Folder.of(directory)
+    folder = DeepSpeedFolder.of(directory)
     files = folder.model_of_share or folder.model
     if not files:
         raise CheckpointError(
@@ -263,7 +263,7 @@ def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
 
 
 def _open_ranks(
-    folder: Folder, grid: deepspeed_files.Grid, facts: Facts
+    folder: DeepSpeedFolder, grid: deepspeed_files.FolderGrid, facts: FolderFacts
 ) -> dict[tuple[int, int], RankState]:
     """What every model-parallel rank holds, by (stage, tensor-parallel rank)."""
     states = {
@@ -312,7 +312,7 @@ def _order(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _layer_weights(
-    folder: Folder,
+    folder: DeepSpeedFolder,
     tp: int,
     listed: Mapping[tuple[int, int], tuple[str, ...]],
     ours: Mapping[str, str],

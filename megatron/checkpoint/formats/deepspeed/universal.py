@@ -24,9 +24,9 @@ from megatron.checkpoint.files import durable, torch_file, unpickle
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
 from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
 from megatron.checkpoint.folder import run_folder as folders
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
-from megatron.checkpoint.formats.deepspeed.facts import Facts, FactsSource
+from megatron.checkpoint.formats.deepspeed.facts import FactsSource, FolderFacts
 from megatron.checkpoint.formats.deepspeed.parameters import (
     RECORD,
     UNIVERSAL_INFO,
@@ -81,7 +81,7 @@ class UniversalSource(FactsSource):
     def __init__(self, directory: Path, options: SourceOptions) -> None:
         self.directory = directory
         state = first_state(directory)
-        self.facts = Facts.of(state, options)
+        self.facts = FolderFacts.of(state, options)
         self._tp = _tensor_parallel_size(state, self.facts)
         self._dtype = training_dtype(state)
         shapes = shape_of_shares(state)
@@ -361,7 +361,7 @@ def _write_counters(
     progress = completed_progress(source, iteration)
     record = RunRecord(
         iteration=iteration,
-        layout=Layout(tp=1, pp=1, dp=1),
+        layout=GridLayout(tp=1, pp=1, dp=1),
         progress=progress,
         config={name: dict(group) for name, group in source.config.items()},
         scalars=scalars,
@@ -418,7 +418,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     return {_FP32: files.pop(_FP32), **files}
 
 
-def _tensor_parallel_size(state: Mapping[str, Any], facts: Facts) -> int:
+def _tensor_parallel_size(state: Mapping[str, Any], facts: FolderFacts) -> int:
     """How many parts were joined; 1 where nobody says."""
     if facts.grid is not None:
         return facts.grid[0]

@@ -45,7 +45,7 @@ _ROOM_BYTES = 64 << 20  # for tokenizer files and headers
 _PREFIX = "model/"
 
 
-class Part(NamedTuple):
+class WriterPart(NamedTuple):
     """Rows of one of our tensors that go into one of theirs."""
 
     name: str
@@ -54,13 +54,13 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Target:
+class ExportTarget:
     """One of their tensors: what it is, and what it is made of."""
 
     shape: tuple[int, ...]
     dtype_code: str
     transposed: bool
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WriterPart] = field(default_factory=list)
 
 
 def write_huggingface(source: CheckpointSource, save: Path, options: WriteOptions) -> Path:
@@ -71,7 +71,7 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
             the source is damaged. Nothing is left behind then.
     """
     model = model_of(source)
-    kind = model_kind.known(source.kind, source.tensors)
+    kind = model_kind.known_kind(source.kind, source.tensors)
     family = family_for(model, options.family, kind=kind)
     sizes = _sizes(source, model, kind)
     targets = plan_targets(source, model, family, sizes, options.dtype)
@@ -120,7 +120,7 @@ def plan_targets(
     family: Family,
     sizes: Sizes,
     dtype: str | None = None,
-) -> dict[str, Target]:
+) -> dict[str, ExportTarget]:
     """Their tensors by name, in the order of the model, and which of our rows each is made of.
 
     Raises:
@@ -133,19 +133,19 @@ def plan_targets(
     }
     expected = family.tensors_of(model, sizes)
     _compare(source, expected, {name: found.global_shape for name, found in stored.items()})
-    targets: dict[str, Target] = {}
+    targets: dict[str, ExportTarget] = {}
     for name, (code, shape) in stored.items():
         rule, keys = family.rule(name, model)
         strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
         for key, theirs in their_shapes(shape, strips, transposed=transposed).items():
-            targets[key] = Target(theirs, dtype or code, transposed)
+            targets[key] = ExportTarget(theirs, dtype or code, transposed)
         for strip in strips:
-            targets[strip.key].parts.append(Part(_PREFIX + name, box_of(shape, strip), strip))
+            targets[strip.key].parts.append(WriterPart(_PREFIX + name, box_of(shape, strip), strip))
     return {family.written_key(key, sizes): target for key, target in targets.items()}
 
 
-def read_target(source: CheckpointSource, target: Target) -> Tensor:
+def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
     """One of their tensors, put together from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     if len(target.parts) == 1 and not target.transposed:
@@ -161,7 +161,7 @@ def read_target(source: CheckpointSource, target: Target) -> Tensor:
     return result
 
 
-def shards(targets: Mapping[str, Target], limit: int) -> Iterator[list[str]]:
+def shards(targets: Mapping[str, ExportTarget], limit: int) -> Iterator[list[str]]:
     """Names for one file each, in the order of the model, up to `limit` bytes."""
     names: list[str] = []
     total = 0
@@ -176,7 +176,7 @@ def shards(targets: Mapping[str, Target], limit: int) -> Iterator[list[str]]:
 
 
 def _write_weights(
-    source: CheckpointSource, stage: Path, targets: Mapping[str, Target], limit: int
+    source: CheckpointSource, stage: Path, targets: Mapping[str, ExportTarget], limit: int
 ) -> None:
     groups = list(shards(targets, limit))
     where: dict[str, str] = {}
@@ -252,7 +252,7 @@ def _config(
     family: Family,
     model: ModelConfig,
     sizes: Sizes,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, ExportTarget],
     tokenizer: tokenizers.TokenizerFiles,
 ) -> dict[str, Any]:
     codes = {target.dtype_code for target in targets.values()}

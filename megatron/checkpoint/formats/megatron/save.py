@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.agreement import run_on_all_ranks
-from megatron.checkpoint.boxes import Box, describe, overlap
+from megatron.checkpoint.boxes import Box, format_box, overlap
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import FileRecord
 from megatron.checkpoint.folder.retention import KEEP_ALL, Retention
@@ -66,7 +66,7 @@ class LiveSource(SourceBase):
                 return part.view[box.within(part.box).slices].cpu()
         raise CheckpointError(
             "a rank does not hold what Megatron's file of this rank would",
-            found=f"{name}{describe(box)} is not, or not as one part, on this rank",
+            found=f"{name}{format_box(box)} is not, or not as one part, on this rank",
             fix="use --checkpoint-format sharded, and tools/convert_checkpoint.py on what it wrote",
         )
 

@@ -23,7 +23,7 @@ from megatron.checkpoint.folder import manifest, verify
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import (
     FileRecord,
-    Layout,
+    GridLayout,
     Manifest,
     SavedPiece,
     SavedTensor,
@@ -160,7 +160,7 @@ def write_sharded(
         files, tensors = _write_files(source, stage, described, shard_bytes)
         content = Manifest(
             iteration=iteration,
-            layout=Layout(tp=1, pp=1, dp=1),
+            layout=GridLayout(tp=1, pp=1, dp=1),
             progress=progress,
             scalars=scalars,
             config=config,

@@ -11,7 +11,7 @@ from megatron.data.orders import lease
 from megatron.data.orders.index_cache import IndexCache
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import MachineError
-from megatron.mpu import meeting
+from megatron.mpu import progress_barrier as meeting
 from megatron.mpu.collectives import all_gather_object, barrier
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -87,7 +87,7 @@ def build_on_another_node_and_say_so(folders: list[Path]) -> None:
     """The lock is not seen, and a word of the builder's thread is."""
     lease._BEAT_S = meeting._BEAT_S = 0.2
     context = context_of(2, 60)
-    place = meeting.Meeting(context.world, patience_s=1.5)
+    place = meeting.ProgressBarrier(context.world, patience_s=1.5)
 
     def build_slowly() -> dict[str, np.ndarray]:
         time.sleep(4)
@@ -96,7 +96,9 @@ def build_on_another_node_and_say_so(folders: list[Path]) -> None:
     def build_soon() -> dict[str, np.ndarray]:
         return {"doc_idx": np.arange(3)}
 
-    cache = IndexCache(folders=(folders[context.dp.rank],), wait=place.wait, beat=place.beat)
+    cache = IndexCache(
+        folders=(folders[context.dp.rank],), wait=place.wait, report_progress=place.report_progress
+    )
     build = build_slowly if context.dp.is_first else build_soon
     assert len(cache.load_or_build("train", DESCRIPTION, build=build)["doc_idx"]) == 3
 

@@ -8,7 +8,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.samples.chat_template import CHATML, PLAIN, ChatTemplate
-from megatron.engine.scoring import Row, RowScore
+from megatron.engine.scoring import RowScore, ScoringRow
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary
@@ -99,7 +99,7 @@ class FakeScorer:
     def __init__(self, answers: list[float]) -> None:
         self._answers = answers
 
-    def score(self, rows: list[Row]) -> list[RowScore]:
+    def score(self, rows: list[ScoringRow]) -> list[RowScore]:
         return [RowScore(self._answers.pop(0), False, len(row.tokens)) for row in rows]
 
 

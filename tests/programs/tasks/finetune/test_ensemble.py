@@ -5,11 +5,11 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from tasks.finetune.ensemble import Combine, check_alike, check_weights, combined
-from tasks.finetune.examples import Question
+from tasks.finetune.examples import ClassificationQuestion
 from tasks.finetune.predictions import Prediction, Predictions, decision_of, softmax
 
-QUESTION = Question(("no", "maybe", "yes"))
-GRADES = Question(metrics=("pearson", "spearman"))
+QUESTION = ClassificationQuestion(("no", "maybe", "yes"))
+GRADES = ClassificationQuestion(metrics=("pearson", "spearman"))
 EXAMPLES = 40
 # Of float64 sums in another order.
 SAME = 1e-12

@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import accuracy_score
 
 from megatron.errors import ConfigError, DataError, MegatronError
-from tasks.finetune.examples import Example, Pair
+from tasks.finetune.examples import Example, TextPair
 from tasks.finetune.predictions import prediction_of, read_predictions, written
 from tasks.finetune.questions import QUESTIONS
 from tasks.main import main
@@ -23,7 +23,7 @@ def write(folder: Path, scores: tuple[tuple[float, float], ...], **changes: obje
     labels = changes.get("labels", TRUE)
     task = str(changes.get("task", "RTE"))
     rows = [
-        prediction_of(RTE, Example(str(at), (Pair(f"text {at}"),), label), of_row, "dev")
+        prediction_of(RTE, Example(str(at), (TextPair(f"text {at}"),), label), of_row, "dev")
         for at, (of_row, label) in enumerate(zip(scores, labels))  # type: ignore[call-overload]
     ]
     folder.mkdir(exist_ok=True)

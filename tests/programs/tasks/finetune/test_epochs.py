@@ -9,8 +9,8 @@ from megatron.loop.hooks import CompletedStep
 from megatron.mpu.context import Group
 from megatron.progress import Progress
 from tasks.finetune.epochs import EpochBatches, JudgeEpochs
-from tasks.finetune.examples import Question
-from tasks.finetune.judging import Judged
+from tasks.finetune.examples import ClassificationQuestion
+from tasks.finetune.judging import EvaluationResult
 from tasks.finetune.rows import UNKNOWN
 from tests.programs.tasks.finetune.test_judging import rows_of
 
@@ -52,12 +52,12 @@ def test_the_best_epoch_is_saved_and_losses_are_means_over_examples(
     scores, saved = iter([0.5, 0.75, 0.75, 0.25]), []
     rows = rows_of(EXAMPLES)
     judging = JudgeEpochs(
-        Question(("no", "yes")),
+        ClassificationQuestion(("no", "yes")),
         rows,
         (),
         batches_of(0),
         4,
-        lambda _: Judged(torch.zeros(EXAMPLES, 2), {"accuracy": next(scores)}),
+        lambda _: EvaluationResult(torch.zeros(EXAMPLES, 2), {"accuracy": next(scores)}),
         lambda progress: saved.append(progress.iteration),
     )
     for iteration in range(1, 4 * PER_EPOCH + 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from tasks.finetune.examples import Pair
+from tasks.finetune.examples import TextPair
 from tasks.finetune.glue import TASKS, read_glue
 
 
@@ -47,7 +47,7 @@ def test_each_task_reads_its_files(name: str, tmp_path: Path) -> None:
 
 def test_a_file_of_tests_has_no_labels_and_may_have_a_header(tmp_path: Path) -> None:
     (only,) = read_glue(TASKS["COLA"], write(tmp_path, "index\tsentence", "0\tFine."))
-    assert only.rows == (Pair("Fine."),)
+    assert only.rows == (TextPair("Fine."),)
     assert only.label is None
 
 

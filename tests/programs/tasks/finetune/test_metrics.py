@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tasks.finetune.examples import Question
+from tasks.finetune.examples import ClassificationQuestion
 from tasks.finetune.metrics import METRICS
 
 
@@ -24,8 +24,18 @@ def test_a_correlation_with_a_constant_is_nothing() -> None:
 
 
 def test_a_question_knows_how_many_scores_a_row_has() -> None:
-    assert (Question(("a", "b", "c")).num_scores, Question(num_choices=4).num_scores) == (3, 1)
-    assert [q.is_grade for q in (Question(), Question(("a", "b")), Question(num_choices=4))] == [
+    assert (
+        ClassificationQuestion(("a", "b", "c")).num_scores,
+        ClassificationQuestion(num_choices=4).num_scores,
+    ) == (3, 1)
+    assert [
+        q.is_grade
+        for q in (
+            ClassificationQuestion(),
+            ClassificationQuestion(("a", "b")),
+            ClassificationQuestion(num_choices=4),
+        )
+    ] == [
         True,
         False,
         False,

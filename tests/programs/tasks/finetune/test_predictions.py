@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from tasks.finetune.examples import Example, Pair, Question
+from tasks.finetune.examples import ClassificationQuestion, Example, TextPair
 from tasks.finetune.predictions import (
     decision_of,
     prediction_of,
@@ -14,15 +14,15 @@ from tasks.finetune.predictions import (
     written,
 )
 
-QUESTION = Question(("no", "yes"))
-CHOICE = Question(num_choices=4)
-GRADE = Question(metrics=("pearson",))
+QUESTION = ClassificationQuestion(("no", "yes"))
+CHOICE = ClassificationQuestion(num_choices=4)
+GRADE = ClassificationQuestion(metrics=("pearson",))
 # Nine digits are written.
 DIGITS = 1e-8
 
 
 def example(label: float | None, uid: str = "7", text: str = "A.") -> Example:
-    return Example(uid, (Pair(text, "B."),), label)
+    return Example(uid, (TextPair(text, "B."),), label)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_choices_are_letters_and_grades_have_no_probabilities(tmp_path: Path) ->
 
 def test_the_digest_is_of_all_texts_and_where_they_are_divided() -> None:
     texts = [
-        Example("1", (Pair("A B"),), None),
-        Example("1", (Pair("A", "B"),), None),
-        Example("1", (Pair("B", "A"),), None),
-        Example("1", (Pair("A"), Pair("B")), None),
+        Example("1", (TextPair("A B"),), None),
+        Example("1", (TextPair("A", "B"),), None),
+        Example("1", (TextPair("B", "A"),), None),
+        Example("1", (TextPair("A"), TextPair("B")), None),
     ]
     assert len({each.digest for each in texts}) == len(texts)
     assert example(None).digest == example(1.0, uid="other").digest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
-from tasks.finetune.examples import Pair
+from tasks.finetune.examples import TextPair
 from tasks.finetune.race import read_race
 
 PASSAGE: dict[str, Any] = {
@@ -29,8 +29,8 @@ def test_a_folder_of_passages_is_read_in_order(tmp_path: Path) -> None:
     write(tmp_path / "high" / "1.txt", PASSAGE | {"article": "First."})
     examples = read_race([str(tmp_path)])
     assert [example.label for example in examples] == [0, 1, 0, 1]
-    assert examples[0].rows[1] == Pair("Who sat? a dog", "First.")
-    assert examples[1].rows[1] == Pair("The cat sat.", "First.")
+    assert examples[0].rows[1] == TextPair("Who sat? a dog", "First.")
+    assert examples[1].rows[1] == TextPair("The cat sat.", "First.")
     assert len({example.uid for example in examples}) == 4
 
 

@@ -9,8 +9,8 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.launch import Launch
 from tasks.finetune.start import (
     PRETRAINED,
-    Kind,
     Start,
+    StartKind,
     best_to_load,
     finetuning_config,
     last_of,
@@ -32,19 +32,19 @@ def interrupted(folder: Path) -> str:
 
 def test_what_is_loaded_follows_from_flags_and_folders(tmp_path: Path) -> None:
     save, fresh = interrupted(tmp_path / "save"), str(tmp_path / "fresh")
-    assert start(pretrained="p") == (Kind.PRETRAINED, "p", ())
-    assert start(pretrained="p", save=save) == (Kind.PRETRAINED, "p", ())
-    assert start(load="x") == start(load="x", save=save) == (Kind.WEIGHTS, "x", ())
-    assert start(load=save, save=save) == (Kind.RESUMED, f"{save}/last", ())
-    assert start(load=save, save=f"{save}/", pretrained="p").kind is Kind.RESUMED
-    assert start(load=fresh, save=fresh, pretrained="p") == (Kind.PRETRAINED, "p", ())
-    assert start(load=save, save=save, finetune=True) == (Kind.WEIGHTS, save, ())
+    assert start(pretrained="p") == (StartKind.PRETRAINED, "p", ())
+    assert start(pretrained="p", save=save) == (StartKind.PRETRAINED, "p", ())
+    assert start(load="x") == start(load="x", save=save) == (StartKind.WEIGHTS, "x", ())
+    assert start(load=save, save=save) == (StartKind.RESUMED, f"{save}/last", ())
+    assert start(load=save, save=f"{save}/", pretrained="p").kind is StartKind.RESUMED
+    assert start(load=fresh, save=fresh, pretrained="p") == (StartKind.PRETRAINED, "p", ())
+    assert start(load=save, save=save, finetune=True) == (StartKind.WEIGHTS, save, ())
 
 
 def test_a_judge_takes_a_whole_model(tmp_path: Path) -> None:
     save = interrupted(tmp_path)
-    assert start(epochs=0, load=save, save=save) == (Kind.WEIGHTS, save, ())
-    assert start(epochs=0, pretrained="p") == (Kind.WEIGHTS, "p", ())  # as in Megatron
+    assert start(epochs=0, load=save, save=save) == (StartKind.WEIGHTS, save, ())
+    assert start(epochs=0, pretrained="p") == (StartKind.WEIGHTS, "p", ())  # as in Megatron
 
 
 def test_there_is_one_model_to_begin_with(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_there_is_one_model_to_begin_with(tmp_path: Path) -> None:
 
 def test_the_length_is_that_of_the_epochs_on_as_many_replicas_as_there_are() -> None:
     config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=None)
-    begin = Start(Kind.PRETRAINED, "p", ("pooler.*",))
+    begin = Start(StartKind.PRETRAINED, "p", ("pooler.*",))
     for ranks, batches in ((1, 6), (2, 3)):  # of 11 examples
         made = finetuning_config(
             config, begin, launch=Launch(world_size=ranks), epochs=3, examples=11
@@ -68,7 +68,7 @@ def test_the_length_is_that_of_the_epochs_on_as_many_replicas_as_there_are() -> 
         assert made.checkpoint.load_except == ("pooler.*",)
         assert made.checkpoint.finetune
     judged = finetuning_config(
-        config, Start(Kind.WEIGHTS, "x"), launch=Launch(), epochs=0, examples=0
+        config, Start(StartKind.WEIGHTS, "x"), launch=Launch(), epochs=0, examples=0
     )
     assert (judged.training.train_iters, judged.checkpoint.load) == (1, "x")
     assert not judged.checkpoint.load_only
@@ -76,7 +76,7 @@ def test_the_length_is_that_of_the_epochs_on_as_many_replicas_as_there_are() -> 
 
 def test_going_on_loads_all_and_saves_in_two_places() -> None:
     config = tiny_run("nowhere", save="s/", keep_last=4)
-    begin = Start(Kind.RESUMED, last_of("s/"), ("pooler.*",))
+    begin = Start(StartKind.RESUMED, last_of("s/"), ("pooler.*",))
     made = finetuning_config(config, begin, launch=Launch(), epochs=1, examples=4)
     assert (made.checkpoint.load, made.checkpoint.finetune) == ("s/last", False)
     assert not made.checkpoint.load_except

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.engine.scoring import Row, RowScore
+from megatron.engine.scoring import RowScore, ScoringRow
 from megatron.errors import ConfigError, DataError, NumericsError
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tasks.loading import LoadedScorer
 from tasks.zeroshot.pairs import (
+    ContextPair,
     Keys,
-    Pair,
-    Question,
+    MultipleChoice,
     checked_scores,
     encode_pair,
     evaluate_choices,
@@ -34,9 +34,9 @@ def file_of(folder: Path, *lines: Mapping[str, Any]) -> list[str]:
 
 
 def test_a_pair_is_cut_where_its_context_ends() -> None:
-    assert encode_pair(BYTES, Pair("ab", " c")) == ([97, 98], [32, 99])
-    assert encode_pair(BYTES, Pair("ab \n", "c")) == ([97, 98], [32, 10, 99])
-    assert encode_pair(BYTES, Pair("", "c")) == ([256], [99])
+    assert encode_pair(BYTES, ContextPair("ab", " c")) == ([97, 98], [32, 99])
+    assert encode_pair(BYTES, ContextPair("ab \n", "c")) == ([97, 98], [32, 10, 99])
+    assert encode_pair(BYTES, ContextPair("", "c")) == ([256], [99])
 
 
 def test_without_a_context_there_has_to_be_an_end_of_documents() -> None:
@@ -48,7 +48,7 @@ def test_without_a_context_there_has_to_be_an_end_of_documents() -> None:
 
     tokenizer: Any = Endless()
     with pytest.raises(ConfigError, match="a context is empty"):
-        encode_pair(tokenizer, Pair("", "c"))
+        encode_pair(tokenizer, ContextPair("", "c"))
 
 
 def test_a_text_that_begins_with_the_end_of_a_document_has_it_once() -> None:
@@ -59,13 +59,13 @@ def test_a_text_that_begins_with_the_end_of_a_document_has_it_once() -> None:
             return [0] + [1] * len(text)
 
     tokenizer: Any = Marked()
-    assert encode_pair(tokenizer, Pair("", "abc")) == ([0], [1, 1, 1])
+    assert encode_pair(tokenizer, ContextPair("", "abc")) == ([0], [1, 1, 1])
 
 
 def test_a_context_that_is_too_long_is_cut_in_front_and_a_continuation_is_not() -> None:
-    assert row_of([1, 2], [3], 2, at=0) == (Row((1, 2, 3), 2), False)
-    assert row_of([1, 2, 3], [4, 5], 3, at=0) == (Row((2, 3, 4, 5), 2), True)
-    assert row_of([1] * 9, [2], None, at=0) == (Row((1,) * 9 + (2,), 9), False)
+    assert row_of([1, 2], [3], 2, at=0) == (ScoringRow((1, 2, 3), 2), False)
+    assert row_of([1, 2, 3], [4, 5], 3, at=0) == (ScoringRow((2, 3, 4, 5), 2), True)
+    assert row_of([1] * 9, [2], None, at=0) == (ScoringRow((1,) * 9 + (2,), 9), False)
     with pytest.raises(DataError, match="a continuation is longer than the model") as caught:
         row_of([1], [2, 3, 4], 2, at=7)
     assert caught.value.found == "row 7: 3 tokens, 2 positions"
@@ -82,7 +82,7 @@ class Fixed:
     def __init__(self, *values: float) -> None:
         self.values = values
 
-    def score(self, rows: list[Row]) -> list[RowScore]:
+    def score(self, rows: list[ScoringRow]) -> list[RowScore]:
         return [
             RowScore(value, value == -1.0, len(row.tokens) - row.first)
             for value, row in zip(self.values, rows, strict=True)
@@ -96,8 +96,8 @@ def loaded(*values: float) -> LoadedScorer:
 
 def test_the_likeliest_choice_and_the_likeliest_by_length() -> None:
     questions = [
-        Question("a", ("bc", "defghi"), 1),
-        Question("a", ("b", "c"), 0),  # equal: the first is chosen
+        MultipleChoice("a", ("bc", "defghi"), 1),
+        MultipleChoice("a", ("b", "c"), 0),  # equal: the first is chosen
     ]
     result = evaluate_choices(loaded(-4.0, -6.0, -2.0, -2.0), questions)
     assert (result.chosen, result.chosen_by_length) == ((0, 0), (1, 0))
@@ -107,7 +107,7 @@ def test_the_likeliest_choice_and_the_likeliest_by_length() -> None:
 
 
 def test_pairs_are_added_up_over_tokens() -> None:
-    result = evaluate_pairs(loaded(-1.0, -3.0), [Pair("a", "b"), Pair("a", "cde")])
+    result = evaluate_pairs(loaded(-1.0, -3.0), [ContextPair("a", "b"), ContextPair("a", "cde")])
     assert (result.tokens, result.loss, result.greedy) == (4, 1.0, 0.5)
     assert result.numbers()["pairs"][1] == {
         "log_likelihood": -3.0,
@@ -121,13 +121,13 @@ def test_pairs_are_added_up_over_tokens() -> None:
 def test_fields_may_have_other_names(tmp_path: Path) -> None:
     files = file_of(tmp_path, {"sentence_good": "a b", "sentence_bad": "b a", "x": 1})
     keys = Keys(choices=("sentence_good", "sentence_bad"))
-    assert read_questions(files, keys) == [Question("", ("a b", "b a"), 0)]
+    assert read_questions(files, keys) == [MultipleChoice("", ("a b", "b a"), 0)]
     files = file_of(tmp_path, {"q": "a", "options": ["b", "c"], "gold": 1})
     assert read_questions(files, Keys("q", choices=("options",), label="gold")) == [
-        Question("a", ("b", "c"), 1)
+        MultipleChoice("a", ("b", "c"), 1)
     ]
     files = file_of(tmp_path, {"before": "a", "after": "b"})
-    assert read_pairs(files, Keys("before", "after")) == [Pair("a", "b")]
+    assert read_pairs(files, Keys("before", "after")) == [ContextPair("a", "b")]
 
 
 @pytest.mark.parametrize(

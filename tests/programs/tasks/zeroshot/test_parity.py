@@ -19,7 +19,7 @@ from megatron.errors import MegatronError
 from megatron.inference import load_model_for_inference
 from megatron.initialize import shutdown_megatron
 from tasks.main import main
-from tasks.zeroshot.pairs import Pair, encode_pair
+from tasks.zeroshot.pairs import ContextPair, encode_pair
 from tests.programs.tasks.models import Exported, exported_gpt
 from tests.support.ranks import run_on_ranks
 
@@ -27,11 +27,13 @@ from tests.support.ranks import run_on_ranks
 PER_TOKEN = 1e-5
 
 PAIRS = [
-    Pair("the cat sat on", " a mat and saw two dogs run"),
-    Pair("two dogs", " run over green hills"),
-    Pair("", "the cat sat"),
-    Pair("while rain fell ", "far away"),
-    Pair("a mat and saw two dogs run over green hills far away while rain fell " * 3, "the cat"),
+    ContextPair("the cat sat on", " a mat and saw two dogs run"),
+    ContextPair("two dogs", " run over green hills"),
+    ContextPair("", "the cat sat"),
+    ContextPair("while rain fell ", "far away"),
+    ContextPair(
+        "a mat and saw two dogs run over green hills far away while rain fell " * 3, "the cat"
+    ),
 ]
 GRIDS: dict[str, tuple[int, list[str]]] = {
     "alone": (1, []),

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from tests.support.documents import json_lines
 from tools.openwebtext import cleanup_dataset
-from tools.openwebtext.cleaning import Steps, Verdict, clean, language_of, tidied
+from tools.openwebtext.cleaning import CleaningSteps, Verdict, clean, language_of, tidied
 
 ROOT = Path(__file__).resolve().parents[4]
 ENGLISH = (
@@ -69,39 +69,43 @@ def test_documents_are_kept_repaired_or_refused_for_a_reason(
 @pytest.mark.parametrize(
     ("text", "steps", "verdict"),
     [
-        (MANGLED, Steps(min_length=0, languages=()), "Fr\u00fchst\u00fcck im Caf\u00e9"),
-        (MANGLED, Steps(min_length=0, languages=(), repair_unicode=False), MANGLED),
-        ("a  b", Steps(min_length=0, languages=(), tidy_white_space=True), "a b"),
-        ("a  b", Steps(min_length=2, languages=()), "a  b"),
-        ("a  b", Steps(min_length=3, languages=()), Verdict("a  b", "too short", "2 words")),
-        ("abc", Steps(min_length=3, length_unit="characters", languages=()), "abc"),
+        (MANGLED, CleaningSteps(min_length=0, languages=()), "Fr\u00fchst\u00fcck im Caf\u00e9"),
+        (MANGLED, CleaningSteps(min_length=0, languages=(), repair_unicode=False), MANGLED),
+        ("a  b", CleaningSteps(min_length=0, languages=(), tidy_white_space=True), "a b"),
+        ("a  b", CleaningSteps(min_length=2, languages=()), "a  b"),
+        (
+            "a  b",
+            CleaningSteps(min_length=3, languages=()),
+            Verdict("a  b", "too short", "2 words"),
+        ),
+        ("abc", CleaningSteps(min_length=3, length_unit="characters", languages=()), "abc"),
         (
             "abc",
-            Steps(min_length=4, length_unit="characters", languages=()),
+            CleaningSteps(min_length=4, length_unit="characters", languages=()),
             Verdict("abc", "too short", "3 characters"),
         ),
         (
             "Turn JavaScript on",
-            Steps(javascript_below=19, min_length=0, languages=()),
+            CleaningSteps(javascript_below=19, min_length=0, languages=()),
             Verdict("Turn JavaScript on", "javascript", "18 characters"),
         ),
         (
             "Turn JavaScript on",
-            Steps(javascript_below=18, min_length=0, languages=()),
+            CleaningSteps(javascript_below=18, min_length=0, languages=()),
             "Turn JavaScript on",
         ),
-        (GERMAN, Steps(min_length=0, languages=("en", "de")), GERMAN),
-        (GERMAN, Steps(min_length=0), Verdict(GERMAN, "language", "de")),
-        (GERMAN, Steps(min_length=0, language_below=len(GERMAN)), GERMAN),
+        (GERMAN, CleaningSteps(min_length=0, languages=("en", "de")), GERMAN),
+        (GERMAN, CleaningSteps(min_length=0), Verdict(GERMAN, "language", "de")),
+        (GERMAN, CleaningSteps(min_length=0, language_below=len(GERMAN)), GERMAN),
         (
             GERMAN,
-            Steps(min_length=0, language_below=len(GERMAN) + 1),
+            CleaningSteps(min_length=0, language_below=len(GERMAN) + 1),
             Verdict(GERMAN, "language", "de"),
         ),
     ],
 )
 def test_each_step_is_taken_where_it_is_asked_for(
-    text: str, steps: Steps, verdict: str | Verdict
+    text: str, steps: CleaningSteps, verdict: str | Verdict
 ) -> None:
     expected = Verdict(verdict) if isinstance(verdict, str) else verdict
     assert clean(text, steps) == expected

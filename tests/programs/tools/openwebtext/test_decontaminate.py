@@ -7,7 +7,7 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from tests.support.documents import json_lines, words, write_jsonl
 from tools.openwebtext import decontaminate
-from tools.openwebtext.decontaminate import Rule, TaskNgrams, clean_pieces
+from tools.openwebtext.decontaminate import NgramRule, TaskNgrams, clean_pieces
 
 
 def test_tasks_are_cut_out_with_their_surroundings(
@@ -32,14 +32,14 @@ def test_tasks_are_cut_out_with_their_surroundings(
 def test_a_document_in_many_pieces_goes_whole() -> None:
     task = " ".join(words(13, 99))
     filler = " ".join(words(120, 1))
-    rule = Rule()
+    rule = NgramRule()
     ngrams = TaskNgrams([task], rule)
     assert len(clean_pieces(f" {task} ".join([filler] * 10), ngrams, rule)) == 10
     assert clean_pieces(f" {task} ".join([filler] * 11), ngrams, rule) == []
 
 
 def test_a_short_task_is_looked_for_as_a_whole() -> None:
-    rule = Rule()
+    rule = NgramRule()
     nine = " ".join(words(9, 5))
     assert len(TaskNgrams([nine, "seven words are too few to count"], rule)) == 1
     assert clean_pieces(f"so: {nine}!", TaskNgrams([nine], rule), rule) == []

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import ConfigError, MachineError
 from tests.support.documents import json_lines, words, write_jsonl
 from tools.openwebtext import deduplicate
-from tools.openwebtext.deduplicate import Groups, Spool
+from tools.openwebtext.deduplicate import DuplicateGroups, Spool
 from tools.openwebtext.near_duplicates import (
     Likeness,
     NearDuplicates,
@@ -19,7 +19,7 @@ from tools.openwebtext.near_duplicates import (
     jaccard,
     shingles_of,
 )
-from tools.preprocessing.documents import Row
+from tools.preprocessing.documents import DocumentRow
 
 # 128 minima estimate a similarity with a standard error of at most 0.044; this is five of them.
 ESTIMATE = 0.22
@@ -159,7 +159,7 @@ def test_the_outputs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> N
 
 
 def test_groups_are_known_by_their_first() -> None:
-    groups = Groups()
+    groups = DuplicateGroups()
     for _ in range(7):
         groups.add()
     for pair in ((5, 6), (2, 5), (0, 3), (6, 4)):
@@ -193,7 +193,7 @@ def test_a_disk_that_fills_while_documents_are_kept_is_said(tmp_path: Path) -> N
     with Spool(tmp_path / "out.jsonl", "text") as spool:
         spool._file = Full()  # type: ignore[assignment]
         with pytest.raises(MachineError, match="cannot write"):
-            spool.append(tmp_path / "a.jsonl", Row(1, b"{}"))
+            spool.append(tmp_path / "a.jsonl", DocumentRow(1, b"{}"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron.launch import Launch
 from tests.unit.data.corpora import METADATA
 from tools.preprocessing import corpus_merge
 from tools.preprocessing.corpus_merge import Merge, block_range, merge_on_ranks, pieces_of
-from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.ranks import ToolRanks
 
 
 @given(st.integers(0, 40 * BLOCK_BYTES), st.integers(1, 9))
@@ -60,7 +60,7 @@ def test_one_rank_writes_what_a_builder_writes(tmp_path: Path) -> None:
             builder.merge_file_(part)
     seen: list[int] = []
     merge = Merge(str(tmp_path / "new" / "together"), parts, METADATA)
-    merge_on_ranks(Ranks(Launch()), [merge], progress=seen.append)
+    merge_on_ranks(ToolRanks(Launch()), [merge], progress=seen.append)
     pairs = zip(corpus_files(str(tmp_path / "serial")), corpus_files(merge.output))
     assert all(one.read_bytes() == two.read_bytes() for one, two in pairs)
     assert sum(seen) == os.path.getsize(f"{merge.output}.bin")
@@ -82,7 +82,7 @@ def test_a_failure_with_the_second_output_takes_the_first_away(
 
     monkeypatch.setattr(corpus_merge, "publish_corpus", full)
     with pytest.raises(MachineError, match="no space left"):
-        merge_on_ranks(Ranks(Launch()), merges)
+        merge_on_ranks(ToolRanks(Launch()), merges)
     assert list(out.iterdir()) == []
 
 
@@ -92,7 +92,7 @@ def test_bytes_that_did_not_arrive_are_noticed(
     part = write(tmp_path / "part", [5, 6])
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: len(data))
     with pytest.raises(MachineError, match="is not what it holds") as caught:
-        merge_on_ranks(Ranks(Launch()), [Merge(str(tmp_path / "out" / "a"), [part], None)])
+        merge_on_ranks(ToolRanks(Launch()), [Merge(str(tmp_path / "out" / "a"), [part], None)])
     assert "22 of 22 bytes, 1 wrong blocks" in str(caught.value)
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -103,7 +103,7 @@ def test_a_write_that_takes_only_a_part_is_gone_on_with(
     part = write(tmp_path / "part", [500])
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
-    merge_on_ranks(Ranks(Launch()), [Merge(str(tmp_path / "out"), [part], METADATA)])
+    merge_on_ranks(ToolRanks(Launch()), [Merge(str(tmp_path / "out"), [part], METADATA)])
     for one, two in zip(corpus_files(part), corpus_files(str(tmp_path / "out"))):
         assert one.read_bytes() == two.read_bytes()
 
@@ -116,19 +116,19 @@ def test_no_room_and_a_folder_that_cannot_be_written_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(corpus_merge.atomic, "temporary_name", lambda path: tmp_path / "no" / "x")
         with pytest.raises(MachineError, match=r"cannot write .*a\.bin"):
-            merge_on_ranks(Ranks(Launch()), [merge])
+            merge_on_ranks(ToolRanks(Launch()), [merge])
     usage = namedtuple("usage", "total used free")  # shutil's own shape
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 900, 100))
     with pytest.raises(MachineError, match="no room for the merged corpus"):
-        merge_on_ranks(Ranks(Launch()), [merge])
+        merge_on_ranks(ToolRanks(Launch()), [merge])
 
 
 def test_other_machines_that_see_other_files_are_refused(tmp_path: Path) -> None:
     part = corpus_merge._Part(write(tmp_path / "part", [500]), 1000, "another")
     plan = corpus_merge._Plan(str(tmp_path / "none"), str(tmp_path / "out"), [part])
     with pytest.raises(DataError, match="does not see the file that all ranks write"):
-        corpus_merge._write_range(Ranks(Launch()), plan, print)
+        corpus_merge._write_range(ToolRanks(Launch()), plan, print)
     (tmp_path / "there").write_bytes(b"")
     plan = plan._replace(temporary=str(tmp_path / "there"))
     with pytest.raises(DataError, match="ranks see different corpora under one name"):
-        corpus_merge._write_range(Ranks(Launch()), plan, print)
+        corpus_merge._write_range(ToolRanks(Launch()), plan, print)

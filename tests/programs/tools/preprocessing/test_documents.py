@@ -11,7 +11,7 @@ import zstandard
 from megatron.errors import ConfigError, DataError
 from tools.preprocessing.documents import (
     DocumentFile,
-    Row,
+    DocumentRow,
     TextRule,
     fields_of,
     find_inputs,
@@ -191,17 +191,17 @@ def test_only_text_names_are_text() -> None:
 )
 def test_a_bad_line_is_named_with_its_number(line: bytes, problem: str, found: str) -> None:
     with pytest.raises(DataError, match=problem) as caught:
-        fields_of(Path("f.jsonl"), Row(7, line), ["text"])
+        fields_of(Path("f.jsonl"), DocumentRow(7, line), ["text"])
     assert found in str(caught.value)
 
 
 def test_the_nearest_key_is_proposed() -> None:
     with pytest.raises(DataError, match="no key 'text'") as caught:
-        fields_of(Path("f"), Row(1, b'{"id": "x", "txt": "a"}'), ["text"])
+        fields_of(Path("f"), DocumentRow(1, b'{"id": "x", "txt": "a"}'), ["text"])
     assert "use --json-keys txt" in str(caught.value)
 
 
 def test_bytes_that_are_no_text_are_named_with_their_own_line() -> None:
     with pytest.raises(DataError, match="not UTF-8") as caught:
-        text_of(Path("f.txt"), Row(10, b"a\nb\n\xff"))
+        text_of(Path("f.txt"), DocumentRow(10, b"a\nb\n\xff"))
     assert "f.txt:12: byte 0xff" in str(caught.value)

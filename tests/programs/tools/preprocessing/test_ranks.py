@@ -14,13 +14,13 @@ from megatron.errors import DataError, PeerError
 from megatron.launch import Launch
 from tests.support.launch import free_port
 from tools.preprocessing import ranks as ranks_module
-from tools.preprocessing.ranks import Ranks
+from tools.preprocessing.ranks import ToolRanks
 
 WITHIN_S = 60.0
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    with Ranks(Launch()) as ranks:
+    with ToolRanks(Launch()) as ranks:
         assert ranks.is_first
         assert ranks.gather("a", (1, "x")) == [[1, "x"]]
         assert ranks.gather_at_first("b", 2) == [2]
@@ -30,20 +30,20 @@ def test_one_rank_waits_for_nobody() -> None:
         ranks.check()
 
 
-def _start(rank: int, size: int, port: int, body: Callable[[Ranks], Any], results: Any) -> None:
+def _start(rank: int, size: int, port: int, body: Callable[[ToolRanks], Any], results: Any) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     began = time.monotonic()
     try:
-        with Ranks.join() as ranks:
+        with ToolRanks.join() as ranks:
             outcome = body(ranks)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     results.put((rank, outcome, time.monotonic() - began))
 
 
-def on_ranks(size: int, body: Callable[[Ranks], Any], *, killed: bool = False) -> list[Any]:
+def on_ranks(size: int, body: Callable[[ToolRanks], Any], *, killed: bool = False) -> list[Any]:
     """What `body` returned, or raised, on every rank that lived, in order of ranks."""
     start = mp.get_context("forkserver")
     start.set_forkserver_preload(["megatron.mpu.peers", "torch.distributed"])
@@ -61,7 +61,7 @@ def on_ranks(size: int, body: Callable[[Ranks], Any], *, killed: bool = False) -
     return [outcome for _, outcome, _ in outcomes]
 
 
-def _exchange(ranks: Ranks) -> Any:
+def _exchange(ranks: ToolRanks) -> Any:
     everybody = ranks.gather("all", ranks.rank * 10)
     first = ranks.gather_at_first("first", [ranks.rank])
     told = ranks.from_first("told", "word" if ranks.is_first else None)
@@ -79,7 +79,7 @@ def test_results_reach_those_who_are_meant_and_work_is_given_once() -> None:
     assert all(other == ([0, 10, 20], None, "word", list(range(20))) for other in others)
 
 
-def _one_fails(ranks: Ranks) -> Any:
+def _one_fails(ranks: ToolRanks) -> Any:
     if ranks.rank == 1:
         raise DataError("the file is gone", found="x.jsonl", fix="bring it back")
     if ranks.rank == 2:  # at work, not waiting
@@ -100,7 +100,7 @@ def test_a_failure_reaches_ranks_that_wait_and_ranks_that_work_with_its_words() 
     assert time.monotonic() - began < 30
 
 
-def _one_is_killed(ranks: Ranks) -> Any:
+def _one_is_killed(ranks: ToolRanks) -> Any:
     ranks_module._SILENCE_S = 4.0
     ranks.gather("all", 0)
     if ranks.rank == 1:
@@ -123,7 +123,7 @@ def test_ranks_that_do_not_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(module, "rendezvous", never)
     with pytest.raises(PeerError, match="the ranks did not meet within 120 s") as caught:
-        Ranks.join()
+        ToolRanks.join()
     assert "MASTER_ADDR" in str(caught.value)
 
 
@@ -135,7 +135,7 @@ class Gone:
 
 
 def test_a_store_that_is_gone_is_an_error() -> None:
-    ranks = Ranks(Launch())
+    ranks = ToolRanks(Launch())
     ranks._store = Gone()  # type: ignore[assignment]
     with pytest.raises(PeerError, match="hosts the rendezvous store is gone") as caught:
         ranks._await("x", 0)

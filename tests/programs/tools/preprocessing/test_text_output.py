@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import MachineError
-from tools.preprocessing.text_output import WholeFile
+from tools.preprocessing.text_output import AtomicTextFile
 
 
 def break_off(path: Path) -> None:
-    with WholeFile(path) as file:
+    with AtomicTextFile(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
 
@@ -26,6 +26,6 @@ def test_a_file_that_cannot_be_written_whole_does_not_appear(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(MachineError, match="cannot write"), WholeFile(tmp_path / "a") as file:
+    with pytest.raises(MachineError, match="cannot write"), AtomicTextFile(tmp_path / "a") as file:
         file.write(b"all")
     assert list(tmp_path.iterdir()) == []

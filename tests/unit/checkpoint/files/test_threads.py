@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron.checkpoint.files import threads
-from megatron.checkpoint.files.threads import fair_threads, in_threads, this_host
+from megatron.checkpoint.files.threads import in_threads, this_host, threads_of_this_rank
 
 SOON_S = 30.0  # for threads that have to meet; a busy machine starts them late
 
@@ -55,7 +55,7 @@ def test_the_first_item_that_fails_is_the_error_and_no_thread_is_left():
 )
 def test_ranks_of_a_host_share_its_cores(monkeypatch, cores, hosts, rank, expected):
     monkeypatch.setattr(threads, "usable_cpus", lambda: cores)
-    assert fair_threads(hosts, rank) == expected
+    assert threads_of_this_rank(hosts, rank) == expected
 
 
 def test_a_host_is_told_by_its_name_and_its_boot(monkeypatch, tmp_path):

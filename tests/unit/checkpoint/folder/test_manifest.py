@@ -11,7 +11,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import manifest as manifests
 from megatron.checkpoint.folder.manifest import (
     FileRecord,
-    Layout,
+    GridLayout,
     Manifest,
     SavedPiece,
     SavedTensor,
@@ -29,7 +29,7 @@ def example(**changes):
     )
     fields = {
         "iteration": 100,
-        "layout": Layout(tp=2, pp=1, dp=1),
+        "layout": GridLayout(tp=2, pp=1, dp=1),
         "progress": {"iteration": 100},
         "scalars": {"loss_scale": 2.0**16},
         "config": {"model": {"hidden_size": 6}},

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.folder.retention import KEEP_ALL, Found, Retention, redundant
+from megatron.checkpoint.folder.retention import KEEP_ALL, FoundCheckpoint, Retention, redundant
 
 
 def whole(*iterations, **losses):
-    return [Found(i, True, losses.get(f"at_{i}")) for i in iterations]
+    return [FoundCheckpoint(i, True, losses.get(f"at_{i}")) for i in iterations]
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_of_equal_losses_the_newer_is_better():
 
 
 def test_damaged_ones_do_not_count_as_kept():
-    found = [*whole(10, 20), Found(30, False), *whole(40)]
+    found = [*whole(10, 20), FoundCheckpoint(30, False), *whole(40)]
     assert redundant(found, Retention(2), newest=40) == [10]
 
 
 @pytest.mark.parametrize(
     "found",
-    [[*whole(10, 20), Found(30, False)], whole(10, 20), []],
+    [[*whole(10, 20), FoundCheckpoint(30, False)], whole(10, 20), []],
     ids=["damaged", "gone", "none"],
 )
 def test_nothing_goes_unless_the_newest_is_whole_and_there(found):
@@ -57,7 +57,7 @@ def test_later_iterations_of_a_run_that_was_rolled_back_are_not_touched():
 
 
 FOUND = st.builds(
-    Found,
+    FoundCheckpoint,
     st.integers(0, 30),
     st.booleans(),
     st.none() | st.floats(0, 9, allow_nan=False),

@@ -92,7 +92,7 @@ def test_missing_and_truncated_files_are_found_by_length(checkpoint, check):
 
 
 def test_much_damage_is_summed_up(tmp_path):
-    damage = verify.Damage("f", "1 bytes", "2 bytes", tuple("abcdefghij"))
+    damage = verify.DamagedFile("f", "1 bytes", "2 bytes", tuple("abcdefghij"))
     with pytest.raises(CheckpointError, match="checkpoint is damaged") as caught:
         raise verify.damage_error(tmp_path, [damage] * 10)
     assert "and 2 more files" in str(caught.value)

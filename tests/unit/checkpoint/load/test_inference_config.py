@@ -5,7 +5,11 @@ from typing import Any
 import pytest
 
 from megatron.arguments import parse_given
-from megatron.checkpoint.load.inference_config import Inference, inference_config, spoken_for
+from megatron.checkpoint.load.inference_config import (
+    Inference,
+    inference_config,
+    values_from_command_line,
+)
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -139,7 +143,7 @@ def test_layout_and_machine_are_those_of_the_flags() -> None:
 
 def test_flags_speak_where_a_checkpoint_says_nothing() -> None:
     words = "--num-layers 2 --seq-length 8 --data-path x --hidden-size -1 --bf16"
-    assert spoken_for(parse_given(words.split())) == {
+    assert values_from_command_line(parse_given(words.split())) == {
         "model": {"num_layers": 2},
         "data": {"seq_length": 8},
         "tokenizer": {},

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed.agreement import flags_from_json, problems, stage_of
+from megatron.config.deepspeed.agreement import agreement_problems, flags_from_json, stage_of
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from tests.support.tiny import tiny_run
@@ -19,7 +19,7 @@ def asked(**flags: Any) -> RunConfig:
 
 def found(user: dict[str, Any], *, replicas: int = 2, **flags: Any) -> list[ConfigError]:
     """What is wrong between this JSON and these flags."""
-    return list(problems(asked(**flags), user, data_parallel_size=replicas))
+    return list(agreement_problems(asked(**flags), user, data_parallel_size=replicas))
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

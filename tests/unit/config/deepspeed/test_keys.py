@@ -10,10 +10,10 @@ from megatron.config.deepspeed.keys import (
     KEPT_BACK,
     KEYS,
     RENAMED,
-    Dropped,
-    Free,
-    Off,
-    Only,
+    DroppedKey,
+    FixedKey,
+    FreeKey,
+    UnsupportedKey,
     as_kind,
     value_at,
 )
@@ -216,9 +216,9 @@ def test_every_rule_says_why() -> None:
         for rule in tree.values():
             if isinstance(rule, Mapping):
                 yield from reasons(rule)
-            elif isinstance(rule, Only | Dropped):
+            elif isinstance(rule, FixedKey | DroppedKey):
                 yield rule.because
-            elif isinstance(rule, Off):
+            elif isinstance(rule, UnsupportedKey):
                 yield rule.feature
                 yield rule.instead
 
@@ -233,7 +233,7 @@ def test_a_default_is_of_the_kind_that_its_key_has() -> None:
         for rule in tree.values():
             if isinstance(rule, Mapping):
                 check(rule)
-            elif isinstance(rule, Free) and rule.default not in (None, "auto", ()):
+            elif isinstance(rule, FreeKey) and rule.default not in (None, "auto", ()):
                 assert as_kind(rule.default, rule) == rule.default
 
     check(KEYS)

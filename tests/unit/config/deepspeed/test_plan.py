@@ -8,8 +8,8 @@ import pytest
 
 from megatron.config.deepspeed.plan import (
     DeepSpeedPlan,
+    complete_json,
     deepspeed_plan,
-    effective,
     read_json,
     recorded_json,
     remarks,
@@ -284,5 +284,5 @@ def test_all_contradictions_are_one_error(tmp_path: Path) -> None:
 def test_completing_changes_nothing_of_the_users(tmp_path: Path) -> None:
     user = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     before = json.dumps(user)
-    effective(asked(), user, data_parallel_size=1)
+    complete_json(asked(), user, data_parallel_size=1)
     assert json.dumps(user) == before

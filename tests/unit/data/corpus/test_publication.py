@@ -11,7 +11,7 @@ from megatron.data.corpus import publication
 from megatron.data.corpus.checksums import BlockHasher
 from megatron.data.corpus.metadata import read_metadata
 from megatron.data.corpus.paths import corpus_files
-from megatron.data.corpus.publication import Layout, publish_corpus
+from megatron.data.corpus.publication import CorpusLayout, publish_corpus
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.errors import MachineError
 from tests.unit.data.corpora import METADATA
@@ -24,7 +24,7 @@ def publish(prefix: Path) -> None:
     temporary.write_bytes(TOKENS.tobytes())
     blocks = BlockHasher()
     blocks.update(TOKENS.tobytes())
-    layout = Layout(TOKENS.dtype, np.array([3, 4], np.int32), np.array([0, 1, 2], np.int64))
+    layout = CorpusLayout(TOKENS.dtype, np.array([3, 4], np.int32), np.array([0, 1, 2], np.int64))
     publish_corpus(
         str(prefix), temporary, layout=layout, checksums=blocks.finish, metadata=METADATA
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.data.corpus.checksums import digests_that_are_said, read_checksums
+from megatron.data.corpus.checksums import read_checksums, recorded_digests
 from megatron.data.corpus.sources import (
     ABSENT,
     PAIR_ID,
@@ -189,13 +189,13 @@ def test_validation_on_a_corpus_of_training_is_announced_under_any_name(
 
 
 def test_only_a_few_bytes_of_checksums_are_looked_at(prefix):
-    assert digests_that_are_said(prefix + "x") is None
-    said = digests_that_are_said(prefix)
+    assert recorded_digests(prefix + "x") is None
+    said = recorded_digests(prefix)
     flip(prefix + ".sums", 60)  # a block's checksum
-    assert digests_that_are_said(prefix) == said
+    assert recorded_digests(prefix) == said
     flip(prefix + ".sums", 0)
     with pytest.raises(DataError, match="the checksums of a corpus cannot be used"):
-        digests_that_are_said(prefix)
+        recorded_digests(prefix)
     Path(prefix + ".sums").write_bytes(b"MV")
     with pytest.raises(DataError, match="the checksums of a corpus cannot be used"):
-        digests_that_are_said(prefix)
+        recorded_digests(prefix)

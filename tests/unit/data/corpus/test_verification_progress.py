@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.data import DataIntegrity
 from megatron.data.corpus import checksums, token_file
-from megatron.data.corpus.verification_progress import VerificationProgress, unheard
+from megatron.data.corpus.verification_progress import VerificationProgress, no_progress
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import DataError
 from tests.unit.data.corpora import flip, write_corpus
@@ -29,7 +29,7 @@ def test_each_piece_is_heard_by_who_waits_and_the_log_hears_some(capsys):
     VerificationProgress("c.bin", heard.append, say_s=60.0)(2**30, 2**31)
     assert len(heard) == 2
     assert capsys.readouterr().out == ""
-    assert unheard("nothing") is None
+    assert no_progress("nothing") is None
 
 
 def test_full_integrity_beats_between_the_pieces_and_reads_each_block_once(prefix, monkeypatch):
@@ -39,17 +39,19 @@ def test_full_integrity_beats_between_the_pieces_and_reads_each_block_once(prefi
         os, "preadv", lambda file, views, at: read.append(at) or preadv(file, views, at)
     )
 
-    def beat(doing):
+    def report_progress(doing):
         heard.append((doing.split(":")[0], len(read)))
 
-    corpus = MMapIndexedDataset(prefix, integrity=DataIntegrity.FULL, beat=beat)
+    corpus = MMapIndexedDataset(
+        prefix, integrity=DataIntegrity.FULL, report_progress=report_progress
+    )
     assert [doing for doing, _ in heard] == [f"verifying {prefix}.bin"] * 11
     assert [count for _, count in heard] == [*range(3, 33, 3), 32]
     assert sorted(read) == list(range(0, 2000, 64))
     corpus.get(3)
     assert len(read) == 33, "a token is read, and no block again"
     del heard[:]
-    MMapIndexedDataset(prefix, beat=beat)
+    MMapIndexedDataset(prefix, report_progress=report_progress)
     assert heard == [], "only a whole verification takes long"
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.loading.gpt_batch import decoder_batch, gpt_batch, shortened
+from megatron.data.loading.gpt_batch import decoder_batch, gpt_batch, truncate_batch
 from megatron.data.loading.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
 
@@ -153,7 +153,7 @@ def test_of_corrupted_spans_only_the_targets_count():
 
 
 def test_a_shortened_row_keeps_the_token_after_its_last_one():
-    raw = shortened({"text": torch.arange(12).view(2, 6)}, 3)
+    raw = truncate_batch({"text": torch.arange(12).view(2, 6)}, 3)
     batch = gpt_batch(raw["text"], eod=None)
     assert batch.tokens.tolist() == [[0, 1, 2], [6, 7, 8]]
     assert batch.labels.tolist() == [[1, 2, 3], [7, 8, 9]]

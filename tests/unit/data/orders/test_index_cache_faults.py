@@ -157,7 +157,7 @@ def test_a_lock_that_a_dead_builder_left_holds_nobody_up(tmp_path, capsys):
     cache = cache_in(tmp_path, timing=SOON)
     cache.folders[0].mkdir()
     lock = cache.folders[0] / f"train-{fingerprint(DESCRIPTION)}.lock"
-    lock.write_text('{"process": 7, "host": "gone", "time": "then", "beat": 3}')
+    lock.write_text('{"process": 7, "host": "gone", "time": "then", "report_progress": 3}')
     built = []
     index = cache.load_or_build(
         "train", DESCRIPTION, build=lambda: built.append(1) or {"doc_idx": np.arange(3)}

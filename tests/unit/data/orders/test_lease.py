@@ -10,11 +10,11 @@ import pytest
 
 from megatron import log
 from megatron.data.orders import lease
-from megatron.data.orders.lease import LeaseTiming, leased, said_while, wait_while_leased
+from megatron.data.orders.lease import LeaseTiming, leased, report_while, wait_while_leased
 from megatron.errors import MachineError
 
 FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, say_s=0.05, give_up_s=20.0)
-STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "beat": 3}'
+STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "report_progress": 3}'
 
 
 @pytest.fixture(autouse=True)
@@ -208,14 +208,14 @@ def test_a_file_that_vanishes_is_no_content_and_another_error_is_one(tmp_path: P
 
 
 def test_long_work_is_said_every_so_often(capsys):
-    with said_while("counting", 0.05):
+    with report_while("counting", 0.05):
         time.sleep(0.3)
     assert "still counting, for 0 s now" in capsys.readouterr().out
     heard = []
-    with said_while("counting", 0.05, heard.append):
+    with report_while("counting", 0.05, heard.append):
         time.sleep(0.3)
     assert heard[0] == "counting, for 0 s now"
     assert capsys.readouterr().out.count("still counting") == len(heard)
-    with said_while("counting", 60.0):
+    with report_while("counting", 60.0):
         pass
     assert capsys.readouterr().out == ""

@@ -12,8 +12,8 @@ from megatron.data.samples.chat_template import (
     PLAIN,
     ROLES,
     TEMPLATES,
-    Message,
-    Piece,
+    ChatMessage,
+    TextPiece,
     encode_dialogue,
     messages_of,
     template_of,
@@ -21,9 +21,9 @@ from megatron.data.samples.chat_template import (
 from megatron.errors import ConfigError, DataError
 
 DIALOGUE = (
-    Message("system", "Be brief."),
-    Message("user", "2+2?"),
-    Message("assistant", "4"),
+    ChatMessage("system", "Be brief."),
+    ChatMessage("user", "2+2?"),
+    ChatMessage("assistant", "4"),
 )
 EOD = 256
 
@@ -48,7 +48,7 @@ def test_plain_ends_answers_with_the_end_of_document():
     assert "".join(piece.text for piece in pieces) == (
         "### System:\nBe brief.\n\n### User:\n2+2?\n\n### Assistant:\n4\n\n"
     )
-    assert [piece for piece in pieces if piece.is_target] == [Piece("4", True, True)]
+    assert [piece for piece in pieces if piece.is_target] == [TextPiece("4", True, True)]
     assert [piece.text for piece in pieces if piece.then_eod] == ["4"]
 
 
@@ -77,7 +77,7 @@ CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 )
 def test_what_is_learned_is_what_the_assistant_says_and_its_end(name, turns):
     template = TEMPLATES[name]
-    messages = [Message(*turn) for turn in turns]
+    messages = [ChatMessage(*turn) for turn in turns]
     tokens, mask = encode_dialogue(template.render(messages), encode, eod=EOD)
     assert (tokens.dtype, mask.dtype) == (np.int64, np.uint8)
     end = list(ENDS[name].encode()) or [EOD]
@@ -106,7 +106,7 @@ def test_what_is_learned_is_what_the_assistant_says_and_its_end(name, turns):
 )
 def test_content_that_imitates_the_template_is_refused(template, content):
     with pytest.raises(DataError, match=r"holds what the template .* writes itself") as raised:
-        template.render([Message("user", "a"), Message("user", content)])
+        template.render([ChatMessage("user", "a"), ChatMessage("user", content)])
     assert "message 2 (user)" in str(raised.value)
 
 
@@ -118,7 +118,7 @@ def test_a_template_that_needs_an_end_of_document_is_refused_without_one():
 
 def test_messages_are_read_with_whatever_else_they_have():
     value = [{"role": "user", "content": "a", "id": 3}, {"role": "assistant", "content": "b"}]
-    assert messages_of(value) == (Message("user", "a"), Message("assistant", "b"))
+    assert messages_of(value) == (ChatMessage("user", "a"), ChatMessage("assistant", "b"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_mistyped_role_is_corrected_in_the_message():
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_what_is_given_is_tokenized_as_the_prompt_that_it_will_be(template):
     asked = []
-    messages = (*DIALOGUE, Message("user", "3+3?"), Message("assistant", "6"))
+    messages = (*DIALOGUE, ChatMessage("user", "3+3?"), ChatMessage("assistant", "6"))
     encode_dialogue(
         template.render(messages), lambda texts: asked.extend(texts) or encode(texts), eod=EOD
     )
@@ -203,8 +203,12 @@ def test_a_models_own_template_is_written_as_transformers_writes_it(tmp_path):
     marks = {"bos_token": "<s>", "eos_token": "</s>"}
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **marks)
     messages = (
-        *(Message("system", " Be brief. "), Message("user", "2+2?"), Message("assistant", " 4\n")),
-        *(Message("user", "{{ 3 }}"), Message("assistant", "6"), Message("user", "?")),
+        *(
+            ChatMessage("system", " Be brief. "),
+            ChatMessage("user", "2+2?"),
+            ChatMessage("assistant", " 4\n"),
+        ),
+        *(ChatMessage("user", "{{ 3 }}"), ChatMessage("assistant", "6"), ChatMessage("user", "?")),
     )
 
     def theirs(turns, **options):
@@ -229,14 +233,16 @@ def test_content_with_a_token_of_the_model_is_refused(tmp_path):
     template = template_of(write_folder(tmp_path))
     for text in ("<s>", "</s>", "<tool>"):
         with pytest.raises(DataError, match=r"holds what the template .* writes itself"):
-            template.render([Message("user", f"a{text}b")])
-    assert template.render([Message("user", "a word")])
+            template.render([ChatMessage("user", f"a{text}b")])
+    assert template.render([ChatMessage("user", "a word")])
 
 
 def test_what_a_template_refuses_is_told_of_the_dialogue(tmp_path):
     template = template_of(write_folder(tmp_path))
     with pytest.raises(DataError, match="cannot write a dialogue") as raised:
-        template.render([Message("user", "a"), Message("user", "b"), Message("assistant", "c")])
+        template.render(
+            [ChatMessage("user", "a"), ChatMessage("user", "b"), ChatMessage("assistant", "c")]
+        )
     assert raised.value.found == "two questions in a row (messages of user, user)"
 
 
@@ -252,7 +258,7 @@ def test_what_a_template_refuses_is_told_of_the_dialogue(tmp_path):
 )
 def test_a_template_that_writes_another_past_or_another_answer_is_refused(tmp_path, source):
     template = template_of(write_folder(tmp_path, source=source))
-    messages = (*DIALOGUE[:2], Message("assistant", "yes"), Message("user", "why"))
+    messages = (*DIALOGUE[:2], ChatMessage("assistant", "yes"), ChatMessage("user", "why"))
     with pytest.raises(DataError, match="does not write a dialogue from start to end"):
         template.render(messages)
 

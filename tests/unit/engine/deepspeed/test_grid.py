@@ -3,9 +3,9 @@
 import torch
 from torch.nn import Parameter
 
-from megatron.engine.deepspeed.grid import Grid, mark_split
+from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 from megatron.mpu.topology import Topology
 
 
@@ -19,7 +19,7 @@ def test_a_rank_is_where_its_context_says() -> None:
         dp=Group((5, 7), 0),
         model=Group((0, 1, 4, 5), 3),
     )
-    grid = Grid(context)
+    grid = DeepSpeedGrid(context)
     assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (3, 4)
     assert grid.get_tensor_model_parallel_rank() == 1
     assert grid.get_tensor_model_parallel_world_size() == 2
@@ -42,7 +42,7 @@ def test_a_rank_is_where_its_context_says() -> None:
 
 def test_what_is_split_is_marked() -> None:
     split, whole = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
-    describe(split, init=Init("zeros"), partition=Partition())
-    describe(whole, init=Init("zeros"))
-    mark_split([split, whole])
+    set_parameter_metadata(split, init=Init("zeros"), partition=Partition())
+    set_parameter_metadata(whole, init=Init("zeros"))
+    mark_tensor_parallel([split, whole])
     assert (split.tensor_model_parallel, whole.tensor_model_parallel) == (True, False)  # type: ignore[attr-defined]

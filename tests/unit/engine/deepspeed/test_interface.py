@@ -32,13 +32,13 @@ def class_of(protocol: type) -> type:
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from megatron.engine.deepspeed.pipe_engine import MendedPipelineEngine
+    from megatron.engine.deepspeed.pipe_engine import PatchedPipelineEngine
 
     return {
         Monitor: MonitorMaster,
         CheckpointWriter: TorchCheckpointEngine,
         DeepSpeedRuntime: DeepSpeedEngine,
-        PipelineRuntime: MendedPipelineEngine,
+        PipelineRuntime: PatchedPipelineEngine,
     }[protocol]
 
 

@@ -3,10 +3,14 @@
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed.model import WholeModel, _zero_padding, weights_saved_by_reference
+from megatron.engine.deepspeed.model import (
+    DeepSpeedModel,
+    _zero_padding,
+    weights_saved_by_reference,
+)
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.model_build import model_build
 from pretrain_gpt import gpt_task
 from tests.support.tiny import MODELS, tiny_run
@@ -18,8 +22,8 @@ def test_names_values_and_losses_are_those_of_a_native_stage() -> None:
     config, task, build = runtime.config, gpt_task(), model_build(runtime)
     specs = task.layers(config.model, build)
     shared: list[nn.Module] = []
-    model = WholeModel(specs, task, build, seed=config.training.seed, share=shared.append)
-    stage = Stage(specs)
+    model = DeepSpeedModel(specs, task, build, seed=config.training.seed, share=shared.append)
+    stage = PipelineStage(specs)
     initialize_parameters(stage, seed=config.training.seed, ctx=build.ctx)
     mine, native = dict(model.named_parameters()), dict(stage.named_parameters())
     assert list(mine) == list(native)
@@ -43,7 +47,7 @@ def test_a_tied_weight_is_used_without_calling_its_layer() -> None:
         runtime = runtime_of(tiny_run("nowhere", **flags))
         build = model_build(runtime)
         specs = gpt_task().layers(runtime.config.model, build)
-        model = WholeModel(specs, gpt_task(), build, seed=1)
+        model = DeepSpeedModel(specs, gpt_task(), build, seed=1)
         used = set(model.used_elsewhere())
         names = {name for name, parameter in model.named_parameters() if parameter in used}
         assert ("embedding.word.weight" in names) == tied

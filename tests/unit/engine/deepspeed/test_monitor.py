@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from megatron.engine.base import StepReport
-from megatron.engine.deepspeed.monitor import tell_monitors
+from megatron.engine.deepspeed.monitor import write_monitors
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_monitors_that_are_enabled_hear_loss_and_norm(enabled: bool) -> None:
     heard: list[Any] = []
     monitor = SimpleNamespace(enabled=enabled, write_events=heard.extend)
-    tell_monitors(
+    write_monitors(
         SimpleNamespace(monitor=monitor, global_samples=24), StepReport(loss=2.5, grad_norm=0.5)
     )
     expected = [("Train/Samples/train_loss", 2.5, 24), ("Train/Samples/grad_norm", 0.5, 24)]

@@ -18,7 +18,7 @@ from megatron.engine.deepspeed.pipeline import (
 from megatron.errors import ConfigError
 from megatron.model.losses import LossSum
 from megatron.model.specs import LayerSpec
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import pipeline_plan
@@ -85,7 +85,7 @@ def test_gradients_are_lent_to_our_own_code_for_a_while() -> None:
 
 def test_one_stage_shares_nothing() -> None:
     build = partial(nn.Linear, 2, 2)
-    stage = Stage([LayerSpec("a", build, tied="a"), LayerSpec("a", build, tied="a")])
+    stage = PipelineStage([LayerSpec("a", build, tied="a"), LayerSpec("a", build, tied="a")])
     tied = TiedGradients(stage, ParallelContext.single())
     tied(lambda parameter: pytest.fail("nobody else holds it"))
     tied.check_equal()

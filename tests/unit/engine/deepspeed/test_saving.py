@@ -14,7 +14,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 from megatron.optimizer.optimizer import build_optimizer
 
 CONSTANT = LossScale(1.0, {})
@@ -43,7 +43,9 @@ def model() -> nn.Module:
     root.add_module("tied_modules", nn.ModuleDict({"word": nn.Linear(4, 6, bias=False)}))
     root.add_module("1", nn.LayerNorm(4))
     table = root.get_submodule("tied_modules.word").weight
-    describe(table, init=Init("normal", 0.1, true_rows=5), partition=Partition("tp", 0))  # type: ignore[arg-type]
+    set_parameter_metadata(
+        table, init=Init("normal", 0.1, true_rows=5), partition=Partition("tp", 0)
+    )  # type: ignore[arg-type]
     return root
 
 

@@ -83,7 +83,7 @@ def test_its_words_go_through_our_log(capsys: pytest.CaptureFixture[str]) -> Non
     speaker = logging.getLogger("DeepSpeed")
     kept = speaker.handlers, speaker.level
     try:
-        start._speak_through_our_log()
+        start._log_through_ours()
         speaker.info("nobody wants to know")
         speaker.warning("**** You are using ZeRO with an untested optimizer, proceed with caution")
         speaker.warning("something odd")

@@ -5,15 +5,15 @@ import torch
 from torch.nn import Parameter
 
 from megatron.engine.deepspeed.updates import (
-    OwnUpdates,
+    FrozenLossScale,
+    NativeUpdates,
     ZeroUpdates,
-    _HeldScale,
     _replay_steps,
     updates_for,
 )
 from megatron.errors import CheckpointError, ConfigError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.partition import Init, describe
+from megatron.mpu.partition import Init, set_parameter_metadata
 from megatron.optimizer.grad_scaler import DynamicGradScaler
 from tests.support.tiny import tiny_run
 
@@ -23,7 +23,7 @@ ALONE = ParallelContext.single()
 def named() -> list[tuple[str, Parameter]]:
     pairs = [("a.weight", Parameter(torch.ones(2, 3))), ("a.bias", Parameter(torch.ones(3)))]
     for _, parameter in pairs:
-        describe(parameter, init=Init("ones"))
+        set_parameter_metadata(parameter, init=Init("ones"))
     return pairs
 
 
@@ -34,13 +34,13 @@ def config(**flags: object) -> object:
 def test_stage_0_steps_by_our_own_optimizer() -> None:
     parameters = named()
     updates = updates_for(config(clip_grad=1.0), parameters, ALONE, stage=0)
-    assert isinstance(updates, OwnUpdates)
+    assert isinstance(updates, NativeUpdates)
     updates.begin(1, learning_rate=0.1, weight_decay=0.0)
     torch.autograd.backward([parameter.sum() for _, parameter in parameters])
-    reduced, experts = updates.handed.get_grads_for_reduction()  # type: ignore[attr-defined]
+    reduced, experts = updates.torch_optimizer.get_grads_for_reduction()  # type: ignore[attr-defined]
     assert experts == {}
     assert sum(float(tensor.sum()) for tensor in reduced) == 9
-    updates.handed.step()
+    updates.torch_optimizer.step()
     report = updates.outcome()
     assert report.applied
     assert report.grad_norm == pytest.approx(3.0)
@@ -60,8 +60,8 @@ def test_a_step_that_is_not_finite_is_told_to_deepspeed() -> None:
     updates = updates_for(config(), parameters, ALONE, stage=0)
     updates.begin(1, learning_rate=0.1, weight_decay=0.0)
     torch.autograd.backward([(parameter * torch.inf).sum() for _, parameter in parameters])
-    updates.handed.step()
-    assert updates.handed.overflow  # type: ignore[attr-defined]
+    updates.torch_optimizer.step()
+    assert updates.torch_optimizer.overflow  # type: ignore[attr-defined]
     assert not updates.outcome().applied
 
 
@@ -74,7 +74,7 @@ def test_decay_is_decided_by_the_shape_of_the_whole_parameter() -> None:
     updates = updates_for(config(), parameters, ALONE, stage=3)
     assert isinstance(updates, ZeroUpdates)
     updates.begin(1, learning_rate=0.1, weight_decay=0.5)
-    groups = updates.handed.param_groups
+    groups = updates.torch_optimizer.param_groups
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.1, 0.5), (0.1, 0.0)]
     assert [len(group["params"]) for group in groups] == [1, 1]
     assert (updates.loss_scale, updates.loss_factor) == (1.0, 1.0)
@@ -105,7 +105,7 @@ def test_a_checkpoint_without_counts_is_refused() -> None:
 def test_a_loss_scale_stands_still_while_deepspeed_steps() -> None:
     scaler = DynamicGradScaler(initial_scale=8.0, min_scale=1.0, growth_interval=1, hysteresis=1)
 
-    held = _HeldScale(scaler, dynamic=True)
+    held = FrozenLossScale(scaler, dynamic=True)
     held.update_scale(False)
     assert (held.cur_scale, held.loss_scale, held.dynamic) == (8.0, 8.0, True)
     assert held.scale_loss(torch.tensor(2.0)) == 16.0

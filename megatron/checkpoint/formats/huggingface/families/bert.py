@@ -18,9 +18,9 @@ from megatron.checkpoint.formats.huggingface.families.gpt2 import (
 )
 from megatron.checkpoint.formats.huggingface.families.layouts import (
     QkvApart,
-    Rule,
     Same,
     SavedTwice,
+    TensorRule,
 )
 from megatron.checkpoint.model_kind import BERT as BERT_KIND
 from megatron.checkpoint.model_kind import CLASSIFIER
@@ -94,10 +94,10 @@ def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def encoder_tensors(norms: dict[str, str]) -> dict[str, Rule]:
+def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
     """The rules of both kinds of BERT; `norms` are those between the layers, ours to theirs."""
     block, there = "layers.{}.", "encoder.layer.{}."
-    rules: dict[str, Rule] = {
+    rules: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embeddings.word_embeddings.weight"),
         "embedding.position.weight": Same("embeddings.position_embeddings.weight"),
         "embedding.tokentype.weight": Same("embeddings.token_type_embeddings.weight"),

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import Rule
+from megatron.checkpoint.formats.huggingface.families.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
@@ -59,7 +59,7 @@ class Family:
     prefix: str
     head: tuple[str, ...]
     ours: Mapping[str, Sequence[Any]]
-    tensors: Mapping[str, Rule]
+    tensors: Mapping[str, TensorRule]
     buffers: tuple[str, ...]
     read_config: Callable[[Fields], dict[str, Any]]
     read_sizes: Callable[[Fields], Sizes]
@@ -91,7 +91,7 @@ class Family:
             own = config.hidden_size / heads
             yield f"--kv-channels {width} ({self.model_type} has {own:g})"
 
-    def rule(self, name: str, config: ModelConfig) -> tuple[Rule, tuple[str, ...]]:
+    def rule(self, name: str, config: ModelConfig) -> tuple[TensorRule, tuple[str, ...]]:
         """The rule of one of our tensors, and its keys as files have them."""
         found = _LAYER.match(name)
         layer = int(found.group(1)) if found else 0

@@ -22,7 +22,7 @@ class Strip(NamedTuple):
     at: int
 
 
-class Rule(Protocol):
+class TensorRule(Protocol):
     """Where the rows of one of our tensors are; `{}` in a key stands for the layer."""
 
     @property

@@ -9,7 +9,12 @@ from typing import Any
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
-from megatron.checkpoint.formats.huggingface.families.layouts import QkvApart, Rule, Same, Stacked
+from megatron.checkpoint.formats.huggingface.families.layouts import (
+    QkvApart,
+    Same,
+    Stacked,
+    TensorRule,
+)
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
 
 _GLU: dict[str, dict[str, Any]] = {
@@ -91,10 +96,10 @@ def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
 
 def tensors(
     *, qkv_bias: bool = False, other_biases: bool = False, qk_norm: bool = False
-) -> Mapping[str, Rule]:
+) -> Mapping[str, TensorRule]:
     """The table of LLaMA, with the biases and norms that a descendant has beside it."""
     attention = "layers.{}.self_attn"
-    table: dict[str, Rule] = {
+    table: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embed_tokens.weight"),
         "layers.{}.input_norm.weight": Same("layers.{}.input_layernorm.weight"),
         "layers.{}.post_attention_norm.weight": Same("layers.{}.post_attention_layernorm.weight"),

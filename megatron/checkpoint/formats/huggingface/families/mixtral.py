@@ -9,7 +9,7 @@ from typing import Any
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
-from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Rule, Same
+from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
 from megatron.config.model import ModelConfig
 
 _ROTARY_BASE, _EPSILON = 1e6, 1e-5  # what transformers takes when config.json does not say
@@ -43,7 +43,7 @@ def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _tensors() -> dict[str, Rule]:
+def _tensors() -> dict[str, TensorRule]:
     dense = {name: rule for name, rule in llama.tensors().items() if ".mlp." not in name}
     there, experts = "layers.{}.block_sparse_moe", "layers.{}.block_sparse_moe.experts.{expert}"
     return dense | {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.formats.deepspeed.facts import Facts, scaler_fields
+from megatron.checkpoint.formats.deepspeed.facts import FolderFacts, scaler_fields
 from megatron.checkpoint.formats.deepspeed.source import DeepSpeedSource
 from megatron.checkpoint.source import SourceOptions
 from megatron.errors import CheckpointError
@@ -18,19 +18,19 @@ ARGS = Namespace(num_layers=1, hidden_size=4, num_attention_heads=2, ffn_hidden_
 
 def test_megatrons_flags_say_what_the_model_is_and_how_far_it_was() -> None:
     state = {"args": ARGS, "iteration": 5, "tokens": 320, "checkpoint_version": 0}
-    facts = Facts.of(state, SourceOptions(vocab_size=10))
+    facts = FolderFacts.of(state, SourceOptions(vocab_size=10))
     assert facts.config["model"]["hidden_size"] == 4
     assert facts.progress == {"iteration": 5, "consumed_samples": 40, "consumed_tokens": 320}
     assert facts.rows.version == 0  # not the latest, which is taken where nobody says
     assert facts.vocab_rows == 10
     assert facts.grid is None
-    assert Facts.of({"global_steps": 3}, SourceOptions()).progress == {"iteration": 3}
-    assert Facts.of({}, SourceOptions()).rows.version == 3
+    assert FolderFacts.of({"global_steps": 3}, SourceOptions()).progress == {"iteration": 3}
+    assert FolderFacts.of({}, SourceOptions()).rows.version == 3
 
 
 def test_a_vocabulary_that_is_written_down_needs_no_option() -> None:
     info = {"checkpoint_info": {"original_vocab_size": 7}}
-    assert Facts.of(info, SourceOptions()).vocab_rows == 7
+    assert FolderFacts.of(info, SourceOptions()).vocab_rows == 7
 
 
 def test_deepspeeds_dynamic_loss_scale_becomes_ours() -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.formats.deepspeed.files import Folder, Grid, grid_of
+from megatron.checkpoint.formats.deepspeed.files import DeepSpeedFolder, FolderGrid, grid_of
 from megatron.errors import CheckpointError
 
 
-def touched(folder: Path, *names: str) -> Folder:
+def touched(folder: Path, *names: str) -> DeepSpeedFolder:
     for name in names:
         (folder / name).write_bytes(b"")
-    return Folder.of(folder)
+    return DeepSpeedFolder.of(folder)
 
 
 def test_ranks_are_numbers_whatever_their_length(tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_the_grid_is_told_by_a_record_or_by_deepspeed_or_by_the_names(tmp_path: 
     models = [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(4)]
     folder = touched(tmp_path, *models)
     dimensions = {"checkpoint_parallel_dimensions": {"tp_degree": 2, "pp_degree": 2}}
-    assert grid_of(folder, dimensions, None) == Grid(2, 2, 1)
-    assert grid_of(folder, dimensions, (4, 1)) == Grid(4, 1, 1)
-    assert grid_of(folder, {}, None) == Grid(4, 1, 1)
+    assert grid_of(folder, dimensions, None) == FolderGrid(2, 2, 1)
+    assert grid_of(folder, dimensions, (4, 1)) == FolderGrid(4, 1, 1)
+    assert grid_of(folder, {}, None) == FolderGrid(4, 1, 1)
     layers = [f"layer_0{at}-model_0{tp}-model_states.pt" for at in (1, 3) for tp in (0, 1)]
     folder = touched(tmp_path, *layers)
-    assert grid_of(folder, {}, None) == Grid(2, 2, 1)
-    assert list(Grid(2, 2, 1).ranks()) == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+    assert grid_of(folder, {}, None) == FolderGrid(2, 2, 1)
+    assert list(FolderGrid(2, 2, 1).ranks()) == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
 
 
 def test_a_layer_that_one_rank_did_not_write_is_missing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.deepspeed.parameters import (
     KnownParameter,
     RunRecord,
@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.deepspeed.parameters import (
     universal_info,
 )
 from megatron.errors import CheckpointError
-from megatron.mpu.partition import Init, Partition, describe
+from megatron.mpu.partition import Init, Partition, set_parameter_metadata
 
 TABLE = KnownParameter("embedding.word.weight", Partition("tp", 0), (10, 4), tied=True)
 GATED = KnownParameter("layers.0.mlp.fc1.weight", Partition("tp", 0, blocks=2), (12, 4))
@@ -28,7 +28,7 @@ BY_NAME = {"tied_modules.word.weight": TABLE, "1.fc1.weight": GATED, "1.fc2.weig
 def record() -> RunRecord:
     return RunRecord(
         iteration=3,
-        layout=Layout(2, 1, 4),
+        layout=GridLayout(2, 1, 4),
         progress={"iteration": 3},
         config={"model": {"num_layers": 1}},
         scalars={},
@@ -56,7 +56,9 @@ def test_a_record_that_lacks_something_is_refused() -> None:
 
 def test_a_live_parameter_says_how_it_is_split_and_how_many_rows_are_true() -> None:
     table = nn.Parameter(torch.empty(6, 4))
-    describe(table, init=Init("normal", 0.1, true_rows=10), partition=Partition("tp", 0))
+    set_parameter_metadata(
+        table, init=Init("normal", 0.1, true_rows=10), partition=Partition("tp", 0)
+    )
     found = describe_parameter("embedding.word.weight", table, (6, 4), tp=2, tied=True)
     assert found == TABLE
 

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.formats.deepspeed.shards import Held, Range, rank_state, shape_of_shares
+from megatron.checkpoint.formats.deepspeed.shards import (
+    FlatRange,
+    RankTensors,
+    rank_state,
+    shape_of_shares,
+)
 from megatron.errors import CheckpointError
 
 MATRIX, BIAS = torch.arange(12.0).view(4, 3), torch.arange(4.0)
@@ -22,7 +27,7 @@ def moments(number: float, *shapes: tuple[int, ...]) -> dict[int, dict[str, Any]
     }
 
 
-def values(held: Held, kind: str) -> Tensor:
+def values(held: RankTensors, kind: str) -> Tensor:
     target = torch.full(held.shape, float("nan"))
     held.read_into(target, kind, Box((0,) * len(held.shape), held.shape), "it")
     return target
@@ -30,14 +35,14 @@ def values(held: Held, kind: str) -> Tensor:
 
 def test_a_box_is_read_across_ranges() -> None:
     flat = MATRIX.view(-1)
-    held = Held((4, 3), {"weight": [Range(0, flat[:5]), Range(5, flat[5:])]})
+    held = RankTensors((4, 3), {"weight": [FlatRange(0, flat[:5]), FlatRange(5, flat[5:])]})
     target = torch.zeros(2, 2)
     held.read_into(target, "weight", Box((1, 1), (2, 2)), "it")
     assert torch.equal(target, MATRIX[1:3, 1:3])
 
 
 def test_ranges_with_a_hole_are_an_error() -> None:
-    held = Held((4, 3), {"weight": [Range(0, MATRIX.view(-1)[:5])]})
+    held = RankTensors((4, 3), {"weight": [FlatRange(0, MATRIX.view(-1)[:5])]})
     with pytest.raises(CheckpointError, match=r"do not make a tensor up\n.*5 of 12"):
         values(held, "weight")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folder.manifest import Layout
+from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.deepspeed.parameters import RECORD, KnownParameter, RunRecord
 from megatron.checkpoint.formats.megatron.names import partition_of_name
 from megatron.checkpoint.gpt_tensors import gpt_tensors
@@ -106,7 +106,7 @@ def _client(tp: int, pp: int, dp: int, record: bool) -> dict[str, Any]:
     }
     told = RunRecord(
         iteration=STEPS,
-        layout=Layout(tp=tp, pp=pp, dp=dp),
+        layout=GridLayout(tp=tp, pp=pp, dp=dp),
         progress={"iteration": STEPS},
         config={"model": MODEL},
         scalars={"optimizer": {"steps": STEPS, "loss_scaler": {}}},

@@ -9,7 +9,7 @@ from megatron.checkpoint.gpt_tensors import gpt_tensors
 from megatron.config.model import ModelConfig
 from megatron.model.bert_model import bert_layers
 from megatron.model.gpt_model import gpt_layers
-from megatron.model.stage import Stage
+from megatron.model.stage import PipelineStage
 from megatron.mpu.partition import partition_of
 from tests.support.models import tiny_build
 
@@ -31,7 +31,7 @@ def test_every_name_of_a_bert_goes_there_and_back_and_is_split_as_the_model_spli
         num_attention_heads=4,
         untie_embeddings_and_output_weights=untied,
     )
-    stage = Stage(bert_layers(config, tiny_build()))
+    stage = PipelineStage(bert_layers(config, tiny_build()))
     for ours, parameter in stage.named_parameters():
         assert names.our_name(names.megatron_name(ours)) == ours
         assert names.partition_of_name(ours, gated=False) == partition_of(parameter), ours

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.files.safetensors_header import read as read_header
-from megatron.checkpoint.folder.manifest import FileRecord, Layout, SavedTensor
+from megatron.checkpoint.folder.manifest import FileRecord, GridLayout, SavedTensor
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import assign_writers
 from megatron.checkpoint.sharded import GeneratorStates, Placement, ShardedTensor, Snapshot
@@ -21,7 +21,7 @@ from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3), (2, 3)]
 
 
-def write_all(directory, snapshots, layout=Layout(1, 1, 1)):  # noqa: B008
+def write_all(directory, snapshots, layout=GridLayout(1, 1, 1)):  # noqa: B008
     """What all ranks of a job would write, one after the other."""
     plan = sharded.plan_write([sharded.describe(snapshot) for snapshot in snapshots])
     parts = [

@@ -10,11 +10,11 @@ from megatron.checkpoint.formats.huggingface.families.layouts import (
     OfExperts,
     QkvApart,
     QkvBlocks,
-    Rule,
     Same,
     SavedTwice,
     Stacked,
     Strip,
+    TensorRule,
     box_of,
     flat,
     their_shapes,
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     num_layers=1, hidden_size=24, num_attention_heads=4, num_query_groups=2, kv_channels=3
 )
 QKV_ROWS = (4 + 2 * 2) * 3
-RULES: Mapping[str, tuple[Rule, int]] = {
+RULES: Mapping[str, tuple[TensorRule, int]] = {
     "same": (Same("a"), 7),
     "stacked": (Stacked(("a", "b")), 10),
     "q k v apart": (QkvApart(("q", "k", "v")), QKV_ROWS),

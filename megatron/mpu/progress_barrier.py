@@ -2,7 +2,7 @@
 
 A collective that waits for a rank fails after minutes, and verifying or indexing a large corpus
 takes hours. So ranks meet in the store that they share. What a reader would get wrong: only making
-a `Meeting` is collective; `beat` never waits for anybody.
+a `ProgressBarrier` is collective; `report_progress` never waits for anybody.
 """
 
 import json
@@ -27,7 +27,7 @@ _LOOK_S = 5.0  # between two looks at what the others do
 _POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are there
 
 
-class Meeting:
+class ProgressBarrier:
     """A place where all ranks of `group` wait for each other; they make it together.
 
     `patience_s` is for how long no rank that is missing may have said a word.
@@ -44,14 +44,14 @@ class Meeting:
             shared = dist.distributed_c10d._get_default_store()
             self._store = PrefixStore(f"megatron/meeting/{name}", shared)
 
-    def beat(self, doing: str) -> None:
+    def report_progress(self, doing: str) -> None:
         """Say that this rank is at work, and with what; cheap enough for an inner loop."""
         now = time.monotonic()
         if self._store is None or now - self._beaten_at < _BEAT_S:
             return
         self._beaten_at = now
         self._beats += 1
-        self._store.set(f"beat/{self._rank}", json.dumps([self._beats, doing]))
+        self._store.set(f"report_progress/{self._rank}", json.dumps([self._beats, doing]))
 
     def wait(self) -> None:
         """Return once every rank has called this as often as this one.
@@ -96,8 +96,8 @@ class Meeting:
             if store.check([f"at/{self._rounds}/{place}"]):
                 continue
             beats, doing = 0, ""
-            if store.check([f"beat/{place}"]):
-                beats, doing = json.loads(store.get(f"beat/{place}"))
+            if store.check([f"report_progress/{place}"]):
+                beats, doing = json.loads(store.get(f"report_progress/{place}"))
             found.append(_Absent(rank, beats, doing))
         return found
 

@@ -6,9 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import MachineError
-from megatron.mpu import meeting as meetings
+from megatron.mpu import progress_barrier as meetings
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.meeting import Meeting
+from megatron.mpu.progress_barrier import ProgressBarrier
 from megatron.mpu.topology import Topology
 from tests.support.ranks import run_on_ranks
 
@@ -22,12 +22,12 @@ def world() -> Group:
 def work_for_long(beats: int) -> float:
     meetings._BEAT_S = 0.0
     group = world()
-    meeting = Meeting(group, patience_s=PATIENCE_S)
+    meeting = ProgressBarrier(group, patience_s=PATIENCE_S)
     began = time.monotonic()
     if group.is_first:
         for number in range(beats):
             time.sleep(PATIENCE_S / 8)
-            meeting.beat(f"counting: {number}")
+            meeting.report_progress(f"counting: {number}")
     meeting.wait()
     return time.monotonic() - began
 
@@ -39,7 +39,7 @@ def test_ranks_wait_for_one_at_work_for_longer_than_their_patience() -> None:
 
 def meet_often(rounds: int) -> list[float]:
     group = world()
-    meeting = Meeting(group, patience_s=20.0)
+    meeting = ProgressBarrier(group, patience_s=20.0)
     left = []
     for number in range(rounds):
         arrived = time.monotonic()
@@ -64,8 +64,8 @@ def test_nobody_leaves_before_all_are_there_in_any_round_of_any_meeting() -> Non
 
 def second_meeting_of_the_same_processes() -> float:
     group = world()
-    Meeting(group, patience_s=20.0).wait()
-    meeting = Meeting(group, patience_s=20.0)
+    ProgressBarrier(group, patience_s=20.0).wait()
+    meeting = ProgressBarrier(group, patience_s=20.0)
     began = time.monotonic()
     if group.is_first:
         time.sleep(0.5)
@@ -80,9 +80,9 @@ def test_a_second_meeting_does_not_find_the_traces_of_the_first() -> None:
 def wait_for_one_that_fell_silent() -> str:
     meetings._BEAT_S = 0.0
     group = world()
-    meeting = Meeting(group, patience_s=PATIENCE_S)
+    meeting = ProgressBarrier(group, patience_s=PATIENCE_S)
     if group.is_first:
-        meeting.beat("verifying P.bin: 1.00 of 9.00 GiB")
+        meeting.report_progress("verifying P.bin: 1.00 of 9.00 GiB")
         time.sleep(2 * PATIENCE_S)
         return ""
     with pytest.raises(MachineError) as raised:
@@ -103,10 +103,10 @@ def say_what_is_waited_for() -> list[str]:
     said: list[str] = []
     meetings.log.info = said.append  # type: ignore[assignment]
     group = world()
-    meeting = Meeting(group, patience_s=4.0)
+    meeting = ProgressBarrier(group, patience_s=4.0)
     if group.rank == 1:
         for number in range(8):
-            meeting.beat(f"counting: {number}")
+            meeting.report_progress(f"counting: {number}")
             time.sleep(0.3)
     meeting.wait()
     return said
@@ -119,8 +119,8 @@ def test_ranks_that_wait_say_for_whom_and_what_it_does() -> None:
 
 
 def test_one_rank_meets_itself() -> None:
-    meeting = Meeting(Group(ranks=(0,), rank=0), patience_s=0.0)
-    meeting.beat("nothing")
+    meeting = ProgressBarrier(Group(ranks=(0,), rank=0), patience_s=0.0)
+    meeting.report_progress("nothing")
     meeting.wait()
 
 
