@@ -7,7 +7,7 @@ Names written in the text (`<|im_start|>`) become their ids, as in that library.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from megatron.errors import ConfigError, DataError
+from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.tokenizer.protocol import (
     END_OF_TEXT,
     SpecialIds,
@@ -154,9 +155,9 @@ def _tokenizer_json(given: str) -> Path:
     return path
 
 
-def _declared(folder: Path) -> dict[str, Any]:
+def _declared(folder: Path) -> dict[str, JsonValue]:
     """What special_tokens_map.json and, above it, tokenizer_config.json say."""
-    declared: dict[str, Any] = {}
+    declared: dict[str, JsonValue] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file
         if path.is_file():
@@ -171,34 +172,30 @@ def _declared(folder: Path) -> dict[str, Any]:
     return declared
 
 
-def _add_declared_tokens(
-    core: tokenizers.Tokenizer, declared: dict[str, Any], folder: Path
-) -> None:
+def _add_declared_tokens(core: tokenizers.Tokenizer, declared: JsonObject, folder: Path) -> None:
     """Make the added tokens of tokenizer_config.json whole words, at the ids it gives them."""
-    wanted = {
-        int(token_id): token for token_id, token in declared.get("added_tokens_decoder", {}).items()
-    }
-    for token_id, token in sorted(wanted.items()):
+    wanted = object_at(declared, "added_tokens_decoder")
+    for number in sorted(wanted, key=int):
+        token_id, token = int(number), object_at(wanted, number)
+        content = str(token["content"])
         options = {
             key: bool(token[key])
             for key in ("single_word", "lstrip", "rstrip", "normalized")
             if key in token
         }
-        added = tokenizers.AddedToken(
-            token["content"], special=bool(token.get("special")), **options
-        )
+        added = tokenizers.AddedToken(content, special=bool(token.get("special")), **options)
         (core.add_special_tokens if token.get("special") else core.add_tokens)([added])
-        if core.token_to_id(token["content"]) != token_id:
+        if core.token_to_id(content) != token_id:
             raise DataError(
                 "tokenizer_config.json and tokenizer.json give one token two ids",
-                found=f"{token['content']!r} is {token_id} in the first and "
-                f"{core.token_to_id(token['content'])} in the second, in {folder}",
+                found=f"{content!r} is {token_id} in the first and "
+                f"{core.token_to_id(content)} in the second, in {folder}",
                 fix="take both files from the same release of the tokenizer",
             )
 
 
 def _losses(
-    core: tokenizers.Tokenizer, model: dict[str, Any], vocab: dict[str, int]
+    core: tokenizers.Tokenizer, model: JsonObject, vocab: dict[str, int]
 ) -> tuple[bytes, bool]:
     """Which text the model would leave out: (bytes without a piece, any character at all)."""
     if model.get("type", "BPE") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
@@ -208,19 +205,21 @@ def _losses(
     return b"", True
 
 
-def _unknown(model: dict[str, Any], vocab: dict[str, int]) -> int | None:
-    if model.get("unk_id") is not None:
-        return int(model["unk_id"])
-    return vocab.get(model.get("unk_token") or "")
+def _unknown(model: JsonObject, vocab: dict[str, int]) -> int | None:
+    unk_id = model.get("unk_id")
+    if isinstance(unk_id, int | float | str):
+        return int(unk_id)
+    return vocab.get(str(model.get("unk_token") or ""))
 
 
-def _special_ids(declared: dict[str, Any], vocab: dict[str, int], path: Path) -> dict[str, Any]:
+def _special_ids(declared: JsonObject, vocab: dict[str, int], path: Path) -> dict[str, Any]:
     """Ids by `SpecialIds` field: the declared name, else the only well-known name there is."""
-    found: dict[str, Any] = {}
+    found: dict[str, int | str | None] = {}
     for role, names in _NAMES.items():
         name = declared.get(role)
-        name = name.get("content") if isinstance(name, dict) else name
-        present = [name] if name in vocab else [known for known in names if known in vocab]
+        name = name.get("content") if isinstance(name, Mapping) else name
+        is_known = isinstance(name, str) and name in vocab
+        present = [str(name)] if is_known else [known for known in names if known in vocab]
         found[role.removesuffix("_token")] = vocab[present[0]] if len(present) == 1 else None
         if role == "eos_token":
             said = f"{role} {name!r} of {path.parent}" if name else " ".join(names)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.architecture.source_tree import MEGATRON, Source, sources, write_tree
 
 # Lines with `Any` in 1,000 lines of code. 5 is the aim: lower this number as the code gets there.
-MOST_ANY_PER_1000 = 6.5
+MOST_ANY_PER_1000 = 6.1
 
 
 def lines_with_any(source: Source) -> list[int]:
