@@ -485,6 +485,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_an_overflow_under_loss_scaling_is_said_to_be_one",
         ),
         Mutant(
+            "a router's loss counts sequences",
+            "megatron/engine/native.py",
+            "self._build.router_loss.value = factor * float(counts[0]) / plan.global_batch_size",
+            "self._build.router_loss.value = factor * float(counts[0])",
+            "tests/unit/engine/test_native.py::"
+            "test_the_losses_of_a_router_are_means_over_sequences",
+        ),
+        Mutant(
+            "each of several losses is divided by its own count",
+            "megatron/engine/native.py",
+            "scale = factor * counts[0] / counts if several else factor",
+            "scale = factor",
+            "tests/unit/engine/test_native.py::"
+            "test_each_of_several_losses_is_divided_by_what_it_counts_itself",
+        ),
+        Mutant(
             "dropout is on while training",
             "megatron/engine/native.py",
             "        self.stage.train()\n",

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from megatron.engine.base import StepPlan
+from megatron.engine.native import NativeEngine
 from megatron.errors import DataError
+from megatron.initialize import tokenizer_of
 from megatron.model.losses import LossSum
-from megatron.model.specs import Carry
+from megatron.model.specs import Carry, ModelBuild
+from pretrain_gpt import gpt_task
 from tests.support.tiny import FP64
 from tests.unit.engine.engines import ONLY_ENDS, tiny_batches, tiny_engine
 
@@ -50,6 +53,46 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens() -> None:
     assert not report.skipped
     for old, new, gradient in zip(before, weights(engine), gradients):
         torch.testing.assert_close(new, old - 0.01 * gradient, rtol=0, atol=1e-12)  # type: ignore[operator]
+
+
+def test_each_of_several_losses_is_divided_by_what_it_counts_itself() -> None:
+    engine, task = tiny_engine(eod_mask_loss=True, clip_grad=0.0), gpt_task()
+
+    def by_token_and_by_row(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
+        total, count = task.loss(carry, labels, build)
+        return LossSum(torch.stack([total, total]), torch.stack([count, torch.ones_like(count)]))
+
+    twice = dataclasses.replace(
+        task,
+        losses=("by token", "by row"),
+        loss=by_token_and_by_row,
+        counted=lambda labels: torch.stack([task.counted(labels), torch.tensor(1.0)]),
+    )
+    both = NativeEngine(engine._config, twice, engine._build, tokenizer_of(engine._config))
+    one = engine.train_step(iter(tiny_batches(4)), PLAN)
+    two = both.train_step(iter(tiny_batches(4)), PLAN)
+    assert two.means[0] == pytest.approx(one.loss, rel=FP64)
+    assert two.grad_norm / one.grad_norm == pytest.approx(two.loss / one.loss, rel=FP64)
+
+
+def test_the_losses_of_a_router_are_means_over_sequences() -> None:
+    flags = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+    losses = {
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1.0,
+        "moe_z_loss_coeff": 1.0,
+    }
+    once, twice, plain = (tiny_engine(**(flags | more)) for more in (losses, losses, {}))
+    (batch,) = tiny_batches(1)
+    plans = [
+        dataclasses.replace(PLAN, num_microbatches=times, global_batch_size=times)
+        for times in (1, 2)
+    ]
+    norm = once.train_step(iter([batch]), plans[0]).grad_norm
+    assert twice.train_step(iter([batch, batch]), plans[1]).grad_norm == pytest.approx(
+        norm, rel=FP64
+    )
+    assert plain.train_step(iter([batch]), plans[0]).grad_norm != pytest.approx(norm, rel=0.01)
 
 
 def test_it_takes_as_many_micro_batches_as_planned() -> None:
