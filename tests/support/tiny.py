@@ -226,13 +226,14 @@ def train(config: RunConfig, task: PretrainTask | None = None) -> Record:
         return progress
 
     engines: list[RecordingEngine] = []
-    megatron.training.build_engine = recording  # type: ignore[assignment]
+    megatron.training.build_engine = recording  # type: ignore[assignment, attr-defined]
     megatron.training.run = run_and_look
     record.progress = pretrain(task or gpt_task(), config)
     return record
 
 
-REAL_BUILD_ENGINE, REAL_RUN = megatron.training.build_engine, megatron.training.run
+REAL_BUILD_ENGINE = megatron.training.build_engine  # type: ignore[attr-defined]
+REAL_RUN = megatron.training.run
 
 
 def train_all(configs: Sequence[RunConfig]) -> list[Record]:
