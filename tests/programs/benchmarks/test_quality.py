@@ -73,6 +73,7 @@ def write_pairs(path: Path, *, first: int, last: int, seed: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # a minute of training, for a quality of models and no law
 def test_what_pretraining_taught_about_words_decides_pairs_of_words_never_fine_tuned_on(
     tmp_path: Path,
 ) -> None:
