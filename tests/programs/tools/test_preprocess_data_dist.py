@@ -103,6 +103,7 @@ def test_rows_of_a_dataset_are_shared_by_ranks(tmp_path: Path) -> None:
     ended = run_program(
         torchrun_words(2, PROGRAM, *flags, "--hf-split", "train"),
         cwd=tmp_path,
+        warm_children=True,
     )
     assert ended.status == 0, ended.err
     assert outputs(tmp_path / "two", ("text",)) == outputs(tmp_path / "one", ("text",))
