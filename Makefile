@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-matrix test-faults test-damage test-reshard test-mutants quick gates bench docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bench docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,8 +44,16 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
 pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt for your own text
 	@$(BIN)/python -m tools.first_run $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(if $(ITERATIONS),--iterations $(ITERATIONS))
 
-test: gates  ## everything that has to pass: gates, then all tests
-	@$(BIN)/python -m pytest -n $(JOBS) tests
+test: gates  ## everything that has to pass: gates, then all tests but the wide grids
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not wide" tests
+
+test-all: test  ## make test, then what it leaves out: every grid, every kill, all examples
+	@echo "make test-all adds to make test: the tests marked wide, four times the examples of every"
+	@echo "property, and test-matrix, test-reshard, test-faults and test-damage"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m wide tests
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile full \
+	  $$(grep -rlE '@examples\(|@given\(' tests --include='test_*.py')
+	@$(MAKE) --no-print-directory test-matrix test-reshard test-faults test-damage
 
 test-matrix: $(READY)  ## every composition of parallelisms against one process; WRITE=1 keeps the table
 	@$(BIN)/python -m tests.laws.layouts.matrix $(if $(WRITE),--write) $(if $(CASE),--case "$(CASE)")
@@ -63,7 +71,7 @@ test-mutants: $(READY)  ## small errors put into a copy of the code, each of whi
 	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 quick: gates  ## the gates and the tests that start no processes
-	@$(BIN)/python -m pytest -q tests/architecture tests/unit
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not wide" tests/architecture tests/unit
 
 gates: $(READY)  ## ruff, formatting, mypy --strict
 	@$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 """What every test run is held to: something ran, and nothing but tests of a GPU was passed over.
 
+Each run ends with its slowest tests, its time by folder and the number of tests that it left out.
+
 Only one thread per process computes, since many processes share few cores. Optional data may lie
 in the folder that MEGATRON_SHARED_DATA names; no test may need it.
 """
@@ -7,8 +9,9 @@ in the folder that MEGATRON_SHARED_DATA names; no test may need it.
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, here or in a process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,12 +25,17 @@ import pytest
 from megatron import log
 
 # The machines are shared: how long one example takes says nothing. Whole tests have a deadline.
-hypothesis.settings.register_profile("by no clock", deadline=None)
-hypothesis.settings.load_profile("by no clock")
+# How many examples each profile draws: tests/support/examples.py.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("full", deadline=None)
+hypothesis.settings.load_profile("quick")
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_SKIP = ("tests/gpu/",)
 RED_BECAUSE_OF_SKIPS = 1
+SLOWEST = 10  # tests that are named at the end, and any other that takes longer than
+LONG_S = 10.0
+LEFT_OUT = "tests left out"  # the key under which an xdist worker hands on its number
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +56,22 @@ def optional_data_folder() -> Path | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch for skips for the whole run, in the process that reports (xdist has others)."""
+    """Watch skips and times for the whole run, in the process that reports (xdist has others)."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipWatch(), "skip-watch")
+        config.pluginmanager.register(TimeWatch(), "time-watch")
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count what -m or -k leaves out; an xdist worker hands its number on."""
+    if items:
+        config = items[0].config
+        watch = config.pluginmanager.get_plugin("time-watch")
+        if watch is not None:
+            watch.left_out += len(items)
+        else:
+            output = config.workeroutput  # type: ignore[attr-defined]  # xdist's
+            output[LEFT_OUT] = output.get(LEFT_OUT, 0) + len(items)
 
 
 class SkipWatch:
@@ -100,6 +121,54 @@ class SkipWatch:
         reason = str(longrepr[2] if isinstance(longrepr, tuple) else longrepr)
         allowed = report.nodeid.startswith(MAY_SKIP)
         self.reasons[reason.removeprefix("Skipped: "), allowed] += 1
+
+
+class TimeWatch:
+    """Sums what tests take, their fixtures included, by test and by folder."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.left_out = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a test's set-up, call or tear-down."""
+        self.seconds[report.nodeid] += report.duration
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the number of tests left out from an xdist worker: all of them count the same."""
+        self.left_out = max(self.left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the slowest tests, then the folders, then how many tests were left out."""
+        ranked = self.seconds.most_common()
+        named = [one for at, one in enumerate(ranked) if at < SLOWEST or one[1] > LONG_S]
+        if named:
+            terminalreporter.section(f"the {SLOWEST} slowest tests, and those above {LONG_S:.0f} s")
+        for name, seconds in named:
+            terminalreporter.write_line(f"{seconds:7.1f} s {name}")
+        folders: Counter[str] = Counter()
+        tests: Counter[str] = Counter()
+        for name, seconds in ranked:
+            folder = _budget_folder(name)
+            folders[folder] += seconds
+            tests[folder] += 1
+        if folders:
+            terminalreporter.section("time by folder, summed over processes")
+        whole = sum(folders.values()) or 1.0
+        for folder, seconds in folders.most_common():
+            share = f"{100 * seconds / whole:3.0f}%"
+            terminalreporter.write_line(f"{seconds:7.1f} s {share} {tests[folder]:5} {folder}")
+        if self.left_out:
+            terminalreporter.write_line(
+                f"{self.left_out} tests were left out of this run; `make test-all` runs all"
+            )
+
+
+def _budget_folder(nodeid: str) -> str:
+    """The folder of a test that has a budget of its own in CONTRIBUTING.md."""
+    folders = nodeid.partition("::")[0].split("/")[:-1]
+    return "/".join(folders[: 3 if folders[1:2] == ["laws"] else 2])
 
 
 def _gates_ran(terminalreporter: pytest.TerminalReporter) -> bool:

@@ -1,6 +1,7 @@
 """Each dangerous power has one home, so that whoever looks for its use looks in one place."""
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -123,18 +124,24 @@ def strangers(home: Home, library: Sequence[Source], users: Sequence[Source]) ->
     for source in [*library, *(users if home.in_programs else ())]:
         if source.name in home.homes:
             continue
-        names = aliases(source)
-        uses = {(line, name) for line, name in imports(source)}
-        uses |= {
-            (node.lineno, full)
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Name | ast.Attribute)
-            and not isinstance(node.ctx, ast.Store)  # a field of that name is no use
-            and (full := dotted(node, names)) is not None
-        }
+        uses = uses_in(source)
         lines = sorted({line for line, name in uses if _is_below(name, home.names)})
         where = ", ".join(home.homes) or "nowhere"
         yield from (f"{source.name}:{line}: {home.what} belongs to {where}" for line in lines)
+
+
+@functools.cache
+def uses_in(source: Source) -> frozenset[tuple[int, str]]:
+    """Lines and full names of all that a file imports or mentions; read once for all homes."""
+    names = aliases(source)
+    mentioned = (
+        (node.lineno, full)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and not isinstance(node.ctx, ast.Store)  # a field of that name is no use
+        and (full := dotted(node, names)) is not None
+    )
+    return frozenset((*imports(source), *mentioned))
 
 
 def _is_below(name: str, tops: tuple[str, ...]) -> bool:

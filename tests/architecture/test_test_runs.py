@@ -1,5 +1,7 @@
 """A test run that tested nothing, or passed over what it must not, is red."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,16 @@ FILE_SKIPS = "import pytest\npytest.importorskip('a_module_that_is_not')\n"
 PASSES = "def test_b(): ...\n"
 
 
-def run_pytest(folder: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    folder: Path, files: dict[str, str], *flags: str
+) -> subprocess.CompletedProcess[str]:
     """A pytest of its own over `files`, with this project's conftest.py."""
-    write_tree(folder, {"pytest.ini": "[pytest]\n", "tests/conftest.py": CONFTEST} | files)
+    settings = "[pytest]\nmarkers = wide\n"
+    write_tree(folder, {"pytest.ini": settings, "tests/conftest.py": CONFTEST} | files)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "tests"],
         cwd=folder,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # some take a second to import
         capture_output=True,
         text=True,
         timeout=60,
@@ -44,6 +50,29 @@ def test_any_other_skip_is_red_and_said(tmp_path: Path, text: str) -> None:
     run = run_pytest(tmp_path, files)
     assert run.returncode == 1, run.stdout
     assert "1 x RED, only tests/gpu/ may skip: " in run.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
+def test_slow_tests_folders_and_what_was_left_out_are_said(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    sleeps = "import time\n\ndef test_slow():\n    time.sleep(0.3)\n"
+    wide = "import pytest\n\n@pytest.mark.wide\ndef test_c(): ...\n"
+    many = "".join(f"def test_{at}(): ...\n" for at in range(12))
+    files = {
+        "tests/laws/layouts/test_a.py": sleeps,
+        "tests/unit/deep/er/test_b.py": wide + many,
+    }
+    run = run_pytest(tmp_path, files, "-m", "not wide", *flags)
+    assert run.returncode == 0, run.stdout
+    lines = run.stdout.splitlines()
+    (first,) = (at for at, line in enumerate(lines) if "the 10 slowest tests" in line)
+    assert re.fullmatch(r" +0\.[3-9] s tests/laws/layouts/test_a\.py::test_slow", lines[first + 1])
+    assert all(" s tests/" in line for line in lines[first + 1 : first + 11])
+    assert "time by folder" in lines[first + 11]
+    assert re.fullmatch(r" +0\.[3-9] s +\d+% +1 tests/laws/layouts", lines[first + 12])
+    assert re.fullmatch(r" +0\.\d s +\d+% +12 tests/unit", lines[first + 13])
+    assert lines[first + 14].startswith("1 tests were left out of this run")
 
 
 def test_only_one_thread_computes_in_each_process() -> None:

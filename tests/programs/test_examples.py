@@ -33,7 +33,11 @@ def run_example(name: str, work: Path, *, flags: str = TINY, **variables: str) -
     """Run it from another folder, with everything that it makes in `work`."""
     environment = {"WORK": str(work), "ITERS": "2"} | variables
     ended = run_program(
-        [str(EXAMPLES / name), *flags.split()], cwd=work, environment=environment, within_s=180
+        [str(EXAMPLES / name), *flags.split()],
+        cwd=work,
+        environment=environment,
+        within_s=180,
+        warm_children=True,
     )
     assert ended.status == 0, ended.text
     return ended
@@ -135,8 +139,12 @@ def test_two_nodes_of_a_hostfile_train_together(work: Path) -> None:
     common |= {"PORT": str(free_port())}
     words = [str(EXAMPLES / "pretrain_gpt_two_nodes.sh"), *TINY.split()]
     with (
-        Started(words, cwd=work, environment=common | {"NODE_RANK": "0"}) as first,
-        Started(words, cwd=work, environment=common | {"NODE_RANK": "1"}) as second,
+        Started(
+            words, cwd=work, environment=common | {"NODE_RANK": "0"}, warm_children=True
+        ) as first,
+        Started(
+            words, cwd=work, environment=common | {"NODE_RANK": "1"}, warm_children=True
+        ) as second,
     ):
         ended = all_ended([first, second], within_s=180)
     assert [one.status for one in ended] == [0, 0], "".join(one.text for one in ended)
@@ -157,7 +165,13 @@ def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> Non
     script.chmod(0o755)
     variables = {"WORK": str(work), "ITERS": "2", "PATH": path, "SLURM_SUBMIT_DIR": str(ROOT)}
     variables |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}  # as a batch script has them
-    ended = run_program([str(script), *TINY.split()], cwd=work, environment=variables, within_s=180)
+    ended = run_program(
+        [str(script), *TINY.split()],
+        cwd=work,
+        environment=variables,
+        within_s=180,
+        warm_children=True,
+    )
     assert ended.status == 0, ended.text
     assert "tp 1 x pp 1 x dp 2" in ended.out
     assert (work / "slurm" / TRACKER).read_text() == "2\n"

@@ -88,7 +88,7 @@ class Trained:
     def run(self, *flags: str) -> Ended:
         """Start it again, under torchrun, from the folder that the paths are relative to."""
         words = torchrun_words(2, PRETRAIN, *self.flags, *flags)
-        return run_program(words, cwd=self.folder)
+        return run_program(words, cwd=self.folder, warm_children=True)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_named_groups_are_evaluated_and_logged_each_by_itself(prefix: str, tmp_p
     del words[at : at + 2]
     words += ["--train-weighted-split-paths", f"T: 3 0:0.4 {prefix}, 1 0.4:0.8 {prefix}"]
     words += ["--valid-weighted-split-paths-path", "valid.txt"]
-    done = run_program(torchrun_words(2, PRETRAIN, *words), cwd=tmp_path)
+    done = run_program(torchrun_words(2, PRETRAIN, *words), cwd=tmp_path, warm_children=True)
     assert done.status == 0, done.text
     for name in ("EARLY", "LATE"):
         assert f" {name} loss at iteration 4 | lm loss value: " in done.out

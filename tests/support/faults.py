@@ -19,6 +19,7 @@ import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
 from megatron.mpu import collectives
+from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.topology import Topology
 from megatron.optimizer import replicated_grads
 from megatron.pipeline.tied import TiedParameters
@@ -138,7 +139,7 @@ def _tied_sums(grid: Topology, *, times: int) -> Iterator[None]:
 @contextmanager
 def _replicated_sums(grid: Topology, *, times: int) -> Iterator[None]:
     """The sum over tp of gradients of what is replicated under sequence parallelism."""
-    real = replicated_grads.all_reduce
+    real: Any = replicated_grads.all_reduce  # type: ignore[attr-defined]
 
     def all_reduce(tensor: Tensor, group: Any) -> Tensor:
         for _ in range(times):
@@ -164,9 +165,9 @@ def _everything_counted(grid: Topology) -> Iterator[None]:
 def _glu_halves_swapped(grid: Topology) -> Iterator[None]:
     """The last tp rank takes gate for up, and up for gate."""
 
-    class Swapped(megatron.model.mlp.ColumnParallelLinear):
+    class Swapped(ColumnParallelLinear):
         def forward(self, hidden: Tensor) -> Tensor:
-            output = super().forward(hidden)
+            output: Tensor = super().forward(hidden)
             if self.blocks == 2 and self._tp.is_last:
                 output = torch.cat(output.chunk(2, dim=-1)[::-1], dim=-1)
             return output
@@ -179,7 +180,7 @@ def _glu_halves_swapped(grid: Topology) -> Iterator[None]:
 def _glu_cut_as_one_matrix(grid: Topology) -> Iterator[None]:
     """[gate; up] is shared out from top to bottom: the first rank has gates only."""
 
-    class AsOne(megatron.model.mlp.ColumnParallelLinear):
+    class AsOne(ColumnParallelLinear):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "blocks": 1})
 

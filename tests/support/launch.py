@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from tests.support.warm_python import Program, WarmProcess, can_fork, python_that_forks
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +29,11 @@ _POLL_S = 0.02
 _END_S = 5.0  # from SIGTERM to SIGKILL, for what a test leaves running
 
 # What is in the way of a fresh start: a rank's identity, and paths that a user does not have.
-_NOT_INHERITED = ("PYTHONPATH", "PYTEST_CURRENT_TEST", "MASTER_ADDR", "MASTER_PORT")
-_NOT_INHERITED += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-_NOT_INHERITED += ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_NOT_INHERITED = {
+    *("PYTHONPATH", "PYTEST_CURRENT_TEST", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+}
 
 _WORDS = "the cat sat on a mat and saw two dogs run over green hills far away while rain fell"
 
@@ -57,10 +60,21 @@ class Ended(NamedTuple):
 
 
 class Started:
-    """A running program; leaving the context ends it and everything it started."""
+    """A running program; leaving the context ends it and everything it started.
+
+    A program of Python's is forked from one that has imported torch, unless it is to start `fresh`:
+    where the start itself is what a test is about. With `warm_children` so are the programs that it
+    starts as `sys.executable` or $PYTHON; signals reach them by way of another process.
+    """
 
     def __init__(
-        self, words: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | None = None
+        self,
+        words: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+        warm_children: bool = False,
     ) -> None:
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Without CUDA, a machine that has it runs the same tests as one that has not.
@@ -68,11 +82,20 @@ class Started:
         self._said = tempfile.TemporaryDirectory()
         self._out, self._err = Path(self._said.name, "out"), Path(self._said.name, "err")
         self._began = time.monotonic()
+        deepspeed = "--deepspeed" in words
+        if warm_children:
+            fixed |= python_that_forks(deepspeed=deepspeed)
+        variables = inherited | fixed | dict(environment or {})
+        self.process: subprocess.Popen[bytes] | WarmProcess
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            if not fresh and can_fork(words, environment or {}):
+                program = Program(list(words[1:]), str(cwd), variables, out.name, err.name)
+                self.process = WarmProcess(program, deepspeed=deepspeed)
+                return
             self.process = subprocess.Popen(
                 list(words),
                 cwd=cwd,
-                env=inherited | fixed | dict(environment or {}),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -140,9 +163,13 @@ def run_program(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     within_s: float = WITHIN_S,
+    fresh: bool = False,
+    warm_children: bool = False,
 ) -> Ended:
     """Start a program and wait for its end."""
-    with Started(words, cwd=cwd, environment=environment) as program:
+    with Started(
+        words, cwd=cwd, environment=environment, fresh=fresh, warm_children=warm_children
+    ) as program:
         return program.ended(within_s=within_s)
 
 

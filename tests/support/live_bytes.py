@@ -17,7 +17,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, apart_from: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._passed_over = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -29,11 +29,16 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in self._passed_over:
-                    reference = StorageWeakRef(storage)
+                    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                     self._made[reference.cdata] = (reference, storage.nbytes())
         return result
 
     @property
     def count(self) -> int:
         """Bytes of the storages that are still there."""
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+        held = (
+            size
+            for reference, size in self._made.values()
+            if not reference.expired()  # type: ignore[no-untyped-call]
+        )
+        return sum(held)

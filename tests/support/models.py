@@ -14,7 +14,7 @@ from megatron.model.gpt_model import GPTModel
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.partition import Init, init_of
+from megatron.mpu.partition import Init, InitKind, init_of
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology
 
@@ -79,7 +79,7 @@ def roughen(model: nn.Module, ctx: ParallelContext) -> None:
     for parameter in model.parameters():
         init = init_of(parameter)
         if init is not None and init.kind in ("zeros", "ones"):
-            parameter.init = Init("normal", std=0.5)  # type: ignore[attr-defined]
+            parameter.init = Init(InitKind.NORMAL, std=0.5)  # type: ignore[attr-defined]
     initialize_parameters(model, seed=3, ctx=ctx)
 
 

@@ -76,7 +76,7 @@ def _attention(
     width = config.kv_channels or config.hidden_size // config.num_attention_heads
     groups = config.num_query_groups or config.num_attention_heads
     per_group = config.num_attention_heads // groups
-    columns = _linear(state, f"{name}.qkv", x).split(width, dim=-1)  # [q.. k v] per group
+    columns = torch.split(_linear(state, f"{name}.qkv", x), width, dim=-1)  # [q.. k v] per group
     heads = []
     for head in range(config.num_attention_heads):
         group, place = divmod(head, per_group)
@@ -134,7 +134,7 @@ def _wave_length(config: ModelConfig, length: float) -> float:
 
 def _slope(head: int, heads: int) -> float:
     if heads & (heads - 1) == 0:
-        return 2.0 ** (-8.0 * (head + 1) / heads)
+        return float(2.0 ** (-8.0 * (head + 1) / heads))
     power = 1 << (heads.bit_length() - 1)
     if head < power:
         return _slope(head, power)

@@ -138,19 +138,23 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
         # because of it have said so a moment later, and are listed after it.
         heard = {waiting.pop(pipe): _receive(pipe) for pipe in ready}  # type: ignore[call-overload]
         dead = [rank for rank, outcome in heard.items() if outcome is None]
-        failed = sorted((o.at, rank) for rank, o in heard.items() if o is not None and not o.ok)
+        ended = {rank: outcome for rank, outcome in heard.items() if outcome is not None}
+        failed = sorted((o.at, rank) for rank, o in ended.items() if not o.ok)
         if dead:
             ranks[dead[0]].process.join(_LAST_WORDS_S)
             code = ranks[dead[0]].process.exitcode
-            others = "".join(f"\nrank {r} failed then or before:\n{heard[r][2]}" for _, r in failed)
+            others = "".join(
+                f"\nrank {r} failed then or before:\n{ended[r].value}" for _, r in failed
+            )
             raise AssertionError(
                 f"rank {dead[0]} of {len(ranks)} died with exit code {code}{others}"
             )
         if failed:
             _, first = failed[0]
-            outcome = heard[first]
-            raise AssertionError(f"rank {first} of {len(ranks)} failed first:\n{outcome.value}")
-        results.update({rank: outcome.value for rank, outcome in heard.items() if outcome})
+            raise AssertionError(
+                f"rank {first} of {len(ranks)} failed first:\n{ended[first].value}"
+            )
+        results.update({rank: outcome.value for rank, outcome in ended.items()})
     _join(ranks)
     return [results[rank] for rank in range(len(ranks))]
 

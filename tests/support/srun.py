@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
             for task in tasks:
                 task.terminate()
         time.sleep(_POLL_S)
-    return max(abs(task.returncode) for task in tasks)
+    return max(abs(task.wait()) for task in tasks)
 
 
 def _told(node: int, local: int, nodes: int, each: int) -> dict[str, str]:

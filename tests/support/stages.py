@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.partition import Init
+from megatron.mpu.partition import Init, InitKind
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.pipeline.action import Round, Schedule
 from megatron.pipeline.exchange import with_ticks
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.p2p import PipelineMessage
+from megatron.pipeline.schedule import ScheduleName
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -125,7 +126,11 @@ class Layer(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.linear = ColumnParallelLinear(
-            WIDTH, WIDTH, ctx=ParallelContext.single(), init=Init("ones"), dtype=torch.float64
+            WIDTH,
+            WIDTH,
+            ctx=ParallelContext.single(),
+            init=Init(InitKind.ONES),
+            dtype=torch.float64,
         )
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -194,10 +199,12 @@ def microbatches(lengths: Sequence[int]) -> Iterator[tuple[tuple[Tensor], tuple[
         yield (ids,), (torch.randn(2, length, generator=draw, dtype=torch.float64),)
 
 
-def executor(chunks: Chunks, group: Group, exchanger: ThreadExchanger, schedule: str) -> Executor:
+def executor(
+    chunks: Chunks, group: Group, exchanger: ThreadExchanger, schedule: ScheduleName
+) -> Executor:
     """An executor over `chunks`, with a queue of weight gradients where the schedule wants one."""
     queue = None
-    if schedule == "zero-bubble":
+    if schedule is ScheduleName.ZERO_BUBBLE:
         queue = WeightGradients()
         queue.adopt(chunks.layers.parameters())
     work = StageWork(chunks.run, chunks.loss, len(chunks.places))

@@ -6,6 +6,7 @@ tolerance of the laws stands here, with its reason.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron.initialize
 import megatron.training
 from megatron.checkpoint import rng
 from megatron.config.fields import field_names
@@ -22,6 +24,7 @@ from megatron.config.run import GROUPS, RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 from megatron.engine.base import Engine, EvaluationSum, PretrainTask, RawBatch, StepPlan, StepReport
 from megatron.global_vars import Runtime
+from megatron.preflight.source import source_digests
 from megatron.progress import Progress
 from megatron.training import pretrain
 from pretrain_gpt import gpt_task
@@ -226,13 +229,17 @@ def train(config: RunConfig, task: PretrainTask | None = None) -> Record:
         return progress
 
     engines: list[RecordingEngine] = []
-    megatron.training.build_engine = recording  # type: ignore[assignment]
+    megatron.training.build_engine = recording  # type: ignore[assignment, attr-defined]
     megatron.training.run = run_and_look
+    megatron.initialize.source_digests = SOURCE_DIGESTS  # type: ignore[attr-defined]
     record.progress = pretrain(task or gpt_task(), config)
     return record
 
 
-REAL_BUILD_ENGINE, REAL_RUN = megatron.training.build_engine, megatron.training.run
+REAL_BUILD_ENGINE = megatron.training.build_engine  # type: ignore[attr-defined]
+REAL_RUN = megatron.training.run
+# Reading the whole package takes a tenth of a tiny run; a process does it once for all of its runs.
+SOURCE_DIGESTS = functools.cache(source_digests)
 
 
 def train_all(configs: Sequence[RunConfig]) -> list[Record]:

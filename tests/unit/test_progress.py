@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.progress import BatchSchedule, Duration, Progress
+from tests.support.examples import examples
 
 CONSTANT = BatchSchedule(4, 16, 2)
 RAMP = BatchSchedule(2, 32, 4, rampup=(8, 8, 300))  # 8, 16, 24 for 100 samples each, then 32
@@ -148,7 +149,7 @@ def test_samples_before_an_iteration_are_those_of_a_walk(
 
 
 @given(schedules(), st.integers(0, 2000))
-@settings(deadline=None)
+@examples(100)
 def test_iterations_within_samples_are_those_of_a_walk(
     schedule: BatchSchedule, samples: int
 ) -> None:
@@ -231,7 +232,7 @@ def test_a_run_in_samples_looks_at_samples_after_a_change_of_batch_size() -> Non
 
 
 @given(schedules(), st.integers(1, 1000))
-@settings(deadline=None)
+@examples(100)
 def test_a_run_lasts_as_long_as_it_says(schedule: BatchSchedule, samples: int) -> None:
     assume(samples >= schedule.global_batch_size_at(0))
     duration = Duration(schedule, train_samples=samples)

@@ -35,12 +35,27 @@ RUNS: dict[str, dict[str, Any]] = {
 SAVED = [(1, 1, 1, None), (2, 1, 2, None), (2, 2, 1, None), (1, 2, 1, 2)]
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
+
+
+@pytest.fixture(scope="module")
+def straight_runs(corpus: str) -> list[Record]:
+    """The runs that nothing interrupts, in one process."""
+    return run_on_ranks(1, train_all, [_run(corpus, flags) for flags in RUNS.values()])[0]
+
+
 @pytest.mark.parametrize(("tp", "pp", "dp", "chunks"), SAVED)
 def test_a_job_goes_on_from_what_another_saved_in_megatrons_layout(
-    tmp_path: Path, tp: int, pp: int, dp: int, chunks: int | None
+    tmp_path: Path,
+    corpus: str,
+    straight_runs: list[Record],
+    tp: int,
+    pp: int,
+    dp: int,
+    chunks: int | None,
 ) -> None:
-    corpus = write_tiny_corpus(tmp_path / "corpus")
-    straight = run_on_ranks(1, train_all, [_run(corpus, flags) for flags in RUNS.values()])[0]
     saving = [
         _run(
             corpus,
@@ -69,7 +84,7 @@ def test_a_job_goes_on_from_what_another_saved_in_megatrons_layout(
         ]
         by_rank = run_on_ranks(2, train_all, loading)
         for at in range(len(RUNS)):
-            check_continued([records[at] for records in by_rank], straight[at])
+            check_continued([records[at] for records in by_rank], straight_runs[at])
 
 
 def test_a_checkpoint_goes_there_and_back_through_megatrons_layout(tmp_path: Path) -> None:

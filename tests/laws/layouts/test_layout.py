@@ -4,12 +4,14 @@ Everything is the program's own: corpus, loaders, engine, loop. Float64 and no d
 error cannot hide in rounding; the narrower precisions are held to their bands for one model.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.config.run import RunConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     BF16,
@@ -25,7 +27,7 @@ from tests.support.tiny import (
     write_tiny_corpus,
 )
 
-LAYOUTS = {1: (1,), 2: (2, 1), 4: (4, 2, 1)}  # world size: tensor-parallel sizes
+LAYOUTS = {2: (2, 1), 4: (4, 2, 1)}  # world size: tensor-parallel sizes
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.1},
     "sgd, recompute": {"optimizer": "sgd", "lr": 0.05, "recompute_granularity": "full"},
@@ -37,34 +39,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
 
 
-def at_all_layouts(corpus: str, flags: dict[str, Any]) -> dict[tuple[int, int], list[Record]]:
-    """(tensor-parallel size, world size) to the records of every rank.
-
-    One process takes micro-batches of 1, all others two micro-batches of whatever size that makes.
-    """
-    found = {}
-    for world_size, sizes in LAYOUTS.items():
-        configs = [
-            tiny_run(
-                corpus,
-                **flags,
-                tensor_model_parallel_size=size,
-                micro_batch_size=1 if world_size == 1 else 4 * size // world_size,
-            )
-            for size in sizes
-        ]
-        by_rank = run_on_ranks(world_size, train_all, configs)
-        for at, size in enumerate(sizes):
-            found[size, world_size] = [records[at] for records in by_rank]
-    return found
+def layout_run(corpus: str, flags: Mapping[str, Any], tp: int, world_size: int) -> RunConfig:
+    """One process takes micro-batches of 1, all others two of whatever size that makes."""
+    return tiny_run(
+        corpus,
+        **flags,
+        tensor_model_parallel_size=tp,
+        micro_batch_size=1 if world_size == 1 else 4 * tp // world_size,
+    )
 
 
 def check_equal(
-    found: dict[tuple[int, int], list[Record]], tolerance: float, *, parameters: float
+    found: Iterable[Sequence[Record]],
+    alone: Sequence[Record],
+    tolerance: float,
+    *,
+    parameters: float,
 ) -> None:
-    alone = found[1, 1]
     expected = whole(alone, prefix="model/")
-    for records in found.values():
+    for records in found:
         for record in records:  # every rank is told the same numbers
             assert (record.losses, record.grad_norms) == (records[0].losses, records[0].grad_norms)
         assert_close(records[0].losses, alone[0].losses, tolerance)
@@ -77,24 +70,42 @@ def mean_losses(records: Sequence[Record]) -> list[float]:
     return [evaluation.mean for evaluation in records[0].evaluations]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_layout_trains_the_same_model(corpus: str, model: str, variant: str) -> None:
-    flags = {**MODELS[model], **VARIANTS[variant], "eval_iters": 1, "eval_interval": 3}
-    found = at_all_layouts(corpus, flags)
-    alone = found[1, 1][0]
-    assert max(alone.grad_norms) > 0.5, "clipping is meant to be active"
-    assert len(set(alone.losses)) == len(alone.losses), "the weights are meant to move"
-    assert {records[0].plans[0].num_microbatches for records in found.values()} == {8, 2}
-    check_equal(found, FP64, parameters=FP64)
+def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
+    shape = {**MODELS[model], "eval_iters": 1, "eval_interval": 3}
+    runs = [layout_run(corpus, shape | flags, 1, 1) for flags in VARIANTS.values()]
+    (alone,) = run_on_ranks(1, train_all, runs)
+    for record in alone:
+        assert max(record.grad_norms) > 0.5, "clipping is meant to be active"
+        assert len(set(record.losses)) == len(record.losses), "the weights are meant to move"
+        assert record.plans[0].num_microbatches == 8
+    # Layouts take the variants in turn, and models begin with one and the other: every layout
+    # meets every model and every variant.
+    variants = itertools.cycle(range(len(VARIANTS)))
+    if list(MODELS).index(model) % len(VARIANTS):
+        next(variants)
+    for world_size, sizes in LAYOUTS.items():
+        taken = [next(variants) for _ in sizes]
+        configs = [
+            layout_run(corpus, shape | list(VARIANTS.values())[variant], tp, world_size)
+            for tp, variant in zip(sizes, taken)
+        ]
+        by_rank = run_on_ranks(world_size, train_all, configs)
+        for variant, *records in zip(taken, *by_rank):
+            assert records[0].plans[0].num_microbatches == 2
+            check_equal([records], [alone[variant]], FP64, parameters=FP64)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", FP32), ("bf16", BF16)])
 def test_narrower_precisions_stay_within_their_bands(
     corpus: str, precision: str, tolerance: float
 ) -> None:
-    flags = {"fp64": False, "bf16": precision == "bf16", "eval_iters": 1}
-    found = at_all_layouts(corpus, {**MODELS["llama"], **flags})
+    flags = {**MODELS["llama"], "fp64": False, "bf16": precision == "bf16", "eval_iters": 1}
+    (alone,) = run_on_ranks(1, train_all, [layout_run(corpus, flags, 1, 1)])
+    found = []
+    for world_size, sizes in LAYOUTS.items():
+        configs = [layout_run(corpus, flags, tp, world_size) for tp in sizes]
+        found += zip(*run_on_ranks(world_size, train_all, configs))
     # AdamW turns a gradient that is nothing but rounding into a step of full length, so single
     # weights can be anywhere within the steps taken: 5 times the learning rate of 0.01.
-    check_equal(found, tolerance, parameters=0.5)
+    check_equal(found, alone, tolerance, parameters=0.5)

@@ -1,7 +1,6 @@
 """The benchmarks run, compare equals, and say what they could not measure."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ from benchmarks import (
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
+from tests.support.launch import Ended, run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -37,21 +37,14 @@ TINY_GPT3 = (
 )
 
 
-def script(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def script(name: str, *flags: str) -> Ended:
     """Run a benchmark as a user would, on one thread and without any GPU there may be."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name), *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
+    return run_program([sys.executable, str(ROOT / "benchmarks" / name), *flags], cwd=ROOT)
 
 
 def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> None:
     done = script("train_cpu.py", *TINY, "--json", str(tmp_path / "out" / "result.json"))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     report = json.loads((tmp_path / "out" / "result.json").read_text())
     assert {"machine", "shape", "recipe", "flops_convention", "steps", "results"} <= report.keys()
     assert {"cpu", "threads", "torch", "load_1min", "time"} <= report["machine"].keys()
@@ -72,12 +65,12 @@ def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> 
             assert score["share_of_matmul_peak"] == pytest.approx(share)
         low, high = result["ratio_range"]
         assert low <= result["ratio"] <= high
-    assert "ours / plain in tokens/s" in done.stdout
+    assert "ours / plain in tokens/s" in done.out
 
 
 def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path: Path) -> None:
     done = script("parallel_cpu.py", "--quick", "--json", str(tmp_path / "out" / "result.json"))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     report = json.loads((tmp_path / "out" / "result.json").read_text())
     rows = {row["who"]: row for row in report["rows"]}
     assert set(parallel_cpu.OURS) < rows.keys()
@@ -93,7 +86,7 @@ def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path:
         # What is more than the formula: the loss, the norm, and the padding of buckets.
         assert 1.0 <= sent["counted"] / sent["formula"] < 1.05
     for target in ("efficiency of ours over DDP's own", "efficiency of ours, overlap over DDP's"):
-        assert f"target >= 0.95: {target}" in done.stdout
+        assert f"target >= 0.95: {target}" in done.out
 
 
 def test_a_ring_sends_two_halves_of_an_all_reduce() -> None:
@@ -143,15 +136,15 @@ def test_a_weight_without_a_source_is_an_error_and_not_left_at_random() -> None:
 
 def test_the_gpu_suite_says_what_it_did_not_measure_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = script("gpu_suite.py", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     for part in ("tests/gpu", "training gpt3-125m", "training gpt3-1.3b"):
-        assert f"not measured: {part} (no CUDA device)" in done.stdout
+        assert f"not measured: {part} (no CUDA device)" in done.out
     (written,) = tmp_path.glob("gpu_suite-*.json")
     report = json.loads(written.read_text())
     assert report["device"] is None
     assert report["trainings"] == []
     assert len(report["not_measured"]) == 3
-    assert written.with_suffix(".md").read_text() == done.stdout
+    assert written.with_suffix(".md").read_text() == done.out
 
 
 def test_the_gpu_suite_measures_a_training_and_where_its_time_goes(tmp_path: Path) -> None:
@@ -230,21 +223,21 @@ def test_the_data_benchmark_measures_ours_and_says_what_is_missing(tmp_path: Pat
     text.write_text("\n".join(lines) + "\n")
     output = tmp_path / "out" / "data.json"
     done = script("data.py", *TINY_DATA, "--text", str(text), "--json", str(output))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     report = json.loads(output.read_text())
     sections = {section["name"]: section for section in report["sections"]}
     assert list(sections) == list(data.SECTIONS)
     assert report["peers"] is None
     for name, section in sections.items():
-        assert f"== {name}: " in done.stdout
+        assert f"== {name}: " in done.out
         assert all(row["cpu"] >= 0 and row["who"].strip() for row in section["rows"])
         assert "no --peer-python, so there is no peer here" in section["notes"]
         for target in section["targets"]:
             beside_a_peer = "megatron-core" in target["what"]
             assert (target["found"] is None) == beside_a_peer
             assert (target["reached"] is None) == beside_a_peer
-    assert done.stdout.count("not measured") == 4  # preprocess, two blends, sample-index
-    assert "wall s after imports" in done.stdout
+    assert done.out.count("not measured") == 4  # preprocess, two blends, sample-index
+    assert "wall s after imports" in done.out
     rows = {row["who"]: row for row in sections["samples"]["rows"]}
     assert {"ours off", "ours touched", "ours touched, mapped", "bare memmap"} <= rows.keys()
     assert len(rows["ours touched"]["turns"]) == 2

@@ -26,6 +26,7 @@ from benchmarks.quality.plain_scores import plain_endings, plain_loss
 from benchmarks.quality.steps import Steps, on_ranks
 from megatron.errors import ConfigError, DataError, NumericsError
 from tests.support.launch import write_text
+from tests.support.warm_python import python_that_forks
 
 SYLLABLES = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
 WORDS = 24  # of a topic
@@ -72,7 +73,15 @@ def write_pairs(path: Path, *, first: int, last: int, seed: int) -> list[str]:
     return labels
 
 
+@pytest.fixture
+def _steps_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are programs of their own, which would each import torch."""
+    monkeypatch.setattr(sys, "executable", python_that_forks()["PYTHON"])
+
+
+@pytest.mark.usefixtures("_steps_are_forked")
 @pytest.mark.slow
+@pytest.mark.wide  # a minute of training, for a quality of models and no law
 def test_what_pretraining_taught_about_words_decides_pairs_of_words_never_fine_tuned_on(
     tmp_path: Path,
 ) -> None:
@@ -92,6 +101,7 @@ def test_what_pretraining_taught_about_words_decides_pairs_of_words_never_fine_t
     assert found.answers[bert_pairs.INITIAL].mean < CHANCE
 
 
+@pytest.mark.usefixtures("_steps_are_forked")
 @pytest.mark.slow
 def test_a_task_a_plain_loop_and_transformers_score_one_model_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,7 +1,5 @@
 """The dispatcher: from any folder, by any way of starting it, with words for every mistake."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -55,13 +53,6 @@ def test_the_flag_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_help_of_a_task_names_its_flags(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, MAIN, "--task", "LAMBADA", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ,
-        check=True,
-    )
-    assert "--strict-lambada" in done.stdout
+    done = run_program([sys.executable, MAIN, "--task", "LAMBADA", "--help"], cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "--strict-lambada" in done.out

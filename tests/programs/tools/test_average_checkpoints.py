@@ -1,6 +1,5 @@
 """tools/average_checkpoints.py, started as a user would start it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,15 +11,15 @@ from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.source import WriteOptions
 from tests.support.checkpoints.sources import MemorySource
+from tests.support.launch import Ended, run_program
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "average_checkpoints.py"
 WRONG_FLAG, DAMAGED = 64, 66
 
 
-def average(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+def average(*arguments: object) -> Ended:
+    return run_program([sys.executable, str(TOOL), *map(str, arguments)], cwd=REPOSITORY)
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def save(tmp_path: Path) -> Path:
 
 def test_the_mean_of_two_iterations_is_a_checkpoint_of_weights(save: Path, tmp_path: Path) -> None:
     ended = average("--load", save, "--iterations", 10, 20, "--save", tmp_path / "mean")
-    assert ended.returncode == 0, ended.stderr
-    assert "averaged 2 checkpoints" in ended.stdout
+    assert ended.status == 0, ended.err
+    assert "averaged 2 checkpoints" in ended.out
     one, other = (MemorySource.of_gpt(seed=seed, optimizer=True) for seed in (10, 20))
     with registry.open_source(tmp_path / "mean") as found:
         assert found.progress["iteration"] == 20
@@ -72,6 +71,6 @@ def test_what_cannot_be_averaged_is_said_exactly(save: Path, tmp_path: Path) -> 
         ),
     ):
         ended = average(*arguments)
-        assert ended.returncode == status, ended.stderr
-        assert text in ended.stderr
+        assert ended.status == status, ended.err
+        assert text in ended.err
         assert not (tmp_path / "mean").exists()

@@ -1,7 +1,6 @@
 """tools/convert_checkpoint.py, started as a user would start it: any to any, or refused."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,15 +11,15 @@ from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.native.source import write_sharded
 from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole_model
 from tests.support.checkpoints.sources import MemorySource, assert_same
+from tests.support.launch import Ended, run_program
 
 REPOSITORY = Path(__file__).parents[3]
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
 WRONG_FLAG, DAMAGED = 64, 66
 
 
-def convert(*arguments: object, cwd: Path = REPOSITORY) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+def convert(*arguments: object, cwd: Path = REPOSITORY) -> Ended:
+    return run_program([sys.executable, str(TOOL), *map(str, arguments)], cwd=cwd)
 
 
 @pytest.fixture
@@ -37,11 +36,11 @@ def test_ours_goes_to_megatron_and_back_and_nothing_is_lost(ours: Path, tmp_path
         *("--make-vocab-size-divisible-by", 8),
         cwd=tmp_path,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "converted sharded to megatron" in ended.stdout
+    assert ended.status == 0, ended.err
+    assert "converted sharded to megatron" in ended.out
     assert len(list((there / "iter_0000010").glob("mp_rank_*_*/model_optim_rng.pt"))) == 4
     ended = convert("--load", there, "--save", back, "--format", "sharded")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.status == 0, ended.err
     with registry.open_source(ours) as first, registry.open_source(back) as last:
         assert_same(last, first)
         assert (last.scalars, last.progress) == (first.scalars, first.progress)
@@ -53,7 +52,7 @@ def test_weights_alone_and_true_tokens(tmp_path: Path) -> None:
         *("--load", tmp_path / "theirs", "--save", tmp_path / "ours", "--format", "sharded"),
         *("--true-vocab-size", 41, "--no-optim"),
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.status == 0, ended.err
     with registry.open_source(tmp_path / "ours") as found:
         assert found.tensors["model/embedding.word.weight"].global_shape == (41, 16)
         assert all(name.startswith("model/") for name in found.tensors)
@@ -65,9 +64,9 @@ def test_damage_is_found_before_anything_is_written(ours: Path, tmp_path: Path) 
     data[-20] ^= 4
     file.write_bytes(data)
     ended = convert("--load", ours, "--save", tmp_path / "x", "--format", "megatron")
-    assert ended.returncode == DAMAGED
-    assert "the checkpoint is damaged" in ended.stderr
-    assert file.name in ended.stderr
+    assert ended.status == DAMAGED
+    assert "the checkpoint is damaged" in ended.err
+    assert file.name in ended.err
     assert not (tmp_path / "x").exists()
 
 
@@ -103,8 +102,8 @@ def test_what_cannot_be_is_said_exactly(ours: Path, tmp_path: Path) -> None:
         ),
     ):
         ended = convert(*arguments)
-        assert ended.returncode == status, ended.stderr
-        assert text in ended.stderr
+        assert ended.status == status, ended.err
+        assert text in ended.err
         assert not list(out.glob("*")) if out.exists() else True
 
 
@@ -117,6 +116,6 @@ def test_a_hostile_file_is_refused_and_not_run(tmp_path: Path) -> None:
     path = directory / "mp_rank_00" / "model_optim_rng.pt"
     torch.save({"model": {}, "args": Hostile()}, path)
     ended = convert("--load", tmp_path / "theirs", "--save", tmp_path / "x", "--format", "sharded")
-    assert ended.returncode == DAMAGED
-    assert "asks for posix.system; nothing of it was run" in ended.stderr
+    assert ended.status == DAMAGED
+    assert "asks for posix.system; nothing of it was run" in ended.err
     assert not (tmp_path / "mark").exists()

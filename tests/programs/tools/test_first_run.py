@@ -38,7 +38,7 @@ def test_an_interrupted_first_run_resumes_and_then_is_done(tmp_path: Path) -> No
     assert FIRST_CHECKPOINT <= reached < ITERATIONS
     assert not (out / "sample.txt").exists()
 
-    resumed = run_program(command, cwd=ROOT, within_s=180)
+    resumed = run_program(command, cwd=ROOT, within_s=180, warm_children=True)
     assert resumed.status == 0, resumed.text
     assert f"Resuming {out} after {reached} of {ITERATIONS} iterations." in resumed.out
     assert "train a byte-level BPE" not in resumed.out
@@ -50,7 +50,7 @@ def test_an_interrupted_first_run_resumes_and_then_is_done(tmp_path: Path) -> No
     assert len(list(places.checkpoints.glob("iter_*"))) == 2
     assert not unfinished(out)
 
-    again = run_program(command, cwd=ROOT)
+    again = run_program(command, cwd=ROOT, warm_children=True)
     assert again.status == 0, again.text
     assert f"Training is done: {ITERATIONS} of {ITERATIONS} iterations are in {out}." in again.out
     assert "===" not in again.out

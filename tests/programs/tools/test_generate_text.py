@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--tensor-model-parallel-size", "2", "--fp64", "--train-iters", "40"]
     flags += ["--save", "save", "--eval-iters", "0", "--log-interval", "100"]
     words = torchrun_words(2, PRETRAIN, *small_run(byte_corpus(folder), *flags))
-    done = run_program(words, cwd=folder)
+    done = run_program(words, cwd=folder, warm_children=True)
     assert done.status == 0, done.text
     return folder / "save"
 
@@ -41,7 +41,7 @@ def test_one_rank_and_two_continue_prompts_alike(checkpoint: Path, tmp_path: Pat
     assert one.status == 0, one.text
     assert output.read_text().splitlines() == [row for row in one.out.splitlines() if "{" in row]
     split = ["--tensor-model-parallel-size", "2"]
-    two = run_program(torchrun_words(2, GENERATE, *flags, *split), cwd=tmp_path)
+    two = run_program(torchrun_words(2, GENERATE, *flags, *split), cwd=tmp_path, warm_children=True)
     assert two.status == 0, two.text
     rows = [json.loads(line) for line in one.out.splitlines() if line.startswith("{")]
     assert rows == [json.loads(line) for line in two.out.splitlines() if line.startswith("{")]

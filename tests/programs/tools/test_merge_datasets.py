@@ -204,7 +204,9 @@ def test_ranks_write_the_bytes_of_preprocessing_the_whole(tmp_path: Path, ranks:
     if ranks == 1:
         merge_datasets.main(words)
     else:
-        ended = run_program(torchrun_words(ranks, PROGRAM, *words), cwd=tmp_path)
+        ended = run_program(
+            torchrun_words(ranks, PROGRAM, *words), cwd=tmp_path, warm_children=True
+        )
         assert ended.status == 0, ended.err
         assert f"--data-path {tmp_path / 'out' / 'x'}" in ended.out
     pairs = zip(corpus_files(whole), corpus_files(str(tmp_path / "out" / "x")))
@@ -219,7 +221,7 @@ def test_a_damaged_input_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
         file.write(b"x")
     words = ["--input", *parts, "--output-prefix", str(tmp_path / "out" / "x")]
     words += ["--merge", "distributed"]
-    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path)
+    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path, warm_children=True)
     assert ended.status != 0
     assert f"the tokens are not those that were written: {parts[1]}.bin" in ended.err
     assert not list((tmp_path / "out").glob("*[!p]"))  # what is there ends in .tmp
@@ -228,7 +230,7 @@ def test_a_damaged_input_ends_all_ranks_with_its_name(tmp_path: Path) -> None:
 def test_a_merge_by_one_process_is_not_started_by_torchrun(tmp_path: Path) -> None:
     part = corpus(tmp_path, "a", ["x"])
     words = ["--input", part, "--output-prefix", str(tmp_path / "out")]
-    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path)
+    ended = run_program(torchrun_words(2, PROGRAM, *words), cwd=tmp_path, warm_children=True)
     assert ended.status != 0
     assert "several ranks were started for a merge by one process" in ended.err
     assert not list(tmp_path.glob("out*"))

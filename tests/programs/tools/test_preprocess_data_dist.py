@@ -85,7 +85,9 @@ def test_ranks_write_the_bytes_of_one_program(tmp_path: Path, ranks: int, merge:
     if ranks == 1:
         preprocess_data_dist.main(flags)
     else:
-        ended = run_program(torchrun_words(ranks, PROGRAM, *flags), cwd=tmp_path)
+        ended = run_program(
+            torchrun_words(ranks, PROGRAM, *flags), cwd=tmp_path, warm_children=True
+        )
         assert ended.status == 0, ended.err
         assert f"--data-path {tmp_path / 'out' / 'x'}_q_document" in ended.out
     assert outputs(tmp_path / "out" / "x") == outputs(tmp_path / "one")
@@ -101,6 +103,7 @@ def test_rows_of_a_dataset_are_shared_by_ranks(tmp_path: Path) -> None:
     ended = run_program(
         torchrun_words(2, PROGRAM, *flags, "--hf-split", "train"),
         cwd=tmp_path,
+        warm_children=True,
     )
     assert ended.status == 0, ended.err
     assert outputs(tmp_path / "two", ("text",)) == outputs(tmp_path / "one", ("text",))
@@ -152,7 +155,9 @@ def test_a_killed_run_goes_on_behind_its_pieces_with_any_number_of_ranks(tmp_pat
     assert list(tmp_path.glob("out*")) == [folder]
     done = len(list(folder.glob("*.note.json")))
     assert 0 < done < 8
-    ended = run_program(torchrun_words(3, PROGRAM, *flags, "--resume"), cwd=tmp_path)
+    ended = run_program(
+        torchrun_words(3, PROGRAM, *flags, "--resume"), cwd=tmp_path, warm_children=True
+    )
     assert ended.status == 0, ended.err
     assert f"going on behind {done} finished pieces" in ended.out
     assert outputs(tmp_path / "out", ("text",)) == outputs(tmp_path / "one", ("text",))

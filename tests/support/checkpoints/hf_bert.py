@@ -21,8 +21,8 @@ from pretrain_bert import bert_task
 from tests.support.tiny import train
 from tools.compare_with_transformers import Inputs, Outputs, our_outputs, their_outputs
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 VOCABULARY, POSITIONS = 57, 24
 # In float32 both sides round a few hundred additions in another order; values are of size 1 to 10.

@@ -23,8 +23,8 @@ from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 VOCABULARY, POSITIONS = 53, 64
 # In float32 both sides round a few hundred additions in another order. Logits are of size 1 to 10.
@@ -120,7 +120,8 @@ def hf_model(case: str, **changes: Any) -> Any:
     kind, fields = CASES[case]
     config = getattr(transformers, kind)(**(fields | changes))
     # Eager: the window of a fused kernel is another piece of code.
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,7 +136,8 @@ def hf_model(case: str, **changes: Any) -> Any:
 def saved_logits(case: str) -> Tensor:
     """What `transformers` computes for `tokens()`, [b, s, v]."""
     with torch.no_grad():
-        return hf_model(case)(tokens()).logits
+        logits: Tensor = hf_model(case)(tokens()).logits
+        return logits
 
 
 def save_case(case: str, folder: Path, **options: Any) -> Path:

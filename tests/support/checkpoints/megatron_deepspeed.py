@@ -73,7 +73,8 @@ class Renamed(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss = self._hidden[0](tokens, labels=labels)
-        return loss.total / loss.count
+        mean: Tensor = loss.total / loss.count
+        return mean
 
 
 def write_plain(
@@ -178,7 +179,8 @@ class BlockPipe(nn.Module):
         self.mlp.dense_4h_to_h = nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        attention, mlp = self.self_attention, self.mlp
+        attention: Any = self.self_attention
+        mlp: Any = self.mlp
         q, k, v = attention.query_key_value(self.input_layernorm(hidden)).chunk(3, -1)
         hidden = hidden + attention.dense(q * k + v)
         middle = mlp.dense_h_to_4h(self.post_attention_layernorm(hidden)).tanh()

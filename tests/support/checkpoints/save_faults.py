@@ -47,7 +47,12 @@ def kill_this_process() -> None:
 
 def kill_after(seconds: float) -> None:
     """The same at some later moment, whatever this process does then."""
-    threading.Thread(target=lambda: (time.sleep(seconds), kill_this_process()), daemon=True).start()
+
+    def wait_and_kill() -> None:
+        time.sleep(seconds)
+        kill_this_process()
+
+    threading.Thread(target=wait_and_kill, daemon=True).start()
 
 
 def _before(owner: Any, name: str) -> Callable[[Act], AbstractContextManager[Any]]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.curriculum import (
@@ -16,6 +16,7 @@ from megatron.config.curriculum import (
 )
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
+from tests.support.examples import examples
 
 LINEAR = {"total_curriculum_step": 10, "difficulty_step": 8}
 ROOT = LINEAR | {"root_degree": 2}
@@ -69,7 +70,7 @@ def blocks(draw: st.DrawFn) -> Any:
     return block(schedule.value, inner, shortest=shortest, longest=longest)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(blocks())
 def test_every_length_is_that_of_deepspeed(values: Any) -> None:
     ours, theirs = read(values), lengths_of_deepspeed(values, 150)

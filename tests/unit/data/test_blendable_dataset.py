@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.blendable_dataset import (
@@ -12,6 +12,7 @@ from megatron.data.blendable_dataset import (
 )
 from megatron.data.orders.sample_maps import build_blending_indices
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 
 
 class Numbers:
@@ -118,7 +119,7 @@ def test_a_touched_component_is_noticed():
         blend.check_unchanged()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=10), st.integers(1, 500))
 def test_what_is_asked_of_a_component_always_suffices(weights, size):
     total = sum(weights)
@@ -136,7 +137,7 @@ def test_a_share_of_less_than_one_sample_is_a_problem():
     assert list(draw_problems(["a", "b"], [99, 2.1], 50)) == [], "the fix works"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12), st.integers(1, 400))
 def test_at_every_prefix_no_component_is_a_whole_sample_ahead_of_its_share(weights, size):
     """And behind it by no more than Megatron's order can be: less than one sample for two.

@@ -1,7 +1,7 @@
 """Ranks share each step without overlap, and a resumed order is the tail of the whole one."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.data_samplers import (
@@ -9,6 +9,7 @@ from megatron.data.data_samplers import (
     MegatronPretrainingSampler,
 )
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 
 
 def sequential(total, consumed=0, *, size=2, rank=0, ranks=1, **options):
@@ -52,7 +53,7 @@ grids = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(**grids)
 def test_sequential_ranks_cover_the_rest_in_order_up_to_a_full_step(total, size, ranks, consumed):
     consumed = min(consumed, total)
@@ -65,7 +66,7 @@ def test_sequential_ranks_cover_the_rest_in_order_up_to_a_full_step(total, size,
     assert seen == list(range(consumed, consumed + steps * size * ranks))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(**grids)
 def test_a_tail_that_is_kept_is_shared_evenly_or_refused(total, size, ranks, consumed):
     consumed = min(consumed, total)
@@ -77,7 +78,7 @@ def test_a_tail_that_is_kept_is_shared_evenly_or_refused(total, size, ranks, con
     assert seen == list(range(consumed, total))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(**grids, seed=st.integers(0, 2**32 - 1))
 def test_shuffled_order_is_one_stream_whatever_the_grid(total, size, ranks, consumed, seed):
     if total < size * ranks:

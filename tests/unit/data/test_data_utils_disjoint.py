@@ -1,7 +1,7 @@
 """Training, validation and test share no token, whatever the split, the blend and the order."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.data_utils import (
@@ -12,6 +12,7 @@ from megatron.data.data_utils import (
 )
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
 from megatron.data.kinds.dataset_makers import Windows
+from tests.support.examples import examples
 
 BIG = 100_000  # tokens of one corpus are numbered from its multiple on
 
@@ -25,7 +26,7 @@ def numbered(folder, number, sizes):
     return str(prefix)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.lists(st.lists(st.integers(1, 12), min_size=4, max_size=12), min_size=1, max_size=3),
     st.tuples(st.integers(1, 90), st.integers(1, 90), st.integers(1, 90)),

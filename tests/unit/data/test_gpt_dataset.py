@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import log
@@ -13,6 +13,7 @@ from megatron.data import gpt_dataset
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_indices, plan_epochs
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import DataError
+from tests.support.examples import examples
 from tests.unit.data.corpora import (
     METADATA,
     cache_in,
@@ -117,7 +118,7 @@ def test_orders_have_their_golden_hashes(
     assert [short_hash(array) for array in arrays] == [a, b, c]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=10).filter(any),
     st.integers(1, 60),
@@ -139,7 +140,7 @@ def test_any_order_is_the_naive_one(sizes, num_samples, seq_length, seed, cutoff
     assert plan.num_samples >= num_samples
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
     st.integers(1, 30),

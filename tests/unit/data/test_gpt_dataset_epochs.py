@@ -4,11 +4,12 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_indices
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in
 
 KEYS = ("doc_idx", "sample_idx", "shuffle_idx")
@@ -46,7 +47,7 @@ def dataset_of(folder, split, **changes):
     return GPTDataset(numbered(folder, split["sizes"]), **(options | changes))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(splits())
 def test_every_token_of_a_split_is_predicted_once_per_epoch(tmp_path_factory, split):
     """By the items themselves: the inputs of all samples end to end, in the order of the stream."""
@@ -74,7 +75,7 @@ def test_every_token_of_a_split_is_predicted_once_per_epoch(tmp_path_factory, sp
         assert other == one + 1 or (one in last_tokens and other in first_tokens)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(splits())
 def test_an_epoch_apart_has_every_token_once_and_those_before_it_no_more_than_their_number(
     tmp_path_factory, split
@@ -96,7 +97,7 @@ def test_an_epoch_apart_has_every_token_once_and_those_before_it_no_more_than_th
     assert (per_document == plan.num_epochs).all()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(splits())
 def test_a_cache_hit_equals_a_rebuild(tmp_path_factory, split):
     """To the byte: loaded, built in another place, and computed without any cache."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import DataIntegrity
@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import (
     index_file_path,
 )
 from megatron.errors import DataError, MegatronError
+from tests.support.examples import examples
 from tests.unit.data.corpora import METADATA, random_sizes, write_corpus, write_documents
 
 VERIFYING = (DataIntegrity.TOUCHED, DataIntegrity.FULL)
@@ -64,7 +65,7 @@ def every_half(corpus):
 WAYS_TO_READ = (all_joined, joined_one_by_one, every_item, every_half)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     st.sampled_from(SUFFIXES),
     st.integers(0, 2**20),

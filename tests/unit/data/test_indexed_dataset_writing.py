@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.corpus import checksums
@@ -18,6 +18,7 @@ from megatron.data.indexed_dataset import (
     make_builder,
 )
 from megatron.errors import DataError, MachineError
+from tests.support.examples import examples
 from tests.unit.data.corpora import (
     METADATA,
     open_corpus,
@@ -31,7 +32,7 @@ def prefix(tmp_path):
     return write_documents(tmp_path / "c")
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(
         st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=6), max_size=4), min_size=1

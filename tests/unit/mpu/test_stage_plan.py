@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -17,6 +17,7 @@ from megatron.mpu.stage_plan import (
     ranges_of_counts,
     ranges_of_stage,
 )
+from tests.support.examples import examples
 
 costs_of_layers = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=9)
 
@@ -36,7 +37,7 @@ def rank_of(costs: Sequence[float], ranges: Sequence[LayerRange]) -> tuple[objec
     return max(parts), sum(part**2 for part in parts), [each.size for each in ranges]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(costs_of_layers, st.data())
 def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
@@ -47,7 +48,7 @@ def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject
     assert [each.start for each in found[1:]] == [each.stop for each in found[:-1]]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.integers(1, 6), st.data())
 def test_every_stage_gets_a_transformer_layer_where_there_are_enough(
     num_blocks: int, data: st.DataObject

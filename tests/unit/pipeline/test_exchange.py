@@ -4,7 +4,7 @@ from collections import defaultdict
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline import orders
@@ -20,6 +20,7 @@ from megatron.pipeline.action import (
 from megatron.pipeline.exchange import matched_batches, with_ticks
 from megatron.pipeline.orders import gpipe, one_forward_one_backward
 from megatron.pipeline.simulate import Durations, simulate
+from tests.support.examples import examples
 from tests.support.stages import with_exchanges
 
 
@@ -160,7 +161,7 @@ def sound_orders(draw: st.DrawFn) -> tuple[int, int, int, list[list[Round]]]:
     return stages, batch, chunks, rounds
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(sound_orders())
 def test_any_order_that_can_be_computed_can_be_communicated(
     case: tuple[int, int, int, list[list[Round]]],
@@ -174,7 +175,7 @@ def test_any_order_that_can_be_computed_can_be_communicated(
     simulate(schedules, num_microbatches=batch, num_chunks=chunks)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(sound_orders())
 def test_the_messages_of_a_tick_meet_among_themselves(
     case: tuple[int, int, int, list[list[Round]]],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import log
@@ -16,6 +16,7 @@ from megatron.data.samples.packing import build_packed_indices
 from megatron.preflight import data as rules
 from megatron.preflight.checks import CHECKS
 from megatron.preflight.run import Check, collect_findings
+from tests.support.examples import examples
 from tests.support.tiny import TOKENS_PER_SAMPLE, write_tiny_corpus
 from tests.unit.data.dialogues import (
     NULL,
@@ -271,7 +272,7 @@ def test_dialogues_that_are_cut_fill_rows_and_those_left_out_do_not(tmp_path: Pa
     only(found(rules.splits_hold_enough_samples, left_out), "fewer samples than one global batch")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(0, 99))
 def test_one_pass_over_documents_never_gives_more_rows_than_are_counted_on(
     lengths: list[int], seed: int

@@ -11,11 +11,12 @@ import gigatoken
 import numpy as np
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec, build_tokenizer
+from tests.support.examples import examples
 from tests.unit.tokenizer.vocabularies import write_gpt2
 from tools import preprocess_data
 from tools.preprocessing import encoding
@@ -94,7 +95,7 @@ def test_every_encoder_gives_the_tokenizers_ids(
 
 
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_any_text_has_the_tokenizers_ids(gpt2: Tokenizer, texts: list[str]) -> None:
     expected = gpt2.tokenize_batch(texts)
     for name in FAST:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
 from megatron.data.loading.gpt_batch import decoder_batch, gpt_batch, truncate_batch
 from megatron.data.loading.packed_batch import packed_batch, span_corruption_batch
 from megatron.errors import ConfigError
+from tests.support.examples import examples
 
 EOD = 0
 
@@ -30,7 +31,7 @@ def naive(row, reset_position_ids, eod_mask_loss):
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.integers(2, 12).flatmap(
         lambda width: st.lists(

@@ -4,13 +4,14 @@ import multiprocessing
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.blendable_dataset import BlendableDataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.loading.loaders import build_data_loader
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in, open_corpus, random_sizes, write_corpus
 
 KINDS = ("single", "cyclic")
@@ -62,7 +63,7 @@ def numbers_of(rows):
     return [row[0] for row in rows]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.sampled_from(KINDS),
     st.integers(4, 60),
@@ -93,7 +94,7 @@ def test_data_parallel_sizes_see_the_same_global_order(kind, total, size, seed, 
             assert sorted({*order[:left]}) == sorted(order[:left]), "no sample twice in an epoch"
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(KINDS),
     st.integers(6, 60),

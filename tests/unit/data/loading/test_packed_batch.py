@@ -1,11 +1,12 @@
 """Masks, positions and segments equal what a loop over the tokens of a row says."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.loading.gpt_batch import GPTBatch
 from megatron.data.loading.packed_batch import PackedBatch, packed_batch, span_corruption_batch
+from tests.support.examples import examples
 
 PAD = 0
 
@@ -44,7 +45,7 @@ def naive(row, reset):
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(rows(), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_a_batch_is_what_a_loop_over_its_tokens_says(drawn, reset, prefix_lm):
     text, segments, inputs = (torch.tensor(part) for part in zip(*drawn, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.orders import sample_maps
@@ -19,6 +19,7 @@ from megatron.data.orders.sample_maps import (
     build_sample_idx,
     build_sample_idx_with_numpy,
 )
+from tests.support.examples import examples
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 
@@ -73,7 +74,7 @@ def walk(sizes, doc_idx, seq_length):
 corpora = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(corpora, st.integers(1, 12), st.integers(1, 4), st.randoms(), st.booleans())
 def test_sample_index_of_compiled_twin_and_walk_are_equal(sizes, seq_length, epochs, rng, wide):
     order = list(range(len(sizes))) * epochs
@@ -105,7 +106,7 @@ def naive_blend(weights, size):
     return chosen
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8), st.integers(0, 300))
 def test_blends_of_compiled_twin_and_naive_rule_are_equal(weights, size):
     chosen, within = build_blending_indices(weights, size)
@@ -128,7 +129,7 @@ WEIGHTS = (
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.sampled_from(WEIGHTS).flatmap(lambda kind: st.lists(kind, min_size=1, max_size=70)),
     st.sampled_from([257, 4096, 4500, 6145]),

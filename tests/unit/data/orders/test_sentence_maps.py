@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.orders import sample_maps, sentence_maps
@@ -18,6 +18,7 @@ from megatron.data.orders.sentence_maps import (
     build_sentence_map_with_python,
 )
 from megatron.errors import DataError
+from tests.support.examples import examples
 from tests.unit.data.orders.test_sample_maps import compiled  # noqa: F401  # builds what is not built
 
 EVERYTHING = 10**18
@@ -104,7 +105,7 @@ def outcome(build, *arguments):
     return rows.dtype, rows.shape, rows.tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(documents, rules)
 def test_compiled_sentence_map_and_twin_are_equal(lengths, rule):
     assert sample_maps.compiled_is_used()
@@ -114,7 +115,7 @@ def test_compiled_sentence_map_and_twin_are_equal(lengths, rule):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(documents, rules, st.data())
 def test_compiled_block_map_and_twin_are_equal(lengths, rule, data):
     borders, sizes = corpus(lengths)
@@ -126,7 +127,7 @@ def test_compiled_block_map_and_twin_are_equal(lengths, rule, data):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(documents, rules)
 def test_every_sentence_of_a_usable_document_is_in_one_row_per_epoch(lengths, rule):
     borders, sizes = corpus(lengths)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.samples.chat_template import (
@@ -19,6 +19,7 @@ from megatron.data.samples.chat_template import (
     template_of,
 )
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 
 DIALOGUE = (
     ChatMessage("system", "Be brief."),
@@ -70,7 +71,7 @@ def test_the_header_of_the_assistant_is_the_prompt_for_an_answer():
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.sampled_from(sorted(TEMPLATES)),
     st.lists(st.tuples(st.sampled_from(ROLES), CONTENT), min_size=1, max_size=6),

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
@@ -20,6 +20,7 @@ from megatron.data.samples.fim import (
 )
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.tokenizer import build_tokenizer
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in, open_corpus
 
 EOD = 0
@@ -76,7 +77,7 @@ def split(row):
 ROWS = st.lists(st.lists(st.integers(0, 12), min_size=24, max_size=24), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ROWS, st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_documents_keep_their_place_and_their_text(rows, rate, spm_rate, seed):
     dataset = make(rows, rate=rate, spm_rate=spm_rate, seed=seed)
@@ -97,7 +98,7 @@ def test_documents_keep_their_place_and_their_text(rows, rate, spm_rate, seed):
                 assert whole is None
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ROWS)
 def test_ranges_are_the_documents_that_are_not_empty(rows):
     for row in rows:

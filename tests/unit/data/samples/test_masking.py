@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.samples.masking import (
@@ -13,6 +13,7 @@ from megatron.data.samples.masking import (
     padded,
 )
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 from tests.unit.data.sentence_corpora import (
     CLS,
     FIRST_WORD,
@@ -86,7 +87,7 @@ texts = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     texts,
     st.integers(0, 2**32 - 1),

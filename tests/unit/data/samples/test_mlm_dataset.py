@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data.data_utils import DocumentSlice
@@ -20,6 +20,7 @@ from megatron.data.samples.mlm_dataset import (
     span_lengths,
 )
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in, open_corpus
 
 SEP = 8000
@@ -64,7 +65,7 @@ def works(raw, density, mean):
     return (raw - noise + spans + 1) + (noise + spans + 1)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(1, 400), st.floats(0.05, 0.6), st.floats(1, 8))
 def test_lengths_are_exact_or_the_nearest_that_work_are_named(seq_length, density, mean):
     # every length that works, also far above
@@ -112,7 +113,7 @@ def test_spans_shorter_than_a_token_are_refused(mean):
         span_lengths(512, mean_noise_span_length=mean)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_corruption_loses_nothing_and_replaces_as_much_as_it_should(data):
     spans = data.draw(st.integers(1, 12))
@@ -135,7 +136,7 @@ def test_corruption_loses_nothing_and_replaces_as_much_as_it_should(data):
     assert targets[0] == SENTINELS[0]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 1000))
 def test_random_parts_are_positive_and_add_up(total, parts, seed):
     assume(parts <= total)

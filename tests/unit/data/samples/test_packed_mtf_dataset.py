@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import OnTooLong
@@ -23,6 +23,7 @@ from megatron.data.loading.packed_batch import packed_batch
 from megatron.data.samples.mtf_dataset import MTFDataset
 from megatron.data.samples.packed_mtf_dataset import PackedMTFDataset
 from megatron.errors import ConfigError, DataError
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in
 
 PAD = 0
@@ -58,7 +59,7 @@ def rows(seed):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=8, max_size=30),
     st.integers(0, 1000),

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import log
@@ -14,6 +14,7 @@ from megatron.config.data import OnTooLong
 from megatron.data.data_utils import DocumentSlice
 from megatron.data.samples.packing import PackedDataset, PackedDocument, build_packed_indices
 from megatron.errors import DataError
+from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in
 
 PAD = 9
@@ -76,7 +77,7 @@ def naive_rows(lengths, num_samples, row_length, seed):
     return rows, order
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lambda s: min(s) <= 20),
     st.integers(1, 40),
@@ -110,7 +111,7 @@ def test_the_order_of_one_corpus_stays_the_same_for_ever():
     ]  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(1, 25), min_size=2, max_size=10).filter(lambda s: min(s) <= 20),
     st.integers(0, 1000),
@@ -136,7 +137,7 @@ def test_every_row_is_whole_documents_and_padding(tmp_path_factory, lengths, see
         assert {array.dtype for array in sample.values()} == {np.dtype(np.int64)}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=10), st.integers(0, 1000), st.integers(1, 60)
 )

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.data import OnTooLong
@@ -25,6 +25,7 @@ from megatron.data.samples.sft_dataset import (
     part_prefix,
 )
 from megatron.errors import DataError, MachineError
+from tests.support.examples import examples
 from tests.unit.data.corpora import METADATA, cache_in, write_corpus
 
 PAD = 0
@@ -60,7 +61,7 @@ DIALOGUES = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(DIALOGUES, st.integers(0, 1000))
 def test_rows_are_whole_dialogues_of_which_the_masked_tokens_count(
     tmp_path_factory, dialogues, seed

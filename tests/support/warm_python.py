@@ -1,0 +1,261 @@
+"""A Python that has imported torch already: it forks programs, which so start in milliseconds.
+
+`python -m tests.support.warm_python SOCKET MODULE ...` imports the modules and listens. Whoever
+connects sends a `Program` as JSON, reads its process id and then its exit status, a line each. A
+forked program has a session, a working folder, an environment and an output of its own, and ends as
+any interpreter does. What it does not have is a fresh start: what starting itself does (import
+order, time, settings of the interpreter) is for programs that are started without this. What a
+reader would get wrong: the server ends with the process that started it, by the end of its stdin.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_WITHIN_S = 120.0  # torch's import, on a machine with much else to do
+
+# What programs of this repository import, in the order of what takes longest.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # which the first optimizer of a process imports, in seconds
+    "torch.utils.checkpoint",
+    "torch.utils.tensorboard",
+    "torch.distributed.launcher.api",
+    "megatron.training",
+    "megatron.data.loading.gpt_batch",
+    "pretrain_gpt",
+)
+# DeepSpeed takes seconds to import, and as many again when it first makes an engine.
+PRELOAD_DEEPSPEED = (
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+)
+
+
+class Program(NamedTuple):
+    """What to run: the words after `python`, and where its output goes."""
+
+    words: list[str]
+    cwd: str
+    environment: dict[str, str]
+    out: str
+    err: str
+
+
+class WarmProcess:
+    """A program forked by the server, with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, program: Program, *, deepspeed: bool = False) -> None:
+        self.args = program.words
+        self.returncode: int | None = None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(server_folder(deepspeed) / "socket"))
+        self._socket.sendall(json.dumps(program).encode() + b"\n")
+        self._lines = self._socket.makefile("r")
+        self.pid = int(self._lines.readline())
+
+    def poll(self) -> int | None:
+        """Return its status if it has ended: minus the signal's number when a signal ended it."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its status; subprocess.TimeoutExpired if it does not end in time."""
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._lines.readline())
+            self._lines.close()
+            self._socket.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def can_fork(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a program is Python's with no settings of the interpreter: a script, or a module."""
+    settings = any(name.startswith("PYTHON") and name != "PYTHON" for name in environment)
+    if settings or len(words) < 2 or words[0] != sys.executable:
+        return False
+    return words[1] == "-m" or not words[1].startswith("-")
+
+
+def python_that_forks(*, deepspeed: bool = False) -> dict[str, str]:
+    """Return variables with which a launcher or a script takes its `python` from the server."""
+    python = str(server_folder(deepspeed) / "python")
+    return {"PYTHON": python, "PYTHON_EXEC": python, _CHILDREN: python}
+
+
+_CHILDREN = "WARM_PYTHON"  # what a forked program takes for `sys.executable`
+
+
+@cache
+def server_folder(deepspeed: bool) -> Path:
+    """Start a server that lives as long as this process; its socket and a `python` are in there."""
+    folder = tempfile.TemporaryDirectory()
+    path = str(Path(folder.name) / "socket")
+    python = Path(folder.name) / "python"
+    client = shlex.join([sys.executable, "-SE", str(Path(__file__).with_name("warm_client.py"))])
+    python.write_text(f'#!/bin/sh\nexec {client} {shlex.quote(path)} "$@"\n')
+    python.chmod(0o755)
+    modules = [*PRELOAD, *(PRELOAD_DEEPSPEED if deepspeed else ())]
+    listens, ready = os.pipe()
+    # As a program of a user without CUDA: a machine that has it runs the same tests.
+    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.warm_python", path, str(ready), *modules],
+        cwd=ROOT,
+        env=os.environ | fixed,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[ready],
+        start_new_session=True,
+    )
+    os.close(ready)
+    weakref.finalize(server, folder.cleanup)
+    _SERVERS.append(server)
+    with selectors.DefaultSelector() as selector, open(listens, "rb") as pipe:
+        selector.register(pipe, selectors.EVENT_READ)
+        assert selector.select(READY_WITHIN_S), "the server of programs is not ready"
+        assert pipe.read(1), "the server of programs has ended"
+    return Path(folder.name)
+
+
+_SERVERS: list[subprocess.Popen[bytes]] = []  # or they would be ended as soon as forgotten
+
+
+def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
+    """Fork a process for every `Program` that arrives; returns in the forked one, with its own."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or every collection of a child would copy the pages of all modules
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    os.write(ready, b"1")
+    os.close(ready)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ, _accept)
+    selector.register(sys.stdin, selectors.EVENT_READ, _leave)
+    while True:
+        for key, _ in selector.select():
+            program: Program | None = key.data(selector, key.fileobj)
+            if program is not None:
+                return program
+
+
+def _accept(selector: selectors.BaseSelector, listener: socket.socket) -> Program | None:
+    connection, _ = listener.accept()
+    descriptor = connection.fileno()
+    with connection.makefile("r") as lines:
+        program = Program(*json.loads(lines.readline()))
+    pid = os.fork()
+    if not pid:
+        # Nothing of the server stays open in a program.
+        for key in list(selector.get_map().values()):
+            if key.fileobj is not sys.stdin:
+                os.close(key.fd)
+        selector.close()
+        for other in (connection, *_RUNNING.values()):
+            other.detach()
+        os.close(descriptor)
+        return program
+    _RUNNING[pid] = connection
+    with suppress(OSError):
+        connection.sendall(f"{pid}\n".encode())
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, partial(_tell, pid))
+    selector.register(connection, selectors.EVENT_READ, partial(_end, pid))
+    return None
+
+
+_RUNNING: dict[int, socket.socket] = {}  # process ids, and who wants to know their status
+
+
+def _tell(pid: int, selector: selectors.BaseSelector, handle: int) -> None:
+    selector.unregister(handle)
+    os.close(handle)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    connection = _RUNNING.pop(pid)
+    with suppress(KeyError):
+        selector.unregister(connection)
+    with suppress(OSError), connection:  # its test may have ended
+        connection.sendall(f"{status}\n".encode())
+
+
+def _end(pid: int, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+    """Kill a program of which nobody waits for the end any more."""
+    if pid in _RUNNING:
+        selector.unregister(connection)
+        os.kill(pid, signal.SIGKILL)
+
+
+def _leave(selector: selectors.BaseSelector, stdin: Any) -> NoReturn:
+    os._exit(0)
+
+
+def run(program: Program) -> None:
+    """Be the program: as the interpreter does it after its own start."""
+    os.setsid()
+    os.chdir(program.cwd)
+    for path, descriptor, flags in (
+        (os.devnull, 0, os.O_RDONLY),
+        (program.out, 1, os.O_WRONLY | os.O_APPEND),
+        (program.err, 2, os.O_WRONLY | os.O_APPEND),
+    ):
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    sys.executable = program.environment.get(_CHILDREN, sys.executable)
+    if program.words[0] == "-m":
+        _, module, *sys.argv[1:] = program.words
+        sys.path[0] = program.cwd
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = program.words
+        sys.path[0] = str(Path(program.words[0]).resolve().parent)
+        runpy.run_path(program.words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
