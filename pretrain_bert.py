@@ -50,7 +50,7 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
     from megatron.model.specs import Carry, LayerSpec, ModelBuild
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
-        """The list, with or without the head that guesses the order."""
+        """Return the list, with or without the head that guesses the order."""
         return bert_layers(config, build, order_head=order_head)
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
@@ -67,14 +67,14 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
         return bert_loss(build, carry, *labels)
 
     def counted(labels: Carry) -> Tensor:
-        """How many words are to be guessed, and in how many rows."""
+        """Return how many words are to be guessed, and in how many rows."""
         words = counted_tokens(labels[0], labels[1])
         if not order_head:
             return words
         return torch.stack([words, torch.full_like(words, len(labels[2]))])
 
     def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """What the model needs, so that recomputation does not raise the MFU."""
+        """Return what the model needs, so that recomputation does not raise the MFU."""
         return bert_flops_per_token(config, build.vocab.padded, build.seq_length)
 
     return PretrainTask(

@@ -57,11 +57,11 @@ def gpt_task() -> PretrainTask:
         return gpt_loss(build, carry, *labels)
 
     def counted(labels: Carry) -> Tensor:
-        """How many tokens the loss counts."""
+        """Return how many tokens the loss counts."""
         return counted_tokens(*labels)
 
     def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """What the model needs, so that recomputation does not raise the MFU."""
+        """Return what the model needs, so that recomputation does not raise the MFU."""
         return flops_per_token(config, build.vocab.padded, build.seq_length)
 
     return PretrainTask(

@@ -132,7 +132,7 @@ def make_state(size: int, *, seed: int) -> dict[str, Tensor]:
 
 
 def bytes_of(state: State) -> int:
-    """Bytes of all values."""
+    """Return bytes of all values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
@@ -217,7 +217,7 @@ def warm_up(place: Path, state: State) -> None:
 
 
 def order(turn: int) -> list[str]:
-    """The ways as they come, and every other time the other way round.
+    """Return the ways as they come, and every other time the other way round.
 
     What one leaves behind (a disk that has had its fill, freed blocks) does not always meet the
     same next.
@@ -226,7 +226,7 @@ def order(turn: int) -> list[str]:
 
 
 def measure(place: Path, state: State, target: State, turn: int) -> Round:
-    """One round: every way once, then saves beside the training.
+    """Return one round: every way once, then saves beside the training.
 
     Raises:
         ValueError: a way loads something else than was saved.
@@ -267,7 +267,7 @@ def forget(folder: Path) -> None:
 
 
 def stall(folder: Path, state: State) -> Stall:
-    """Seconds for which training stands still in the saves of two runs beside it.
+    """Return seconds for which training stands still in the saves of two runs beside it.
 
     What a run does when it begins is not counted, as the time until the first save is long.
     """

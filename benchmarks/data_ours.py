@@ -130,7 +130,7 @@ def tool(words: list[str]) -> Answer:
 
 
 def bare_tokenizers(path: str, documents: str, *, batch: int) -> Answer:
-    """What `tokenizers` does by itself: read tokenizer.json, encode_batch, ids as lists."""
+    """Return what `tokenizers` does by itself: read tokenizer.json, encode_batch, ids as lists."""
     import tokenizers
 
     texts = _texts(documents)
@@ -146,7 +146,7 @@ def bare_tokenizers(path: str, documents: str, *, batch: int) -> Answer:
 
 
 def bare_tiktoken(vocab_file: str, merge_file: str, documents: str) -> Answer:
-    """What `tiktoken` does by itself with a GPT-2 vocabulary."""
+    """Return what `tiktoken` does by itself with a GPT-2 vocabulary."""
     import tiktoken
 
     from megatron.tokenizer.huggingface import byte_symbols

@@ -23,7 +23,7 @@ _LINES_AT_A_TIME = 32  # as in Megatron-LM's tool
 
 
 def versions() -> Answer:
-    """What the peers are."""
+    """Return what the peers are."""
     found: Answer = {}
     for name in ("megatron-core", "torch", "numpy", "transformers", "tokenizers"):
         try:

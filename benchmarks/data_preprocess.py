@@ -68,7 +68,9 @@ class Material(NamedTuple):
 
 
 def preprocess(setting: Setting) -> Section:
-    """Text to .bin/.idx with every encoder that is there, beside the peer and bare libraries."""
+    """Return text to .bin/.idx with every encoder that is there, beside the peer and bare
+    libraries.
+    """
     material = _material(setting)
     section = Section(
         "preprocess",
@@ -177,7 +179,7 @@ def _peer_command(setting: Setting, material: Material, documents: Path, prefix:
 
 
 def _run(command: list[str]) -> Answer:
-    """Seconds and peak memory of a process and all that it waited for."""
+    """Return seconds and peak memory of a process and all that it waited for."""
     started = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

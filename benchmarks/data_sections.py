@@ -46,7 +46,7 @@ class Setting(NamedTuple):
     our_python: str
 
     def ours(self) -> Worker:
-        """A fresh process of ours."""
+        """Return a fresh process of ours."""
         return Worker(self.our_python, OURS)
 
     @contextmanager
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
             yield worker
 
     def cache(self, whose: str) -> str:
-        """A folder for the sample indices of one of the two."""
+        """Return a folder for the sample indices of one of the two."""
         folder = self.folder / f"index-{whose}"
         folder.mkdir(exist_ok=True)
         return str(folder)
@@ -115,7 +115,7 @@ def samples(setting: Setting) -> Section:
 
 
 def blending(setting: Setting) -> Section:
-    """The order of a blend, built in a process of its own each time."""
+    """Return the order of a blend, built in a process of its own each time."""
     flags = setting.flags
     section = Section("blending", f"the order of {flags.samples:,} samples of 10 and of 50 sets")
     for sets, wanted in ((10, 2.0), (50, 4.0)):
@@ -144,7 +144,7 @@ def blending(setting: Setting) -> Section:
 
 
 def sample_index(setting: Setting) -> Section:
-    """Where each sample starts, over many short documents in random order."""
+    """Return where each sample starts, over many short documents in random order."""
     flags = setting.flags
     section = Section(
         "sample-index", f"{flags.index_documents:,} documents with {flags.tokens:,} tokens"
@@ -219,7 +219,9 @@ def first_batch(setting: Setting) -> Section:
 
 
 def corpus(setting: Setting) -> str:
-    """A corpus of random tokens in documents of very different lengths, made once per folder."""
+    """Return a corpus of random tokens in documents of very different lengths, made once
+    per folder.
+    """
     flags = setting.flags
     prefix = str(setting.folder / f"tokens-{flags.tokens}-{flags.documents}")
     if MMapIndexedDataset.exists(prefix):
@@ -251,7 +253,7 @@ def document_sizes(documents: int, tokens: int, rng: np.random.Generator) -> npt
 def in_fresh(
     make: Callable[[], AbstractContextManager[Worker | None]], ask: Callable[[Worker], Answer]
 ) -> Turn:
-    """A turn that asks a process of its own, as `make` starts it."""
+    """Return a turn that asks a process of its own, as `make` starts it."""
 
     def turn() -> Answer:
         with make() as worker:
@@ -264,7 +266,9 @@ def in_fresh(
 def _first_touch(
     ours: Worker, open_ours: Callable[..., Answer], shape: dict[str, object], total: int
 ) -> list[Row]:
-    """One pass over every sample of a corpus that was just opened, with and without checks."""
+    """Return one pass over every sample of a corpus that was just opened, with and without
+    checks.
+    """
 
     def all_of(integrity: str) -> Answer:
         open_ours(name="fresh", integrity=integrity, mapped=False, **shape)
@@ -283,7 +287,7 @@ def _first_touch(
 
 
 def _reader(job: str, name: str, worker: Worker, count: int, total: int) -> Turn:
-    """Reads on from where the last turn ended."""
+    """Read on from where the last turn ended."""
     turn = 0
 
     def read() -> Answer:

@@ -84,14 +84,16 @@ def take_turns(
 
 
 def ratio(one: Row | None, other: Row | None, key: str = "cpu") -> float | None:
-    """How many times the seconds of `other` those of `one` are: median over neighbouring turns."""
+    """Return how many times the seconds of `other` those of `one` are: median over
+    neighbouring turns.
+    """
     if one is None or other is None:
         return None
     return float(median(a[key] / max(b[key], 1e-9) for a, b in zip(one.turns, other.turns)))
 
 
 def row_of(rows: list[Row], who: str) -> Row | None:
-    """The row of `who`, if it took part."""
+    """Return the row of `who`, if it took part."""
     return next((row for row in rows if row.who == who), None)
 
 
@@ -106,7 +108,7 @@ def require_equal(what: str, ours: object, theirs: object) -> None:
 
 
 def table(section: Section) -> str:
-    """The section for people."""
+    """Return the section for people."""
     lines = [f"== {section.name}: {section.says}"]
     if section.rows:
         width = max(len(row.who) for row in section.rows)

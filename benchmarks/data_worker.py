@@ -37,7 +37,7 @@ class Clock:
         self.peak_mb = _peak_mb() - self._peak
 
     def answer(self, **more: Any) -> Answer:
-        """The measured numbers, and whatever else the job has to say."""
+        """Return the measured numbers, and whatever else the job has to say."""
         return {"wall": self.wall, "cpu": self.cpu, "peak_mb": self.peak_mb, **more}
 
 
@@ -76,7 +76,7 @@ class Worker:
                 self._process.kill()
 
     def ask(self, job: str, **arguments: Any) -> Answer:
-        """The answer of `job`; WorkerError carries the traceback of a job that failed."""
+        """Return the answer of `job`; WorkerError carries the traceback of a job that failed."""
         assert self._process.stdin is not None  # noqa: S101  # invariant: pipes
         assert self._process.stdout is not None  # noqa: S101  # invariant: pipes
         try:
@@ -108,7 +108,9 @@ def serve(jobs: Mapping[str, Callable[..., Answer]]) -> None:
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """A digest of the numbers in some arrays, whatever their type; equal where the numbers are."""
+    """Return a digest of the numbers in some arrays, whatever their type; equal where the
+    numbers are.
+    """
     import numpy as np  # not for those who only ask
 
     digest = hashlib.sha256()

@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def bytes_per_parameter(stage: str, replicas: int) -> float:
-    """What a rank holds of each parameter in half precision with fp32 gradients, under Adam.
+    """Return what a rank holds of each parameter in half precision with fp32 gradients, under Adam.
 
     2 bytes of weight, 4 of gradient, 12 of optimizer (an fp32 copy and two moments), each divided
     by the replicas from the stage on that shares it out (Rajbhandari et al. 2020, arXiv 1910.02054,
@@ -51,7 +51,7 @@ def bytes_per_parameter(stage: str, replicas: int) -> float:
 
 
 def peak_per_parameter(stage: str, replicas: int) -> float:
-    """The most that a rank needs at any moment with gloo, which works on copies of its own.
+    """Return the most that a rank needs at any moment with gloo, which works on copies of its own.
 
     After a step DeepSpeed gathers all weights in one call, of which gloo holds a copy meanwhile: 2
     bytes more. At stage 2 the gradients are gone by then. The native distributed optimizer starts
@@ -68,7 +68,7 @@ def peak_per_parameter(stage: str, replicas: int) -> float:
 
 
 def slope(shallow: Measured, deep: Measured) -> float:
-    """Bytes that each further parameter costs."""
+    """Return bytes that each further parameter costs."""
     more = deep.parameters - shallow.parameters
     if more <= 0:
         raise ValueError(f"the deep model has no more parameters than the shallow one: {more}")
@@ -76,7 +76,7 @@ def slope(shallow: Measured, deep: Measured) -> float:
 
 
 def high_water_mark(status: str) -> int:
-    """Bytes of VmHWM in the text of /proc/self/status."""
+    """Return bytes of VmHWM in the text of /proc/self/status."""
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     name, number, unit = line.split()
     if unit != "kB":
@@ -85,7 +85,9 @@ def high_water_mark(status: str) -> int:
 
 
 def zero_json(stage: str) -> dict[str, Any]:
-    """A file for DeepSpeed in which nothing is kept that need not be, and buckets are small."""
+    """Return a file for DeepSpeed in which nothing is kept that need not be, and buckets
+    are small.
+    """
     small = 1_000_000
     zero: dict[str, Any] = {
         "stage": int(stage),
@@ -104,7 +106,7 @@ def zero_json(stage: str) -> dict[str, Any]:
 
 
 def flags_of(stage: str, *, layers: int, hidden: int, json_file: Path) -> list[str]:
-    """The flags of a run; `json_file` is written where the stage needs one."""
+    """Return the flags of a run; `json_file` is written where the stage needs one."""
     flags = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 8 --bf16 "
         f"--seq-length {_TOKENS} --micro-batch-size 1 --lr 1e-4 --device cpu --log-level warning "
@@ -171,7 +173,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What was measured, for people."""
+    """Return what was measured, for people."""
     lines = [f"{'stage':32}{'replicas':>9}{'held':>7}{'peak':>7}{'measured':>10}{'off by':>8}"]
     lines += [
         f"{row['stage']:32}{row['replicas']:9d}{row['held']:7.2f}{row['peak']:7.2f}"

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_suite(peak_tflops: float | None) -> dict[str, Any]:
-    """The whole report; every part that yields nothing is named under `not_measured`."""
+    """Return the whole report; every part that yields nothing is named under `not_measured`."""
     parts = ["tests/gpu", *(f"training {one.preset}" for one in TRAININGS)]
     report: dict[str, Any] = {
         "benchmark": "gpu_suite",
@@ -151,7 +151,7 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report for people."""
     lines = [
         f"# GPU suite, {report['time']}",
         "",
@@ -203,7 +203,7 @@ def _training_lines(one: dict[str, Any]) -> list[str]:
 
 
 def _kernels(work: Workload, step_s: float) -> dict[str, Any]:
-    """Where the device's time goes; on a CPU, by operator."""
+    """Return where the device's time goes; on a CPU, by operator."""
     on_gpu = device.current().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as seen:

@@ -70,7 +70,7 @@ class Team:
         }
 
     def sent_bytes(self, who: str, first: int) -> float:
-        """What a rank has to send in one step, by what it hands to collectives, in rings."""
+        """Return what a rank has to send in one step, by what it hands to collectives, in rings."""
         calls = self._ask("count", who=who, first=first)[0]["calls"]
         return sum(ring_bytes(call["kind"], call["bytes"], call["ranks"]) for call in calls)
 
@@ -92,7 +92,7 @@ class Team:
 
 
 def ring_bytes(kind: str, whole: float, ranks: int) -> float:
-    """What each rank sends to do a collective over `whole` bytes in a ring.
+    """Return what each rank sends to do a collective over `whole` bytes in a ring.
 
     Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69): reduce-scatter and all-gather move
     (n-1)/n of the whole each, and an all-reduce is one after the other.
@@ -177,7 +177,7 @@ def _free_port() -> int:
 
 
 def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) -> dict[str, Any]:
-    """All contestants in turns, after one turn each that is not counted."""
+    """Return all contestants in turns, after one turn each that is not counted."""
     teams = {ALONE: alone, PLAIN_ALONE: alone, DDP: ranks, **dict.fromkeys(OURS, ranks)}
     taken = dict.fromkeys(teams, 0)
 
@@ -210,7 +210,9 @@ def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) 
 
 
 def _beside(rows: list[Row], who: str) -> float:
-    """Our efficiency over DDP's: median over rounds, in each of which all four took a turn."""
+    """Return our efficiency over DDP's: median over rounds, in each of which all four took
+    a turn.
+    """
     by_name = {row.who: [turn["wall"] for turn in row.turns] for row in rows}
     turns = zip(*(by_name[name] for name in (ALONE, who, PLAIN_ALONE, DDP)))
     return float(median((ours / spread) / (plain / ddp) for ours, spread, plain, ddp in turns))
@@ -239,7 +241,9 @@ def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
 
 
 def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Bytes that a rank sends in a step: as counted, by the formula, and seen on the loopback."""
+    """Return bytes that a rank sends in a step: as counted, by the formula, and seen on the
+    loopback.
+    """
     whole = ranks.parameters * BYTES
     found = {}
     for row in rows:
@@ -254,7 +258,7 @@ def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]
 
 
 def shown(report: Mapping[str, Any], rows: list[Row]) -> str:
-    """The report for people."""
+    """Return the report for people."""
     host = report["machine"]
     section = Section(
         "data parallelism",

@@ -146,7 +146,7 @@ def _counted() -> Iterator[list[dict[str, Any]]]:
 
 
 def _loopback_bytes() -> int:
-    """Bytes that went over the loopback device since the machine started, of everybody."""
+    """Return bytes that went over the loopback device since the machine started, of everybody."""
     for line in LOOPBACK.read_text().splitlines() if LOOPBACK.exists() else []:
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def row(case: Case, stages: Sequence[Measured], *, unit_s: float) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     step = max(one.step_s for one in stages)
     share = 1 - sum(one.work_s for one in stages) / (step * len(stages))
     expected = 3 * unit_s * case.microbatches / (1 - case.theory)

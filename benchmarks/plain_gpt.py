@@ -104,7 +104,7 @@ class PlainTrainer:
         )
 
     def step(self, text: Tensor) -> tuple[float, float]:
-        """One optimizer step on [b, s + 1] tokens: its loss, and its gradient's norm."""
+        """Return one optimizer step on [b, s + 1] tokens: its loss, and its gradient's norm."""
         context = (
             torch.autocast(text.device.type, dtype=torch.bfloat16)
             if self._autocast

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
-    """Both contestants in one dtype, in turns."""
+    """Return both contestants in one dtype, in turns."""
     with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
         plain = PlainGPT(shape)
         copy_weights(ours.engine.stage.named_parameters(), plain, shape)
@@ -154,7 +154,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report for people."""
     machine, shape = report["machine"], report["shape"]
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "

@@ -51,7 +51,7 @@ class Workload:
         return self.config.training.micro_batch_size * self.config.data.seq_length
 
     def step(self, text: Tensor) -> StepReport:
-        """One optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
+        """Return one optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
         plan = StepPlan(
             num_microbatches=1,
             global_batch_size=text.shape[0] * self.build.ctx.dp.size,
@@ -68,7 +68,7 @@ class Workload:
         return torch.randint(0, self.build.vocab.true, size, generator=generator)
 
     def beside(self, *flags: str) -> "Workload":
-        """A second engine in the same processes, with flags on top that change no group."""
+        """Return a second engine in the same processes, with flags on top that change no group."""
         config = parse_args([*self.flags, *flags])
         return replace(self, config=config, engine=_engine(config, self.build, self.tokenizer))
 
@@ -98,7 +98,7 @@ def _engine(config: RunConfig, build: ModelBuild, tokenizer: Tokenizer) -> Nativ
 
 
 def matmul_peak_tflops(dtype: torch.dtype, sizes: Sequence[int], *, repeats: int = 5) -> float:
-    """The fastest square matrix product seen on the current device, in TFLOP/s."""
+    """Return the fastest square matrix product seen on the current device, in TFLOP/s."""
     best = 0.0
     for size in sizes:
         left, right = (torch.randn(size, size, device=device.current()).to(dtype) for _ in range(2))

@@ -89,7 +89,8 @@ def parse_args(
 
 
 def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str, object]:
-    """The fields of a run that a command line names, and their values: no defaults, no config.
+    """Return the fields of a run that a command line names, and their values: no defaults, no
+    config.
 
     For programs that take the run of a checkpoint and let flags speak beside it. Spellings and
     refusals are those of `parse_args`; whether values go together is left to the caller.
@@ -142,7 +143,9 @@ def _read(
     problems: list[ConfigError],
     beside: Iterable[str] = (),
 ) -> dict[str, object]:
-    """What the words say, by the name of what they set; None where a value cannot be read."""
+    """Return what the words say, by the name of what they set; None where a value cannot be
+    read.
+    """
     words = _translate(list(argv), parser, problems)
     try:
         namespace, unknown = parser.parse_known_args(words)
@@ -258,7 +261,9 @@ def _unknown_defaults(names: Iterable[str]) -> list[ConfigError]:
 
 
 def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) -> dict[str, object]:
-    """What DeepSpeed's JSON says as values of flags that were not typed; each is said once."""
+    """Return what DeepSpeed's JSON says as values of flags that were not typed; each is
+    said once.
+    """
     path = typed.get("deepspeed_config")
     if not isinstance(path, str) or not typed.get("deepspeed"):
         return {}

@@ -14,7 +14,9 @@ from megatron.errors import MachineError
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that no other process on any node of a shared file system uses."""
+    """Return a name beside `path` that no other process on any node of a shared file system
+    uses.
+    """
     return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -38,7 +40,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> MachineError:
-    """The error to raise when the operating system refused to write `path`."""
+    """Return the error to raise when the operating system refused to write `path`."""
     return MachineError(
         f"cannot write {path}",
         found=f"{error.strerror or error} (errno {error.errno})",

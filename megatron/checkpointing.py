@@ -202,7 +202,7 @@ def _read_part(
 
 
 def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
-    """Whether weights to begin with may be in another precision than this run's.
+    """Return whether weights to begin with may be in another precision than this run's.
 
     A task that begins with another run's model has its own; elsewhere it would be a mistake.
     """
@@ -210,13 +210,13 @@ def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
 
 
 def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
-    """The complete JSON that DeepSpeed was given, beside the flags that it follows from."""
+    """Return the complete JSON that DeepSpeed was given, beside the flags that it follows from."""
     given = recorded_json(config, data_parallel_size=replicas)
     return {RECORDED_JSON: given} if given else {}
 
 
 def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
-    """What a checkpoint remembers of the tokenizer."""
+    """Return what a checkpoint remembers of the tokenizer."""
     return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
 
 

@@ -25,7 +25,7 @@ _CURRENT = _Current()
 
 
 def cuda_is_available() -> bool:
-    """Whether a CUDA device can be used by this build of torch on this machine."""
+    """Return whether a CUDA device can be used by this build of torch on this machine."""
     return torch.cuda.is_available()
 
 
@@ -57,7 +57,7 @@ def select(kind: str, local_rank: int = 0) -> torch.device:
 
 
 def current() -> torch.device:
-    """The device of this process; the CPU until `select` says otherwise."""
+    """Return the device of this process; the CPU until `select` says otherwise."""
     return _CURRENT.device
 
 
@@ -83,14 +83,14 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 
 def default_generator() -> torch.Generator:
-    """The generator that dropout draws from on the current device."""
+    """Return the generator that dropout draws from on the current device."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.default_generators[_CURRENT.device.index]
     return torch.default_generator
 
 
 def memory_allocated_bytes() -> int:
-    """Bytes in use: by tensors on a GPU, resident in this process on a CPU."""
+    """Return bytes in use: by tensors on a GPU, resident in this process on a CPU."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.memory_allocated()
     with open("/proc/self/statm") as statm:
@@ -98,7 +98,7 @@ def memory_allocated_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes ever in use: by tensors on a GPU, resident in this process on a CPU."""
+    """Return the most bytes ever in use: by tensors on a GPU, resident in this process on a CPU."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux, bytes on macOS
@@ -106,14 +106,16 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes(index: int) -> int | None:
-    """All the memory of one CUDA device; None where there is no such device."""
+    """Return all the memory of one CUDA device; None where there is no such device."""
     if not cuda_is_available() or index >= device_count():
         return None
     return int(torch.cuda.get_device_properties(index).total_memory)
 
 
 def free_memory_bytes() -> int | None:
-    """Bytes that tensors may still take: of the GPU, or of the host; None where nobody tells."""
+    """Return bytes that tensors may still take: of the GPU, or of the host; None where
+    nobody tells.
+    """
     if _CURRENT.device.type == "cuda":
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, and unused
         return torch.cuda.mem_get_info()[0] + held
@@ -121,7 +123,7 @@ def free_memory_bytes() -> int | None:
 
 
 def name() -> str:
-    """What the device calls itself, for the log."""
+    """Return what the device calls itself, for the log."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.get_device_name(_CURRENT.device)
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
@@ -148,7 +150,9 @@ class HostCopy:
         self._done = stream.record_event()
 
     def back(self) -> torch.Tensor:
-        """The values on the device again, for kernels launched from here on; not to be changed."""
+        """Return the values on the device again, for kernels launched from here on; not to
+        be changed.
+        """
         if self._device.type != "cuda":
             return self._values
         torch.cuda.current_stream().wait_event(self._done)

@@ -61,7 +61,7 @@ def clear_runtime() -> None:
 
 
 def get_runtime() -> Runtime:
-    """The runtime of this process.
+    """Return the runtime of this process.
 
     Raises:
         NotInitialisedError: before `initialize_megatron()`, and in a forked child.
@@ -77,15 +77,15 @@ def get_runtime() -> Runtime:
 
 
 def get_args() -> FlatView:
-    """The run's flags as Megatron's flat namespace: readable, not writable."""
+    """Return the run's flags as Megatron's flat namespace: readable, not writable."""
     return get_runtime().config.flat()
 
 
 def get_timers() -> Timers:
-    """The named timers of this process."""
+    """Return the named timers of this process."""
     return get_runtime().timers
 
 
 def get_tokenizer() -> Tokenizer:
-    """The tokenizer that the run's flags name."""
+    """Return the tokenizer that the run's flags name."""
     return get_runtime().tokenizer

@@ -27,7 +27,8 @@ def usable_cpus() -> float:
 
 
 def available_memory_bytes() -> int | None:
-    """Bytes that processes may still take without swapping; None where the system does not tell.
+    """Return bytes that processes may still take without swapping; None where the system does not
+    tell.
 
     The less of what the kernel calls available and what the cgroup leaves. Pages of files count as
     free, since they are given up when memory is short.
@@ -43,7 +44,9 @@ def cgroup_cpus(mount: Path, membership: Path) -> float | None:
 
 
 def cgroup_memory_bytes(mount: Path, membership: Path) -> int | None:
-    """Bytes that the limits of this process's cgroups leave, None without one; never raises."""
+    """Return bytes that the limits of this process's cgroups leave, None without one; never
+    raises.
+    """
     return min(_limits(mount, membership, "memory", _room), default=None)
 
 
@@ -57,14 +60,15 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
 
 
 def in_gib(size: int) -> str:
-    """Bytes as messages say them."""
+    """Return bytes as messages say them."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def _limits(
     mount: Path, membership: Path, wanted: str, read: Callable[[Path], T | None]
 ) -> Iterator[T]:
-    """What `read` finds in every group from the process's own up to the mount (cgroups v1 and v2).
+    """Yield what `read` finds in every group from the process's own up to the mount (cgroups v1 and
+    v2).
 
     The tightest holds; in a container the process's own path is often not mounted.
     """
@@ -76,7 +80,7 @@ def _limits(
 
 
 def _hierarchies(mount: Path, membership: Path, wanted: str) -> Iterator[tuple[Path, str]]:
-    """The mounted hierarchies that may limit `wanted`, with this process's path in each."""
+    """Yield the mounted hierarchies that may limit `wanted`, with this process's path in each."""
     for line in (_text(membership) or "").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:  # v2, alone or beside v1 ("unified")
@@ -110,7 +114,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _room(folder: Path) -> int | None:
-    """What a group leaves of its limit, pages of files given up; None without a limit."""
+    """Return what a group leaves of its limit, pages of files given up; None without a limit."""
     new = (folder / "memory.max").exists()
     limit = _text(folder / ("memory.max" if new else "memory.limit_in_bytes"))
     usage = _text(folder / ("memory.current" if new else "memory.usage_in_bytes"))

@@ -139,7 +139,7 @@ def load_weights(
 
 
 def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
-    """The flags of the run that wrote a checkpoint, read without touching its tensors.
+    """Return the flags of the run that wrote a checkpoint, read without touching its tensors.
 
     Of another format: what it knows of them, and our defaults for the rest.
     """
@@ -155,7 +155,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_GIVEN) -> _Stored:
-    """What is known of a run; flags speak where another tool's checkpoint says nothing."""
+    """Return what is known of a run; flags speak where another tool's checkpoint says nothing."""
     there = place(folder)
     if isinstance(there, Path) and not registry.format_of(there, iteration).is_native:
         with registry.open_source(there, iteration) as source:

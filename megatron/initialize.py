@@ -131,7 +131,8 @@ def with_findings_of_checks(
     *,
     reads: ProgramData = GPT_DATA,
 ) -> PreflightError:
-    """What is wrong with a command line, and what the checks find in the part that can be read.
+    """Return what is wrong with a command line, and what the checks find in the part that can be
+    read.
 
     So that a user who mistyped a flag does not learn of a missing file at the next start only.
     """
@@ -174,7 +175,7 @@ def reseed(streams: RandomStreams, seed: int, context: ParallelContext, *, at: i
 
 
 def is_initialised() -> bool:
-    """Whether `initialize_megatron` has run in this process."""
+    """Return whether `initialize_megatron` has run in this process."""
     try:
         get_runtime()
     except MegatronError:
@@ -261,7 +262,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
 
 
 def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | None:
-    """What ends this process when another rank fails; None where there is no other."""
+    """Return what ends this process when another rank fails; None where there is no other."""
     if launch.world_size == 1:
         return None
     here = dist.is_initialized()
@@ -272,7 +273,7 @@ def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | N
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> Store:
-    """The store that all ranks of this launch share, once they are all there."""
+    """Return the store that all ranks of this launch share, once they are all there."""
     store, _, _ = next(rendezvous(launch.rendezvous_url, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)

@@ -162,14 +162,14 @@ def _rendezvous_address(given: Mapping[str, str], *, nodes: int) -> str:
 
 
 def _first_host(nodelist: str) -> str:
-    """The first of the hosts that Slurm writes as `node[003-006,010],login1`."""
+    """Return the first of the hosts that Slurm writes as `node[003-006,010],login1`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     assert first is not None  # noqa: S101  # invariant: the pattern matches nothing at least
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def _tasks_per_node(given: Mapping[str, str]) -> list[int]:
-    """How many tasks each node has, which Slurm writes as `4(x2),1`."""
+    """Return how many tasks each node has, which Slurm writes as `4(x2),1`."""
     text, counts = given["SLURM_STEP_TASKS_PER_NODE"], []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

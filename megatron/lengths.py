@@ -15,7 +15,7 @@ from megatron.progress import BatchSchedule, Duration, TokenCount
 
 
 def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSchedule:
-    """The global batch size over the run; ConfigError where it does not divide."""
+    """Return the global batch size over the run; ConfigError where it does not divide."""
     one_each = training.micro_batch_size * data_parallel_size
     ramp = training.rampup_batch_size
     return BatchSchedule(
@@ -27,7 +27,8 @@ def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSc
 
 
 def curriculum(config: RunConfig) -> Curriculum | None:
-    """The length of training samples by iteration, from flags or DeepSpeed's JSON; None: full.
+    """Return the length of training samples by iteration, from flags or DeepSpeed's JSON; None:
+    full.
 
     Raises:
         ConfigError: the two contradict each other, or the block of the JSON is not one.
@@ -39,7 +40,7 @@ def curriculum(config: RunConfig) -> Curriculum | None:
 
 
 def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:
-    """The tokens that iterations of the run consume."""
+    """Return the tokens that iterations of the run consume."""
     grows = curriculum(config)
     if grows is None:
         return TokenCount(batches, lambda _: config.data.seq_length)
@@ -47,7 +48,7 @@ def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:
 
 
 def duration(config: RunConfig, batches: BatchSchedule) -> Duration:
-    """How long the run is; ConfigError where it is shorter than one iteration."""
+    """Return how long the run is; ConfigError where it is shorter than one iteration."""
     training = config.training
     counted = None if training.train_tokens is None else token_count(config, batches)
     return Duration(
@@ -58,7 +59,7 @@ def duration(config: RunConfig, batches: BatchSchedule) -> Duration:
 def num_samples(
     training: TrainingConfig, length: Duration, global_batch_size: int
 ) -> tuple[int, int, int]:
-    """Samples that training, validation and test will read over the whole run; 0: not used.
+    """Return samples that training, validation and test will read over the whole run; 0: not used.
 
     Validation runs every eval-interval iterations and once at the end; the reference's
     `train_iters // eval_interval + 1` covers both.

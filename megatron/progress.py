@@ -28,7 +28,7 @@ class Progress:
     def after(
         self, *, samples: int, tokens: int, skipped: bool = False, nonfinite: bool | None = None
     ) -> "Progress":
-        """The progress when one more iteration has used `samples` and `tokens`.
+        """Return the progress when one more iteration has used `samples` and `tokens`.
 
         Args:
             skipped: the weights were not updated.
@@ -46,13 +46,13 @@ class Progress:
         )
 
     def after_evaluation(self, *, samples: int) -> "Progress":
-        """The progress when an evaluation has used `samples` validation samples."""
+        """Return the progress when an evaluation has used `samples` validation samples."""
         return dataclasses.replace(
             self, consumed_valid_samples=self.consumed_valid_samples + samples
         )
 
     def to_plain(self) -> dict[str, int]:
-        """The counters as JSON values; `from_plain` turns them back exactly."""
+        """Return the counters as JSON values; `from_plain` turns them back exactly."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -102,7 +102,9 @@ class BatchSchedule:
         return tuple(stretch.size for stretch in self._stretches())
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Samples in the iteration that starts when `consumed_samples` have been consumed."""
+        """Return samples in the iteration that starts when `consumed_samples` have been
+        consumed.
+        """
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -114,7 +116,7 @@ class BatchSchedule:
         return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch
 
     def samples_before(self, iteration: int) -> int:
-        """Samples consumed when iteration number `iteration` (from 0) starts."""
+        """Return samples consumed when iteration number `iteration` (from 0) starts."""
         consumed = done = 0
         for size, until in self._stretches():
             steps = iteration - done
@@ -124,7 +126,7 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int) -> int:
-        """The number of iterations, from the start of a run, that fit into `samples`."""
+        """Return the number of iterations, from the start of a run, that fit into `samples`."""
         consumed = done = 0
         for size, until in self._stretches():
             fitting = (samples - consumed) // size
@@ -177,7 +179,7 @@ class BatchSchedule:
             )
 
     def _working_rampup(self, start: int, increment: int, samples: int) -> str:
-        """A fix: the ramp nearest to the one asked for of which every step divides."""
+        """Return a fix: the ramp nearest to the one asked for of which every step divides."""
         unit, whole = self.samples_per_microbatch, self.global_batch_size
         starts = range(unit, whole, unit)
         if not starts:
@@ -210,7 +212,7 @@ class TokenCount:
     settled_at: int = 0
 
     def before(self, iteration: int) -> int:
-        """Tokens consumed when iteration number `iteration` (from 0) starts."""
+        """Return tokens consumed when iteration number `iteration` (from 0) starts."""
         batches, settled = self.batch_schedule, min(iteration, self.settled_at)
         tokens = samples = 0
         for number in range(settled):
@@ -264,7 +266,7 @@ class Duration:
         return self.batch_schedule.samples_before(self.total_iterations)
 
     def is_done(self, progress: Progress) -> bool:
-        """Whether no further iteration belongs to the run.
+        """Return whether no further iteration belongs to the run.
 
         A run in samples looks at the samples, not at the iterations: after a change of batch size
         between two starts it still ends where it was told to.
@@ -279,7 +281,9 @@ class Duration:
 
 @lru_cache(maxsize=16)  # asked at every step, always with the same
 def _iterations_until(tokens: TokenCount, wanted: int, most: int) -> int:
-    """The first number of iterations that consume `wanted` tokens; `most` where that is earlier."""
+    """Return the first number of iterations that consume `wanted` tokens; `most` where that
+    is earlier.
+    """
     below, enough = 0, most
     if tokens.before(most) < wanted:
         return most

@@ -40,7 +40,9 @@ class Timer:
         self._count += 1
 
     def elapsed(self, *, reset: bool = True) -> float:
-        """Seconds measured since the last reset; a timer that is running goes on from here."""
+        """Return seconds measured since the last reset; a timer that is running goes on
+        from here.
+        """
         now = self._now() if self._started_at is not None else 0.0
         total = self._elapsed_s + (now - self._started_at if self._started_at is not None else 0.0)
         if reset:
@@ -74,11 +76,11 @@ class Timers:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        """The timer called `name`."""
+        """Return the timer called `name`."""
         if name not in self._timers:
             self._timers[name] = Timer(name, synchronize=self._synchronize)
         return self._timers[name]
 
     def elapsed(self, *, reset: bool = True) -> dict[str, float]:
-        """Seconds per timer since the last reset, in the order of first use."""
+        """Return seconds per timer since the last reset, in the order of first use."""
         return {name: timer.elapsed(reset=reset) for name, timer in self._timers.items()}

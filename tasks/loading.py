@@ -37,7 +37,7 @@ class LoadedScorer(NamedTuple):
 def load_scorer(
     folder: str | Path, iteration: int | None = None, *, given: Values = NOTHING_GIVEN
 ) -> LoadedScorer:
-    """The GPT of a checkpoint on this rank's part of the grid; all ranks call it together.
+    """Return the GPT of a checkpoint on this rank's part of the grid; all ranks call it together.
 
     Args:
         given: flags beside the checkpoint's, by the fields of a run: the grid, the precision, the

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def overview() -> str:
-    """What --help says before a task is chosen."""
+    """Return what --help says before a task is chosen."""
     width = max(map(len, registry.TASKS))
     lines = [f"  {name:<{width}}  {task.about}" for name, task in registry.TASKS.items()]
     return "\n".join([_USAGE, "", *lines])
@@ -61,7 +61,7 @@ def check_tree(imported: str | None, here: Path) -> None:
 
 
 def _task_of(words: list[str]) -> tuple[str | None, list[str]]:
-    """The value of --task, and every other word."""
+    """Return the value of --task, and every other word."""
     name, others, rest = None, [], list(words)
     while rest:
         word = rest.pop(0)

@@ -31,7 +31,7 @@ class Task:
     packages: tuple[tuple[str, str], ...] = ()
 
     def load(self, name: str) -> Program:
-        """The task's program; MachineError when a package is missing."""
+        """Return the task's program; MachineError when a package is missing."""
         missing = [pip for module, pip in self.packages if importlib.util.find_spec(module) is None]
         if missing:
             raise MachineError(
@@ -88,7 +88,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def find(name: str) -> Task:
-    """The task called `name`; ConfigError with the nearest names when there is none."""
+    """Return the task called `name`; ConfigError with the nearest names when there is none."""
     if name in TASKS:
         return TASKS[name]
     near = difflib.get_close_matches(name.upper(), TASKS, n=2, cutoff=0.5)

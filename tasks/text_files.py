@@ -12,7 +12,7 @@ _SHOWN = 60  # characters of what is wrong
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file but its byte order mark; DataError when it cannot be read."""
+    """Return all of a UTF-8 file but its byte order mark; DataError when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -41,7 +41,7 @@ class Record(NamedTuple):
     fields: Mapping[str, Any]
 
     def text(self, key: str) -> str:
-        """The text in field `key`; DataError for anything else."""
+        """Return the text in field `key`; DataError for anything else."""
         value = self.value(key)
         if not isinstance(value, str):
             raise self.wrong(key, "a text")
@@ -59,7 +59,7 @@ class Record(NamedTuple):
         )
 
     def wrong(self, key: str, expected: str) -> DataError:
-        """The error for a field that holds something else than `expected`."""
+        """Return the error for a field that holds something else than `expected`."""
         return DataError(
             f"a field is not {expected}",
             found=f"{self.where}: {key!r} is {json.dumps(self.fields[key])[:_SHOWN]}",
@@ -68,7 +68,7 @@ class Record(NamedTuple):
 
 
 def read_records(files: Sequence[str]) -> list[Record]:
-    """The JSON objects of files with one on each line; DataError with file and line."""
+    """Return the JSON objects of files with one on each line; DataError with file and line."""
     records = []
     for name in files:
         # Not splitlines(): it also breaks at characters that belong to a text, such as U+2028.
@@ -83,7 +83,7 @@ def read_records(files: Sequence[str]) -> list[Record]:
 
 
 def parse_record(line: str, where: str) -> Record:
-    """The JSON object that a text is, or DataError."""
+    """Return the JSON object that a text is, or DataError."""
     try:
         fields = json.loads(line)
         reason = f"it is a {type(fields).__name__}"

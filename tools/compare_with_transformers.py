@@ -169,7 +169,8 @@ def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
 def our_outputs(
     source: CheckpointSource, inputs: Inputs, sizes: Sizes, rounded: Mapping[str, torch.dtype]
 ) -> Outputs:
-    """What our model computes in float32 from the weights of `source`, [b, s, ..] or [b, ..].
+    """Return what our model computes in float32 from the weights of `source`, [b, s, ..] or [b,
+    ..].
 
     Args:
         rounded: the types to which tensors are rounded before, by name.
@@ -201,7 +202,9 @@ def our_outputs(
 
 
 def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> list[LayerSpec]:
-    """The layers of a BERT that has these heads, which may be fewer than one that is trained."""
+    """Return the layers of a BERT that has these heads, which may be fewer than one that is
+    trained.
+    """
     if heads.classes:
         return list(classification_layers(config, build, num_classes=heads.classes))
     absent = set() if heads.order else {"order_head"}
@@ -216,7 +219,9 @@ def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> lis
 
 
 def _bert_outputs(stage: PipelineStage, specs: Sequence[LayerSpec], inputs: Inputs) -> Outputs:
-    """What the heads are given and what they make of it; of hidden states those of true tokens."""
+    """Return what the heads are given and what they make of it; of hidden states those of
+    true tokens.
+    """
     carry = bert_carry(*inputs)
     true = inputs.padding_mask.bool()
     found: dict[str, Tensor] = {}
@@ -237,7 +242,9 @@ def _bert_outputs(stage: PipelineStage, specs: Sequence[LayerSpec], inputs: Inpu
 
 @torch.no_grad()
 def their_outputs(folder: Path, inputs: Inputs, sizes: Sizes) -> Outputs:
-    """What transformers computes in float32 from the weights in `folder`, in the same shapes."""
+    """Return what transformers computes in float32 from the weights in `folder`, in the
+    same shapes.
+    """
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bytes(size: str | None) -> int | None:
-    """A number of bytes as it is written: 500MB, 5GB, 1000."""
+    """Return a number of bytes as it is written: 500MB, 5GB, 1000."""
     if size is None:
         return None
     found = re.fullmatch(r"(\d+)(KB|MB|GB|)", size)

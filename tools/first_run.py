@@ -163,7 +163,7 @@ def refuse_changed_text(record: Path, data: Path) -> None:
 def training_command(
     places: Places, *, iterations: int, ranks: int, extra: Sequence[str] = ()
 ) -> list[str]:
-    """The pretraining as a user would type it; of flags given twice, `extra` wins."""
+    """Return the pretraining as a user would type it; of flags given twice, `extra` wins."""
     interval = max(iterations // CHECKPOINTS, 1)
     return [
         *_torchrun(ranks),
@@ -230,7 +230,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _ranks() -> int:
-    """Two processes: on the CPU, or on GPUs where there are that many."""
+    """Return two processes: on the CPU, or on GPUs where there are that many."""
     return min(2, device.device_count()) if device.cuda_is_available() else 2
 
 

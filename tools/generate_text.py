@@ -40,7 +40,7 @@ class Continuation:
     finish_reason: str
 
     def as_json(self) -> str:
-        """One line of JSON, in ASCII: some readers break lines at U+2028 too."""
+        """Return one line of JSON, in ASCII: some readers break lines at U+2028 too."""
         return json.dumps(vars(self))
 
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of this program."""
+    """Return the flags of this program."""
     made = argparse.ArgumentParser(
         prog="generate_text", description="Continue prompts with a trained GPT.", allow_abbrev=False
     )
@@ -165,7 +165,7 @@ def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Iterator[Sequence[str]]:
-    """What the user types on rank 0, told to every rank, until the end of input."""
+    """Yield what the user types on rank 0, told to every rank, until the end of input."""
     while True:
         typed = None
         if speaks:

@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _directory(path: Place, iteration: int | None) -> Place:
-    """The folder of a checkpoint of ours; CheckpointError when there is none in `path`."""
+    """Return the folder of a checkpoint of ours; CheckpointError when there is none in `path`."""
     if iteration is None and (path / manifest.NAME).is_file():
         return path
     wanted = folder.latest_iteration(path) if iteration is None else iteration
@@ -177,7 +177,9 @@ def _lines(directory: Place, content: Manifest) -> list[str]:
 
 
 def _tree(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[str]:
-    """Names as a tree of their `/` parts; the last part has dots of its own and stays whole."""
+    """Return names as a tree of their `/` parts; the last part has dots of its own and
+    stays whole.
+    """
     lines: list[str] = []
     former: list[str] = []
     for name, dtype, shape, size, count in tensors:

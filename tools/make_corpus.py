@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def library_documents(folder: Path) -> Iterator[Document]:
-    """The documents of every module of the library, sorted by path."""
+    """Yield the documents of every module of the library, sorted by path."""
     paths = sorted(
         (path for path in folder.rglob("*.py") if _is_wanted(path.relative_to(folder))),
         key=lambda path: path.relative_to(folder).as_posix(),
@@ -88,7 +88,7 @@ def library_documents(folder: Path) -> Iterator[Document]:
 
 
 def module_documents(name: str, source: str) -> Iterator[Document]:
-    """The prose and the code of one module; nothing of one stands in the other."""
+    """Yield the prose and the code of one module; nothing of one stands in the other."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -110,7 +110,7 @@ def module_documents(name: str, source: str) -> Iterator[Document]:
 
 
 def choose(documents: list[Document], *, limit_bytes: int, seed: int) -> list[Document]:
-    """The first documents of a shuffled order that fit into `limit_bytes` of text."""
+    """Return the first documents of a shuffled order that fit into `limit_bytes` of text."""
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)  # not cryptography
     chosen: list[Document] = []
@@ -139,7 +139,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _topics(tree: ast.Module) -> Iterator[str]:
-    """The texts behind Python's help(): a dict of strings, one long text per topic."""
+    """Yield the texts behind Python's help(): a dict of strings, one long text per topic."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             for value in node.values:
@@ -168,7 +168,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def _tidied(lines: list[str]) -> str:
-    """The lines joined, with at most two blank ones in a row."""
+    """Return the lines joined, with at most two blank ones in a row."""
     text = "\n".join(line.rstrip() for line in lines).strip("\n")
     while "\n\n\n\n" in text:
         text = text.replace("\n\n\n\n", "\n\n\n")

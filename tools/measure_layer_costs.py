@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[LayerTime]:
-    """The median times of every layer, in the order of the list; the slowest rank's on all ranks.
+    """Return the median times of every layer, in the order of the list; the slowest rank's on all
+    ranks.
 
     The last layer's has the loss in it.
     """
@@ -113,7 +114,7 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
 
 
 def report(config: RunConfig, specs: Sequence[LayerSpec], times: Sequence[LayerTime]) -> str:
-    """A table of the layers, the flag to give, and what it does to the stages asked for."""
+    """Return a table of the layers, the flag to give, and what it does to the stages asked for."""
     width = max(len(time.name) for time in times)
     lines = [f"{'layer':<{width}}  forward ms  backward ms"]
     lines += [f"{t.name:<{width}}  {t.forward:>10.3f}  {t.backward:>11.3f}" for t in times]
@@ -141,7 +142,7 @@ def _own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _without_pipeline(config: RunConfig) -> RunConfig:
-    """The same run with all layers on every rank, one of which is built at a time."""
+    """Return the same run with all layers on every rank, one of which is built at a time."""
     parallel = config.parallel
     alone = ParallelConfig(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -151,7 +152,7 @@ def _without_pipeline(config: RunConfig) -> RunConfig:
 
 
 def _by_layers(parallel: ParallelConfig) -> ParallelConfig:
-    """The stages that the flags ask for, without costs that were measured before."""
+    """Return the stages that the flags ask for, without costs that were measured before."""
     return replace(parallel, pipeline_layer_costs=None)
 
 
@@ -165,7 +166,7 @@ def _first_carry(config: RunConfig, build: ModelBuild) -> tuple[Carry, Tensor]:
 def _timed(
     layer: PipelineStage, build: ModelBuild, carry: Carry, labels: Tensor | None
 ) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass of one micro-batch."""
+    """Return seconds of the forward and of the backward pass of one micro-batch."""
     taken = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carry)
     device.synchronize()
     began = time.perf_counter()
@@ -185,7 +186,7 @@ def _timed(
 
 
 def _slowest(passes: Sequence[tuple[float, float]], build: ModelBuild) -> tuple[float, float]:
-    """The medians in milliseconds, of the rank where they are largest."""
+    """Return the medians in milliseconds, of the rank where they are largest."""
     mine = [1e3 * median(column) for column in zip(*passes)]
     both = torch.tensor(mine, dtype=torch.float64, device=device.current())
     forward, backward = all_reduce(both, build.ctx.world, op="max").tolist()

@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def find_corpora(given: Sequence[str]) -> list[str]:
-    """The prefixes that prefixes and folders stand for; a folder's corpora in sorted order."""
+    """Return the prefixes that prefixes and folders stand for; a folder's corpora in sorted
+    order.
+    """
     prefixes: list[str] = []
     for name in given:
         if not Path(name).is_dir() or Path(index_file_path(name)).exists():
@@ -112,7 +114,7 @@ def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> No
 def _checked(
     prefixes: Sequence[str], output: str
 ) -> tuple[list[MMapIndexedDataset], CorpusMetadata | None]:
-    """The inputs, opened and found to belong together, and what the sidecar will say."""
+    """Return the inputs, opened and found to belong together, and what the sidecar will say."""
     _refuse_output_among_inputs(prefixes, output)
     corpora = [MMapIndexedDataset(prefix) for prefix in prefixes]
     _require_one_dtype(corpora)
@@ -163,7 +165,7 @@ def _require_one_dtype(corpora: Sequence[MMapIndexedDataset]) -> None:
 
 
 def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | None:
-    """What the sidecars say in common; None, announced, where an input has no sidecar."""
+    """Return what the sidecars say in common; None, announced, where an input has no sidecar."""
     known = [corpus for corpus in corpora if corpus.metadata is not None]
     for other in known[1:]:
         _require_agreement(known[0], other)
@@ -185,7 +187,9 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
 
 
 def _splitters(known: Sequence[MMapIndexedDataset]) -> str:
-    """What split the sentences of all inputs; more than one is announced, and all are named."""
+    """Return what split the sentences of all inputs; more than one is announced, and all
+    are named.
+    """
     found = {each.metadata.sentence_splitter for each in known if each.metadata is not None}
     names = sorted(found - {""})
     if len(names) > 1:

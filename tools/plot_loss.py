@@ -20,7 +20,7 @@ Curve = tuple[list[int], list[float]]
 
 
 def read_curves(folder: Path, tags: Sequence[str]) -> dict[str, Curve]:
-    """The points of each tag over all event files in `folder`, sorted by iteration.
+    """Return the points of each tag over all event files in `folder`, sorted by iteration.
 
     Where a resumed run repeats an iteration, the newer point counts.
 

@@ -74,11 +74,11 @@ class PreprocessingJob(NamedTuple):
     log_interval: int | None
 
     def chunks(self) -> Iterator[Chunk]:
-        """The input, as it is handed to the encoders; the same each time."""
+        """Return the input, as it is handed to the encoders; the same each time."""
         return self.source.chunks(self.chunk_size)
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
-        """The chunks as ids, in order; to be closed when it is left early."""
+        """Return the chunks as ids, in order; to be closed when it is left early."""
         encode = functools.partial(encode_chunk, self.settings)
         return encode_in_order(chunks, encode, workers=self.workers)
 
@@ -137,13 +137,13 @@ def require_documents(job: PreprocessingJob, totals: Totals) -> None:
 
 
 def _first_texts(source: Source, settings: EncodeSettings) -> list[str]:
-    """Text enough to compare two encoders on, and not so much that one waits for it."""
+    """Return text enough to compare two encoders on, and not so much that one waits for it."""
     chunk = next(source.chunks(_COMPARED_ROWS))
     return [text[:_COMPARED_CHARACTERS] for text in texts_of_rows(settings, chunk)]
 
 
 def _write(job: PreprocessingJob) -> Totals:
-    """Everything in one go: all outputs, or nothing."""
+    """Return everything in one go: all outputs, or nothing."""
     with (
         contextlib.closing(job.encoded(job.chunks())) as encoded,  # type: ignore[type-var]
         CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora,
@@ -201,7 +201,7 @@ def _of_one_part(first: EncodedChunk, rest: Iterator[EncodedChunk]) -> Iterator[
 
 
 def what_decides(job: PreprocessingJob, *, times: bool = True) -> dict[str, Any]:
-    """All that decides which bytes are written; not the encoder, for all give the same.
+    """Return all that decides which bytes are written; not the encoder, for all give the same.
 
     Without `times` it is the same on machines that have copies of one input.
     """
@@ -216,7 +216,7 @@ def what_decides(job: PreprocessingJob, *, times: bool = True) -> dict[str, Any]
 
 
 def fingerprint(job: PreprocessingJob) -> str:
-    """A digest of `what_decides`."""
+    """Return a digest of `what_decides`."""
     return hashlib.sha256(json.dumps(what_decides(job)).encode()).hexdigest()
 
 
@@ -303,7 +303,7 @@ def print_summary(job: PreprocessingJob, totals: Totals, seconds: float) -> None
 
 
 def parser(prog: str = "preprocess_data.py") -> argparse.ArgumentParser:
-    """The flags of preprocessing."""
+    """Return the flags of preprocessing."""
     flags = argparse.ArgumentParser(
         prog=prog, description="Tokenize text into .bin/.idx files for training."
     )

@@ -71,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _prepared(ranks: ToolRanks, args: argparse.Namespace) -> PreprocessingJob:
-    """The first rank opens a dataset first, since opening may fill a cache that others read."""
+    """Return the first rank opens a dataset first, since opening may fill a cache that
+    others read.
+    """
     if args.hf_dataset and not ranks.is_first:
         ranks.from_first("opened", None)
     job = prepare(args)
@@ -93,7 +95,9 @@ def _require_agreement(ranks: ToolRanks, job: PreprocessingJob) -> None:
 
 
 def _in_short(content: dict[str, Any]) -> dict[str, str]:
-    """Each part as text, or a digest of it where it is long, as the names of many files are."""
+    """Return each part as text, or a digest of it where it is long, as the names of many
+    files are.
+    """
     texts = {name: json.dumps(value) for name, value in content.items()}
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     return {name: text if len(text) <= _SHOWN else digests[name] for name, text in texts.items()}
@@ -102,7 +106,7 @@ def _in_short(content: dict[str, Any]) -> dict[str, str]:
 def _begin(
     ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, args: argparse.Namespace
 ) -> int:
-    """How many pieces the input is cut into, on every rank."""
+    """Return how many pieces the input is cut into, on every rank."""
     count = None
     if ranks.is_first:
         wanted = max(_PIECES_PER_RANK * ranks.size, -(-job.source.size // resume.PART_BYTES))
@@ -135,7 +139,7 @@ def _write_pieces(
 def _encoded_pieces(
     ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: Sequence[Source]
 ) -> Generator[tuple[int, EncodedChunk], None, None]:
-    """Each chunk with the number of its piece; workers go on from one piece to the next."""
+    """Yield each chunk with the number of its piece; workers go on from one piece to the next."""
     owners: deque[int] = deque()  # of the chunks that are on their way
 
     def chunks() -> Iterator[Chunk]:
@@ -153,7 +157,7 @@ def _encoded_pieces(
 
 
 def _totals(job: PreprocessingJob, journal: PieceJournal, pieces: int) -> Totals:
-    """What all pieces hold together; ConfigError where one is not to be seen from here."""
+    """Return what all pieces hold together; ConfigError where one is not to be seen from here."""
     everything = Totals.zero(len(job.prefixes))
     deadline = time.monotonic() + _VISIBLE_S
     for number in range(pieces):

@@ -107,7 +107,7 @@ def dialogue_of(
     encode: Encode,
     eod: int | None,
 ) -> EncodedDialogue:
-    """The row's dialogue in tokens; a DataError names the file and the line."""
+    """Return the row's dialogue in tokens; a DataError names the file and the line."""
     place = f"{path}:{row.line}"
     record = record_of(path, row)
     if key not in record:
@@ -147,7 +147,7 @@ def _dialogues(
 
 
 def _encoder(tokenizer: Tokenizer) -> Encode:
-    """The tokenizer, without what it opens every text with on all pieces but the first."""
+    """Return the tokenizer, without what it opens every text with on all pieces but the first."""
     opens = tokenizer.bos is not None and tokenizer.tokenize("a")[:1] == [tokenizer.bos]
     if not opens:
         return tokenizer.tokenize_batch

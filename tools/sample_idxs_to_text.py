@@ -136,7 +136,7 @@ def _training_data(config: RunConfig) -> Any:
 
 
 def _order(config: RunConfig, total: int, start: int) -> Iterator[int]:
-    """The rows of the dataset in the order of training, from the sample `start` on."""
+    """Yield the rows of the dataset in the order of training, from the sample `start` on."""
     one_by_one: dict[str, Any] = {
         "total_samples": total,
         "consumed_samples": start,
@@ -181,7 +181,7 @@ def _origin(dataset: Any, row: int) -> Origin:
 
 
 def _ends(tokens: list[int]) -> list[list[int]]:
-    """The first and the last tokens."""
+    """Return the first and the last tokens."""
     return [tokens[:_ENDS], tokens[-_ENDS:]]
 
 

@@ -50,7 +50,7 @@ class SchedulePlot(NamedTuple):
 
 
 def simulated(layout: SchedulePlot) -> Simulation:
-    """One step of all stages."""
+    """Return one step of all stages."""
     schedules = [
         build_schedule(
             layout.name,
@@ -70,7 +70,7 @@ def simulated(layout: SchedulePlot) -> Simulation:
 
 
 def timeline(layout: SchedulePlot, result: Simulation, *, width: int) -> Iterator[str]:
-    """The lines of the timeline, at most `width` wide: a row per stage, wrapped together."""
+    """Yield the lines of the timeline, at most `width` wide: a row per stage, wrapped together."""
     unit, columns = _grid(layout, result)
     rows = [_row(stage, unit, columns, layout.chunks) for stage in result.stages]
     margin = len(f"stage {layout.stages - 1} ")
@@ -215,7 +215,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def _layout(flags: argparse.Namespace) -> SchedulePlot:
-    """What the flags ask for.
+    """Return what the flags ask for.
 
     Raises:
         ConfigError: the schedule cannot run like that, or a number makes no sense.
@@ -269,7 +269,9 @@ def _key(layout: SchedulePlot) -> str:
 
 
 def _grid(layout: SchedulePlot, result: Simulation) -> tuple[float, int]:
-    """The time that a cell stands for, and how many columns it has: the longest label fits."""
+    """Return the time that a cell stands for, and how many columns it has: the longest
+    label fits.
+    """
     longest = max(
         len(_label(work, layout.chunks)) for stage in result.stages for work in stage.work
     )
@@ -285,7 +287,9 @@ def _grid(layout: SchedulePlot, result: Simulation) -> tuple[float, int]:
 
 
 def _row(stage: StageTrace, unit: float, columns: int, chunks: int) -> str:
-    """The cells of one stage; a computation begins with its label and is filled up with dashes."""
+    """Return the cells of one stage; a computation begins with its label and is filled up
+    with dashes.
+    """
     row = ""
     for work in stage.work:
         # Not round(): from equal times to equal widths, wherever they begin.
@@ -305,7 +309,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _beyond_theory(layout: SchedulePlot) -> str:
-    """Why the simulation may differ from the formula; empty where it may not."""
+    """Return why the simulation may differ from the formula; empty where it may not."""
     times = layout.durations
     reasons = []
     if times.communication:
@@ -342,7 +346,7 @@ def _draw_box(axes: Any, row: int, work: Work, *, chunks: int, points: float) ->
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk: later ones are mixed with more white."""
+    """Return the colour of a chunk: later ones are mixed with more white."""
     white = PALEST * chunk / max(1, chunks - 1)
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)

@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(documents: Documents, *, vocab_size: int, min_frequency: int = 2) -> tokenizers.Tokenizer:
-    """A byte-level BPE of at most `vocab_size` pieces, <|endoftext|> (the last) among them."""
+    """Return a byte-level BPE of at most `vocab_size` pieces, <|endoftext|> (the last)
+    among them.
+    """
     if vocab_size < _BYTES + 1:
         raise ConfigError(
             "the vocabulary has no room for every byte and the end of a document",
@@ -104,7 +106,9 @@ def train(documents: Documents, *, vocab_size: int, min_frequency: int = 2) -> t
 def train_wordpiece(
     documents: Documents, *, vocab_size: int, min_frequency: int = 2
 ) -> tokenizers.Tokenizer:
-    """A lower-casing WordPiece of at most `vocab_size` pieces, BERT's special tokens first."""
+    """Return a lower-casing WordPiece of at most `vocab_size` pieces, BERT's special tokens
+    first.
+    """
     learner = tokenizers.Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS[1]))
     learner.normalizer = normalizers.BertNormalizer(lowercase=True)
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -150,7 +154,7 @@ def _counted(documents: Iterator[tuple[DocumentFile, str]], bar: tqdm) -> Iterat
 
 
 def _contents(trained: tokenizers.Tokenizer) -> dict[str, str]:
-    """The text of each output file."""
+    """Return the text of each output file."""
     model = json.loads(trained.to_str())["model"]
     by_id = dict(sorted(model["vocab"].items(), key=lambda pair: pair[1]))
     merges = "".join(" ".join(pair) + "\n" for pair in model["merges"])

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     sections = [HEAD, *_group_sections(), _presets(), *_legacy_sections()]
     return "\n".join(sections)
 

@@ -154,7 +154,7 @@ def finetune(
 def answers_of(
     steps: Steps, sides: Sides, recipe: FineTuning, model: Pretraining
 ) -> dict[str, list[list[str]]]:
-    """What both answer after fine-tuning, by seed."""
+    """Return what both answer after fine-tuning, by seed."""
     return {
         start: [predicted(path) for path in finetune(steps, start, sides, recipe, model)]
         for start in (PRETRAINED, INITIAL)
@@ -162,14 +162,14 @@ def answers_of(
 
 
 def predicted(path: Path) -> list[str]:
-    """What a file of `--predictions` decides, in the order of the examples."""
+    """Return what a file of `--predictions` decides, in the order of the examples."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return [row["prediction"] for row in rows]
 
 
 def folder_of(steps: Steps, start: str) -> Path:
-    """The checkpoints of one of the two models to begin with."""
+    """Return the checkpoints of one of the two models to begin with."""
     return steps.folder / start.replace(" ", "-")
 
 

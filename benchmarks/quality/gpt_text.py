@@ -122,7 +122,7 @@ def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) 
 
 
 def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
-    """What WIKITEXT103 and LAMBADA say, as commands."""
+    """Return what WIKITEXT103 and LAMBADA say, as commands."""
     said: dict[str, dict[str, Any]] = {}
     jobs = {
         "WIKITEXT103": ("WIKITEXT103", "--valid-data", text, "--overlapping-eval", step),
@@ -153,7 +153,7 @@ def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
 def by_loops(
     logits: Logits, encode: Encode, text: Path, passages: Path, *, length: int, step: int
 ) -> Found:
-    """The same by plain loops over a model's logits."""
+    """Return the same by plain loops over a model's logits."""
     raw, endings = read_text(text), read_passages([str(passages)])
     tokens = encode(wikitext(raw))
     found = plain_loss(logits, tokens, length=length, step=step)
@@ -174,13 +174,13 @@ def by_loops(
 
 
 def encoder(folder: Path) -> Encode:
-    """What `tokenizers` itself makes of a text by the trained tokenizer.json."""
+    """Return what `tokenizers` itself makes of a text by the trained tokenizer.json."""
     trained = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda text: list(trained.encode(text).ids)
 
 
 def check_equal(found: dict[str, Found]) -> None:
-    """NumericsError unless all ways say the same as the first one."""
+    """Raise NumericsError unless all ways say the same as the first one."""
     (first, ours), *others = found.items()
     for name, other in others:
         same = ours.tokens == other.tokens and ours.passages == other.passages
@@ -198,7 +198,7 @@ def check_equal(found: dict[str, Found]) -> None:
 
 
 def table(found: dict[str, Found]) -> Iterator[str]:
-    """A table of Markdown."""
+    """Yield a table of Markdown."""
     yield "| scored by | tokens | perplexity | per word (adjusted) | last token | last word |"
     yield "|---|---|---|---|---|---|"
     for name, one in found.items():
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def scored(
     steps: Steps, text: Path, passages: Path, recipe: Pretraining, *, step: int
 ) -> dict[str, Found]:
-    """What every way says of the trained model; the tasks first."""
+    """Return what every way says of the trained model; the tasks first."""
     found = {OURS: by_tasks(steps, text, passages, step=step)}
     models: dict[str, Callable[[], Logits]] = {
         PLAIN: lambda: plain_gpt(steps.folder / "gpt", seq_length=recipe.seq_length)

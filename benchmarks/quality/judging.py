@@ -86,7 +86,7 @@ def bag_of_words(texts: Sequence[str], labels: Sequence[str], unseen: Sequence[s
 
 
 def judgement_lines(name: str, found: Judgement) -> Iterator[str]:
-    """A table of Markdown."""
+    """Yield a table of Markdown."""
     yield (
         f"{name}: {found.examples} examples of {found.sources} sources; the largest class is "
         f"{100 * found.majority:.1f} %"

@@ -51,7 +51,7 @@ def documents_of_book(text: str, *, keep_lines: bool = False) -> Iterator[str]:
 
 
 def write_documents(files: Iterable[Path], target: Path, *, keep_lines: bool = False) -> int:
-    """All books as JSON lines of {"text": ...}; how many documents they are."""
+    """Return all books as JSON lines of {"text": ...}; how many documents they are."""
     found = [
         document
         for path in files
@@ -89,7 +89,7 @@ def snli_parts(path: Path) -> Parts[dict[str, Any]]:
 
 
 def image_of(pair: dict[str, Any]) -> str:
-    """The image that the first sentence of a pair of SNLI describes."""
+    """Return the image that the first sentence of a pair of SNLI describes."""
     return str(pair["captionID"]).partition("#")[0]
 
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(folder: Path) -> Iterator[str]:
-    """Lines of what was found; CheckpointError at the first thing that differs."""
+    """Yield lines of what was found; CheckpointError at the first thing that differs."""
     with HuggingFaceSource(folder, SourceOptions()) as source:
         tokenizer = _tokenizer(source)
         rows = _rows(tokenizer, folder)
@@ -115,7 +115,9 @@ def _tokenizer(source: HuggingFaceSource) -> Tokenizer:
 
 
 def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
-    """Each sentence between [CLS] and [SEP], as `transformers` has it, padded to the longest."""
+    """Return each sentence between [CLS] and [SEP], as `transformers` has it, padded to the
+    longest.
+    """
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -132,7 +134,9 @@ def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
 
 
 def _vectors(hidden: Tensor, rows: Rows) -> Tensor:
-    """The mean of the hidden states of each row, as sentence-transformers takes it, of length 1."""
+    """Return the mean of the hidden states of each row, as sentence-transformers takes it,
+    of length 1.
+    """
     lengths = rows.inputs.padding_mask.sum(1).tolist()
     means = torch.stack([part.mean(0) for part in torch.split(hidden, lengths)])
     return F.normalize(means, dim=-1)

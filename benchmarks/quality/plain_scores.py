@@ -37,7 +37,7 @@ class PlainLoss(NamedTuple):
 def plain_loss(
     logits: Logits, tokens: Sequence[int], *, length: int, step: int, batch: int = 16
 ) -> PlainLoss:
-    """Every token but the first, each scored by the first window that it is in.
+    """Return every token but the first, each scored by the first window that it is in.
 
     Windows read `length` tokens and begin `step` tokens after one another.
     """
@@ -64,7 +64,9 @@ def plain_loss(
 def plain_endings(
     logits: Logits, encode: Encode, passages: Sequence[str], *, length: int, strict: bool
 ) -> int:
-    """Of how many passages the greedy choice gives the last token, or the whole last word."""
+    """Return of how many passages the greedy choice gives the last token, or the whole last
+    word.
+    """
     correct = 0
     for passage in passages:
         if strict:
@@ -80,7 +82,9 @@ def plain_endings(
 
 
 def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
-    """The GPT of a checkpoint of ours as a model of plain PyTorch, its weights found by name."""
+    """Return the GPT of a checkpoint of ours as a model of plain PyTorch, its weights found
+    by name.
+    """
     with registry.open_source(folder) as source:
         model = source.config["model"]
         names = [name for name in source.tensors if name.startswith("model/")]
@@ -102,7 +106,7 @@ def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
 
 
 def transformers_logits(folder: Path) -> Logits:
-    """The model of a Hugging Face folder, as `transformers` computes it on this machine."""
+    """Return the model of a Hugging Face folder, as `transformers` computes it on this machine."""
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True

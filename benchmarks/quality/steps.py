@@ -81,7 +81,7 @@ def module(name: str, *words: object) -> list[object]:
 
 
 def on_ranks(ranks: int, program: str, *words: object) -> list[object]:
-    """A program of the project, under torchrun where there are several ranks."""
+    """Return a program of the project, under torchrun where there are several ranks."""
     if ranks == 1:
         return [sys.executable, program, *words]
     launcher = module("torch.distributed.run", "--standalone", "--nproc-per-node", ranks)

@@ -68,7 +68,7 @@ class AveragedSource(SourceBase):
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The mean over all sources of the elements `box` of `name`, in its own dtype."""
+        """Return the mean over all sources of the elements `box` of `name`, in its own dtype."""
         first = self._sources[0].read(name, box)
         wide = torch.promote_types(first.dtype, torch.float32)
         total = first.to(wide)
@@ -108,7 +108,9 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
 
 
 def _meaning(source: CheckpointSource) -> dict[str, Any]:
-    """What the flags of a model say it computes, without what only matters while it is trained."""
+    """Return what the flags of a model say it computes, without what only matters while it
+    is trained.
+    """
     try:
         found = from_plain(ModelConfig, source.config.get("model", {})).meaning()
     except ConfigError:

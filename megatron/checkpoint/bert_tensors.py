@@ -27,7 +27,9 @@ class BertHeads(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "BertHeads":
-        """The heads whose parameters are among `shapes`, by global names without `model/`."""
+        """Return the heads whose parameters are among `shapes`, by global names without
+        `model/`.
+        """
         classes = shapes.get(f"{CLASSES}.weight", (0,))
         return cls(
             pooler=f"{POOLER}.weight" in shapes,
@@ -40,7 +42,7 @@ class BertHeads(NamedTuple):
 def bert_tensors(
     config: ModelConfig, *, vocab_rows: int, positions: int | None, heads: BertHeads
 ) -> Shapes:
-    """Whole shapes by global name (without `model/`), in the order of the model.
+    """Return whole shapes by global name (without `model/`), in the order of the model.
 
     Args:
         vocab_rows: rows of the vocabulary, without padding.

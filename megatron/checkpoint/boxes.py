@@ -26,26 +26,26 @@ class Box(NamedTuple):
         return tuple(slice(start, start + length) for start, length in zip(*self))
 
     def within(self, outer: "Box") -> "Box":
-        """The same box, counted from the first corner of `outer`, which holds it."""
+        """Return the same box, counted from the first corner of `outer`, which holds it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.shape)
 
     def moved(self, origin: Sequence[int]) -> "Box":
-        """The box as far from `origin` as this one is from zero; undoes `within`."""
+        """Return the box as far from `origin` as this one is from zero; undoes `within`."""
         return Box(tuple(a + b for a, b in zip(self.offset, origin)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of every index of a tensor of `shape`."""
+    """Return the box of every index of a tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def from_slices(slices: Sequence[slice]) -> Box:
-    """The box that unit-step `slices` with explicit bounds stand for."""
+    """Return the box that unit-step `slices` with explicit bounds stand for."""
     return Box(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The elements that `a` and `b` have in common; None when there are none."""
+    """Return the elements that `a` and `b` have in common; None when there are none."""
     offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset))
     stop = tuple(min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape))
     shape = tuple(end - start for start, end in zip(offset, stop))
@@ -81,7 +81,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """Why `boxes` do not hold every element of `shape` exactly once; None when they do."""
+    """Return why `boxes` do not hold every element of `shape` exactly once; None when they do."""
     outer = whole(shape)
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
@@ -98,7 +98,9 @@ def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """A sweep along dimension 0, which most tensors are cut along, so that few pairs are met."""
+    """Return a sweep along dimension 0, which most tensors are cut along, so that few pairs
+    are met.
+    """
     live: list[Box] = []
     for box in sorted(box for box in boxes if box.size):
         live = [b for b in live if not box.offset or b.offset[0] + b.shape[0] > box.offset[0]]
@@ -110,5 +112,5 @@ def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def format_box(box: Box) -> str:
-    """The box as Python would index it: `[0:64, 32:48]`."""
+    """Return the box as Python would index it: `[0:64, 32:48]`."""
     return "[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices) + "]"

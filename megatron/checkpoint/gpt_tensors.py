@@ -16,7 +16,7 @@ HEAD = "output.weight"
 
 
 def gpt_tensors(config: ModelConfig, *, vocab_rows: int, positions: int | None) -> Shapes:
-    """Whole shapes by global name (without `model/`), in the order of the model.
+    """Return whole shapes by global name (without `model/`), in the order of the model.
 
     Args:
         vocab_rows: rows of the vocabulary, without padding.
@@ -62,7 +62,7 @@ def _block(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def norm_shapes(name: str, width: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of the norm `name` over `width` channels."""
+    """Return the parameters of the norm `name` over `width` channels."""
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
     if config.normalization is Normalization.LAYER_NORM:
         shapes[f"{name}.bias"] = (width,)
@@ -72,7 +72,7 @@ def norm_shapes(name: str, width: int, config: ModelConfig) -> dict[str, tuple[i
 def linear_shapes(
     name: str, outputs: int, inputs: int, *, bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parameters of the linear layer `name`."""
+    """Yield the parameters of the linear layer `name`."""
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)

@@ -26,7 +26,9 @@ HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 
 
 def kind_from_names(names: Iterable[str]) -> str:
-    """The kind of model that parameters of these names make, with or without `model/` before."""
+    """Return the kind of model that parameters of these names make, with or without
+    `model/` before.
+    """
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
     if _CLASSES in heads:
@@ -35,7 +37,7 @@ def kind_from_names(names: Iterable[str]) -> str:
 
 
 def heads_of(names: Iterable[str]) -> frozenset[str]:
-    """The modules among `HEADS` that parameters of these global names are of."""
+    """Return the modules among `HEADS` that parameters of these global names are of."""
     modules = {name.removeprefix(_PREFIX).partition(".")[0] for name in names}
     return frozenset(modules.intersection(HEADS))
 
@@ -46,7 +48,7 @@ def known_kind(kind: str, names: Iterable[str]) -> str:
 
 
 def differ(saved: str, wanted: str) -> bool:
-    """Whether two kinds are known to be different models.
+    """Return whether two kinds are known to be different models.
 
     A user's program may call its kind anything: names and shapes are what it is compared by.
     """
@@ -54,7 +56,7 @@ def differ(saved: str, wanted: str) -> bool:
 
 
 def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
-    """CheckpointError when a model of another kind is wanted than `where` holds.
+    """Raise CheckpointError when a model of another kind is wanted than `where` holds.
 
     Args:
         wants: what it is that wants the other kind.
@@ -68,7 +70,7 @@ def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this ru
 
 
 def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) -> None:
-    """CheckpointError when `saved` and `wanted` (global names) have different heads.
+    """Raise CheckpointError when `saved` and `wanted` (global names) have different heads.
 
     The message has the flags with which the one can be loaded into the other.
     """

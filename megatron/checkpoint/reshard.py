@@ -35,7 +35,7 @@ class TensorFacts(Protocol):
 
 
 def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopyStep]:
-    """The copies that fill every element of every wanted box exactly once.
+    """Return the copies that fill every element of every wanted box exactly once.
 
     Raises:
         CheckpointError: the saved pieces hold some wanted element never, or more than once.
@@ -61,7 +61,7 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopySte
 def mismatches(
     saved: Mapping[str, TensorFacts], wanted: Mapping[str, TensorFacts], *, cast: bool = False
 ) -> list[str]:
-    """What keeps `wanted` from being filled: names not there, other shapes, other dtypes."""
+    """Return what keeps `wanted` from being filled: names not there, other shapes, other dtypes."""
     problems = []
     for name, target in wanted.items():
         source = saved.get(name)
@@ -92,7 +92,7 @@ def unexpected(
 
 
 def mismatch_error(problems: Sequence[str]) -> CheckpointError:
-    """One error that lists `problems`."""
+    """Return one error that lists `problems`."""
     lines = list(problems[:_SHOWN])
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more")

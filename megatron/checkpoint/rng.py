@@ -20,7 +20,7 @@ _SEPARATOR = "/"
 
 
 def capture(streams: RandomStreams) -> GeneratorStates:
-    """The states of the streams and of torch, numpy and Python, as they are now."""
+    """Return the states of the streams and of torch, numpy and Python, as they are now."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     _flatten(streams.state_dict(), "", tensors, values)
@@ -37,7 +37,7 @@ def restore(states: GeneratorStates, streams: RandomStreams) -> None:
 
 
 def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
-    """Why the saved states cannot go on in this run; None when they can.
+    """Return why the saved states cannot go on in this run; None when they can.
 
     The kind of device is not in the manifest: ask `device_mismatch` with the states.
     """
@@ -50,7 +50,9 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
 
 
 def device_mismatch(states: GeneratorStates) -> str | None:
-    """Why states of the right rank still cannot go on: another kind of device. None: they can."""
+    """Return why states of the right rank still cannot go on: another kind of device. None:
+    they can.
+    """
     saved, here = states.values.get("device_type"), device.current().type
     if saved == here:
         return None

@@ -59,7 +59,7 @@ class ShardedTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, placement: Placement = REPLICATED) -> "ShardedTensor":
-        """The rank's local `tensor`, the part of the whole that `placement` says."""
+        """Return the rank's local `tensor`, the part of the whole that `placement` says."""
         views = [ShardPart(whole(tensor.shape), tensor.detach())]
         return _cut(name, views, tensor.shape, placement)
 
@@ -73,7 +73,7 @@ class ShardedTensor:
         local_shape: Sequence[int],
         placement: Placement = REPLICATED,
     ) -> "ShardedTensor":
-        """Elements [start, start + n) of the row-major local tensor of `local_shape`.
+        """Return elements [start, start + n) of the row-major local tensor of `local_shape`.
 
         For optimizer state that is sharded over the data-parallel ranks; whole rows are the case
         where start and n are multiples of a row. `flat` is one-dimensional and contiguous.
@@ -162,7 +162,7 @@ class Snapshot:
     model_kind: str | None = None  # `PretrainTask.name`
 
     def by_name(self) -> dict[str, ShardedTensor]:
-        """The tensors by name; CheckpointError when two have the same."""
+        """Return the tensors by name; CheckpointError when two have the same."""
         return by_name(self.tensors)
 
 

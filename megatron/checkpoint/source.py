@@ -61,7 +61,7 @@ class CheckpointSource(Protocol):
         """What `EngineState.scalars` holds; empty for bare weights."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of the whole tensor `name`, on the CPU, in its own dtype.
+        """Return the elements `box` of the whole tensor `name`, on the CPU, in its own dtype.
 
         Raises:
             CheckpointError: the file is damaged, or does not hold what its format promises.
@@ -78,7 +78,7 @@ class CheckpointSource(Protocol):
         """Let go of files; reading is over."""
 
     def __enter__(self) -> Self:
-        """The source itself."""
+        """Return the source itself."""
 
     def __exit__(
         self,
@@ -160,7 +160,7 @@ class WriteOptions:
     max_shard_bytes: int | None = None
 
     def iteration_of(self, source: CheckpointSource) -> int:
-        """The iteration that is written: the one asked for, or the source's, or 0."""
+        """Return the iteration that is written: the one asked for, or the source's, or 0."""
         if self.iteration is not None:
             return self.iteration
         return int(source.progress.get("iteration", 0))

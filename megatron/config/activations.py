@@ -76,7 +76,7 @@ class _Flags(Protocol):
 
 
 def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
-    """Everything that contradicts itself in the flags about activations."""
+    """Yield everything that contradicts itself in the flags about activations."""
     granularity = flags.recompute_granularity
     of_full = {
         "--recompute-method": flags.recompute_method,

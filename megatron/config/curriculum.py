@@ -50,7 +50,7 @@ class Curriculum:
     until: tuple[int, ...] = ()
 
     def length_at(self, iteration: int) -> int:
-        """Tokens per sample in the iteration that starts after `iteration` of them."""
+        """Return tokens per sample in the iteration that starts after `iteration` of them."""
         number = iteration + 1  # DeepSpeed's count of the step
         if self.schedule is CurriculumSchedule.FIXED_DISCRETE:
             stage = next((at for at, last in enumerate(self.until) if number <= last), -1)
@@ -150,7 +150,7 @@ _OUTER_KEYS = ("min_length", "max_length")  # the others stand in schedule_confi
 
 
 def curriculum_of_flags(flags: CurriculumFlags, *, seq_length: int) -> Curriculum | None:
-    """What the --curriculum flags ask for; None where they ask for nothing.
+    """Return what the --curriculum flags ask for; None where they ask for nothing.
 
     Without --curriculum-seqlen-max it grows to `seq_length`.
     """
@@ -161,7 +161,7 @@ def curriculum_of_flags(flags: CurriculumFlags, *, seq_length: int) -> Curriculu
 
 
 def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
-    """Everything that contradicts itself in the flags about the curriculum."""
+    """Yield everything that contradicts itself in the flags about the curriculum."""
     values, schedule = _of_flags(flags), flags.curriculum_schedule
     if schedule is None:
         if values:
@@ -177,7 +177,7 @@ def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
 
 
 def curriculum_of_block(block: JsonObject) -> Curriculum | None:
-    """What a `curriculum_learning` block of DeepSpeed's JSON asks for; None if not enabled.
+    """Return what a `curriculum_learning` block of DeepSpeed's JSON asks for; None if not enabled.
 
     Raises:
         ConfigError: what is wrong with it, first of all.
@@ -231,7 +231,7 @@ def curriculum_of_block(block: JsonObject) -> Curriculum | None:
 
 
 def flags_of_block(block: JsonObject) -> dict[str, object]:
-    """The --curriculum flags, by field name, that ask for what a block of the JSON asks for.
+    """Return the --curriculum flags, by field name, that ask for what a block of the JSON asks for.
 
     Raises:
         ConfigError: as `curriculum_of_block`.
@@ -246,7 +246,7 @@ def flags_of_block(block: JsonObject) -> dict[str, object]:
 
 
 def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curriculum | None:
-    """The curriculum of a run of which flags and DeepSpeed's JSON may both speak.
+    """Return the curriculum of a run of which flags and DeepSpeed's JSON may both speak.
 
     Raises:
         ConfigError: they speak of two.
@@ -299,7 +299,7 @@ def _misfits(
     spelled: Mapping[str, str],
     shown: str,
 ) -> Iterator[ConfigError]:
-    """What is missing, of no use, or no possible value for a schedule."""
+    """Yield what is missing, of no use, or no possible value for a schedule."""
     if missing := [spelled[name] for name in needs if name not in values]:
         yield ConfigError(
             "a curriculum lacks what its schedule is made of",

@@ -202,7 +202,7 @@ class DataConfig:
             )
 
     def _kind_problems(self) -> Iterator[ConfigError]:
-        """Two kinds of datasets at once, and flags of a kind that was not asked for."""
+        """Yield an error for two kinds at once, and for flags of a kind that was not asked for."""
         asked = [name for name in _KINDS if getattr(self, name) not in (False, None)]
         if len(asked) > 1:
             flags = [flag_name(name) for name in asked]
@@ -240,7 +240,7 @@ class DataConfig:
         return bool(getattr(self, name) != default_of(DataConfig, name))
 
     def _weighted(self, use: str) -> tuple[object, object]:
-        """The two flags, of which at most one is given, that name groups for one use."""
+        """Return the two flags, of which at most one is given, that name groups for one use."""
         name = f"{use}_weighted_split_paths"
         return getattr(self, name), getattr(self, f"{name}_path")
 

@@ -31,7 +31,7 @@ def flag(
     off: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Any:
-    """A config field that is also a flag.
+    """Return a config field that is also a flag.
 
     Args:
         aliases: other spellings of the flag.
@@ -48,23 +48,23 @@ def flag(
 
 
 def flag_name(field_name: str) -> str:
-    """The flag that a field answers to: `hidden_size` is `--hidden-size`."""
+    """Return the flag that a field answers to: `hidden_size` is `--hidden-size`."""
     return "--" + field_name.replace("_", "-")
 
 
 def field_names(group: "type[DataclassInstance]") -> tuple[str, ...]:
-    """The names of a config group's fields, in order."""
+    """Return the names of a config group's fields, in order."""
     return tuple(field.name for field in dataclasses.fields(group))
 
 
 def default_of(group: "type[DataclassInstance]", field_name: str) -> object:
-    """The default of one field of a config group."""
+    """Return the default of one field of a config group."""
     (field,) = (one for one in dataclasses.fields(group) if one.name == field_name)
     return field.default
 
 
 def plain_default(group: "type[DataclassInstance]", field_name: str) -> JsonValue:
-    """The default of one field as `to_plain` would give it."""
+    """Return the default of one field as `to_plain` would give it."""
     return _plain(default_of(group, field_name))
 
 
@@ -146,7 +146,7 @@ def from_flags(group: type[C], parsed: Mapping[str, object]) -> C:
 
 
 def to_plain(group: "DataclassInstance") -> dict[str, JsonValue]:
-    """The fields of a config group as JSON values; `from_plain` turns them back exactly."""
+    """Return the fields of a config group as JSON values; `from_plain` turns them back exactly."""
     return {field.name: _plain(getattr(group, field.name)) for field in dataclasses.fields(group)}
 
 

@@ -383,7 +383,7 @@ class ModelConfig:
         return not self.untie_embeddings_and_output_weights
 
     def meaning(self) -> dict[str, JsonValue]:
-        """The fields as plain values with every default resolved, by what is computed.
+        """Return the fields as plain values with every default resolved, by what is computed.
 
         Two configs of equal meaning are the same network, however their flags were spelled. What
         does not apply (frequencies where nothing rotates) is left out.
@@ -413,7 +413,9 @@ class ModelConfig:
         return fields | {"moe_ffn_hidden_size": self.expert_width}
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
-        """The fields, as they were spelled, that make `other` another network than this one."""
+        """Return the fields, as they were spelled, that make `other` another network than
+        this one.
+        """
         mine, theirs = self.meaning(), other.meaning()
         names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
         if names & {"activation", "glu_activation"}:

@@ -95,7 +95,7 @@ class OptimizerConfig:
                 yield from self._narrow_problems(name, beta)
 
     def _narrow_problems(self, name: str, beta: str) -> Iterator[ConfigError]:
-        """What is wrong with keeping a running mean in bfloat16.
+        """Yield what is wrong with keeping a running mean in bfloat16.
 
         Its values lie up to 2^-7 apart, relative to their size. A mean that decays by no more than
         half of that is rounded back to where it was, and stays for ever.
@@ -239,7 +239,7 @@ class ScheduleConfig:
             )
 
     def _token_problems(self) -> Iterator[ConfigError]:
-        """A schedule is in tokens as a whole, or not at all."""
+        """Yield an error unless the whole schedule is in tokens, or nothing of it."""
         in_tokens = self.lr_decay_tokens is not None
         if self.lr_warmup_tokens and not in_tokens:
             yield ConfigError(

@@ -153,7 +153,7 @@ class ParallelConfig:
             )
 
     def _contradictions(self) -> Iterator[ConfigError]:
-        """Flags that say the same thing in two ways, or two things about the same."""
+        """Yield an error for flags that say the same thing twice, or contradict each other."""
         chunks = self.num_virtual_stages_per_pipeline_rank
         size = self.num_layers_per_virtual_pipeline_stage
         if chunks is not None and size is not None:

@@ -44,7 +44,7 @@ class BERTRecipe:
             )
 
     def rule(self, num_samples: int) -> SentenceRule:
-        """How documents are cut into samples."""
+        """Return how documents are cut into samples."""
         return SentenceRule(
             num_samples=num_samples,
             max_tokens=self.seq_length - _SPECIAL_TOKENS,
@@ -129,7 +129,7 @@ class BERTDataset(SentenceDataset):
 def _two_segments(
     sentences: list[Tokens], rng: np.random.RandomState
 ) -> tuple[list[int], list[int], bool]:
-    """Both segments in the order in which they are shown, and whether they are swapped."""
+    """Return both segments in the order in which they are shown, and whether they are swapped."""
     border = int(rng.randint(1, len(sentences))) if len(sentences) >= 3 else 1
     first, second = joined(sentences[:border]), joined(sentences[border:])
     if rng.random() < 0.5:

@@ -28,11 +28,11 @@ class SampleDataset(Protocol):
         ...
 
     def __getitem__(self, index: SupportsIndex, /) -> Sample:
-        """One sample; IndexError outside 0..len - 1."""
+        """Return one sample; IndexError outside 0..len - 1."""
         ...
 
     def fingerprint(self) -> str:
-        """Hex digits that are equal exactly where the data and their order are."""
+        """Return hex digits that are equal exactly where the data and their order are."""
         ...
 
     def check_unchanged(self) -> None:
@@ -85,7 +85,7 @@ class BlendableDataset:
         return self.datasets[int(self.dataset_index[i])][int(self.dataset_sample_index[i])]
 
     def fingerprint(self) -> str:
-        """Hex digits that are equal exactly where the components and the mixture are."""
+        """Return hex digits that are equal exactly where the components and the mixture are."""
         return self._fingerprint
 
     def check_unchanged(self) -> None:
@@ -97,7 +97,7 @@ class BlendableDataset:
 def draw_problems(
     names: Sequence[str], weights: Sequence[float], num_samples: int
 ) -> Iterator[ConfigError]:
-    """An error for each component whose share of `num_samples` is less than one sample."""
+    """Yield an error for each component whose share of `num_samples` is less than one sample."""
     total = sum(weights)
     for name, weight in zip(names, weights):
         expected = num_samples * weight / total
@@ -110,7 +110,7 @@ def draw_problems(
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
-    """Samples that a blend of `num_samples` asks of a component with this share of them.
+    """Return samples that a blend of `num_samples` asks of a component with this share of them.
 
     The half percent on top is Megatron's. The greedy order never takes more than
     `weight * (num_samples - 1) + 1`, so the result always suffices.

@@ -12,7 +12,7 @@ from megatron import log
 
 
 def built_module(name: str) -> ModuleType | None:
-    """The module `megatron.data._<name>`, or None where it was not built."""
+    """Return the module `megatron.data._<name>`, or None where it was not built."""
     try:
         return importlib.import_module(f"megatron.data._{name}")
     except ImportError:
@@ -20,7 +20,7 @@ def built_module(name: str) -> ModuleType | None:
 
 
 def is_current(module: ModuleType | None, interface: int) -> bool:
-    """Whether `module` is there and was built from the source that goes with its caller."""
+    """Return whether `module` is there and was built from the source that goes with its caller."""
     return module is not None and getattr(module, "INTERFACE", None) == interface
 
 

@@ -84,17 +84,19 @@ class DatasetMaker(Protocol):
     """A kind of dataset with all that its samples depend on beside the documents."""
 
     def open(self, prefix: str) -> Corpus:
-        """The corpus that datasets of this kind read under `prefix`; raises DataError."""
+        """Return the corpus that datasets of this kind read under `prefix`; raises DataError."""
         ...
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> SampleDataset:
-        """The dataset of at least `num_samples` samples of these documents."""
+        """Return the dataset of at least `num_samples` samples of these documents."""
         ...
 
     def epochs(self, dataset: Any, samples: int) -> float | None:
-        """Passes over its documents that the first `samples` are; None where that is unknown."""
+        """Return passes over its documents that the first `samples` are; None where that is
+        unknown.
+        """
         ...
 
 
@@ -111,7 +113,7 @@ class IndexPlace:
     report_progress: ReportProgress = no_progress
 
     def cache(self, prefix: str) -> IndexCache:
-        """The cache of indices over the corpus `prefix`."""
+        """Return the cache of indices over the corpus `prefix`."""
         return IndexCache(
             folders=cache_folders(prefix, self.cache_path),
             is_builder=self.is_builder,
@@ -141,7 +143,7 @@ class _Corpora(dict[str, Corpus]):
 def corpus_opener(
     data: DataConfig, *, is_builder: bool, report_progress: ReportProgress = no_progress
 ) -> OpenCorpus:
-    """How `data` wants its corpora opened.
+    """Return how `data` wants its corpora opened.
 
     Of --data-integrity full only builders read everything first, and say through `report_progress`
     how far they are; the others wait for them, and verify what they touch, since they may see
@@ -217,7 +219,8 @@ def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
 
 
 def check_data_path(data: DataConfig) -> list[MegatronError]:
-    """Everything wrong with --data-path, its siblings and --split; opens nothing, raises nothing.
+    """Return everything wrong with --data-path, its siblings and --split; opens nothing, raises
+    nothing.
 
     Of weighted ranges `weighted_problems` says the same.
     """
@@ -235,7 +238,9 @@ def check_data_path(data: DataConfig) -> list[MegatronError]:
 
 
 def named_prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Every prefix that the flags name, each once; raises ConfigError where they cannot be read."""
+    """Return every prefix that the flags name, each once; raises ConfigError where they
+    cannot be read.
+    """
     splits = weighted_splits(data)
     if splits is not None:
         return splits.prefixes
@@ -256,7 +261,7 @@ def build_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> DatasetSplits | NamedDatasets:
-    """The datasets that the flags of a run ask for, however they name the data."""
+    """Return the datasets that the flags of a run ask for, however they name the data."""
     groups = weighted_splits(data)
     if groups is not None:
         return build_weighted_datasets(
@@ -283,7 +288,8 @@ def build_train_valid_test_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> DatasetSplits:
-    """A dataset made by `maker`, or a blend of them, for every split of which samples are asked.
+    """Return a dataset made by `maker`, or a blend of them, for every split of which samples are
+    asked.
 
     Either `data_path` is cut by `split`, or each split has its own path in `separate`, used whole.
     `min_samples` is what one step needs (the global batch size). Every rank must call this alike.
@@ -324,7 +330,8 @@ def build_weighted_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> NamedDatasets:
-    """A dataset made by `maker`, or a blend, for every group of ranges; each has all samples asked.
+    """Return a dataset made by `maker`, or a blend, for every group of ranges; each has all samples
+    asked.
 
     A use without groups has no dataset, as in Megatron-DeepSpeed, and that is said. Every rank must
     call this alike.
@@ -346,7 +353,7 @@ def build_weighted_datasets(
 
 
 def _components_of(group: WeightedGroup, corpora: _Corpora) -> list[_Component]:
-    """The documents that a group uses of each corpus, each of which is opened once."""
+    """Return the documents that a group uses of each corpus, each of which is opened once."""
     components = []
     for part in group.ranges:
         start, stop = part.items(corpora[part.prefix].num_documents)

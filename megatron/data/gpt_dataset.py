@@ -39,7 +39,7 @@ class EpochPlan(NamedTuple):
 def plan_epochs(
     tokens_per_epoch: int, num_samples: int, *, seq_length: int, last_epoch_cutoff: float
 ) -> EpochPlan:
-    """The fewest epochs that give `num_samples`, and whether the last is shuffled by itself.
+    """Return the fewest epochs that give `num_samples`, and whether the last is shuffled by itself.
 
     It is, when less than `last_epoch_cutoff` of its samples are needed: otherwise some documents
     would be seen one time more often than others. (Megatron-LM uses 0.95, some forks 0.80.)
@@ -65,7 +65,7 @@ def build_gpt_indices(
     seq_length: int,
     seed: int,
 ) -> dict[str, npt.NDArray[np.integer]]:
-    """The arrays `doc_idx`, `sample_idx` and `shuffle_idx` of an order.
+    """Return the arrays `doc_idx`, `sample_idx` and `shuffle_idx` of an order.
 
     One RandomState draws for the documents first and the samples second.
     """
@@ -176,7 +176,9 @@ class GPTDataset:
 def _document_order(
     documents: npt.NDArray[np.integer], plan: EpochPlan, rng: np.random.RandomState
 ) -> npt.NDArray[np.integer]:
-    """Every document once per epoch, shuffled over all epochs (or all but a separate last one)."""
+    """Return every document once per epoch, shuffled over all epochs (or all but a separate
+    last one).
+    """
     shuffled_together = plan.num_epochs - int(plan.last_epoch_is_separate)
     order = np.tile(documents, shuffled_together)
     rng.shuffle(order)

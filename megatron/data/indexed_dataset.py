@@ -68,7 +68,7 @@ _LARGEST_ITEM = np.iinfo(np.int32).max  # sizes are int32 in the format
 
 
 def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[np.int32]:
-    """The token type that Megatron's tools choose for a vocabulary: uint16 below 65500 ids.
+    """Return the token type that Megatron's tools choose for a vocabulary: uint16 below 65500 ids.
 
     The threshold is 65500 and not 65536 for the sake of corpora that exist; the builder checks
     every id against the type anyway.
@@ -118,7 +118,7 @@ class MMapIndexedDataset:
 
     @staticmethod
     def exists(prefix: str) -> bool:
-        """Whether both files of the corpus `prefix` are there."""
+        """Return whether both files of the corpus `prefix` are there."""
         return both_files_exist(prefix)
 
     def __len__(self) -> int:
@@ -137,7 +137,9 @@ class MMapIndexedDataset:
     def __getitem__(self, index: slice) -> list[Tokens]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | list[Tokens]:
-        """The tokens of one item, or of each item of a slice: own arrays, or views of a mapping."""
+        """Return the tokens of one item, or of each item of a slice: own arrays, or views
+        of a mapping.
+        """
         if isinstance(index, slice):
             return [self.get(item) for item in range(*index.indices(len(self)))]
         return self.get(index)
@@ -168,7 +170,7 @@ class MMapIndexedDataset:
     def join(
         self, items: npt.NDArray[np.integer], start: int = 0, stop: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """The tokens of `items` end to end, widened: [tokens].
+        """Return the tokens of `items` end to end, widened: [tokens].
 
         The first item counts from token `start` on, and the last up to token `stop`. Raises
         IndexError like `get`.
@@ -190,7 +192,9 @@ class MMapIndexedDataset:
         self._reader = self._compiled_reader()
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-        """Bytes [start, stop) of all tokens in order, verified like tokens that are asked for."""
+        """Yield bytes [start, stop) of all tokens in order, verified like tokens that are
+        asked for.
+        """
         end = self._file.stamp.size_bytes if stop is None else stop
         for first in range(start, end, _COPY_BYTES):
             last = min(first + _COPY_BYTES, end)
@@ -246,7 +250,7 @@ class MMapIndexedDataset:
     def _join_with_python(
         self, items: npt.NDArray[np.integer], start: int, stop: int | None
     ) -> npt.NDArray[np.int64]:
-        """The twin of the compiled reader, and what verifies and complains on its behalf."""
+        """Return the twin of the compiled reader, and what verifies and complains on its behalf."""
         parts: list[Tokens] = []
         for place, item in enumerate(items.tolist()):
             begin = start if place == 0 else 0
@@ -494,7 +498,9 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     prefix: str, *, vocab_size: int | None, metadata: CorpusMetadata | None = None
 ) -> MMapIndexedDatasetBuilder:
-    """A builder whose token type is Megatron's choice for a vocabulary of `vocab_size` ids."""
+    """Return a builder whose token type is Megatron's choice for a vocabulary of
+    `vocab_size` ids.
+    """
     return MMapIndexedDatasetBuilder(prefix, best_fitting_dtype(vocab_size), metadata=metadata)
 
 

@@ -29,7 +29,7 @@ Measure = Callable[[Carry, Carry], LossSum]
 
 
 def on_device(raw: RawBatch) -> RawBatch:
-    """What a data loader yields, where this rank computes.
+    """Return what a data loader yields, where this rank computes.
 
     From pinned memory the copy to a GPU runs beside the kernels that were launched before.
     """
@@ -185,27 +185,27 @@ class Engine(Protocol):
         """Do one optimizer step over `plan.num_microbatches` micro-batches."""
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
-        """The loss over `num_microbatches` of this replica and as many of each other one."""
+        """Return the loss over `num_microbatches` of this replica and as many of each other one."""
 
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """What `measure` says of so many micro-batches, in their order, with dropout off.
+        """Return what `measure` says of so many micro-batches, in their order, with dropout off.
 
         Each is [2, ...], total above count, on the ranks of the last stage; nothing on the others.
         """
 
     def state(self, *, optimizer: bool) -> EngineState:
-        """The model, and the optimizer if asked, as named parts of whole tensors."""
+        """Return the model, and the optimizer if asked, as named parts of whole tensors."""
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into the tensors of `state`, with the scalars beside them."""
 
     def live(self) -> Live | None:
-        """What a save in DeepSpeed's own layout needs; None where another engine trains."""
+        """Return what a save in DeepSpeed's own layout needs; None where another engine trains."""
 
     def params_norm(self) -> float:
-        """L2 norm of all parameters of the model, replicated ones counted once."""
+        """Return L2 norm of all parameters of the model, replicated ones counted once."""
 
     def check_replicas(self) -> None:
         """Compare the parameters over replicas; NumericsError names the rank that differs."""

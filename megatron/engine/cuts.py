@@ -12,7 +12,7 @@ from megatron.pipeline.plan import PipelinePlan
 def stage_ranges(
     specs: Sequence[LayerSpec], pipeline: PipelinePlan, num_stages: int
 ) -> tuple[LayerRange, ...]:
-    """The layers of every virtual stage, in the order of the model.
+    """Return the layers of every virtual stage, in the order of the model.
 
     Raises:
         ConfigError: the plan is for another number of ranks, or for another list.

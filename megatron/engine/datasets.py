@@ -9,10 +9,10 @@ from megatron.engine.base import DatasetRequest, Datasets
 
 
 def datasets_of(reads: ProgramData) -> Callable[[DatasetRequest], Datasets]:
-    """What `PretrainTask.datasets` is for a program that reads corpora of tokens."""
+    """Return what `PretrainTask.datasets` is for a program that reads corpora of tokens."""
 
     def datasets(request: DatasetRequest) -> Datasets:
-        """The kind of dataset that the flags ask for, over the corpora that they name.
+        """Return the kind of dataset that the flags ask for, over the corpora that they name.
 
         Raises:
             ConfigError: flags that the datasets of the program do not read.

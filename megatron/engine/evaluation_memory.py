@@ -50,7 +50,8 @@ class EvaluationMemory:
             )
 
     def agreed_rows(self, rows: int, length: int) -> int:
-        """How many rows of `length` tokens are read together, at most `rows`: alike on all ranks.
+        """Return how many rows of `length` tokens are read together, at most `rows`: alike on all
+        ranks.
 
         Raises:
             MachineError: they are estimated not to fit on some rank, or not one row does.
@@ -85,7 +86,7 @@ class EvaluationMemory:
         )
 
     def _free_everywhere(self) -> int:
-        """Bytes that are free for each rank, on the rank that has the fewest."""
+        """Return bytes that are free for each rank, on the rank that has the fewest."""
         free = device.free_memory_bytes()
         mine = _UNKNOWN if free is None else free
         if device.current().type == "cpu":
@@ -94,7 +95,9 @@ class EvaluationMemory:
         return int(all_reduce(told, self.build.ctx.world, op="min"))
 
     def _can_be_taken(self, rows: int, length: int) -> bool:
-        """Whether this rank gets the memory when it asks for it, which it then gives back."""
+        """Return whether this rank gets the memory when it asks for it, which it then gives
+        back.
+        """
         try:
             torch.empty(self.bytes_of(rows, length), dtype=torch.uint8, device=device.current())
         except (RuntimeError, MemoryError) as error:
@@ -131,7 +134,7 @@ def halve_until_it_fits(rows: int, length: int, ranks: Sequence[int]) -> int:
 
 
 def ran_out(rows: int, length: int) -> MachineError:
-    """The error for rows that cannot be scored with the memory there is."""
+    """Return the error for rows that cannot be scored with the memory there is."""
     return MachineError(
         "memory ran out while rows were scored",
         found=f"--micro-batch-size {rows}, rows of up to {length} tokens",
@@ -143,7 +146,7 @@ def ran_out(rows: int, length: int) -> MachineError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory could not be had."""
+    """Return whether `error` says that memory could not be had."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_MESSAGES)

@@ -157,7 +157,7 @@ class NativeEngine:
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """What `measure` says of `num_microbatches` of this replica, on the last stage."""
+        """Return what `measure` says of `num_microbatches` of this replica, on the last stage."""
         self.stage.eval()
         pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
         work = StageWork(self.stage.run, measure, pipeline.num_chunks)
@@ -165,7 +165,7 @@ class NativeEngine:
         return reader.evaluate(map(self._next, repeat(batches)), num_microbatches)
 
     def state(self, *, optimizer: bool) -> EngineState:
-        """The model, and the optimizer if asked, as named parts of whole tensors."""
+        """Return the model, and the optimizer if asked, as named parts of whole tensors."""
         self._replica.wait_for_parameters()
         tensors = model_tensors(self.stage, self._context)
         scalars: JsonObject = {}
@@ -186,7 +186,9 @@ class NativeEngine:
         """Nothing: only DeepSpeed's engine saves in DeepSpeed's layout."""
 
     def params_norm(self) -> float:
-        """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
+        """Return L2 norm of the whole model's parameters, each counted once. Reduces over
+        the model.
+        """
         self._replica.wait_for_parameters()
         return parameters_norm(list(self.stage.named_parameters()), self._context)
 
@@ -210,7 +212,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
 
 
 def _weight_gradients(stage: PipelineStage, pipeline: PipelinePlan) -> WeightGradients | None:
-    """Where gradients of weights wait for their turn, if the schedule gives them one."""
+    """Return where gradients of weights wait for their turn, if the schedule gives them one."""
     if pipeline.schedule != ScheduleName.ZERO_BUBBLE or pipeline.num_stages == 1:
         return None
     queue = WeightGradients()

@@ -92,7 +92,8 @@ class Scorer:
         self._executor = Executor(work, build.ctx.pp, schedule=pipeline.schedule)
 
     def score(self, rows: Sequence[ScoringRow]) -> list[RowScore]:
-        """The scores of `rows`, which are the same on every rank, in their order on every rank.
+        """Return the scores of `rows`, which are the same on every rank, in their order on every
+        rank.
 
         A replica that is one rank and runs out of memory makes all of them go on with half the
         rows at a time, which is said; scores do not depend on it.
@@ -128,7 +129,7 @@ class Scorer:
     def _score_some(
         self, rows: Sequence[ScoringRow], which: Sequence[int], size: int
     ) -> dict[int, RowScore] | None:
-        """What this rank says of its share of some rows; None: it ran out of memory."""
+        """Return what this rank says of its share of some rows; None: it ran out of memory."""
         replicas = self._build.ctx.dp
         batches = [which[start : start + size] for start in range(0, len(which), size)]
         mine = batches[replicas.rank :: replicas.size]

@@ -17,14 +17,14 @@ from megatron.optimizer.optimizer import MegatronOptimizer
 
 
 def model_tensors(stage: nn.Module, context: ParallelContext) -> list[ShardedTensor]:
-    """The parameters of a stage, as this rank's parts of whole tensors."""
+    """Return the parameters of a stage, as this rank's parts of whole tensors."""
     return parameter_tensors(stage.named_parameters(), context)
 
 
 def parameter_tensors(
     named: Iterable[tuple[str, Parameter]], context: ParallelContext
 ) -> list[ShardedTensor]:
-    """Parameters with their global names, as this rank's parts of whole tensors."""
+    """Return parameters with their global names, as this rank's parts of whole tensors."""
     return [
         ShardedTensor.of(f"model/{name}", parameter, placement_of(parameter, context))
         for name, parameter in named
@@ -36,7 +36,9 @@ def optimizer_tensors(
     optimizer: MegatronOptimizer,
     context: ParallelContext,
 ) -> list[ShardedTensor]:
-    """The optimizer's tensors, each placed like the parameter, or part of it, it belongs to."""
+    """Return the optimizer's tensors, each placed like the parameter, or part of it, it
+    belongs to.
+    """
     parameters, owned = dict(named), optimizer.owned_ranges()
     found = []
     for name, tensors in optimizer.named_state().items():
@@ -57,7 +59,7 @@ def optimizer_tensors(
 
 
 def placement_of(parameter: Tensor, context: ParallelContext) -> Placement:
-    """Which part of the whole parameter this rank holds; padding rows are not part of it."""
+    """Return which part of the whole parameter this rank holds; padding rows are not part of it."""
     partition, init = partition_of(parameter), init_of(parameter)
     index, size = context.share(partition)
     return Placement(

@@ -22,7 +22,7 @@ from megatron.optimizer.optimizer import OptimizerReport
 def counts_ahead(
     task: PretrainTask, ahead: Sequence[MicroBatch], context: ParallelContext
 ) -> Tensor:
-    """How much each loss will count in a step, known from the labels alone: [k] float64.
+    """Return how much each loss will count in a step, known from the labels alone: [k] float64.
 
     Sums over replicas.
 
@@ -36,7 +36,7 @@ def counts_ahead(
 
 
 def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
-    """DataError, with the counts of a whole step, when one of its losses counts nothing."""
+    """Raise DataError, with the counts of a whole step, when one of its losses counts nothing."""
     if all(counts):
         return
     if len(counts) == 1:
@@ -54,7 +54,7 @@ def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
 
 
 def balance_of_experts(config: ModelConfig, build: ModelBuild, plan: StepPlan) -> float | None:
-    """The loss that balances experts, a mean over the sequences and layers of a step.
+    """Return the loss that balances experts, a mean over the sequences and layers of a step.
 
     Without its weight, and equal on all ranks; None where there is none.
     """
@@ -87,7 +87,7 @@ class Tally:
         self.totals, self.counts = both.tolist()
 
     def report(self, done: OptimizerReport, *, balance: float | None = None) -> StepReport:
-        """What one step did, given what its update did and how busy experts were."""
+        """Return what one step did, given what its update did and how busy experts were."""
         means = tuple(total / count for total, count in zip(self.totals, self.counts))
         return StepReport(
             loss=sum(means),
@@ -101,7 +101,7 @@ class Tally:
         )
 
     def evaluation(self) -> EvaluationSum:
-        """The same as the result of an evaluation."""
+        """Return the same as the result of an evaluation."""
         first, *others = (
             EvaluationSum(total, round(count)) for total, count in zip(self.totals, self.counts)
         )

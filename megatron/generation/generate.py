@@ -125,7 +125,7 @@ class _Rows:
         )
 
     def results(self) -> list[Generation]:
-        """What every row became."""
+        """Return what every row became."""
         return [
             Generation(tuple(new), ended or "length") for new, ended in zip(self._new, self._ended)
         ]

@@ -66,7 +66,7 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
-    """One token per row, [b] int64, from scores [b, v] over the true vocabulary.
+    """Return one token per row, [b] int64, from scores [b, v] over the true vocabulary.
 
     `generator` is on the device of the scores; greedy choice does not touch it.
     """
@@ -76,7 +76,9 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution [b, v] that `sample` draws from; sums to 1, zero outside the limits."""
+    """Return the distribution [b, v] that `sample` draws from; sums to 1, zero outside the
+    limits.
+    """
     scores = logits.float() / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         chosen = scores.topk(params.top_k, dim=-1)

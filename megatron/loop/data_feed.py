@@ -116,7 +116,9 @@ class DataFeed:
         return progress.after_evaluation(samples=samples)
 
     def validation_loss(self, progress: Progress) -> float | None:
-        """The loss of the weights as they are now on the first group; None if not evaluated."""
+        """Return the loss of the weights as they are now on the first group; None if not
+        evaluated.
+        """
         if self._validated is None or self._validated[0] != progress.iteration:
             return None
         return self._validated[1] if math.isfinite(self._validated[1]) else None

@@ -29,7 +29,7 @@ class StopConditions:
         self._signalled = False
 
     def reason(self, progress: Progress, *, steps_done: int) -> str | None:
-        """Why the run should end now, the same text on every rank; None to go on.
+        """Return why the run should end now, the same text on every rank; None to go on.
 
         Args:
             steps_done: iterations of this process, which --exit-interval needs one of.

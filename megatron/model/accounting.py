@@ -54,7 +54,7 @@ def flops_per_token(
 def bert_flops_per_token(
     config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
 ) -> int:
-    """The same for a BERT, whose head has a matrix before the one of the vocabulary.
+    """Return the same for a BERT, whose head has a matrix before the one of the vocabulary.
 
     The head for the order of segments looks at one token of a row and is left out.
     """
@@ -165,7 +165,8 @@ def _stage_bytes(
 
 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
-    """Bytes per token that one block keeps for backward, with fused attention (no score matrix).
+    """Return bytes per token that one block keeps for backward, with fused attention (no score
+    matrix).
 
     Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same for the plain block with
     the scores: whole on every rank are the two residuals and the two norms' outputs, 4h, and the
@@ -218,7 +219,7 @@ def _block_parameters(config: ModelConfig, *, active: bool = False) -> int:
 
 
 def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
-    """Elements of the matrices of a block; with `active` of those that one token meets."""
+    """Return elements of the matrices of a block; with `active` of those that one token meets."""
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     attention = h * (queries + 2 * keys) + queries * h

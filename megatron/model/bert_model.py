@@ -37,7 +37,7 @@ IGNORED = -1  # the label of a token that is not to be guessed
 def bert_layers(
     config: ModelConfig, build: ModelBuild, *, order_head: bool = True
 ) -> tuple[LayerSpec, ...]:
-    """The whole of BERT, in order: embedding, blocks, final norm, heads.
+    """Return the whole of BERT, in order: embedding, blocks, final norm, heads.
 
     The carry goes in as `bert_carry` makes it and comes out as (word scores [s, b, v/tp], order
     scores [b, 2]?). Every token looks at every other one of its row that is not padding.
@@ -67,7 +67,7 @@ def bert_layers(
 def classification_layers(
     config: ModelConfig, build: ModelBuild, *, num_classes: int
 ) -> tuple[LayerSpec, ...]:
-    """A BERT that scores rows: the carry of `bert_carry` to (scores [b, classes],).
+    """Return a BERT that scores rows: the carry of `bert_carry` to (scores [b, classes],).
 
     All but the last layer have the names that they have in a pretrained BERT with an order head.
     """
@@ -99,7 +99,7 @@ def _encoder(config: ModelConfig, build: ModelBuild, *, tied: str | None) -> tup
 
 
 def bert_carry(tokens: Tensor, types: Tensor, padding_mask: Tensor) -> Carry:
-    """What the first layer takes; all int64 [b, s].
+    """Return what the first layer takes; all int64 [b, s].
 
     Args:
         types: 0 for tokens of the first segment, 1 for those of the second.
@@ -117,7 +117,8 @@ def bert_loss(
     loss_mask: Tensor,
     swapped: Tensor | None = None,
 ) -> LossSum:
-    """The two losses of what the last layer hands over: guessed words, then the order, as [2].
+    """Return the two losses of what the last layer hands over: guessed words, then the order, as
+    [2].
 
     Args:
         labels: [b, s] int64, of tokens that `loss_mask` [b, s] counts.
@@ -152,7 +153,8 @@ class BertModel(nn.Module):
         loss_mask: Tensor | None = None,
         swapped: Tensor | None = None,
     ) -> LossSum | Carry:
-        """The losses against `labels`; without labels (word scores [s, b, v/tp], order scores?).
+        """Return the losses against `labels`; without labels (word scores [s, b, v/tp], order
+        scores?).
 
         See `bert_carry` and `bert_loss` for the arguments.
         """
@@ -163,7 +165,7 @@ class BertModel(nn.Module):
         return bert_loss(self.build, carry, labels, counted, swapped)
 
     def hidden_states(self, tokens: Tensor, types: Tensor, padding_mask: Tensor) -> Tensor:
-        """What the heads take: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return what the heads take: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         last = next(i for i, spec in enumerate(self.specs) if spec.name == "final_norm")
         carry = bert_carry(tokens, types, padding_mask)
         return run_layers(self, self.specs[: last + 1], carry)[0]

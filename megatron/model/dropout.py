@@ -32,5 +32,5 @@ class HiddenDropout(nn.Module):
             return F.dropout(hidden, self.probability)
 
     def extra_repr(self) -> str:
-        """The probability and the stream, for `print(model)`."""
+        """Return the probability and the stream, for `print(model)`."""
         return f"{self.probability}, stream={self._stream}"

@@ -62,7 +62,7 @@ class AttentionGeometry:
     def of(
         self, hidden: Tensor, position_ids: Tensor | None, document_ids: Tensor | None
     ) -> Geometry:
-        """The geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64.
+        """Return the geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64.
 
         Under sequence parallelism hidden states are [s/tp, b, h], and the ids are whole.
         """
@@ -113,7 +113,7 @@ class AttentionGeometry:
         return Geometry(None if is_plain else allowed, self._causal, rotation)
 
     def _window_within(self, length: int) -> int | None:
-        """The window where a sequence is longer than it; None where every token sees all."""
+        """Return the window where a sequence is longer than it; None where every token sees all."""
         return self._window if self._window is not None and length > self._window else None
 
     def _cached(

@@ -28,7 +28,8 @@ WORD_EMBEDDING = "embedding.word"
 
 
 def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
-    """The whole of GPT, in order: embedding, blocks, final norm, head (`num_layers` + 3 specs).
+    """Return the whole of GPT, in order: embedding, blocks, final norm, head (`num_layers` + 3
+    specs).
 
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
     (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without
@@ -62,7 +63,9 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
 
 
 def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
-    """The most tokens a sequence of a model may have; None when its positions have no end."""
+    """Return the most tokens a sequence of a model may have; None when its positions have
+    no end.
+    """
     if config.position_embedding_type is PositionEmbedding.LEARNED:
         return config.max_position_embeddings or build.seq_length
     return config.max_position_embeddings
@@ -88,7 +91,8 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> LossSum | Tensor:
-        """The loss of [b, s] tokens against `labels`; without labels the logits [s, b, v/tp].
+        """Return the loss of [b, s] tokens against `labels`; without labels the logits [s, b,
+        v/tp].
 
         Args:
             tokens: [b, s] int64.
@@ -110,7 +114,9 @@ class GPTModel(nn.Module):
         return most_positions(self.config, self.build)
 
     def new_cache(self, *, batch: int, capacity: int) -> KVCache:
-        """An empty KV cache for this rank's layers and groups, on the device of the weights."""
+        """Return an empty KV cache for this rank's layers and groups, on the device of the
+        weights.
+        """
         return KVCache(
             layers=self.config.num_layers,
             batch=batch,
@@ -175,14 +181,14 @@ class GPTModelPipe:
         return PipelineStage(self.specs, ranges)
 
     def loss(self, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None) -> LossSum:
-        """The loss of what the last stage hands over; labels and mask are [b, s]."""
+        """Return the loss of what the last stage hands over; labels and mask are [b, s]."""
         return gpt_loss(self.build, carry, labels, loss_mask)
 
 
 def gpt_carry(
     tokens: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
 ) -> Carry:
-    """What the first layer takes; all [b, s].
+    """Return what the first layer takes; all [b, s].
 
     Raises:
         ConfigError: document ids without position ids.
@@ -201,7 +207,7 @@ def gpt_carry(
 def gpt_loss(
     build: ModelBuild, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None
 ) -> LossSum:
-    """The language-model loss of the carry that the last layer of the list returns."""
+    """Return the language-model loss of the carry that the last layer of the list returns."""
     return language_model_loss(
         carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
     )

@@ -37,12 +37,12 @@ class OutputLayer(ColumnParallelLinear):
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
 
     def logits(self, carry: Carry) -> Carry:
-        """The same on a carry, as a layer of the list."""
+        """Return the same on a carry, as a layer of the list."""
         return (self(carry[0]), *carry[1:])
 
 
 def build_output(config: ModelConfig, build: ModelBuild) -> nn.Module:
-    """The output projection of a model whose embedding is not tied to it."""
+    """Return the output projection of a model whose embedding is not tied to it."""
     return OutputLayer(config, build)
 
 

@@ -18,14 +18,14 @@ from megatron.mpu.random import hash_seed
 
 
 def weight_init(config: ModelConfig) -> Init:
-    """How a matrix begins that does not write to the residual stream."""
+    """Return how a matrix begins that does not write to the residual stream."""
     if config.init_method_xavier_uniform:
         return Init(InitKind.XAVIER_UNIFORM)
     return Init(InitKind.NORMAL, std=config.init_method_std)
 
 
 def residual_init(config: ModelConfig) -> Init:
-    """How a matrix begins whose output is added to the residual stream, 2 per layer.
+    """Return how a matrix begins whose output is added to the residual stream, 2 per layer.
 
     Divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2,
     Radford et al. 2019, section 2.3).
@@ -62,7 +62,9 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
 
 
 def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
-    """The whole initial tensor of parameter `name`: float32, on the CPU, padding rows zero."""
+    """Return the whole initial tensor of parameter `name`: float32, on the CPU, padding
+    rows zero.
+    """
     whole = torch.zeros(shape)
     # Padding depends on the layout, so it is neither drawn nor counted in a bound.
     true = whole[: init.true_rows]

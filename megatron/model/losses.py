@@ -56,7 +56,9 @@ def language_model_loss(
 
 
 def counted_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """The count of `language_model_loss`, which labels [b, s] and mask alone decide: a scalar."""
+    """Return the count of `language_model_loss`, which labels [b, s] and mask alone decide:
+    a scalar.
+    """
     return _weights(labels, loss_mask, torch.float32).sum()
 
 

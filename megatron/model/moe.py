@@ -28,7 +28,7 @@ from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_m
 
 
 def build_feed_forward(config: ModelConfig, build: ModelBuild) -> nn.Module:
-    """The feed-forward half of a block that the config asks for; [s, b, h] to the same."""
+    """Return the feed-forward half of a block that the config asks for; [s, b, h] to the same."""
     return MixtureOfExperts(config, build) if config.has_experts else MLP(config, build)
 
 
@@ -77,7 +77,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, hidden: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """This rank's summand of the output, [s, b, h].
+        """Return this rank's summand of the output, [s, b, h].
 
         Args:
             hidden: [s, b, h], whole.
@@ -126,7 +126,7 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(group, weight) for group, weight in zip(groups, weights)])
 
     def extra_repr(self) -> str:
-        """The whole sizes, for `print(model)`."""
+        """Return the whole sizes, for `print(model)`."""
         return f"{self._whole} in all, {self._here} here"
 
 

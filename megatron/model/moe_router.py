@@ -56,7 +56,7 @@ class Router(nn.Module):
         return shares, chosen
 
     def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum over the sequences of the losses of each, or this rank's summand of it.
+        """Return the sum over the sequences of the losses of each, or this rank's summand of it.
 
         Beside it the balance alone, without its weight.
         """
@@ -73,12 +73,14 @@ class Router(nn.Module):
         return loss, balance.detach()
 
     def extra_repr(self) -> str:
-        """The whole sizes, for `print(model)`."""
+        """Return the whole sizes, for `print(model)`."""
         return f"{self._width}, {self._experts}, taken={self.taken}"
 
 
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
-    """How many tokens of each sequence took each expert, [b, experts], for chosen [s, b, k]."""
+    """Return how many tokens of each sequence took each expert, [b, experts], for chosen
+    [s, b, k].
+    """
     return F.one_hot(chosen, experts).sum(dim=(0, 2))
 
 

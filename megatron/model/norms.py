@@ -15,7 +15,7 @@ from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
 
 
 def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
-    """The normalisation that `config` asks for, over the hidden dimension."""
+    """Return the normalisation that `config` asks for, over the hidden dimension."""
     kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
     return kind(
         config.hidden_size,
@@ -26,7 +26,8 @@ def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
 
 
 def build_head_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
-    """The same kind of norm over the channels of one head, one gain for all heads of a layer.
+    """Return the same kind of norm over the channels of one head, one gain for all heads of a
+    layer.
 
     Each tp rank applies it to its own heads, so that its gradients are the summands of the true
     ones, as those of the other norms are under sequence parallelism.

@@ -36,7 +36,7 @@ class LearnedPositions(nn.Module):
     def forward(
         self, length: int, position_ids: Tensor | None, part: slice | None = None
     ) -> Tensor:
-        """The vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
+        """Return the vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
 
         Args:
             part: the tokens that are asked for; None: all of them.
@@ -89,7 +89,7 @@ class RotaryAngles:
         self._config = config
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """The rotation of int64 `positions` [s] or [b, s], rounded to `dtype` once."""
+        """Return the rotation of int64 `positions` [s] or [b, s], rounded to `dtype` once."""
         frequencies = rotary_frequencies(self._config, self.channels, positions.device)  # [r/2]
         # [s, b] or [s, 1], then the group and head dimensions, then the channels.
         by_sequence = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
@@ -156,7 +156,8 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, *, clockwise: int) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of every head of the whole model (Press et al. 2021, arXiv 2108.12409, section 3).
+    """Return the slope of every head of the whole model (Press et al. 2021, arXiv 2108.12409,
+    section 3).
 
     For a power of two they are 2^(-8i/n), i = 1..n. For other counts the paper's code takes those
     of the next lower power p, then every second one of 2p.

@@ -67,7 +67,7 @@ class RouterLoss:
         self._balance = balance if self._balance is None else self._balance + balance
 
     def taken(self) -> Tensor | None:
-        """The sum of what was noted since the last time; None where nothing was."""
+        """Return the sum of what was noted since the last time; None where nothing was."""
         balance, self._balance = self._balance, None
         return balance
 

@@ -39,11 +39,11 @@ class PipelineStage(nn.Module):
         return run_layers(self, self._chunks[chunk], carry)
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters, by global name, that other stages may hold too."""
+        """Return the parameters, by global name, that other stages may hold too."""
         return dict(_tied(self, [spec for chunk in self._chunks for spec in chunk]))
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that more than one layer of this stage uses."""
+        """Yield those that more than one layer of this stage uses."""
         names = [spec.tied or spec.name for chunk in self._chunks for spec in chunk]
         twice = {name for name in names if names.count(name) > 1}
         for name, parameter in self.named_parameters():
@@ -52,13 +52,17 @@ class PipelineStage(nn.Module):
 
 
 def parameters_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
-    """Parameters of each layer on one tensor-parallel rank, shared ones each time; none is made."""
+    """Return parameters of each layer on one tensor-parallel rank, shared ones each time;
+    none is made.
+    """
     with torch.device("meta"):
         return tuple(sum(p.numel() for p in spec.build().parameters()) for spec in specs)
 
 
 def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
-    """Where the layers stand that flags count, from the first to the last; else all of them."""
+    """Return where the layers stand that flags count, from the first to the last; else all
+    of them.
+    """
     marked = [at for at, spec in enumerate(specs) if spec.block]
     return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 

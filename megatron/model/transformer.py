@@ -80,7 +80,9 @@ class Block(nn.Module):
     def _keeping(
         self, norm: nn.Module, hidden: Tensor, given: Tensor
     ) -> AbstractContextManager[None]:
-        """Where the branch saves its input: the norm's output, which can be had again instead."""
+        """Return where the branch saves its input: the norm's output, which can be had
+        again instead.
+        """
         if not (self.training and RecomputeModule.LAYERNORM in self._recomputed):
             return nullcontext()
         before, dtype = hidden.detach(), given.dtype  # the norm keeps `before` in any case

@@ -9,7 +9,7 @@ from megatron.mpu.context import ParallelContext
 
 @torch.no_grad()
 def vocab_parallel_argmax(logits: Tensor, *, ctx: ParallelContext, true_vocab_size: int) -> Tensor:
-    """The id with the largest score, the lowest of several, of [.., v/tp]: int64 [..].
+    """Return the id with the largest score, the lowest of several, of [.., v/tp]: int64 [..].
 
     Equal on all tp ranks. Padding columns, at or beyond the true vocabulary, are never chosen.
     """

@@ -40,7 +40,9 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, tensor: Tensor | None) -> "Call":
-        """A call with `tensor`, made by the code outside of our collectives that asked for it."""
+        """Return a call with `tensor`, made by the code outside of our collectives that
+        asked for it.
+        """
         where = caller()
         if tensor is None:
             return cls(operation, None, None, where)
@@ -142,7 +144,7 @@ class CollectiveChecks:
             raise _store_is_gone(error) from error
 
     def _gather(self, meeting: "_Meeting", deadline: float) -> dict[int, "_Post"]:
-        """What everybody wrote, once all are there and nobody has given up waiting."""
+        """Return what everybody wrote, once all are there and nobody has given up waiting."""
         missing = self._wait(meeting, deadline)
         if missing:
             absent = {rank: self._last(rank) for rank in missing}
@@ -159,7 +161,7 @@ class CollectiveChecks:
         }
 
     def _wait(self, meeting: "_Meeting", deadline: float) -> list[int]:
-        """The ranks that are not there at the deadline, or when another rank gives up."""
+        """Return the ranks that are not there at the deadline, or when another rank gives up."""
         missing = [rank for rank in meeting.ranks if rank != self._rank]
         looks, sleep = 0, _SHORTEST_SLEEP_S
         while missing:
@@ -203,7 +205,7 @@ class _Meeting(NamedTuple):
         return f"{self.prefix}/{self.number}/verdict"
 
     def key_of(self, rank: int) -> str:
-        """The key of a rank's call."""
+        """Return the key of a rank's call."""
         return f"{self.prefix}/{self.number}/{rank}"
 
 

@@ -44,7 +44,7 @@ class Pending:
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The result, once the current stream (CUDA) or this thread (CPU) may use it."""
+        """Return the result, once the current stream (CUDA) or this thread (CPU) may use it."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -145,7 +145,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
 
 
 def all_gather_object(obj: T, group: Group) -> list[T]:
-    """Every rank's picklable `obj`, in group order."""
+    """Return every rank's picklable `obj`, in group order."""
     if group.size == 1:
         return [obj]
     objects = [obj] * group.size
@@ -155,7 +155,9 @@ def all_gather_object(obj: T, group: Group) -> list[T]:
 
 
 def broadcast_object(obj: T, group: Group, source: int = 0) -> T:
-    """The picklable `obj` of the rank at index `source` of `group`; the others' is ignored."""
+    """Return the picklable `obj` of the rank at index `source` of `group`; the others' is
+    ignored.
+    """
     if group.size == 1:
         return obj
     box = [obj]

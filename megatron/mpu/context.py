@@ -61,7 +61,7 @@ class ParallelContext:
 
     @classmethod
     def single(cls) -> "ParallelContext":
-        """The context of a process that runs alone, without torch.distributed."""
+        """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
         return cls(Topology(), alone, alone, alone, alone, alone)
 
@@ -170,7 +170,7 @@ class _GroupMaker:
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def make(self, groups: Sequence[tuple[int, ...]]) -> Group:
-        """This process's group among `groups`; every rank creates all, in the same order."""
+        """Return this process's group among `groups`; every rank creates all, in the same order."""
         me = dist.get_rank()
         for ranks in groups:
             if ranks not in self._handles:

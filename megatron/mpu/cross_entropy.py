@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS_ELSEWHERE = 2**28
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, *, ctx: ParallelContext, true_vocab_size: int
 ) -> Tensor:
-    """The loss of every token, -log softmax(logits)[label], over the whole true vocabulary.
+    """Return the loss of every token, -log softmax(logits)[label], over the whole true vocabulary.
 
     The sum over ranks takes one small all-gather of each rank's own log-sum-exp; its gradient
     takes no communication. Works in fp32 (fp64 for fp64 logits).

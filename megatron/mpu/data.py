@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """The batch of the first rank of `group`, on every rank of it, on the current device.
+    """Return the batch of the first rank of `group`, on every rank of it, on the current device.
 
     A header with keys, shapes and dtypes goes first, then one message per dtype. The `batch` of
     the other ranks is ignored and may be None.

@@ -77,12 +77,12 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` was called in this process."""
+    """Return whether `initialize_model_parallel` was called in this process."""
     return _current is not None
 
 
 def get_parallel_context() -> ParallelContext:
-    """The context of this process; NotInitialisedError before there is one."""
+    """Return the context of this process; NotInitialisedError before there is one."""
     if _current is None:
         raise NotInitialisedError(
             "model parallelism is not initialised in this process",
@@ -92,22 +92,22 @@ def get_parallel_context() -> ParallelContext:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """The group that shares one layer's weights; never None, which would mean the world."""
+    """Return the group that shares one layer's weights; never None, which would mean the world."""
     return _handle(get_parallel_context().tp)
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """The group whose ranks hold one replica's stages; never None."""
+    """Return the group whose ranks hold one replica's stages; never None."""
     return _handle(get_parallel_context().pp)
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The group that holds the same weights for other samples; never None."""
+    """Return the group that holds the same weights for other samples; never None."""
     return _handle(get_parallel_context().dp)
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The group that holds one whole replica (tp x pp); never None."""
+    """Return the group that holds one whole replica (tp x pp); never None."""
     return _handle(get_parallel_context().model)
 
 
@@ -132,64 +132,64 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This process's index in its tensor-parallel group."""
+    """Return this process's index in its tensor-parallel group."""
     return get_parallel_context().tp.rank
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """This process's pipeline stage."""
+    """Return this process's pipeline stage."""
     return get_parallel_context().pp.rank
 
 
 def get_data_parallel_rank() -> int:
-    """This process's replica."""
+    """Return this process's replica."""
     return get_parallel_context().dp.rank
 
 
 def get_model_parallel_rank() -> int:
-    """This process's index within its replica."""
+    """Return this process's index within its replica."""
     return get_parallel_context().model.rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this process's tensor-parallel group."""
+    """Return global rank of the first member of this process's tensor-parallel group."""
     return get_parallel_context().tp.ranks[0]
 
 
 def get_data_parallel_src_rank() -> int:
-    """Global rank of the first member of this process's data-parallel group."""
+    """Return global rank of the first member of this process's data-parallel group."""
     return get_parallel_context().dp.ranks[0]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of this pipeline's first stage."""
+    """Return global rank of this pipeline's first stage."""
     return get_parallel_context().pp.ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of this pipeline's last stage."""
+    """Return global rank of this pipeline's last stage."""
     return get_parallel_context().pp.ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; the last stage's next is the first."""
+    """Return global rank of the next stage; the last stage's next is the first."""
     pp = get_parallel_context().pp
     return pp.ranks[(pp.rank + 1) % pp.size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage; the first stage's previous is the last."""
+    """Return global rank of the previous stage; the first stage's previous is the last."""
     pp = get_parallel_context().pp
     return pp.ranks[(pp.rank - 1) % pp.size]
 
 
 def is_pipeline_first_stage() -> bool:
-    """Whether this process holds the first pipeline stage."""
+    """Return whether this process holds the first pipeline stage."""
     return get_parallel_context().is_first_stage
 
 
 def is_pipeline_last_stage() -> bool:
-    """Whether this process holds the last pipeline stage."""
+    """Return whether this process holds the last pipeline stage."""
     return get_parallel_context().is_last_stage
 
 

@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The whole sizes, for `print(model)`."""
+        """Return the whole sizes, for `print(model)`."""
         return f"{self.in_features}, {self.out_features} / tp={self._tp.size}"
 
 
@@ -128,7 +128,7 @@ class RowParallelLinear(nn.Module):
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
-        """The whole sizes, for `print(model)`."""
+        """Return the whole sizes, for `print(model)`."""
         return f"{self.in_features} / tp={self._tp.size}, {self.out_features}"
 
 
@@ -189,7 +189,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp)
 
     def extra_repr(self) -> str:
-        """The whole sizes, for `print(model)`."""
+        """Return the whole sizes, for `print(model)`."""
         return f"{self.padded_size} / tp={self._tp.size}, {self.hidden_size}"
 
 

@@ -47,7 +47,7 @@ def reduce_scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
 
 
 def sequence_part(length: int, group: Group) -> slice:
-    """Which of the `length` tokens of a sequence this rank holds where sequences are split.
+    """Return which of the `length` tokens of a sequence this rank holds where sequences are split.
 
     Raises:
         ConfigError: the sequence does not divide over the group.

@@ -46,7 +46,9 @@ class Offload:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Packed:
-        """What the graph keeps of a tensor: itself if it is to stay, else a view of a copy."""
+        """Return what the graph keeps of a tensor: itself if it is to stay, else a view of
+        a copy.
+        """
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._kept or storage.nbytes() == 0:
             return tensor
@@ -62,7 +64,7 @@ class Offload:
     @staticmethod
     @torch.no_grad()
     def unpack(kept: Packed) -> Tensor:
-        """The tensor that was packed, bit for bit and stride for stride."""
+        """Return the tensor that was packed, bit for bit and stride for stride."""
         return kept.tensor() if isinstance(kept, _View) else kept
 
 
@@ -76,7 +78,7 @@ class _Stored:
         self.views = 0
 
     def back(self) -> Tensor:
-        """All bytes of the storage, on the device."""
+        """Return all bytes of the storage, on the device."""
         whole = self._copy.back() if self._back is None else self._back
         self.views -= 1
         self._back = whole if self.views > 0 else None
@@ -92,7 +94,7 @@ class _View:
         self._offset = tensor.storage_offset()
 
     def tensor(self) -> Tensor:
-        """The tensor again, in memory of its own."""
+        """Return the tensor again, in memory of its own."""
         whole = self._stored.back()
         made = torch.empty(0, dtype=self._dtype, device=whole.device)
         return made.set_(whole.untyped_storage(), self._offset, self._size, self._stride)

@@ -82,7 +82,7 @@ def set_parameter_metadata(
 
 
 def partition_of(parameter: Tensor) -> Partition | None:
-    """How `parameter` is split; None when every rank holds the whole of it."""
+    """Return how `parameter` is split; None when every rank holds the whole of it."""
     partition: Partition | None = getattr(parameter, "split_by", None)
     return partition
 
@@ -94,20 +94,20 @@ def is_split_over(parameter: Tensor, axis: str) -> bool:
 
 
 def init_of(parameter: Tensor) -> Init | None:
-    """The values `parameter` starts from; None when nobody said."""
+    """Return the values `parameter` starts from; None when nobody said."""
     init: Init | None = getattr(parameter, "init", None)
     return init
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:
-    """Whether the tp ranks' gradients of `parameter` are the summands of the true one."""
+    """Return whether the tp ranks' gradients of `parameter` are the summands of the true one."""
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
 def global_shape(
     local_shape: Sequence[int], partition: Partition | None, size: int
 ) -> tuple[int, ...]:
-    """The shape of the whole tensor of which `size` ranks hold parts of `local_shape`."""
+    """Return the shape of the whole tensor of which `size` ranks hold parts of `local_shape`."""
     shape = list(local_shape)
     if partition is not None:
         shape[partition.dim] *= size
@@ -117,7 +117,7 @@ def global_shape(
 def local_shape(
     global_shape: Sequence[int], partition: Partition | None, size: int
 ) -> tuple[int, ...]:
-    """The shape of one of `size` equal parts; ConfigError when they would not be equal."""
+    """Return the shape of one of `size` equal parts; ConfigError when they would not be equal."""
     shape = list(global_shape)
     if partition is not None:
         shape[partition.dim] = partition.blocks * _part_length(shape, partition, size)
@@ -127,7 +127,8 @@ def local_shape(
 def pieces(
     global_shape: Sequence[int], partition: Partition | None, index: int, size: int
 ) -> tuple[ShardBox, ...]:
-    """The boxes that make up part `index` of `size`; one per block, or the whole if replicated.
+    """Return the boxes that make up part `index` of `size`; one per block, or the whole if
+    replicated.
 
     Over all indexes the global boxes hold every element exactly once, and for each index the
     local boxes tile the local tensor.
@@ -159,7 +160,7 @@ def local_slice(full_tensor: Tensor, partition: Partition | None, index: int, si
 
 
 def join_slices(locals_: Sequence[Tensor], partition: Partition | None) -> Tensor:
-    """The whole tensor whose parts, in index order, are `locals_`; undoes `local_slice`."""
+    """Return the whole tensor whose parts, in index order, are `locals_`; undoes `local_slice`."""
     size = len(locals_)
     full = locals_[0].new_empty(global_shape(locals_[0].shape, partition, size))
     for index, local in enumerate(locals_):

@@ -110,7 +110,7 @@ class PeerWatch:
                 _end_process(error, self._store)
 
     def _look(self) -> PeerError | None:
-        """What ends this process: another rank's failure, or the loss of the store."""
+        """Return what ends this process: another rank's failure, or the loss of the store."""
         try:
             if not self._store.check([_FAILURE]):
                 return None
@@ -131,7 +131,7 @@ class PeerWatch:
 
 
 def main_thread_stack() -> str:
-    """Where the main thread is now, innermost line last.
+    """Return where the main thread is now, innermost line last.
 
     What other ranks waited for is on the rank that was not waiting itself.
     """

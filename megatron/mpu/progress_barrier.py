@@ -90,7 +90,7 @@ class ProgressBarrier:
                 log.info(f"waiting for {_named(heard)}, for {now - started:.0f} s now")
 
     def _what_others_do(self, store: Store) -> "list[_Absent]":
-        """Each rank that is not here, with its last word."""
+        """Return each rank that is not here, with its last word."""
         found = []
         for place, rank in enumerate(self._ranks):
             if store.check([f"at/{self._rounds}/{place}"]):

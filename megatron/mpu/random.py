@@ -23,7 +23,8 @@ StreamName = Literal["replicated", "tensor"]
 
 
 def hash_seed(seed: int, *names: object) -> int:
-    """A 63-bit seed that depends on `seed` and the text of every name, in order, and on no run.
+    """Return a 63-bit seed that depends on `seed` and the text of every name, in order, and on no
+    run.
 
     BLAKE2b rather than `hash()`, which Python salts per process. Names are length-prefixed, so
     ("ab", "c") and ("a", "bc") differ.
@@ -68,7 +69,9 @@ class RandomStreams:
             device.set_rng_state(outside)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """The present state of every stream, for `restore`; cheap, since states are not copied."""
+        """Return the present state of every stream, for `restore`; cheap, since states are
+        not copied.
+        """
         return dict(self._states)
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
@@ -76,7 +79,7 @@ class RandomStreams:
         self._states = dict(snapshot)
 
     def state_dict(self) -> dict[str, object]:
-        """Every random state of this process: streams, default generators, numpy, Python.
+        """Return every random state of this process: streams, default generators, numpy, Python.
 
         torch states are uint8 CPU tensors; the numpy and Python states are lists and numbers that
         JSON can hold.

@@ -32,7 +32,7 @@ def plan_stages(
     num_chunks: int = 1,
     blocks: LayerRange | None = None,
 ) -> tuple[LayerRange, ...]:
-    """The cut into virtual stages whose costliest one costs least; exact.
+    """Return the cut into virtual stages whose costliest one costs least; exact.
 
     Among such cuts the one with the smallest sum of squares, which is the most even; then the one
     whose early stages are shorter, since those keep the most activations.
@@ -73,7 +73,7 @@ def even_counts(
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[int, ...]:
-    """How many transformer layers each virtual stage gets, as equal as they can be.
+    """Return how many transformer layers each virtual stage gets, as equal as they can be.
 
     What does not divide evenly goes to stages in the middle first: the ends have the embedding and
     the head besides.
@@ -172,12 +172,12 @@ def ranges_of_counts(
 def ranges_of_stage(
     ranges: Sequence[LayerRange], stage: int, num_stages: int
 ) -> tuple[LayerRange, ...]:
-    """The ranges of one rank, chunk by chunk."""
+    """Return the ranges of one rank, chunk by chunk."""
     return tuple(ranges[stage::num_stages])
 
 
 def holders(tied: Sequence[str | None], ranges: Sequence[LayerRange]) -> dict[str, tuple[int, ...]]:
-    """Which virtual stages hold each shared module, from the first that uses it to the last.
+    """Return which virtual stages hold each shared module, from the first that uses it to the last.
 
     Args:
         tied: for every layer of the list, the module whose weights it shares; None: it has its own.
@@ -192,7 +192,7 @@ def holders(tied: Sequence[str | None], ranges: Sequence[LayerRange]) -> dict[st
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit in which all are whole: sums in another order are equal then."""
+    """Return the costs in a unit in which all are whole: sums in another order are equal then."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]

@@ -38,7 +38,7 @@ class Topology:
 
     @classmethod
     def fill(cls, world_size: int, *, tp: int, pp: int) -> "Topology":
-        """The grid whose data-parallel size uses up every rank left over by tp and pp.
+        """Return the grid whose data-parallel size uses up every rank left over by tp and pp.
 
         Raises:
             ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
@@ -67,14 +67,14 @@ class Topology:
         return int(getattr(self, axis))
 
     def rank(self, at: Coord) -> int:
-        """The rank that stands at a coordinate; the inverse of `coord`."""
+        """Return the rank that stands at a coordinate; the inverse of `coord`."""
         rank = 0
         for axis, index in zip(Coord._fields, at):
             rank = rank * self.size(axis) + index
         return rank
 
     def coord(self, rank: int) -> Coord:
-        """Where a rank stands; the inverse of `rank`."""
+        """Return where a rank stands; the inverse of `rank`."""
         assert 0 <= rank < self.world_size, rank  # noqa: S101  # invariant: ranks come from this grid
         indexes: dict[str, int] = {}
         for axis in reversed(Coord._fields):
@@ -82,7 +82,9 @@ class Topology:
         return Coord(**indexes)
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axes`, in rank order, itself included."""
+        """Return ranks that differ from `rank` only along `axes`, in rank order, itself
+        included.
+        """
         here = self.coord(rank)
         assert set(axes) <= set(Coord._fields), axes  # noqa: S101  # invariant: our own names
         ranges = [
@@ -92,7 +94,7 @@ class Topology:
         return tuple(self.rank(Coord(*indexes)) for indexes in product(*ranges))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every set of peers along `axes`: together they hold each rank exactly once."""
+        """Return every set of peers along `axes`: together they hold each rank exactly once."""
         firsts = (rank for rank in range(self.world_size) if self._leads(rank, axes))
         return tuple(self.peers(rank, *axes) for rank in firsts)
 

@@ -77,17 +77,17 @@ class WeightGradients:
         return True
 
     def has_kept(self, weight: Tensor) -> bool:
-        """Whether the gradient of `weight` in the backward pass under way comes later."""
+        """Return whether the gradient of `weight` in the backward pass under way comes later."""
         return weight in self._kept_now
 
 
 def is_deferrable(weight: Tensor) -> bool:
-    """Whether a queue may keep back the gradient of `weight`."""
+    """Return whether a queue may keep back the gradient of `weight`."""
     return getattr(weight, "weight_gradients", None) is not None
 
 
 def comes_later(weight: Tensor) -> bool:
-    """Whether the backward pass under way has left the gradient of `weight` for later.
+    """Return whether the backward pass under way has left the gradient of `weight` for later.
 
     Autograd calls hooks of a leaf also where a layer gave it no gradient; this tells them apart.
     """
@@ -97,7 +97,7 @@ def comes_later(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def defer_or_compute(weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> Tensor | None:
-    """The gradient [out, in] of `weight`, or None when it will come later.
+    """Return the gradient [out, in] of `weight`, or None when it will come later.
 
     Args:
         weight: the parameter itself, not a view of it.
@@ -112,7 +112,7 @@ def defer_or_compute(weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> Tenso
 
 @torch.no_grad()
 def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
-    """The gradient [out, in] of a weight, from its input and the gradient of its output."""
+    """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
     return _rows(rows_out).t().matmul(_rows(rows_in))
 
 

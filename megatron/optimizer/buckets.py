@@ -12,7 +12,8 @@ ALIGN_ELEMENTS = 64  # 128 bytes or more, for vectorised kernels at the start of
 
 
 def default_bucket_elements(shards: int) -> int:
-    """Elements of a bucket when nobody says: enough to use the network, few enough to overlap.
+    """Return elements of a bucket when nobody says: enough to use the network, few enough to
+    overlap.
 
     The numbers are Megatron's. With many shards it is more, so that messages stay long.
     """

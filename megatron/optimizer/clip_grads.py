@@ -39,7 +39,7 @@ def owned_by_this_rank(
 def global_norm(
     counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
 ) -> float:
-    """L2 norm of all tensors of a model replica; sums over the model group.
+    """Return L2 norm of all tensors of a model replica; sums over the model group.
 
     Norms of single tensors are taken in float32 (float64 for float64). Non-finite values, or a
     tensor with a norm beyond float32, make the result non-finite.
@@ -73,7 +73,9 @@ def count_zeros(
 def parameters_norm(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> float:
-    """L2 norm of all parameters of the model; gathers over pp and sums over the model group."""
+    """Return L2 norm of all parameters of the model; gathers over pp and sums over the
+    model group.
+    """
     counts = owned_by_this_rank(named_parameters, ctx)
     return global_norm(
         [parameter.detach() for (_, parameter), mine in zip(named_parameters, counts) if mine], ctx
@@ -81,7 +83,8 @@ def parameters_norm(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What to multiply gradients of norm `norm` by so that it is at most `max_norm` (0: no limit).
+    """Return what to multiply gradients of norm `norm` by so that it is at most `max_norm` (0: no
+    limit).
 
     min(1, max_norm / (norm + 1e-6)), as in Megatron and torch.
     """

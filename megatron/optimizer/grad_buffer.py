@@ -151,7 +151,7 @@ class GradBuffer:
                 reduction.pending.wait()
 
     def _lay_out(self, gradient_dtype: torch.dtype, bucket_elements: int) -> tuple[Flat, ...]:
-        """One flat tensor per dtype of parameters; they get their `main_grad`."""
+        """Return one flat tensor per dtype of parameters; they get their `main_grad`."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in self._names:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)

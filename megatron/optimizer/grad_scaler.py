@@ -29,7 +29,7 @@ class GradScaler(Protocol):
         """Take note of one iteration."""
 
     def state_dict(self) -> dict[str, float]:
-        """What has to be kept to go on, as JSON values."""
+        """Return what has to be kept to go on, as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from `state_dict`."""
@@ -52,7 +52,7 @@ class ConstantGradScaler:
         """Do nothing: it is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """Nothing: the flag says it all."""
+        """Return nothing: the flag says it all."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -103,7 +103,7 @@ class DynamicGradScaler:
         self._move(self._scale * BACKOFF)
 
     def state_dict(self) -> dict[str, float]:
-        """What has to be kept to go on, as JSON values."""
+        """Return what has to be kept to go on, as JSON values."""
         return {
             "scale": self._scale,
             "good_iterations": self._good_iterations,
@@ -130,7 +130,7 @@ class DynamicGradScaler:
 
 
 def build_scaler(precision: PrecisionConfig) -> GradScaler:
-    """The loss scale that the flags ask for: 1 unless the model is in fp16."""
+    """Return the loss scale that the flags ask for: 1 unless the model is in fp16."""
     if precision.precision is not Precision.FP16 or precision.loss_scale is not None:
         return ConstantGradScaler(precision.loss_scale or 1.0)
     return DynamicGradScaler(

@@ -188,7 +188,7 @@ class MegatronOptimizer(ABC):
                 view.zero_()
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's own tensors, by global name of the parameter and kind.
+        """Return the optimizer's own tensors, by global name of the parameter and kind.
 
         Kinds are `exp_avg` and `exp_avg_sq` (adam), `momentum_buffer` (sgd) and `master` (the fp32
         weights of half-precision parameters). Each has the local shape and the partition of its
@@ -198,14 +198,17 @@ class MegatronOptimizer(ABC):
         return {slot.name: self._state_of(slot) for slot in self._slots}
 
     def owned_ranges(self) -> dict[str, ElementRange]:
-        """Of sharded parameters, the elements of each, flattened, that this rank has state for.
+        """Return of sharded parameters, the elements of each, flattened, that this rank has state
+        for.
 
         By global name; a parameter of which this rank has nothing is not there, nor its state.
         """
         return {slot.name: slot.owned for slot in self._slots if slot.owned is not None}
 
     def scalars(self) -> dict[str, JsonValue]:
-        """The rest of the state, as JSON values: the number of updates, and the loss scale."""
+        """Return the rest of the state, as JSON values: the number of updates, and the loss
+        scale.
+        """
         return {_STEPS: self._steps, _SCALER: self._scaler.state_dict()}
 
     def load_state(self, named: Mapping[str, Mapping[str, Tensor]], scalars: JsonObject) -> None:
@@ -229,7 +232,7 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def _weight_of(self, values: Tensor) -> Tensor:
-        """The tensor that the update rule works on for `values` of a parameter."""
+        """Return the tensor that the update rule works on for `values` of a parameter."""
 
     @abstractmethod
     def refresh_masters(self) -> None:
@@ -240,7 +243,9 @@ class MegatronOptimizer(ABC):
         """Bring the model's parameters up to date with the updated weights."""
 
     def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
-        """What there is to update of a parameter on this rank; None: other ranks do it all."""
+        """Return what there is to update of a parameter on this rank; None: other ranks do
+        it all.
+        """
         if self._shards is None:
             return _Slot(name, parameter, None, parameter, self._weight_of(parameter))
         owned = self._shards.owned(parameter)
@@ -352,7 +357,7 @@ def build_optimizer(
     ctx: ParallelContext,
     replica: DistributedDataParallel | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer for a module, or for parameters with their global names.
+    """Return the optimizer for a module, or for parameters with their global names.
 
     It is a distributed one where the module, or the `replica` that the parameters are of, shards
     them. Gathers names over the pipeline group, so all ranks must call it together.

@@ -65,7 +65,7 @@ class ParameterBuffer:
                     part.register_forward_pre_hook(self._before_forward)
 
     def owned(self, parameter: Parameter) -> ElementRange:
-        """The elements of `parameter`, flattened, that this rank updates; may be none."""
+        """Return the elements of `parameter`, flattened, that this rank updates; may be none."""
         return self._owned[parameter]
 
     def gather(self) -> None:
@@ -96,7 +96,7 @@ class ParameterBuffer:
 
 
 def _move(flat: Flat) -> Tensor:
-    """A buffer of the layout of `flat` that holds its parameters from now on."""
+    """Return a buffer of the layout of `flat` that holds its parameters from now on."""
     first = flat.parameters[0]
     values = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for index, parameter in enumerate(flat.parameters):

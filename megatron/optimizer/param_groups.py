@@ -24,14 +24,15 @@ class ParamGroup:
 
 
 def is_decayed(name: str, parameter: Parameter, dimensions: Dimensions = Tensor.dim) -> bool:
-    """Whether weight decay applies: to matrices, and to nothing called a bias."""
+    """Return whether weight decay applies: to matrices, and to nothing called a bias."""
     return dimensions(parameter) > 1 and name.rpartition(".")[2] != "bias"
 
 
 def param_groups(
     named_parameters: Iterable[tuple[str, Parameter]], dimensions: Dimensions = Tensor.dim
 ) -> tuple[ParamGroup, ...]:
-    """The trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left out.
+    """Return the trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left
+    out.
 
     Args:
         dimensions: how many a parameter has, where a rank does not hold it in its own shape.

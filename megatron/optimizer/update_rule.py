@@ -31,7 +31,7 @@ def update_rule(
 
 
 def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """The state of `weight` before its first update, as the rule of `config` keeps it.
+    """Return the state of `weight` before its first update, as the rule of `config` keeps it.
 
     torch makes the state at the first step. Made here, a checkpoint of iteration 0 is like any
     other, and a lack of memory shows at once. Zeros change no result: the first update of torch
@@ -51,7 +51,9 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
 
 
 def state_kinds(config: OptimizerConfig) -> dict[str, StateDtype]:
-    """What is kept of each weight between updates; FP32 stands for the dtype of the weight."""
+    """Return what is kept of each weight between updates; FP32 stands for the dtype of the
+    weight.
+    """
     if config.optimizer is OptimizerKind.SGD:
         return {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
     return {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}

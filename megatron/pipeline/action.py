@@ -66,18 +66,20 @@ class UnsoundScheduleError(Exception):
 
 
 def virtual_stage(stage: int, chunk: int, num_stages: int) -> int:
-    """The position in the model of one chunk of a stage, counted in chunks."""
+    """Return the position in the model of one chunk of a stage, counted in chunks."""
     return chunk * num_stages + stage
 
 
 def peer_of(action: Action, stage: int, num_stages: int) -> int:
-    """The stage with which `stage` does a communication action; stages stand in a ring."""
+    """Return the stage with which `stage` does a communication action; stages stand in a ring."""
     towards_next = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
     return (stage + (1 if towards_next else -1)) % num_stages
 
 
 def batches(schedule: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """The schedule cut up as it is run: a computation alone, or one batch of communication."""
+    """Yield the schedule cut up as it is run: a computation alone, or one batch of
+    communication.
+    """
     for communicates, run in groupby(schedule, key=lambda action: action.kind in COMMUNICATION):
         if communicates:
             yield tuple(run)

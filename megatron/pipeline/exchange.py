@@ -61,7 +61,7 @@ def with_ticks(
 
 
 def matched_batches(timed: Sequence[Timed]) -> Iterator[tuple[Action, ...]]:
-    """One stage's schedule cut up as it is run: a computation alone, or messages of one tick.
+    """Yield one stage's schedule cut up as it is run: a computation alone, or messages of one tick.
 
     Of the messages of one tick every end stands in a batch of that tick, so that both ends of all
     of them are in reach once all stages have got there. That allows two exchanges for one batch:
@@ -97,7 +97,7 @@ class _Message(NamedTuple):
 def _messages(
     orders: Sequence[Sequence[Round]], clock: dict[Place, int], num_chunks: int
 ) -> Iterator[_Message]:
-    """Every message of a step, and when it is exchanged."""
+    """Yield every message of a step, and when it is exchanged."""
     for stage, order in enumerate(orders):
         next_starts = [clock[Place(stage, actions[0])] for actions in order[1:]]
         for actions, next_start in zip_longest(order, next_starts):
@@ -118,7 +118,7 @@ def _messages(
 
 
 def _start_ticks(orders: Sequence[Sequence[Round]], num_chunks: int) -> dict[Place, int]:
-    """When each computation starts if every round took one tick and messages took none."""
+    """Return when each computation starts if every round took one tick and messages took none."""
     clock: dict[Place, int] = {}
     reached, free_at = [0] * len(orders), [0] * len(orders)
     waiting = set(range(len(orders)))
@@ -145,7 +145,9 @@ def _start_ticks(orders: Sequence[Sequence[Round]], num_chunks: int) -> dict[Pla
 def _ready_at(
     actions: Round, stage: int, clock: dict[Place, int], num_stages: int, num_chunks: int
 ) -> int | None:
-    """The tick at which all that a round needs is there; None while something has no tick yet."""
+    """Return the tick at which all that a round needs is there; None while something has no
+    tick yet.
+    """
     ready = 0
     for i, action in enumerate(actions):
         for need in _needs(action, stage, num_stages, num_chunks):
@@ -158,7 +160,7 @@ def _ready_at(
 
 
 def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[Place]:
-    """The computations whose results a computation takes."""
+    """Return the computations whose results a computation takes."""
     kind, microbatch, chunk = action
     if kind is ActionKind.FORWARD:
         before = _neighbour(action, stage, num_stages, num_chunks, step=-1)
@@ -171,7 +173,7 @@ def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list
 
 
 def _user_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Place | None:
-    """The computation that takes the result of this one over a message, if any does."""
+    """Return the computation that takes the result of this one over a message, if any does."""
     if action.kind is ActionKind.BACKWARD_WEIGHT:
         return None
     step = 1 if action.kind is ActionKind.FORWARD else -1
@@ -181,7 +183,7 @@ def _user_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Pl
 def _neighbour(
     action: Action, stage: int, num_stages: int, num_chunks: int, *, step: int
 ) -> Place | None:
-    """The same computation one virtual stage further; None beyond the ends of the model."""
+    """Return the same computation one virtual stage further; None beyond the ends of the model."""
     at = virtual_stage(stage, action.chunk, num_stages) + step
     if not 0 <= at < num_stages * num_chunks:
         return None

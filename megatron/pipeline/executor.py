@@ -153,7 +153,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, num_microbatches: int) -> list[Tensor]:
-        """The losses of so many micro-batches, as `train` returns them; nothing is kept."""
+        """Return the losses of so many micro-batches, as `train` returns them; nothing is kept."""
         plan = build_evaluation_batches(
             stage=self._group.rank,
             num_stages=self._group.size,
@@ -247,7 +247,7 @@ class Executor:
                 self._take(action, message.tensors, step)
 
     def _header(self, action: Action, step: _Step) -> PipelineMessage | None:
-        """What says how a message looks; None where both of its ends know."""
+        """Return what says how a message looks; None where both of its ends know."""
         edge = self._edge(action, step)
         if action.kind is ActionKind.SEND_FORWARD and edge not in self._announced:
             self._announced.add(edge)
@@ -301,7 +301,7 @@ class Executor:
             )
 
     def _edge(self, action: Action, step: _Step) -> _Edge:
-        """The edge of the forward message of an action, or of that which it answers."""
+        """Return the edge of the forward message of an action, or of that which it answers."""
         at = self._virtual(action.chunk)
         arrives_here = action.kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
         into = at if arrives_here else at + 1

@@ -19,7 +19,7 @@ def one_at_a_time(num_microbatches: int) -> Order:
 
 
 def gpipe(num_microbatches: int) -> Order:
-    """Every forward, then every backward (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return every forward, then every backward (Huang et al. 2019, arXiv 1811.06965)."""
     return tuple(
         (Action(kind, i, 0),)
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -92,7 +92,7 @@ def interleaved_warmup(stage: int, num_stages: int, num_microbatches: int, num_c
 
 
 def microbatch_groups(num_microbatches: int, num_stages: int) -> tuple[int, ...]:
-    """How many micro-batches pass each chunk before the stage turns to its next chunk.
+    """Return how many micro-batches pass each chunk before the stage turns to its next chunk.
 
     As many groups as there are whole sets of `num_stages`, as equal as they can be, longer ones
     first. So none is shorter than `num_stages`, unless all micro-batches together are. In a shorter

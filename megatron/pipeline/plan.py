@@ -26,7 +26,7 @@ class PipelinePlan(NamedTuple):
 
 
 def pipeline_plan(parallel: ParallelConfig, num_layers: int) -> PipelinePlan:
-    """What the flags ask for.
+    """Return what the flags ask for.
 
     Raises:
         ConfigError: it cannot be.
@@ -56,7 +56,7 @@ def pipeline_plan(parallel: ParallelConfig, num_layers: int) -> PipelinePlan:
 def plan_problems(
     parallel: ParallelConfig, *, num_layers: int, fewest_microbatches: int | None
 ) -> Iterator[ConfigError]:
-    """All that is wrong with the pipeline that the flags ask for.
+    """Yield all that is wrong with the pipeline that the flags ask for.
 
     Args:
         num_layers: transformer layers of the model.

@@ -42,7 +42,7 @@ class ScheduleName(StrEnum):
 def build_schedule(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
-    """Everything that `stage` does in one training step, in order.
+    """Return everything that `stage` does in one training step, in order.
 
     Args:
         name: a `ScheduleName`.
@@ -67,7 +67,7 @@ def build_batches(
 def build_evaluation_schedule(
     *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
-    """What `stage` does to evaluate: forwards only, for a model cut up as for training.
+    """Return what `stage` does to evaluate: forwards only, for a model cut up as for training.
 
     Raises:
         ConfigError: a lone stage has several chunks.
@@ -83,7 +83,7 @@ def build_evaluation_batches(
 
 
 def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Iterator[ConfigError]:
-    """Why a schedule cannot run on so many stages and chunks, whatever the model."""
+    """Yield why a schedule cannot run on so many stages and chunks, whatever the model."""
     if name not in tuple(ScheduleName):
         yield ConfigError(
             "there is no such pipeline schedule",
@@ -136,7 +136,7 @@ def pipeline_problems(
     num_chunks: int = 1,
     num_layers: int | None = None,
 ) -> Iterator[ConfigError]:
-    """All that is wrong with a schedule for a model and a batch, before anything is built.
+    """Yield all that is wrong with a schedule for a model and a batch, before anything is built.
 
     Args:
         name: a `ScheduleName`.

@@ -35,7 +35,7 @@ class TensorSignature(NamedTuple):
     needs_grad: bool  # whether a gradient comes back for it
 
     def room(self, device: torch.device) -> Tensor:
-        """An uninitialised tensor of this kind."""
+        """Return an uninitialised tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ Signature = tuple[TensorSignature, ...]
 
 
 def signature_of(carry: Sequence[Tensor]) -> Signature:
-    """What the tensors of a carry look like."""
+    """Return what the tensors of a carry look like."""
     return tuple(
         TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in carry
     )
 
 
 def format_signature(signature: Signature) -> str:
-    """A signature for a message to the user."""
+    """Return a signature for a message to the user."""
     return ", ".join(map(str, signature)) or "nothing"
 
 
@@ -75,7 +75,7 @@ def encode(signature: Signature) -> list[int]:
 
 
 def decode(numbers: Sequence[int]) -> Signature:
-    """The signature of which `encode` made these numbers."""
+    """Return the signature of which `encode` made these numbers."""
     found, at = [], 1
     for _ in range(numbers[0]):
         dtype, needs_grad, dims = numbers[at : at + 3]

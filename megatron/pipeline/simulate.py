@@ -34,7 +34,7 @@ class Durations(NamedTuple):
     communication: float = 0.0  # of one message, once both ends are there
 
     def of(self, kind: ActionKind) -> float:
-        """The time that a computation takes."""
+        """Return the time that a computation takes."""
         if kind is ActionKind.BACKWARD:
             return self.backward_input + self.backward_weight
         return float(getattr(self, kind.value))
@@ -168,7 +168,7 @@ def _chains(
 
 
 def _peaks(schedule: Schedule) -> tuple[int, int]:
-    """The most activations alive until the end of backward, and until the input gradient."""
+    """Return the most activations alive until the end of backward, and until the input gradient."""
     whole = until_input = most_whole = most_until_input = 0
     for action in schedule:
         whole += action.kind is ActionKind.FORWARD

@@ -11,7 +11,7 @@ from megatron.pipeline.schedule import ScheduleName
 def bubble_share(
     name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> float:
-    """The part of a step, from 0 to 1, in which a stage has nothing to do.
+    """Return the part of a step, from 0 to 1, in which a stage has nothing to do.
 
     With p stages, m micro-batches and v chunks:
 

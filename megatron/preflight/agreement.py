@@ -61,7 +61,7 @@ def agree_on_state(state: Mapping[str, object], world: Group) -> None:
 
 
 def _difference(facts: Mapping[str, str], world: Group, *, may_lack: str | None = None) -> str:
-    """What differs, as text: each value with the ranks that hold it; empty when all agree.
+    """Return what differs, as text: each value with the ranks that hold it; empty when all agree.
 
     Facts whose names begin with `may_lack` are compared between the ranks that have them.
     """

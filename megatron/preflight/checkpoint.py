@@ -15,7 +15,9 @@ from megatron.preflight.run import RunPlan
 
 
 def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
-    """A missing checkpoint is an error, unless this is the first start of a run that resumes."""
+    """Check that a missing checkpoint is an error, unless this is the first start of a run
+    that resumes.
+    """
     flags = plan.config.checkpoint
     if flags.load is None:
         return
@@ -42,7 +44,7 @@ def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:
 
 
 def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
-    """--keep-best compares validation losses, so some checkpoint has to have one."""
+    """Check that --keep-best compares validation losses, so some checkpoint has to have one."""
     flags, training = plan.config.checkpoint, plan.config.training
     if flags.keep_best is None:
         return
@@ -64,7 +66,9 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """What --save writes is of --checkpoint-format, which may not know all that a run can be."""
+    """Check that what --save writes is of --checkpoint-format, which may not know all that
+    a run can be.
+    """
     config = plan.config
     flags = config.checkpoint
     if flags.save is None:
@@ -87,7 +91,9 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
 
 
 def starts_fresh_if_empty(load: str, save: str | None) -> bool:
-    """Whether a run whose --load has never held a checkpoint may start from random weights."""
+    """Return whether a run whose --load has never held a checkpoint may start from random
+    weights.
+    """
     if save is None:
         return False
     there, here = place(load), place(save)

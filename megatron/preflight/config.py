@@ -18,7 +18,9 @@ from megatron.preflight.run import RunPlan
 
 
 def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
-    """Parallel sizes are never clamped to the world: they fit it, or the run is refused."""
+    """Check that parallel sizes are never clamped to the world: they fit it, or the run is
+    refused.
+    """
     if plan.data_parallel_size is None:
         parallel = plan.config.parallel
         world, need = plan.launch.world_size, plan.model_ranks
@@ -33,7 +35,9 @@ def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every pipeline stage has layers, and its schedule enough micro-batches at every step."""
+    """Check that every pipeline stage has layers, and its schedule enough micro-batches at
+    every step.
+    """
     fewest = None
     if plan.data_parallel_size is not None:
         # Ramps climb, so the first step has the fewest. What does not divide is said elsewhere.
@@ -48,7 +52,9 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
 
 
 def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every tensor-parallel rank holds whole attention heads and whole key/value groups."""
+    """Check that every tensor-parallel rank holds whole attention heads and whole key/value
+    groups.
+    """
     model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),
@@ -64,7 +70,7 @@ def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronEr
 
 
 def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """The middle of the MLP is shared out evenly."""
+    """Check that the middle of the MLP is shared out evenly."""
     model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
     width, flag = model.ffn_width, "--ffn-hidden-size"
     if model.has_experts:
@@ -78,7 +84,9 @@ def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronErr
 
 
 def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """Under sequence parallelism every tensor-parallel rank holds equally many tokens."""
+    """Check that under sequence parallelism every tensor-parallel rank holds equally many
+    tokens.
+    """
     length, parallel = plan.config.data.seq_length, plan.config.parallel
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and length % tp:
@@ -90,7 +98,9 @@ def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[Megatr
 
 
 def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronError]:
-    """There are as many layers as are to be recomputed or offloaded, and ranks to split over."""
+    """Check that there are as many layers as are to be recomputed or offloaded, and ranks
+    to split over.
+    """
     training, parallel = plan.config.training, plan.config.parallel
     layers, tp = plan.config.model.num_layers, parallel.tensor_model_parallel_size
     for flag, count in (
@@ -120,21 +130,25 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
 
 
 def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
-    """The padded vocabulary holds every token and splits over the tensor-parallel ranks."""
+    """Check that the padded vocabulary holds every token and splits over the
+    tensor-parallel ranks.
+    """
     if plan.tokenizer is not None:
         vocabulary(plan.config, plan.tokenizer)
     yield from ()
 
 
 def batch_splits_into_microbatches(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every global batch, at every step of a ramp, is whole micro-batches on every replica."""
+    """Check that every global batch, at every step of a ramp, is whole micro-batches on
+    every replica.
+    """
     if plan.data_parallel_size is not None:
         batch_schedule(plan.config.training, plan.data_parallel_size)
     yield from ()
 
 
 def sequence_fits_the_position_table(plan: RunPlan) -> Iterator[MegatronError]:
-    """A learned position table has a row for every position of a sample."""
+    """Check that a learned position table has a row for every position of a sample."""
     model, seq_length = plan.config.model, plan.config.data.seq_length
     rows = model.max_position_embeddings
     learned = model.position_embedding_type is PositionEmbedding.LEARNED
@@ -147,7 +161,9 @@ def sequence_fits_the_position_table(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
-    """Samples can be cut to every length that a curriculum comes through, and be shared out."""
+    """Check that samples can be cut to every length that a curriculum comes through, and be
+    shared out.
+    """
     grows = curriculum(plan.config)
     if grows is None:
         return
@@ -179,7 +195,7 @@ def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
-    """Warm-up, decay and training lengths agree, in one unit."""
+    """Check that warm-up, decay and training lengths agree, in one unit."""
     if plan.data_parallel_size is None:
         return
     training = plan.config.training
@@ -196,7 +212,9 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
-    """A run that is to be continued can be: what is saved now and then is saved somewhere."""
+    """Check that a run that is to be continued can be: what is saved now and then is saved
+    somewhere.
+    """
     checkpoint = plan.config.checkpoint
     if checkpoint.keep_last is not None and checkpoint.save is None:
         yield ConfigError(
@@ -207,7 +225,7 @@ def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[MegatronError]:
-    """A float64 run proves that layouts agree, which it cannot with rounded state."""
+    """Check that a float64 run proves that layouts agree, which it cannot with rounded state."""
     optimizer = plan.config.optimizer
     narrow = [
         f"{flag} bf16"
@@ -226,13 +244,13 @@ def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[Megatr
 
 
 def tokenizer_can_be_built(plan: RunPlan) -> Iterator[MegatronError]:
-    """The tokenizer's files are there and readable."""
+    """Check that the tokenizer's files are there and readable."""
     if plan.tokenizer_error is not None:
         yield plan.tokenizer_error
 
 
 def tokenizer_knows_ends_of_documents(plan: RunPlan) -> Iterator[MegatronError]:
-    """Flags about ends of documents need a tokenizer that has such a token."""
+    """Check that flags about ends of documents need a tokenizer that has such a token."""
     data = plan.config.data
     wanted = [
         f"--{name.replace('_', '-')}"

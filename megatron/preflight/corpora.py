@@ -23,7 +23,9 @@ class CorporaOnce:
         self._found: dict[str, Corpus | MegatronError] = {}
 
     def find(self, data: DataConfig, prefix: str) -> Corpus | MegatronError:
-        """The corpus `prefix`, or why it cannot be opened. Flags decide how, so give the run's."""
+        """Return the corpus `prefix`, or why it cannot be opened. Flags decide how, so give
+        the run's.
+        """
         if prefix not in self._found:
             header = data.data_integrity is not DataIntegrity.OFF
             open_corpus = partial(
@@ -38,7 +40,7 @@ class CorporaOnce:
         return self._found[prefix]
 
     def opened(self, data: DataConfig) -> Iterator[Corpus]:
-        """Every corpus of the run that can be opened; the others are one check's business."""
+        """Yield every corpus of the run that can be opened; the others are one check's business."""
         try:
             prefixes = named_prefixes(data)
         except ConfigError:

@@ -35,12 +35,14 @@ from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 
 def flags_of_data_are_read(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every flag about data that was given is one that the program's datasets read."""
+    """Check that every flag about data that was given is one that the program's datasets read."""
     yield from plan.reads.unread_flags(plan.config.data)
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every named corpus has all its files, of the kind that is read, and its headers add up."""
+    """Check that every named corpus has all its files, of the kind that is read, and its
+    headers add up.
+    """
     data = plan.config.data
     weighted = data.has_weighted_splits
     problems = list(weighted_problems(data)) if weighted else check_data_path(data)
@@ -56,7 +58,9 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
-    """Marks, sentinels and ends of documents of the kind of dataset are in the vocabulary."""
+    """Check that marks, sentinels and ends of documents of the kind of dataset are in the
+    vocabulary.
+    """
     if plan.tokenizer is not None:
         plan.reads.maker(
             plan.config.data,
@@ -68,7 +72,9 @@ def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def corpora_fit_the_tokenizer(plan: RunPlan) -> Iterator[MegatronError]:
-    """A corpus holds ids of this vocabulary: by its metadata, and by a look at its tokens."""
+    """Check that a corpus holds ids of this vocabulary: by its metadata, and by a look at
+    its tokens.
+    """
     tokenizer = plan.tokenizer
     if tokenizer is None:
         return
@@ -102,7 +108,7 @@ def _vocabulary_problems(
 
 
 def _sizes_with_the_same_ids(tokenizer: Tokenizer) -> set[int]:
-    """The vocabulary's size and, as sentinels stand at its end, those with fewer of them."""
+    """Return the vocabulary's size and, as sentinels stand at its end, those with fewer of them."""
     size, extra = tokenizer.vocab_size, len(tokenizer.extra_ids)
     at_the_end = tokenizer.extra_ids == tuple(range(size - extra, size))
     return set(range(size - extra, size + 1)) if at_the_end else {size}
@@ -134,7 +140,9 @@ def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: Token
 
 
 def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every split that is used has documents, and tokens for one global batch of samples."""
+    """Check that every split that is used has documents, and tokens for one global batch of
+    samples.
+    """
     if plan.data_parallel_size is None:
         return
     training, data = plan.config.training, plan.config.data
@@ -165,7 +173,9 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
-    """No corpus of the training mixture is so rare that a whole run would not draw from it."""
+    """Check that no corpus of the training mixture is so rare that a whole run would not
+    draw from it.
+    """
     if plan.data_parallel_size is None:
         return
     training, data = plan.config.training, plan.config.data
@@ -263,7 +273,7 @@ def _supply_problems(
 
 
 def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[int, int]:
-    """Tokens of ranges of documents, and the most samples that one pass over them gives."""
+    """Return tokens of ranges of documents, and the most samples that one pass over them gives."""
     data, kind = plan.config.data, plan.reads.kind(plan.config.data)
     if kind.is_packed:
         row = data.seq_length + 1
@@ -287,13 +297,15 @@ def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[in
 
 
 def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]:
-    """How long each sentence is of documents [start, stop)."""
+    """Return how long each sentence is of documents [start, stop)."""
     (indexed,) = corpus.files
     return indexed.sizes[indexed.doc_idx[start] : indexed.doc_idx[stop]]
 
 
 def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
-    """Tokens that a sample takes of its corpus; raises ConfigError for flags that do not go."""
+    """Return tokens that a sample takes of its corpus; raises ConfigError for flags that do
+    not go.
+    """
     if kind is not DatasetKind.MLM or data.noise_density is None:
         return data.seq_length
     return span_lengths(
@@ -304,7 +316,7 @@ def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
 
 
 def _highest_token_of_a_few_items(corpus: MMapIndexedDataset, items: int = 16) -> int:
-    """The highest token id among items spread over the corpus; -1 when they are empty."""
+    """Return the highest token id among items spread over the corpus; -1 when they are empty."""
     step = max(len(corpus) // items, 1)
     tops = (corpus[at] for at in range(0, len(corpus), step))
     return max((int(tokens.max()) for tokens in tops if len(tokens)), default=-1)

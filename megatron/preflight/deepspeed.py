@@ -42,13 +42,13 @@ _CUTS = (
 
 
 def deepspeed_is_installed(plan: RunPlan) -> Iterator[MegatronError]:
-    """The package is there, in a version that the tests run on."""
+    """Check that the package is there, in a version that the tests run on."""
     if plan.config.engine.deepspeed and (problem := version_problem()) is not None:
         yield problem
 
 
 def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
-    """Flags of one engine are not given to the other, where they would do nothing."""
+    """Check that flags of one engine are not given to the other, where they would do nothing."""
     config = plan.config
     if not config.engine.deepspeed:
         names = config.engine.flags_of_deepspeed
@@ -79,7 +79,7 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronError]:
-    """Every key of the JSON is known, possible, and says what the flags say."""
+    """Check that every key of the JSON is known, possible, and says what the flags say."""
     if not plan.config.engine.deepspeed or plan.data_parallel_size is None:
         return
     try:
@@ -91,7 +91,7 @@ def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronErro
 
 
 def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
-    """Pipelines go with ZeRO 0 and 1, and several stages are never trained as one."""
+    """Check that pipelines go with ZeRO 0 and 1, and several stages are never trained as one."""
     engine, stages = plan.config.engine, plan.config.parallel.pipeline_model_parallel_size
     if not engine.deepspeed or stages == 1:
         return
@@ -112,7 +112,9 @@ def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_can_time_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """DeepSpeed starts its timers twice on pipeline stages before the last, which ends the run."""
+    """Check that DeepSpeed starts its timers twice on pipeline stages before the last,
+    which ends the run.
+    """
     stages = plan.config.parallel.pipeline_model_parallel_size
     if not plan.config.engine.deepspeed or stages == 1:
         return
@@ -127,7 +129,9 @@ def deepspeed_can_time_the_run(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_has_the_precision(plan: RunPlan) -> Iterator[MegatronError]:
-    """ZeRO refuses float16 on a CPU; stage 0 leaves it to the native optimizer, which does not."""
+    """Check that ZeRO refuses float16 on a CPU; stage 0 leaves it to the native optimizer,
+    which does not.
+    """
     config = plan.config
     on_cpu = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
     if not config.engine.deepspeed or config.precision.precision is not Precision.FP16:
@@ -160,7 +164,7 @@ def _of_the_native_engine(given: str, instead: str) -> ConfigError:
 
 
 def _readable_json(plan: RunPlan) -> JsonObject:
-    """The JSON, or nothing where another check says what is wrong with it."""
+    """Return the JSON, or nothing where another check says what is wrong with it."""
     try:
         return user_json(plan.config)
     except ConfigError:

@@ -34,7 +34,7 @@ class KeptBytes:
 
 
 def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1) -> KeptBytes:
-    """What the native engine keeps of so many parameters.
+    """Return what the native engine keeps of so many parameters.
 
     Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
     state, and in half precision an fp32 copy of the weights, of 1 / `optimizer_shards` of them.
@@ -52,7 +52,9 @@ def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1)
 
 
 def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
-    """There is room for what a rank keeps: a kernel short of it ends the run without a word."""
+    """Check that there is room for what a rank keeps: a kernel short of it ends the run
+    without a word.
+    """
     config, replicas = plan.config, plan.data_parallel_size
     if config.engine.deepspeed or replicas is None or plan.tokenizer is None:
         return  # DeepSpeed shares out and offloads by rules of its own

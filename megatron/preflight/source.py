@@ -14,7 +14,9 @@ import megatron
 
 
 def source_digests() -> dict[str, str]:
-    """Of this package's Python files, and of the program that was started where it has a file."""
+    """Return of this package's Python files, and of the program that was started where it
+    has a file.
+    """
     package = Path(megatron.__file__).parent
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     return {

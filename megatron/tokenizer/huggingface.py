@@ -132,7 +132,7 @@ def byte_symbols() -> tuple[str, ...]:
 
 
 def bytes_without_piece(vocab: dict[str, int]) -> bytes:
-    """The bytes of UTF-8 text that a byte-level vocabulary cannot spell."""
+    """Return the bytes of UTF-8 text that a byte-level vocabulary cannot spell."""
     never_in_utf8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # RFC 3629; GPT-NeoX leaves them out
     return bytes(
         byte
@@ -156,7 +156,7 @@ def _tokenizer_json(given: str) -> Path:
 
 
 def _declared(folder: Path) -> dict[str, JsonValue]:
-    """What special_tokens_map.json and, above it, tokenizer_config.json say."""
+    """Return what special_tokens_map.json and, above it, tokenizer_config.json say."""
     declared: dict[str, JsonValue] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file
@@ -197,7 +197,9 @@ def _add_declared_tokens(core: tokenizers.Tokenizer, declared: JsonObject, folde
 def _losses(
     core: tokenizers.Tokenizer, model: JsonObject, vocab: dict[str, int]
 ) -> tuple[bytes, bool]:
-    """Which text the model would leave out: (bytes without a piece, any character at all)."""
+    """Return which text the model would leave out: (bytes without a piece, any character at
+    all).
+    """
     if model.get("type", "BPE") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         return b"", False  # the others have an unknown piece or raise by themselves
     if "ByteLevel" in repr(core.pre_tokenizer):

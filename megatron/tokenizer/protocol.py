@@ -63,16 +63,16 @@ class Tokenizer(Protocol):
         """The sentinels <extra_id_0>, <extra_id_1>, ... that --vocab-extra-ids asked for."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`: no document end is added and nothing is cut off."""
+        """Return the ids of `text`: no document end is added and nothing is cut off."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same as `tokenize` on each text, by the fastest way there is."""
+        """Return the same as `tokenize` on each text, by the fastest way there is."""
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; added tokens are written by their names."""
+        """Return the text of `ids`; added tokens are written by their names."""
 
     def piece(self, token_id: int) -> str:
-        """One id as the vocabulary spells it, for example `##ing`."""
+        """Return one id as the vocabulary spells it, for example `##ing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,14 @@ class SpecialIds:
 
 
 def extra_names(count: int) -> list[str]:
-    """The names of T5's sentinels, as Megatron adds them for --vocab-extra-ids."""
+    """Return the names of T5's sentinels, as Megatron adds them for --vocab-extra-ids."""
     return [f"<extra_id_{index}>" for index in range(count)]
 
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """The ids as a list of plain integers, refused where one lies outside of the vocabulary."""
+    """Return the ids as a list of plain integers, refused where one lies outside of the
+    vocabulary.
+    """
     checked = [int(token) for token in ids]
     for token in checked:
         if not 0 <= token < vocab_size:
@@ -110,7 +112,9 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def existing_file(path: str | Path, flag: str) -> Path:
-    """The path of a tokenizer file, refused by the name of its flag when it is not a file."""
+    """Return the path of a tokenizer file, refused by the name of its flag when it is not a
+    file.
+    """
     found = Path(path)
     if not found.is_file():
         raise DataError(

@@ -42,7 +42,7 @@ class PunktModel(NamedTuple):
 
 
 def find_punkt(language: str = "english", folder: str | None = None) -> PunktModel:
-    """The model of `language`: in `folder`, else where nltk looks for its data.
+    """Return the model of `language`: in `folder`, else where nltk looks for its data.
 
     `folder` may hold the files themselves, a folder named after the language, or be an nltk_data.
     Raises ConfigError where nltk is missing, DataError where the model is missing or damaged.
@@ -74,7 +74,7 @@ def find_punkt(language: str = "english", folder: str | None = None) -> PunktMod
 
 
 def build_punkt(model: PunktModel, *, keep_newlines: bool = False) -> Split:
-    """What splits a text by `model`; with `keep_newlines` as Megatron does with that flag.
+    """Return what splits a text by `model`; with `keep_newlines` as Megatron does with that flag.
 
     A sentence then keeps the white space behind it, except at the end of the text and behind a
     quotation mark that follows a full stop.

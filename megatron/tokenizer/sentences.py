@@ -35,7 +35,7 @@ _LAST_WORD = regex.compile(r"[\p{L}\p{N}.]*$")
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
-    """The sentences of `text` in order, none of them blank.
+    """Return the sentences of `text` in order, none of them blank.
 
     With `keep_newlines` each keeps the white space behind it (and the first what is before it).
     """
@@ -70,7 +70,7 @@ def _is_boundary(text: str, start: int, end: "regex.Match[str]") -> bool:
 
 
 def _without_blank_parts(parts: list[str]) -> list[str]:
-    """The parts with blank ones joined to a neighbour, so that nothing is lost."""
+    """Return the parts with blank ones joined to a neighbour, so that nothing is lost."""
     joined: list[str] = []
     for part in parts:
         if joined and (not part.strip() or not joined[-1].strip()):

@@ -24,19 +24,19 @@ class Splitter:
     punkt: PunktModel | None = None  # None: by the rules
 
     def description(self, *, keep_newlines: bool = False) -> str:
-        """What a sidecar says: name, version, and model where there is one."""
+        """Return what a sidecar says: name, version, and model where there is one."""
         name = f"rules {RULES_VERSION}" if self.punkt is None else str(self.punkt)
         return f"{name}, newlines kept" if keep_newlines else name
 
     def build(self, *, keep_newlines: bool = False) -> Callable[[str], list[str]]:
-        """What splits a text into its sentences; built once in each process."""
+        """Return what splits a text into its sentences; built once in each process."""
         return _built(self, keep_newlines)
 
 
 def choose_splitter(
     wanted: str, language: str | None = None, folder: str | None = None
 ) -> Splitter:
-    """The splitter for `--sentence-splitter wanted`.
+    """Return the splitter for `--sentence-splitter wanted`.
 
     `language` and `folder` (--lang, --nltk-data) choose a model of Punkt: ConfigError with the
     rules, which have none. `auto` is Punkt where nltk and the model are there, and says so.

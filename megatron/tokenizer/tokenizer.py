@@ -78,7 +78,8 @@ class TokenizerSpec:
         return tokenizer
 
     def files(self) -> list[Path]:
-        """The files that are there and are read; of a folder, those that describe a tokenizer.
+        """Return the files that are there and are read; of a folder, those that describe a
+        tokenizer.
 
         A corpus records their digests and a run compares them, so both ask here.
         """
@@ -90,7 +91,9 @@ class TokenizerSpec:
         return [path for path in files if path.is_file()]
 
     def _values(self, kind: _Kind) -> dict[str, str | int]:
-        """What the kind's `build` reads, by the name of the first alternative of each need."""
+        """Return what the kind's `build` reads, by the name of the first alternative of
+        each need.
+        """
         given = {field: getattr(self, field) for field in _SOURCES}
         given = {field: value for field, value in given.items() if value is not None}
         values = {}
@@ -128,7 +131,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     vocab_extra_ids: int = 0,
 ) -> Tokenizer:
-    """The tokenizer that the flags of these names describe; nothing is ever downloaded."""
+    """Return the tokenizer that the flags of these names describe; nothing is ever downloaded."""
     return TokenizerSpec(
         tokenizer_type=tokenizer_type,
         vocab_file=vocab_file,
@@ -141,7 +144,8 @@ def build_tokenizer(
 
 
 def true_vocab_size(vocab_size: int, asked: int | None) -> int:
-    """Rows of the vocabulary that are part of the model: the tokenizer's, or --true-vocab-size.
+    """Return rows of the vocabulary that are part of the model: the tokenizer's, or
+    --true-vocab-size.
 
     Padding rows come after them, are zero, and take no part in a probability; these do.
     """
@@ -159,7 +163,8 @@ def true_vocab_size(vocab_size: int, asked: int | None) -> int:
 def padded_vocab_size(
     vocab_size: int, *, divisible_by: int, tp: int, pad_to: int | None = None
 ) -> int:
-    """How many rows the embedding table has, so that every tensor-parallel rank holds as many.
+    """Return how many rows the embedding table has, so that every tensor-parallel rank holds as
+    many.
 
     Without `pad_to`: the next multiple of divisible_by * tp, as in Megatron. With `pad_to`
     (--pad-vocab-size-to): exactly that, refused where it cannot be kept.
@@ -195,7 +200,7 @@ def padded_vocab_size(
 
 
 def require_eod(tokenizer: Tokenizer, flag: str) -> int:
-    """The end-of-document id for a flag that cannot work without one."""
+    """Return the end-of-document id for a flag that cannot work without one."""
     if tokenizer.eod is None:
         raise ConfigError(
             f"{flag} needs an end-of-document token, and {tokenizer.name} has none",

@@ -62,7 +62,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The ids of a text; nothing is added to it."""
+        """Return the ids of a text; nothing is added to it."""
         return list(self._loaded.tokenizer.tokenize(string))
 
     def _loglikelihood_tokens(
@@ -77,7 +77,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of whole texts, in windows that score every token once."""
+        """Return the log-likelihood of whole texts, in windows that score every token once."""
         rows, counts = [], []
         for (text,) in (request.args for request in requests):
             windows = rolling_windows(
@@ -89,7 +89,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a stop text."""
+        """Return what the model writes after each context, up to a stop text."""
         model = self._loaded.model
         if model is None:
             raise ConfigError(
@@ -117,7 +117,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as the chosen template writes them, up to where the model goes on."""
+        """Return the messages as the chosen template writes them, up to where the model goes on."""
         template = self._template
         if template is None:
             raise ConfigError(
@@ -141,7 +141,9 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The name of the template, which stands for its text in the record of an evaluation."""
+        """Return the name of the template, which stands for its text in the record of an
+        evaluation.
+        """
         return None if self._template is None else self._template.name
 
     @property

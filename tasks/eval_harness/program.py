@@ -131,7 +131,7 @@ class _HarnessLog(argparse.Action):
 
 
 def _tasks(named: Sequence[str], known: set[str]) -> list[str]:
-    """The tasks that were asked for; ConfigError when the harness does not know one."""
+    """Return the tasks that were asked for; ConfigError when the harness does not know one."""
     tasks = [task for words in named for task in words.split(",") if task]
     unknown = [task for task in tasks if task not in known]
     if unknown:

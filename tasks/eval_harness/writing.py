@@ -25,17 +25,17 @@ class GenerationRequest:
     params: SamplingParams
 
     def is_over(self, text: str) -> bool:
-        """Whether one of the texts that end it is there."""
+        """Return whether one of the texts that end it is there."""
         return any(stop in text for stop in self.until)
 
     def cut(self, text: str) -> str:
-        """The text up to the first of those that end it."""
+        """Return the text up to the first of those that end it."""
         ends = [at for stop in self.until if (at := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
 
 def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
-    """What a request says, with the harness's own defaults: greedy, and `MOST_NEW` tokens.
+    """Return what a request says, with the harness's own defaults: greedy, and `MOST_NEW` tokens.
 
     Raises:
         ConfigError: a wish that is not known here, or whose value has no meaning.
@@ -67,7 +67,7 @@ def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
 
 
 def fitting(tokens: list[int], wishes: GenerationRequest, longest: int) -> list[int]:
-    """The end of a context, so long that what is written fits behind it."""
+    """Return the end of a context, so long that what is written fits behind it."""
     room = longest - wishes.new_tokens
     if room < 1:
         raise DataError(

@@ -60,5 +60,5 @@ class ClassificationQuestion:
         return () if self.is_grade else self.labels or tuple(_CHOICES[: self.num_choices])
 
     def spelled(self, decision: float) -> str:
-        """A decision or a label as files show it."""
+        """Return a decision or a label as files show it."""
         return f"{decision:.9g}" if self.is_grade else self.answers[int(decision)]

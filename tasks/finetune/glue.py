@@ -87,7 +87,7 @@ TASKS: Mapping[str, GlueTask] = MappingProxyType(
 
 
 def read_glue(task: GlueTask, files: Sequence[str], *, needs_labels: bool = False) -> list[Example]:
-    """The examples of some files, in order; raises DataError.
+    """Return the examples of some files, in order; raises DataError.
 
     Test files have no labels. Pairs of NLI without agreement are left out, and counted in the log.
 
@@ -119,7 +119,7 @@ def read_glue(task: GlueTask, files: Sequence[str], *, needs_labels: bool = Fals
 def _rows(
     path: Path, task: GlueTask, wanted: Sequence[str]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each line as values by column, and where it stands."""
+    """Yield each line as values by column, and where it stands."""
     if path.suffix == ".jsonl":
         for where, fields in read_records([str(path)]):
             _check_columns(where, wanted, list(fields))

@@ -34,13 +34,13 @@ class EvaluationResult(NamedTuple):
     metrics: Mapping[str, float]  # of all; empty where labels are not known
 
     def decisions(self, question: ClassificationQuestion) -> list[float]:
-        """The class, the row or the grade of each example."""
+        """Return the class, the row or the grade of each example."""
         return decisions_of(question, self.scores)
 
     def metrics_of(
         self, part: EvaluationFile, question: ClassificationQuestion, labels: Tensor
     ) -> dict[str, float]:
-        """The metrics of one file's examples."""
+        """Return the metrics of one file's examples."""
         which = slice(part.examples.start, part.examples.stop)
         return metrics_of(question, decisions_of(question, self.scores[which]), labels[which])
 
@@ -84,7 +84,7 @@ def evaluate_examples(
 
 
 def decisions_of(question: ClassificationQuestion, scores: Tensor) -> list[float]:
-    """The class, the row or the grade that scores [n, k] ask for."""
+    """Return the class, the row or the grade that scores [n, k] ask for."""
     found: list[float] = (
         scores.view(-1).tolist() if question.is_grade else scores.argmax(-1).tolist()
     )
@@ -94,7 +94,9 @@ def decisions_of(question: ClassificationQuestion, scores: Tensor) -> list[float
 def metrics_of(
     question: ClassificationQuestion, decisions: Sequence[float], labels: Tensor
 ) -> dict[str, float]:
-    """The question's metrics over the examples whose labels are known; none where none is."""
+    """Return the question's metrics over the examples whose labels are known; none where
+    none is.
+    """
     known = (labels != UNKNOWN).tolist()
     true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
     said = [decision for decision, is_known in zip(decisions, known) if is_known]

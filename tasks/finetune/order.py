@@ -14,7 +14,7 @@ from megatron.mpu.random import hash_seed
 def batches_of_epoch(
     num_examples: int, *, batch_size: int, seed: int, epoch: int | None
 ) -> list[list[int]]:
-    """The examples of each global batch, shuffled; in their order where `epoch` is None."""
+    """Return the examples of each global batch, shuffled; in their order where `epoch` is None."""
     order = list(range(num_examples))
     if epoch is not None:
         random = np.random.RandomState(hash_seed(seed, "epoch", epoch) % 2**32)
@@ -30,7 +30,7 @@ def num_batches(num_examples: int, batch_size: int) -> int:
 def share_of_replica(
     batch: list[int], *, micro_batch_size: int, replica: int, replicas: int, num_microbatches: int
 ) -> list[list[int]]:
-    """The micro-batches of one replica; the last ones may be short, or empty.
+    """Return the micro-batches of one replica; the last ones may be short, or empty.
 
     Micro-batch m of all replicas together is the m-th stretch of the batch, so that losses do not
     depend on how many replicas share it.

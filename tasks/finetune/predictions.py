@@ -41,7 +41,7 @@ class Predictions(NamedTuple):
 def prediction_of(
     question: ClassificationQuestion, example: Example, scores: Sequence[float], file: str
 ) -> Prediction:
-    """What scores say of an example of `file`."""
+    """Return what scores say of an example of `file`."""
     label = "" if example.label is None else question.spelled(example.label)
     probabilities = () if question.is_grade else softmax(scores)
     uid = " ".join(example.uid.split())  # a tab would begin another column
@@ -56,14 +56,14 @@ def softmax(scores: Sequence[float]) -> tuple[float, ...]:
 
 
 def decision_of(question: ClassificationQuestion, row: Prediction) -> float:
-    """The answer, by number, or the grade."""
+    """Return the answer, by number, or the grade."""
     if question.is_grade:
         return row.scores[0]
     return float(max(range(len(row.probabilities)), key=row.probabilities.__getitem__))
 
 
 def written(task: str, question: ClassificationQuestion, rows: Sequence[Prediction]) -> str:
-    """The text of a file of predictions."""
+    """Return the text of a file of predictions."""
     lines = ["\t".join([*_FIXED, *(f"p({answer})" for answer in question.answers)])]
     for row in rows:
         decision = question.spelled(decision_of(question, row))
@@ -74,7 +74,7 @@ def written(task: str, question: ClassificationQuestion, rows: Sequence[Predicti
 
 
 def read_predictions(path: Path) -> Predictions:
-    """A file of predictions; DataError where it is not one."""
+    """Return a file of predictions; DataError where it is not one."""
     header, *lines = read_text(path).rstrip("\n").split("\n")
     names = header.split("\t")
     fixed, answers = tuple(names[: len(_FIXED)]), names[len(_FIXED) :]
@@ -103,7 +103,7 @@ def read_predictions(path: Path) -> Predictions:
 
 
 def _rows(path: Path, lines: Sequence[str], columns: int) -> Iterator[tuple[str, Prediction]]:
-    """The task and the prediction of each line."""
+    """Yield the task and the prediction of each line."""
     for number, line in enumerate(lines, start=2):
         values = line.split("\t")
         where = f"{path}:{number}"

@@ -84,7 +84,7 @@ def _read(name: str, files: Sequence[str], *, needs_labels: bool) -> list[Exampl
 def _read_parts(
     name: str, files: Sequence[str], *, needs_labels: bool
 ) -> tuple[list[Example], tuple[EvaluationFile, ...]]:
-    """All examples of some files, and which are of which file."""
+    """Return all examples of some files, and which are of which file."""
     stems = [Path(file).stem for file in files]
     names = stems if len(set(stems)) == len(stems) else list(files)
     examples: list[Example] = []

@@ -40,7 +40,7 @@ class Start(NamedTuple):
 
 
 def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: int) -> Start:
-    """What is loaded, and from where.
+    """Return what is loaded, and from where.
 
     Raises:
         ConfigError: nothing to begin with is named, or two things are.
@@ -75,14 +75,14 @@ def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: in
 
 
 def last_of(save: str) -> str:
-    """Where in the folder of --save the state to go on from is kept."""
+    """Return where in the folder of --save the state to go on from is kept."""
     return f"{save.rstrip('/')}/{_LAST}"
 
 
 def finetuning_config(
     config: RunConfig, start: Start, *, launch: Launch, epochs: int, examples: int
 ) -> RunConfig:
-    """The run's flags with what fine-tuning decides: how long it is, and what is loaded."""
+    """Return the run's flags with what fine-tuning decides: how long it is, and what is loaded."""
     replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks say what is wrong
     batches = batch_schedule(config.training, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
@@ -98,14 +98,14 @@ def finetuning_config(
 
 
 def best_to_load(config: RunConfig) -> RunConfig:
-    """The same run, which loads the best epoch of the folder that it goes on in."""
+    """Return the same run, which loads the best epoch of the folder that it goes on in."""
     save = config.checkpoint.save
     checkpoint = replace(config.checkpoint, load=save, load_iteration=None, finetune=True)
     return replace(config, checkpoint=checkpoint)
 
 
 def last_to_save(config: RunConfig) -> RunConfig:
-    """The same run, which saves the state to go on from, once."""
+    """Return the same run, which saves the state to go on from, once."""
     save = config.checkpoint.save or ""
     checkpoint = replace(config.checkpoint, save=last_of(save), keep_last=1)
     return replace(config, checkpoint=checkpoint)

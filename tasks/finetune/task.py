@@ -18,7 +18,7 @@ from tasks.finetune.rows import UNKNOWN
 
 
 def task_of(question: ClassificationQuestion) -> PretrainTask:
-    """What an engine builds and minimises for a question."""
+    """Return what an engine builds and minimises for a question."""
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
         return classification_layers(config, build, num_classes=question.num_scores)
@@ -41,13 +41,13 @@ def task_of(question: ClassificationQuestion) -> PretrainTask:
 
 
 def microbatch(raw: RawBatch) -> MicroBatch:
-    """All rows of all examples, one below the other, and the labels of the examples."""
+    """Return all rows of all examples, one below the other, and the labels of the examples."""
     text, types, mask = (raw[name].flatten(0, 1) for name in ("text", "types", "padding_mask"))
     return MicroBatch(bert_carry(text, types, mask), (raw["labels"],))
 
 
 def scores_of(carry: Carry, labels: Carry) -> LossSum:
-    """All scores of a micro-batch, example by example, as totals: nothing is summed."""
+    """Return all scores of a micro-batch, example by example, as totals: nothing is summed."""
     scores = _wide(carry[0]).flatten()
     return LossSum(scores, torch.zeros_like(scores))
 

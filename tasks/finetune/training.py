@@ -142,7 +142,7 @@ def _check_batches(progress: Progress, global_batch_size: int) -> None:
 
 
 def _digest_of(rows: Rows) -> str:
-    """What the examples are, in a form that two runs and two ranks can compare."""
+    """Return what the examples are, in a form that two runs and two ranks can compare."""
     digest = hashlib.sha256()
     for tensor in (rows.text, rows.types, rows.labels):
         digest.update(tensor.numpy().tobytes())

@@ -26,11 +26,11 @@ class LambadaResult:
         return self.correct / self.total
 
     def numbers(self) -> dict[str, Any]:
-        """What a file of results holds."""
+        """Return what a file of results holds."""
         return {**asdict(self), "accuracy": self.accuracy}
 
     def describe(self) -> str:
-        """One line, as Megatron-LM prints it."""
+        """Return one line, as Megatron-LM prints it."""
         return (
             f"number correct: {self.correct:.4E} | total examples: {self.total:.4E} | "
             f"avg accuracy: {self.accuracy:.4E}"
@@ -38,7 +38,7 @@ class LambadaResult:
 
 
 def read_passages(files: Sequence[str]) -> list[str]:
-    """The texts of JSON lines; DataError with file and line for any that has none."""
+    """Return the texts of JSON lines; DataError with file and line for any that has none."""
     return [record.text("text") for record in read_records(files)]
 
 

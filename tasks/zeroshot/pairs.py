@@ -65,7 +65,7 @@ class LikelihoodResult:
         return sum(score.is_greedy for score in self.scores) / len(self.scores)
 
     def numbers(self) -> dict[str, Any]:
-        """What a file of results holds; `pairs` is in the order of the input."""
+        """Return what a file of results holds; `pairs` is in the order of the input."""
         return {
             "loss": self.loss,
             "greedy": self.greedy,
@@ -75,7 +75,7 @@ class LikelihoodResult:
         }
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line."""
         return (
             f"pairs: {len(self.scores)} | tokens: {self.tokens} | loss per token: "
             f"{self.loss:.4E} | greedy: {self.greedy:.4E} |"
@@ -103,7 +103,7 @@ class ChoiceResult:
         return _share(self.answers, self.chosen_by_length)
 
     def numbers(self) -> dict[str, Any]:
-        """What a file of results holds; `log_likelihoods` is in the order of the input."""
+        """Return what a file of results holds; `log_likelihoods` is in the order of the input."""
         return {
             "acc": self.acc,
             "acc_norm": self.acc_norm,
@@ -114,13 +114,13 @@ class ChoiceResult:
         }
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line."""
         total = len(self.answers)
         return f"questions: {total} | acc: {self.acc:.4E} | acc_norm: {self.acc_norm:.4E} |"
 
 
 def read_pairs(files: Sequence[str], keys: Keys) -> list[ContextPair]:
-    """Lines of JSON with a context (which may be empty) and a continuation."""
+    """Return lines of JSON with a context (which may be empty) and a continuation."""
     return [
         ContextPair(record.text(keys.context), _filled(record, keys.continuation))
         for record in read_records(files)
@@ -128,7 +128,7 @@ def read_pairs(files: Sequence[str], keys: Keys) -> list[ContextPair]:
 
 
 def read_questions(files: Sequence[str], keys: Keys) -> list[MultipleChoice]:
-    """Lines of JSON with a context, choices and the number of the right one, from 0.
+    """Return lines of JSON with a context, choices and the number of the right one, from 0.
 
     Where choices have a field each, the context may be absent, and the first one is right where
     there is no label.
@@ -172,7 +172,7 @@ def evaluate_choices(
 
 
 def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], list[int]]:
-    """The tokens that are given, and those that are scored.
+    """Return the tokens that are given, and those that are scored.
 
     Raises:
         ConfigError: nothing is given, and the tokenizer has no end of a document to begin with.
@@ -196,7 +196,7 @@ def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], lis
 def row_of(
     context: Sequence[int], continuation: Sequence[int], longest: int | None, *, at: int
 ) -> tuple[ScoringRow, bool]:
-    """The row that scores a continuation, and whether its context was cut in front to fit.
+    """Return the row that scores a continuation, and whether its context was cut in front to fit.
 
     Args:
         at: number of the row, for errors.
@@ -224,7 +224,7 @@ def row_of(
 
 
 def checked_scores(scores: Sequence[RowScore]) -> Sequence[RowScore]:
-    """The scores; NumericsError where one is no logarithm of a probability."""
+    """Return the scores; NumericsError where one is no logarithm of a probability."""
     wrong = [at for at, score in enumerate(scores) if not score.log_likelihood <= 0]
     if wrong:
         raise NumericsError(

@@ -36,7 +36,7 @@ class PerplexityResult:
         return math.exp(min(_MOST, self.loss * self.token_ratio))
 
     def numbers(self) -> dict[str, Any]:
-        """What a file of results holds."""
+        """Return what a file of results holds."""
         derived = {
             "perplexity": self.perplexity,
             "adjusted_perplexity": self.adjusted_perplexity,
@@ -44,7 +44,7 @@ class PerplexityResult:
         return {**asdict(self), **derived}
 
     def describe(self) -> str:
-        """One line, as Megatron-LM prints it."""
+        """Return one line, as Megatron-LM prints it."""
         return (
             f"avg loss: {self.loss:.4E} | ppl: {self.perplexity:.4E} | "
             f"adjusted ppl: {self.adjusted_perplexity:.4E} | token ratio: {self.token_ratio} |"
@@ -52,7 +52,7 @@ class PerplexityResult:
 
 
 def read_texts(files: Sequence[str]) -> list[str]:
-    """The files' texts; DataError for a file without one."""
+    """Return the files' texts; DataError for a file without one."""
     texts = [read_text(Path(name)) for name in files]
     for name, text in zip(files, texts):
         if not text.strip():

@@ -31,10 +31,10 @@ class Result(Protocol):
     """What an evaluation found."""
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
 
     def numbers(self) -> dict[str, Any]:
-        """What a file of results holds."""
+        """Return what a file of results holds."""
 
 
 Evaluate = Callable[[LoadedScorer], Result]
@@ -67,7 +67,7 @@ def main(name: str, argv: Sequence[str]) -> None:
 
 
 def parser(name: str) -> argparse.ArgumentParser:
-    """The flags of one of the tasks."""
+    """Return the flags of one of the tasks."""
     made = argparse.ArgumentParser(prog=f"tasks.main --task {name}", allow_abbrev=False)
     add_model_flags(made)
     add_row_flags(made)

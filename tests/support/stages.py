@@ -204,7 +204,7 @@ def executor(
 ) -> Executor:
     """An executor over `chunks`, with a queue of weight gradients where the schedule wants one."""
     queue = None
-    if schedule is ScheduleName.ZERO_BUBBLE:
+    if schedule == ScheduleName.ZERO_BUBBLE:
         queue = WeightGradients()
         queue.adopt(chunks.layers.parameters())
     work = StageWork(chunks.run, chunks.loss, len(chunks.places))

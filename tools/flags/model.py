@@ -51,7 +51,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def read_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelChoice]:
-    """The program's own flags, and which model it is to use how.
+    """Return the program's own flags, and which model it is to use how.
 
     Raises:
         CommandLineError: a flag that no program has, or a value that cannot be read.

@@ -130,7 +130,7 @@ def tidied(text: str) -> str:
 
 
 def language_of(text: str) -> str:
-    """The code of the language that most of the text is in; the same for the same text."""
+    """Return the code of the language that most of the text is in; the same for the same text."""
     language: str = _identifier().classify(text)[0]
     return language
 

@@ -76,7 +76,7 @@ class TaskNgrams:
 
 
 def clean_pieces(text: str, ngrams: TaskNgrams, rule: NgramRule) -> list[str]:
-    """What is left of a document: itself, some pieces, or nothing."""
+    """Return what is left of a document: itself, some pieces, or nothing."""
     matches = sorted(ngrams.matches(text))
     if not matches:
         return [text]

@@ -56,12 +56,12 @@ class DuplicateGroups:
         self._toward_first = array("q")  # itself for the first of a group
 
     def add(self) -> int:
-        """A document of its own; returns its number."""
+        """Return a document of its own; returns its number."""
         self._toward_first.append(len(self._toward_first))
         return len(self._toward_first) - 1
 
     def first(self, number: int) -> int:
-        """The first document of the group of this one."""
+        """Return the first document of the group of this one."""
         while (nearer := self._toward_first[number]) != number:
             self._toward_first[number] = self._toward_first[nearer]
             number = nearer
@@ -112,7 +112,7 @@ class Spool:
         self._ends.append(self._ends[-1] + len(data))
 
     def line(self, number: int) -> bytes:
-        """The document as it was read."""
+        """Return the document as it was read."""
         start, end = self._ends[number], self._ends[number + 1]
         if end > self._flushed:
             self._write(None)
@@ -120,12 +120,12 @@ class Spool:
         return os.pread(self._file.fileno(), end - start, start)
 
     def text(self, number: int) -> str:
-        """The text of the document."""
+        """Return the text of the document."""
         path, line = self.places[number]
         return fields_of(path, DocumentRow(line, self.line(number)), [self._key])[0]
 
     def place(self, number: int) -> str:
-        """Where the document was read, as FILE:LINE."""
+        """Return where the document was read, as FILE:LINE."""
         path, line = self.places[number]
         return f"{path}:{line}"
 
@@ -210,7 +210,7 @@ class _Finder:
         return shingles_of(self._spool.text(number), self._width)
 
     def _apart(self, number: int, other: int) -> bool:
-        """Two documents of one group have nothing to say to each other any more."""
+        """Return two documents of one group have nothing to say to each other any more."""
         return self.groups.first(number) != self.groups.first(other)
 
 

@@ -32,7 +32,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def json_line_files(given: Sequence[str]) -> tuple[Path, ...]:
-    """The files to read, in order; each holds rows that are JSON objects."""
+    """Return the files to read, in order; each holds rows that are JSON objects."""
     files = find_inputs(given).files
     for path in files:
         if is_text(path):
@@ -63,12 +63,12 @@ def require_rows(count: int, given: Sequence[str]) -> None:
 
 
 def line_of(row: DocumentRow) -> bytes:
-    """The row as it was read, with one line end."""
+    """Return the row as it was read, with one line end."""
     return row.data.rstrip(b"\r\n") + b"\n"
 
 
 def json_line(record: Mapping[str, object]) -> bytes:
-    """The object as a line; ASCII, so that every string of JSON can be written."""
+    """Return the object as a line; ASCII, so that every string of JSON can be written."""
     return json.dumps(record).encode() + b"\n"
 
 

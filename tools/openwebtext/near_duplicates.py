@@ -39,7 +39,9 @@ class Likeness:
     width: int = 5  # characters of a shingle
 
     def bands(self) -> tuple[int, int]:
-        """How many bands of how many hashes: the longest bands that still find enough pairs."""
+        """Return how many bands of how many hashes: the longest bands that still find
+        enough pairs.
+        """
         for rows in range(self.num_hashes // 2, 1, -1):
             bands = self.num_hashes // rows
             if 1 - (1 - self.threshold**rows) ** bands >= _RECALL:
@@ -47,7 +49,7 @@ class Likeness:
         return self.num_hashes, 1
 
     def certainly_below(self, estimate: float) -> bool:
-        """Whether an estimate lies four standard errors below the threshold, at least."""
+        """Return whether an estimate lies four standard errors below the threshold, at least."""
         return estimate < self.threshold - 2 / math.sqrt(self.num_hashes)
 
 
@@ -89,7 +91,9 @@ class NearDuplicates:
     def matches(
         self, signature: Signature, shingles: Callable[[], Shingles], wanted: Callable[[int], bool]
     ) -> Iterator[Duplicate]:
-        """The inserted documents that this one repeats, in order; unwanted ones are left out."""
+        """Yield the inserted documents that this one repeats, in order; unwanted ones are
+        left out.
+        """
         own: Shingles | None = None
         for other in sorted(self._index.query(self._minhash(signature))):
             estimate = float((self._signatures[other] == signature).mean())
@@ -115,7 +119,7 @@ class Signer:
         )
 
     def signature(self, shingles: Shingles) -> Signature:
-        """The smallest hash of any shingle, for each permutation."""
+        """Return the smallest hash of any shingle, for each permutation."""
         minhash = self._empty.copy()
         upper = (shingles >> np.uint64(32)).astype(np.uint32)
         for start in range(0, len(upper), _BLOCK):
@@ -125,7 +129,7 @@ class Signer:
 
 
 def sign_chunk(likeness: Likeness, key: str, chunk: Chunk) -> SignedChunk:
-    """The signatures of a chunk, in whatever process."""
+    """Return the signatures of a chunk, in whatever process."""
     signer = _signer(likeness)
     texts = (fields_of(chunk.path, row, [key])[0] for row in chunk.rows)
     shingles = (shingles_of(text, likeness.width) for text in texts)
@@ -133,7 +137,8 @@ def sign_chunk(likeness: Likeness, key: str, chunk: Chunk) -> SignedChunk:
 
 
 def shingles_of(text: str, width: int) -> Shingles:
-    """A hash of every stretch of `width` characters, each once; of the whole of a shorter text.
+    """Return a hash of every stretch of `width` characters, each once; of the whole of a shorter
+    text.
 
     Case and white space do not count.
     """
@@ -147,13 +152,13 @@ def shingles_of(text: str, width: int) -> Shingles:
 
 
 def jaccard(one: Shingles, two: Shingles) -> float:
-    """The share of common shingles among all of both."""
+    """Return the share of common shingles among all of both."""
     common = np.intersect1d(one, two, assume_unique=True).size
     return float(common / (len(one) + len(two) - common))
 
 
 def require_datasketch() -> ModuleType:
-    """The package datasketch; ConfigError with the way to get it where it is missing."""
+    """Return the package datasketch; ConfigError with the way to get it where it is missing."""
     return package(
         "datasketch",
         pip="'datasketch>=2.0'",

@@ -7,7 +7,7 @@ from megatron.errors import ConfigError
 
 
 def package(module: str, *, pip: str, task: str, otherwise: str) -> ModuleType:
-    """The module, or ConfigError with the way to get it and the way to do without."""
+    """Return the module, or ConfigError with the way to get it and the way to do without."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -61,7 +61,7 @@ class UrlFilter:
         self._seen: set[bytes] = set()  # digests, for there may be many URLs
 
     def reason(self, url: str) -> str | None:
-        """The first of `REASONS` that holds, or None: the URL is kept."""
+        """Return the first of `REASONS` that holds, or None: the URL is kept."""
         if len(url) < self._blacklist.min_length:
             return "too short"
         parts = _split(url)
@@ -81,7 +81,9 @@ class UrlFilter:
 
 
 def listed_entries(path: Path) -> frozenset[str]:
-    """The lines of a list, in lower case; blank ones and those that begin with # are none."""
+    """Return the lines of a list, in lower case; blank ones and those that begin with # are
+    none.
+    """
     rows = DocumentFile(path, TextRule("lines"))
     lines = (text_of(path, row).strip().lower() for row in rows)
     entries = frozenset(line.lstrip(".") for line in lines if line and not line.startswith("#"))
@@ -96,7 +98,7 @@ def listed_entries(path: Path) -> frozenset[str]:
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of a URL of the web, or None where it is none."""
+    """Return the parts of a URL of the web, or None where it is none."""
     if _FORBIDDEN.search(url):
         return None
     try:
@@ -109,7 +111,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _host(parts: SplitResult) -> str:
-    """The host in the letters of DNS; empty where it cannot be written so."""
+    """Return the host in the letters of DNS; empty where it cannot be written so."""
     host = (parts.hostname or "").removesuffix(".")
     if host.isascii():
         return host
@@ -131,7 +133,7 @@ def _is_name(host: str) -> bool:
 
 
 def _names(host: str) -> Iterable[str]:
-    """Everything that a list may call this host by."""
+    """Return everything that a list may call this host by."""
     labels = host.split(".")
     yield from labels[:-1]
     for start in range(len(labels) - 1):
@@ -144,6 +146,6 @@ def _extension(path: str) -> str:
 
 
 def _address(parts: SplitResult, host: str) -> str:
-    """The host with a port that is not the scheme's own."""
+    """Return the host with a port that is not the scheme's own."""
     usual = {"http": 80, "https": 443}[parts.scheme]
     return host if parts.port in (None, usual) else f"{host}:{parts.port}"

@@ -46,14 +46,16 @@ class MergePiece(NamedTuple):
 
 
 def block_range(total_bytes: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The bytes of the output that are `rank`'s: whole blocks, as many as the others have."""
+    """Return the bytes of the output that are `rank`'s: whole blocks, as many as the others
+    have.
+    """
     blocks = -(-total_bytes // BLOCK_BYTES)
     first, last = (blocks * each // ranks * BLOCK_BYTES for each in (rank, rank + 1))
     return min(first, total_bytes), min(last, total_bytes)
 
 
 def pieces_of(sizes: Sequence[int], start: int, stop: int) -> list[MergePiece]:
-    """What bytes [start, stop) of the output are, where the inputs have `sizes` bytes."""
+    """Return what bytes [start, stop) of the output are, where the inputs have `sizes` bytes."""
     pieces = []
     for source, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
         begin, end = max(start, first), min(stop, last)
@@ -74,7 +76,7 @@ def require_space_for_merge(output: str, wanted: int) -> None:
 
 
 def space_of(corpora: Sequence[MMapIndexedDataset]) -> int:
-    """How many bytes the merged corpus takes: a few less than this."""
+    """Return how many bytes the merged corpus takes: a few less than this."""
     return sum(_Input.of(corpus).space for corpus in corpora)
 
 
@@ -177,7 +179,9 @@ def _require_room_for_all(merges: Sequence[Merge], opened: Sequence[Sequence[_In
 
 
 def _created(output: str, size: int) -> Path:
-    """The output under a temporary name, of its full length, for every rank to write into."""
+    """Return the output under a temporary name, of its full length, for every rank to write
+    into.
+    """
     path = Path(data_file_path(output))
     temporary = atomic.temporary_name(path)
     try:

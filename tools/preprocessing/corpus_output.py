@@ -31,7 +31,7 @@ class Totals:
 
     @classmethod
     def zero(cls, keys: int) -> "Totals":
-        """Nothing yet, under `keys` keys."""
+        """Return nothing yet, under `keys` keys."""
         return cls([0] * keys, [0] * keys, [0] * keys)
 
     def add(self, encoded: EncodedChunk) -> None:
@@ -125,7 +125,7 @@ class CorpusSet:
 
 
 def sidecar_of(settings: EncodeSettings, tokenizer: Tokenizer, key: str) -> CorpusMetadata:
-    """What the sidecar of a corpus of these settings says of the texts under `key`."""
+    """Return what the sidecar of a corpus of these settings says of the texts under `key`."""
     splits = settings.split_sentences
     by = settings.splitter.description(keep_newlines=settings.keep_newlines)
     return CorpusMetadata(

@@ -66,7 +66,7 @@ class DatasetSource:
         return (self.stop - self.start) * self.bytes_per_row
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """All rows, `chunk_size` at a time; rows are numbered from 1 over the whole split."""
+        """Yield all rows, `chunk_size` at a time; rows are numbered from 1 over the whole split."""
         path = Path(str(self.name))
         rows: list[DocumentRow] = []
         size = 0

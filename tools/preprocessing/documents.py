@@ -62,7 +62,7 @@ class TextRule:
 
 
 def find_inputs(given: Sequence[str]) -> InputFiles:
-    """The files that paths of files and folders stand for; a folder's files in sorted order.
+    """Return the files that paths of files and folders stand for; a folder's files in sorted order.
 
     Links to folders are followed, each folder once; one that leads back to a folder above itself
     is refused, and so is a link to nothing that is named like an input.
@@ -103,7 +103,7 @@ def find_inputs(given: Sequence[str]) -> InputFiles:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the file holds plain text, not JSON lines."""
+    """Return whether the file holds plain text, not JSON lines."""
     return ".txt" in path.suffixes[-2:]
 
 
@@ -177,7 +177,7 @@ class DocumentFile:
             yield DocumentRow(first, last.strip(b"\r\n"))
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The lines with their ends, numbered from 1, without a byte-order mark."""
+        """Yield the lines with their ends, numbered from 1, without a byte-order mark."""
         try:
             stream = _unpacked(self.path, file)
             number = 0
@@ -203,7 +203,7 @@ class DocumentFile:
 
 
 def text_of(path: Path, row: DocumentRow) -> str:
-    """The row as text; UTF-8 is the only encoding."""
+    """Return the row as text; UTF-8 is the only encoding."""
     try:
         return row.data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -216,13 +216,13 @@ def text_of(path: Path, row: DocumentRow) -> str:
 
 
 def fields_of(path: Path, row: DocumentRow, keys: Sequence[str]) -> list[str]:
-    """The strings that a JSON row holds under `keys`."""
+    """Return the strings that a JSON row holds under `keys`."""
     record = record_of(path, row)
     return [_field(f"{path}:{row.line}", record, key) for key in keys]
 
 
 def record_of(path: Path, row: DocumentRow) -> dict[str, object]:
-    """The JSON object that a row holds."""
+    """Return the JSON object that a row holds."""
     place = f"{path}:{row.line}"
     try:
         record = json.loads(text_of(path, row))
@@ -242,7 +242,7 @@ def record_of(path: Path, row: DocumentRow) -> dict[str, object]:
 
 
 def texts(files: Sequence[Path], key: str, rule: TextRule) -> Iterator[tuple[DocumentFile, str]]:
-    """The text of every document of the files, with the file it comes from (for progress)."""
+    """Yield the text of every document of the files, with the file it comes from (for progress)."""
     for path in files:
         source = DocumentFile(path, rule, columns=[key])
         for row in source:

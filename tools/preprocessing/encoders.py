@@ -61,7 +61,8 @@ Build = Callable[[str], Encode]
 def choose_encoder(
     wanted: str, tokenizer: Tokenizer, first_texts: Sequence[str], *, build: Build | None = None
 ) -> str:
-    """The encoder to use for `--encoder wanted`, after it gave the exact ids of `first_texts`.
+    """Return the encoder to use for `--encoder wanted`, after it gave the exact ids of
+    `first_texts`.
 
     `auto` is the fastest that is installed and exact, and says why another was passed over; one
     that was asked for by name and cannot be used is an error. `build` makes an encoder of a name,
@@ -88,7 +89,9 @@ def choose_encoder(
 
 
 def build_encoder(name: str, tokenizer: Tokenizer) -> Encode:
-    """What encodes texts by the encoder `name`; ConfigError where it cannot serve `tokenizer`."""
+    """Return what encodes texts by the encoder `name`; ConfigError where it cannot serve
+    `tokenizer`.
+    """
     exact = functools.partial(_encode_exactly, tokenizer)
     if name == EXACT:
         return exact
@@ -110,7 +113,9 @@ def build_encoder(name: str, tokenizer: Tokenizer) -> Encode:
 
 
 def is_settled(text: str) -> bool:
-    """Whether every library classes the characters of `text` alike, whatever Unicode it knows."""
+    """Return whether every library classes the characters of `text` alike, whatever Unicode
+    it knows.
+    """
     if text.isascii() or not _LONG_SETTLED.search(text):
         return True
     return all(map(_is_settled_character, set(text)))
@@ -118,7 +123,7 @@ def is_settled(text: str) -> bool:
 
 @functools.cache
 def _is_settled_character(character: str) -> bool:
-    """A letter, digit or space that was one in Unicode 3.2, or a symbol or mark."""
+    """Return a letter, digit or space that was one in Unicode 3.2, or a symbol or mark."""
     now = unicodedata.category(character)
     if now[0] in "LNZ":
         return unicodedata.ucd_3_2_0.category(character)[0] == now[0]
@@ -148,7 +153,7 @@ def _joined(ids: Sequence[Sequence[int]], dtype: npt.DTypeLike) -> Encoded:
 
 
 def _tiktoken(module: ModuleType, tokenizer: LibraryTokenizer) -> Encode:
-    """Merges in their order; ids are looked up after, since a vocabulary may have any."""
+    """Merge in their order; ids are looked up after, since a vocabulary may have any."""
     vocab: dict[str, int] = tokenizer.core.get_vocab(with_added_tokens=False)
     merges = json.loads(tokenizer.core.to_str())["model"]["merges"]
     pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in merges)

@@ -100,7 +100,7 @@ def read_chunks(
     chunk_size: int = 25,
     columns: Sequence[str] = ("text",),
 ) -> Iterator[Chunk]:
-    """The documents of all files in order, `chunk_size` of them (or 4 MiB) at a time.
+    """Yield the documents of all files in order, `chunk_size` of them (or 4 MiB) at a time.
 
     `columns` are what is read of a .parquet file.
     """
@@ -173,20 +173,22 @@ def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
 
 
 def texts_of_rows(settings: EncodeSettings, chunk: Chunk) -> list[str]:
-    """Every text of a chunk, whatever its key; rows that cannot be used are left out."""
+    """Return every text of a chunk, whatever its key; rows that cannot be used are left out."""
     rows, _ = _texts(dataclasses.replace(settings, skip_bad_lines=True), chunk)
     return list(chain.from_iterable(rows))
 
 
 @functools.cache
 def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer of this process for `spec`; reading its files takes a good part of a second."""
+    """Return the tokenizer of this process for `spec`; reading its files takes a good part
+    of a second.
+    """
     return spec.build()
 
 
 @functools.cache
 def encoder_of(spec: TokenizerSpec, name: str) -> Encode:
-    """The encoder `name` of this process for `spec`; making one takes as long."""
+    """Return the encoder `name` of this process for `spec`; making one takes as long."""
     return build_encoder(name, tokenizer_of(spec))
 
 
@@ -219,7 +221,7 @@ def _submit(
 
 
 def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], list[str]]:
-    """The texts of each usable row, one per key, and what was wrong with each other row."""
+    """Return the texts of each usable row, one per key, and what was wrong with each other row."""
     texts: list[list[str]] = []
     bad: list[str] = []
     for row in chunk.rows:
@@ -236,7 +238,7 @@ def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], lis
 
 
 def _documents(settings: EncodeSettings, encode: Encode, texts: list[str]) -> _Documents:
-    """The token ids of each item of each text; an item without a token is left out."""
+    """Return the token ids of each item of each text; an item without a token is left out."""
     if settings.split_sentences:
         split = settings.splitter.build(keep_newlines=settings.keep_newlines)
         parts = [split(text) for text in texts]

@@ -18,7 +18,9 @@ _TEXT_TYPES = ("string", "large_string")
 
 
 def require_parquet(path: Path) -> ModuleType:
-    """The module that reads `path`; ConfigError with the way to get it where it is missing."""
+    """Return the module that reads `path`; ConfigError with the way to get it where it is
+    missing.
+    """
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -30,7 +32,7 @@ def require_parquet(path: Path) -> ModuleType:
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[bytes, float]]:
-    """Each row as a JSON object of `columns`, and the share of all rows read by then."""
+    """Yield each row as a JSON object of `columns`, and the share of all rows read by then."""
     module = require_parquet(path)
     try:
         file = module.ParquetFile(path)

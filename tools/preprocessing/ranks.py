@@ -80,21 +80,23 @@ class ToolRanks:
         return self.rank == 0
 
     def gather(self, name: str, value: object) -> list[Any]:
-        """What every rank gave under `name`, in their order, on every rank (as JSON has it)."""
+        """Return what every rank gave under `name`, in their order, on every rank (as JSON
+        has it).
+        """
         if self._store is None:
             return [json.loads(json.dumps(value))]
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         return [self._await(f"{name}/{rank}", rank) for rank in range(self.size)]
 
     def gather_at_first(self, name: str, value: object) -> list[Any] | None:
-        """As `gather`, on the first rank; None, and no wait, on the others."""
+        """Return as `gather`, on the first rank; None, and no wait, on the others."""
         if self.is_first or self._store is None:
             return self.gather(name, value)
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         return None
 
     def from_first(self, name: str, value: object) -> Any:
-        """What the first rank gave under `name`, on every rank."""
+        """Return what the first rank gave under `name`, on every rank."""
         if self._store is None:
             return json.loads(json.dumps(value))
         if self.is_first:
@@ -102,7 +104,7 @@ class ToolRanks:
         return self._await(f"{name}/0", 0)
 
     def take(self, name: str) -> int:
-        """The next number of a count that all ranks share: 0, 1, 2, each given once."""
+        """Return the next number of a count that all ranks share: 0, 1, 2, each given once."""
         if self._store is None:
             self._taken[name] = self._taken.get(name, 0) + 1
             return self._taken[name] - 1

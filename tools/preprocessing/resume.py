@@ -55,11 +55,11 @@ class Journal:
         return sum(part.chunks for part in self.parts)
 
     def prefixes(self, number: int, keys: int) -> list[str]:
-        """Where part `number` is or will be, one prefix per key."""
+        """Return where part `number` is or will be, one prefix per key."""
         return [str(self.folder / f"part{number:05d}_{key}") for key in range(keys)]
 
     def written(self, keys: int) -> list[list[str]]:
-        """The prefixes of every part that has a document."""
+        """Return the prefixes of every part that has a document."""
         return [
             self.prefixes(number, keys)
             for number, part in enumerate(self.parts)
@@ -103,7 +103,8 @@ class PieceJournal:
         self._keys = keys
 
     def begin(self, pieces: int, *, go_on: bool, forget: bool) -> int:
-        """How many pieces there are: `pieces`, or as many as the run had that is gone on with.
+        """Return how many pieces there are: `pieces`, or as many as the run had that is gone on
+        with.
 
         Raises ConfigError where finished pieces are there and neither of the two is wanted.
         """
@@ -133,7 +134,7 @@ class PieceJournal:
         return pieces
 
     def prefixes(self, number: int) -> list[str]:
-        """Where the corpora of a piece are or will be, one prefix per key."""
+        """Return where the corpora of a piece are or will be, one prefix per key."""
         return [str(self.folder / f"piece{number:05d}_{key}") for key in range(self._keys)]
 
     def add(self, number: int, totals: Totals) -> None:
@@ -141,7 +142,7 @@ class PieceJournal:
         write_text_files({self._note(number): json.dumps(totals.to_plain()) + "\n"})
 
     def totals(self, number: int) -> Totals | None:
-        """What a finished piece holds; None where it is not finished."""
+        """Return what a finished piece holds; None where it is not finished."""
         try:
             return Totals(**json.loads(self._note(number).read_text()))
         except FileNotFoundError:
@@ -154,7 +155,9 @@ class PieceJournal:
             ) from error
 
     def verified(self, number: int) -> Totals | None:
-        """As `totals`, and None as well where a byte of its corpora is not what was written."""
+        """Return as `totals`, and None as well where a byte of its corpora is not what was
+        written.
+        """
         totals = self.totals(number)
         if totals is None or not totals.documents:
             return totals
@@ -187,7 +190,7 @@ class PieceJournal:
 
 
 def partial_folder(output_prefix: str) -> Path:
-    """The folder of the unfinished parts of an output."""
+    """Return the folder of the unfinished parts of an output."""
     return Path(f"{output_prefix}.partial")
 
 

@@ -22,16 +22,18 @@ class Source(Protocol):
         """The sum of `disk_bytes` over all chunks; for a dataset an estimate of its text."""
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """All rows, `chunk_size` at a time."""
+        """Return all rows, `chunk_size` at a time."""
 
     def split(self, parts: int) -> Sequence["Source"]:
         """At most `parts` consecutive parts of about equal size, none without a chunk."""
 
     def identity(self, *, times: bool = True) -> list[Any]:
-        """What changes when the rows do, for JSON; without `times`, the same on every machine."""
+        """Return what changes when the rows do, for JSON; without `times`, the same on
+        every machine.
+        """
 
     def __str__(self) -> str:
-        """How a message names it."""
+        """Return how a message names it."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class FileSource:
         return sum(path.stat().st_size for path in self.files)
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """All documents, `chunk_size` at a time and never of two files."""
+        """Return all documents, `chunk_size` at a time and never of two files."""
         return read_chunks(self.files, self.rule, chunk_size=chunk_size, columns=self.columns)
 
     def split(self, parts: int) -> list["FileSource"]:
-        """A file belongs to the part in whose share of all bytes its middle lies."""
+        """Return a file belongs to the part in whose share of all bytes its middle lies."""
         sizes = [path.stat().st_size for path in self.files]
         total = max(1, sum(sizes))
         groups: dict[int, list[Path]] = {}

@@ -27,7 +27,7 @@ CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=
 
 
 def refuse_if_cancelled() -> None:
-    """OSError (ECANCELED) once whoever asked for what this thread writes wants it no more."""
+    """Raise OSError (ECANCELED) once whoever asked for what this thread writes wants it no more."""
     cancelled = CANCELLED.get()
     if cancelled is not None and cancelled.is_set():
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -130,7 +130,7 @@ _FIXES_OF_OBJECTS = {
 
 
 def from_os_error(error: OSError, doing: str) -> CheckpointError:
-    """What the operating system refused, as an error that says what to do."""
+    """Return what the operating system refused, as an error that says what to do."""
     name = errno.errorcode.get(error.errno or 0, "?")
     if "://" in str(error.filename):  # a store of objects, not a disk
         return CheckpointError(

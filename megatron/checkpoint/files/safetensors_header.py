@@ -49,7 +49,7 @@ class Header(NamedTuple):
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor; KeyError for an unknown dtype."""
+    """Return bytes of a tensor; KeyError for an unknown dtype."""
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
@@ -70,7 +70,7 @@ def encode(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[
 
 
 def read(path: Place) -> Header:
-    """The header of the file at `path`.
+    """Return the header of the file at `path`.
 
     Raises:
         CheckpointError: it is not JSON of the format, or does not account for every byte.

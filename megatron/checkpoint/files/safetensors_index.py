@@ -16,7 +16,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # one folder, no way ou
 
 
 def read(path: Path, suffix: str = ".safetensors") -> dict[str, str]:
-    """The file that holds each tensor, by name, in the order of the index at `path`.
+    """Return the file that holds each tensor, by name, in the order of the index at `path`.
 
     `suffix` is what the names of its files end with.
 

@@ -48,7 +48,7 @@ class Written(NamedTuple):
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype; CheckpointError when the format has none."""
+    """Return the safetensors name of a torch dtype; CheckpointError when the format has none."""
     if dtype not in _CODES:
         raise CheckpointError(
             "a tensor has an element type that checkpoints cannot hold",
@@ -59,7 +59,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The torch dtype that a safetensors name stands for."""
+    """Return the torch dtype that a safetensors name stands for."""
     return _DTYPES[code]
 
 
@@ -132,7 +132,9 @@ class _Held(threading.local):
 
 
 def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
-    """The row-major bytes of `tensor`, wherever and however strided it is; one block at a time."""
+    """Yield the row-major bytes of `tensor`, wherever and however strided it is; one block
+    at a time.
+    """
     if tensor.numel() == 0:
         return
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -205,7 +207,7 @@ class Reader:
             rows.copy_(data.view(dtype).view(count, *shape[1:])[(slice(None), *columns)])
 
     def tensor(self, name: str) -> Tensor:
-        """The whole stored tensor, on the CPU."""
+        """Return the whole stored tensor, on the CPU."""
         entry = self.header.entries[name]
         whole = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="cpu")
         if whole.numel():

@@ -59,7 +59,7 @@ _SECRETS = re.compile(
 
 
 def place(text: "str | Path | RemotePath") -> "Place":
-    """The folder or the address that `text` names; nothing is looked at.
+    """Return the folder or the address that `text` names; nothing is looked at.
 
     Raises:
         ConfigError: the address is of a kind that nothing installed here can reach, or it holds a
@@ -153,25 +153,25 @@ class RemotePath:
         return RemotePath(self.scheme, self.key.rpartition("/")[0], self.fs)
 
     def stat(self) -> RemoteStat:
-        """The length of an object; FileNotFoundError when there is none."""
+        """Return the length of an object; FileNotFoundError when there is none."""
         return RemoteStat(int(self._info()["size"]))
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Return whether there is an object of this name."""
         try:
             return str(self.kind or self._info()["type"]) == "file"
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        """Whether there are objects below this name."""
+        """Return whether there are objects below this name."""
         try:
             return str(self.kind or self._info()["type"]) == "directory"
         except FileNotFoundError:
             return False
 
     def exists(self) -> bool:
-        """Whether there is an object of this name, or any below it."""
+        """Return whether there is an object of this name, or any below it."""
         return self.is_dir() or self.is_file()
 
     def is_symlink(self) -> bool:
@@ -179,7 +179,7 @@ class RemotePath:
         return False
 
     def iterdir(self) -> "Iterator[RemotePath]":
-        """What is directly below; nothing when there is nothing."""
+        """Yield what is directly below; nothing when there is nothing."""
         try:
             listed = self.attempt(lambda: self.fs.ls(self._at, detail=True))
         except FileNotFoundError:
@@ -190,7 +190,7 @@ class RemotePath:
                 yield replace(self / name, kind=kind)
 
     def find(self) -> list[str]:
-        """The names of all objects below, with slashes, in one listing."""
+        """Return the names of all objects below, with slashes, in one listing."""
         try:
             keys = self.attempt(lambda: self.fs.find(self._at))
         except FileNotFoundError:
@@ -198,12 +198,12 @@ class RemotePath:
         return [str(key).lstrip("/").removeprefix(f"{self.key}/") for key in sorted(keys)]
 
     def open(self, mode: str = "rb", buffering: int = 0) -> "RemoteReader":
-        """The object, to be read; it has to be there."""
+        """Return the object, to be read; it has to be there."""
         assert mode == "rb"  # noqa: S101  # invariant: `create` writes
         return RemoteReader(self)
 
     def read_bytes(self) -> bytes:
-        """All of the object."""
+        """Return all of the object."""
         return bytes(self.attempt(lambda: self.fs.cat_file(self._at)))
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -215,7 +215,7 @@ class RemotePath:
                 raise
 
     def attempt(self, call: Callable[[], T], *, tries: int = _TRIES) -> T:
-        """The value of `call`, tried again a few times while the fault may pass.
+        """Return the value of `call`, tried again a few times while the fault may pass.
 
         Raises:
             OSError: of the kind that a disk would raise, naming this address.
@@ -266,14 +266,14 @@ class RemoteReader:
         return at
 
     def read_at(self, start: int, count: int) -> bytes:
-        """The `count` bytes from `start` on, fewer at the end; several threads may ask."""
+        """Return the `count` bytes from `start` on, fewer at the end; several threads may ask."""
         stop, path = min(self._size, start + count), self._path
         if stop <= start:
             return b""
         return bytes(path.attempt(lambda: path.fs.cat_file(path._at, start=start, end=stop)))
 
     def read(self, count: int = -1) -> bytes:
-        """The next `count` bytes (all that are left when negative), fewer at the end."""
+        """Return the next `count` bytes (all that are left when negative), fewer at the end."""
         data = self.read_at(self._at, self._size if count < 0 else count)
         self._at += len(data)
         return data
@@ -342,7 +342,7 @@ def read_at(file: "FileIO | RemoteReader", target: memoryview, start: int) -> in
 
 
 def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
-    """Bytes and xxh3-128 digest of a file, read in chunks.
+    """Return bytes and xxh3-128 digest of a file, read in chunks.
 
     Args:
         from_disk: ask the system to forget what it holds of the file in memory.
@@ -362,7 +362,7 @@ def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
 
 
 def name_of_part(directory: Place, name: str) -> str:
-    """What a file of a checkpoint is called in `directory`.
+    """Return what a file of a checkpoint is called in `directory`.
 
     Objects are never overwritten: those of another save of the same iteration stay readable until
     the new manifest is there.
@@ -441,7 +441,7 @@ class _Upload:
             log.debug(f"{self._path}: an upload that failed is left behind: {_error_text(error)}")
 
     def _checksums(self) -> set[str]:
-        """What S3 calls the object if it arrived whole: in one piece, or in parts."""
+        """Return what S3 calls the object if it arrived whole: in one piece, or in parts."""
         parts = [*self._parts, *([self._part.digest()] if self._part_bytes else [])]
         parts = parts or [self._part.digest()]  # of nothing
         whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
@@ -457,7 +457,7 @@ def _md5() -> Any:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may work a moment later."""
+    """Return whether the same request may work a moment later."""
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return False
     if isinstance(error, TimeoutError | ConnectionError):
@@ -468,12 +468,12 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it came from what was to be written, and not from a library for objects."""
+    """Return whether it came from what was to be written, and not from a library for objects."""
     return type(error).__module__.partition(".")[0] in ("builtins", "megatron")
 
 
 def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
-    """What a library for objects raised, as a disk would have said it; without secrets."""
+    """Return what a library for objects raised, as a disk would have said it; without secrets."""
     text = _error_text(error) + (f" (tried {tries} times)" if tries > 1 else "")
     if type(error).__name__ in _NO_CREDENTIALS or isinstance(error, PermissionError):
         return PermissionError(errno.EACCES, text, address)

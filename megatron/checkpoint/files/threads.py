@@ -19,7 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells containers called "l
 
 
 def this_host() -> str:
-    """A name that ranks have in common where they share memory and a view of the disks."""
+    """Return a name that ranks have in common where they share memory and a view of the disks."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 

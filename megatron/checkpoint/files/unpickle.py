@@ -37,7 +37,9 @@ class EnumValue(NamedTuple):
 
 
 def enum_of(kind: str) -> Callable[[Any], EnumValue]:
-    """What builds the stand-in for a member of the enum class with the dotted name `kind`."""
+    """Return what builds the stand-in for a member of the enum class with the dotted name
+    `kind`.
+    """
 
     def build(value: Any) -> EnumValue:
         return EnumValue(kind, value)
@@ -91,7 +93,7 @@ def _array(*_: Any) -> NumpyArray:
 
 
 def _scalar(kind: NumpyType, data: bytes = b"") -> Any:
-    """The number that a numpy scalar holds, as Python's."""
+    """Return the number that a numpy scalar holds, as Python's."""
     if not _PLAIN_CODE.fullmatch(kind.code):
         raise ValueError(f"a numpy value of type {kind.code!r}")
     return np.frombuffer(data, dtype=np.dtype(kind.code), count=1)[0].item()
@@ -112,7 +114,8 @@ ALLOWED: Mapping[str, Any] = {"argparse.Namespace": argparse.Namespace, **_ENUMS
 
 
 def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
-    """What a torch.save file holds; tensors on the CPU, mapped from the file where it allows that.
+    """Return what a torch.save file holds; tensors on the CPU, mapped from the file where it allows
+    that.
 
     A mapped tensor is read when it is used, and must not be written to. Files from before
     torch 1.6 cannot be mapped and are read whole.
@@ -136,7 +139,7 @@ def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether `load` maps the tensors of this file instead of reading them."""
+    """Return whether `load` maps the tensors of this file instead of reading them."""
     return zipfile.is_zipfile(path)
 
 

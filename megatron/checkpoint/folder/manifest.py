@@ -122,12 +122,14 @@ class Manifest:
 
 
 def entry_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """What a piece is called inside its file: the tensor's name, and the box unless it is whole."""
+    """Return what a piece is called inside its file: the tensor's name, and the box unless
+    it is whole.
+    """
     return name if box == whole(shape) else f"{name}{format_box(box)}"
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON text.
+    """Return the manifest as JSON text.
 
     Raises:
         CheckpointError: a value of progress, scalars or config is nothing JSON can hold exactly
@@ -189,7 +191,7 @@ def _one_line_each(title: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def load(directory: Place) -> tuple[Manifest, str]:
-    """The manifest in `directory`, and the digest of its text by which ranks compare.
+    """Return the manifest in `directory`, and the digest of its text by which ranks compare.
 
     Raises:
         CheckpointError: it is missing, damaged, of a newer version, or contradicts itself.
@@ -203,7 +205,8 @@ def load(directory: Place) -> tuple[Manifest, str]:
 
 
 def load_seal(directory: Place) -> Manifest | None:
-    """The manifest of a folder in another framework's layout; None where a run of ours wrote none.
+    """Return the manifest of a folder in another framework's layout; None where a run of ours wrote
+    none.
 
     Raises:
         CheckpointError: as for `load`, but that it is missing.
@@ -213,7 +216,7 @@ def load_seal(directory: Place) -> Manifest | None:
 
 
 def missing(directory: Place) -> CheckpointError:
-    """The error for the folder of an iteration in which there is no manifest."""
+    """Return the error for the folder of an iteration in which there is no manifest."""
     names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:5])
     return CheckpointError(
         "a checkpoint folder has no manifest",
@@ -224,7 +227,7 @@ def missing(directory: Place) -> CheckpointError:
 
 
 def decode(text: bytes, path: Place) -> Manifest:
-    """The manifest that `text` says; `path` is for messages.
+    """Return the manifest that `text` says; `path` is for messages.
 
     Raises:
         CheckpointError: as for `load`.

@@ -39,7 +39,9 @@ def sweep(folder: RemotePath) -> None:
 
 
 def make_stage(folder: RemotePath, name: str) -> RemotePath:
-    """Where the parts of a new save go: beside those of a former one, under names of their own."""
+    """Return where the parts of a new save go: beside those of a former one, under names of
+    their own.
+    """
     return RemotePath(folder.scheme, f"{folder.key}/{name}", folder.fs, secrets.token_hex(4))
 
 
@@ -103,7 +105,7 @@ def _unnamed(directory: RemotePath, content: Manifest | None) -> Iterator[Remote
 
 
 def _content(directory: RemotePath) -> Manifest | None:
-    """What the manifest says; None when there is none.
+    """Return what the manifest says; None when there is none.
 
     Raises:
         OSError: it cannot be read, or is damaged: nothing may be deleted then.

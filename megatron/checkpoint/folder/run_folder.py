@@ -39,12 +39,12 @@ _TRACKER_BYTES = 64
 
 
 def iteration_name(iteration: int) -> str:
-    """The name of the folder of one iteration: `iter_0000100`."""
+    """Return the name of the folder of one iteration: `iter_0000100`."""
     return f"iter_{iteration:07d}"
 
 
 def iterations(folder: Place) -> list[int]:
-    """The iterations that have a folder of exactly the right name, oldest first."""
+    """Return the iterations that have a folder of exactly the right name, oldest first."""
     if not folder.is_dir():
         return []
     found = [(_ITERATION.fullmatch(entry.name), entry) for entry in folder.iterdir()]
@@ -52,12 +52,12 @@ def iterations(folder: Place) -> list[int]:
 
 
 def deepspeed_name(iteration: int) -> str:
-    """The name of the folder of one iteration in DeepSpeed's layout: `global_step100`."""
+    """Return the name of the folder of one iteration in DeepSpeed's layout: `global_step100`."""
     return f"global_step{iteration}"
 
 
 def deepspeed_iterations(folder: Place) -> list[int]:
-    """The iterations that were saved in DeepSpeed's layout, oldest first."""
+    """Return the iterations that were saved in DeepSpeed's layout, oldest first."""
     if not isinstance(folder, Path) or not folder.is_dir():
         return []
     found = [(_DEEPSPEED.fullmatch(entry.name), entry) for entry in folder.iterdir()]
@@ -65,7 +65,8 @@ def deepspeed_iterations(folder: Place) -> list[int]:
 
 
 def never_held_a_checkpoint(folder: str | Place) -> bool:
-    """Whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever there.
+    """Return whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever
+    there.
 
     True for a folder that does not exist, and for one in which only a first save was cut short.
     """
@@ -91,12 +92,12 @@ def _names(folder: Place) -> list[str]:
 
 
 def saved_iterations(folder: Place) -> list[int]:
-    """The iterations that have a folder in any layout, oldest first."""
+    """Return the iterations that have a folder in any layout, oldest first."""
     return sorted({*iterations(folder), *deepspeed_iterations(folder)})
 
 
 def latest_iteration(folder: str | Place, *, of: Sequence[int] | None = None) -> int:
-    """The iteration that the tracker file names.
+    """Return the iteration that the tracker file names.
 
     Args:
         of: the iterations that count as being there; those of `iterations` when not given.
@@ -131,7 +132,7 @@ def latest_iteration(folder: str | Place, *, of: Sequence[int] | None = None) ->
 
 
 def names_release(folder: Place) -> bool:
-    """Whether the tracker file names a release, which is no iteration."""
+    """Return whether the tracker file names a release, which is no iteration."""
     return (folder / TRACKER).is_file() and _tracker_text(folder) == RELEASE
 
 
@@ -169,7 +170,7 @@ def _no_tracker(folder: Place, present: list[int]) -> CheckpointError:
 
 
 def missing_iteration(folder: Place, iteration: int) -> CheckpointError:
-    """The error for an iteration that is not in `folder`, or a folder that is not there."""
+    """Return the error for an iteration that is not in `folder`, or a folder that is not there."""
     if not folder.is_dir():
         return _no_folder(folder)
     name = iteration_name(iteration)
@@ -201,7 +202,8 @@ def _tracker_fix(folder: Place, present: list[int]) -> str:
 
 
 def probe_writable(folder: str | Place) -> MegatronError | None:
-    """Why a checkpoint could not be written to `folder`; None when a small file went all the way.
+    """Return why a checkpoint could not be written to `folder`; None when a small file went all the
+    way.
 
     The file is written, made durable, renamed and removed, and so is a folder that was missing: a
     launch that is refused for another reason leaves nothing behind. In a store of objects it is
@@ -249,7 +251,7 @@ def _unlink_quietly(path: Path) -> None:
 
 
 def require_space(folder: Place, needed: int) -> None:
-    """CheckpointError when the file system of `folder` has not `needed` bytes for this user.
+    """Raise CheckpointError when the file system of `folder` has not `needed` bytes for this user.
 
     A store of objects does not say how much room it has.
     """
@@ -275,7 +277,9 @@ def begin(folder: Place) -> None:
 
 
 def refuse_existing(folder: Path, iteration: int) -> None:
-    """CheckpointError when `iteration` is there already: only a run that goes on replaces it."""
+    """Raise CheckpointError when `iteration` is there already: only a run that goes on
+    replaces it.
+    """
     final = folder / iteration_name(iteration)
     if final.exists():
         raise CheckpointError(
@@ -315,7 +319,7 @@ def make_stage(folder: RemotePath, iteration: int) -> RemotePath:
 
 
 def make_stage(folder: Place, iteration: int) -> Place:
-    """A new place to write the files of `iteration` to, invisible to readers."""
+    """Return a new place to write the files of `iteration` to, invisible to readers."""
     if isinstance(folder, RemotePath):
         return object_folder.make_stage(folder, iteration_name(iteration))
     stage = folder / f".{iteration_name(iteration)}.partial-{secrets.token_hex(4)}"
@@ -438,7 +442,7 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
 
 
 def _latest_first(folder: Place, newest: int) -> list[tuple[int, Place]]:
-    """Every iteration up to `newest` in the folder that it is loaded from."""
+    """Return every iteration up to `newest` in the folder that it is loaded from."""
     found: dict[int, Place] = {}
     for iteration in deepspeed_iterations(folder):
         found[iteration] = folder / deepspeed_name(iteration)
@@ -465,7 +469,9 @@ def _foreign(directory: Place, content: Manifest) -> str | None:
 
 
 def _files(directory: Place) -> Iterator[str]:
-    """Names of files in a folder and one below it; of folders, where there is anything else."""
+    """Yield names of files in a folder and one below it; of folders, where there is
+    anything else.
+    """
     entries: list[Place] = [*directory.iterdir()]
     for entry in sorted(entries, key=lambda entry: entry.name):
         is_folder = entry.is_dir() and not entry.is_symlink()

@@ -12,7 +12,7 @@ from megatron.checkpoint.folder.manifest import Manifest
 
 
 def of(directory: Path) -> Manifest | None:
-    """What a save of ours wrote about `directory`; None where another program alone did.
+    """Return what a save of ours wrote about `directory`; None where another program alone did.
 
     Raises:
         CheckpointError: it is damaged, or files are missing or of another length.
@@ -24,13 +24,13 @@ def of(directory: Path) -> Manifest | None:
 
 
 def check_lengths(directory: Path, content: Manifest) -> None:
-    """CheckpointError where a file is missing, or of another length."""
+    """Raise CheckpointError where a file is missing, or of another length."""
     if damages := verify.wrong_sizes(directory, content, content.files):
         raise verify.damage_error(directory, damages)
 
 
 def check_digests(directory: Path, content: Manifest, *, share: int, of: int) -> None:
-    """CheckpointError where a file of part `share` of `of` parts is not as it was written."""
+    """Raise CheckpointError where a file of part `share` of `of` parts is not as it was written."""
     mine = list(content.files)[share::of]
     if damages := verify.wrong_digests(directory, content, mine):
         raise verify.damage_error(directory, damages)

@@ -29,7 +29,7 @@ class DamagedFile(NamedTuple):
 
 
 def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> list[DamagedFile]:
-    """Files among `names` that are missing or of another length."""
+    """Return files among `names` that are missing or of another length."""
     damages = []
     for name in names:
         expected = manifest.files[name].bytes
@@ -46,7 +46,7 @@ def wrong_sizes(directory: Place, manifest: Manifest, names: Iterable[str]) -> l
 def wrong_digests(
     directory: Place, manifest: Manifest, names: Iterable[str], *, threads: int = 1
 ) -> list[DamagedFile]:
-    """Files among `names` whose length or content differs from what was written.
+    """Return files among `names` whose length or content differs from what was written.
 
     As many as `threads` are read at the same time.
     """
@@ -103,7 +103,7 @@ def read_back(directory: Place, files: Mapping[str, FileRecord]) -> None:
 
 
 def damage_error(directory: Place, damages: Sequence[DamagedFile]) -> CheckpointError:
-    """One error that lists `damages`."""
+    """Return one error that lists `damages`."""
     lines = []
     for damage in damages[:_SHOWN]:
         line = f"{directory / damage.file}: expected {damage.expected}, found {damage.found}"
@@ -124,7 +124,7 @@ def damage_error(directory: Place, damages: Sequence[DamagedFile]) -> Checkpoint
 def shares(
     files: Mapping[str, int], needs: Sequence[Set[str]], hosts: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Which files each rank checks, so that every host checks all that its ranks will read.
+    """Return which files each rank checks, so that every host checks all that its ranks will read.
 
     `files` gives lengths; `needs[r]` and `hosts[r]` are rank r's. Hosts may see different disks,
     so one does not answer for another. Files that no rank needs are checked once, by anyone.

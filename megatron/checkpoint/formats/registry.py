@@ -29,7 +29,7 @@ _OURS = re.compile(r"shard-\d{5}-of-.*\.safetensors")
 
 
 def get(name: str) -> Format:
-    """The format called `name`; CheckpointError when there is none."""
+    """Return the format called `name`; CheckpointError when there is none."""
     for form in FORMATS:
         if form.name == name:
             return form
@@ -41,12 +41,12 @@ def get(name: str) -> Format:
 
 
 def writable() -> tuple[str, ...]:
-    """The names of the formats that can be written, as well as read."""
+    """Return the names of the formats that can be written, as well as read."""
     return tuple(form.name for form in FORMATS if form.write is not None)
 
 
 def recognise(directory: Path) -> Format | None:
-    """The format of the checkpoint whose own folder is `directory`; None when it is none."""
+    """Return the format of the checkpoint whose own folder is `directory`; None when it is none."""
     if not directory.is_dir():
         return None
     return next((form for form in FORMATS if form.recognise(directory)), None)
@@ -68,7 +68,7 @@ def format_of(folder: str | Place, iteration: int | None = None) -> Format:
 
 
 def locate(path: str | Path, iteration: int | None = None) -> Path:
-    """The folder of one checkpoint: `path` itself, or the one in it that its tracker names.
+    """Return the folder of one checkpoint: `path` itself, or the one in it that its tracker names.
 
     Raises:
         CheckpointError: there is no such folder or iteration, or nothing in it is recognised.
@@ -103,7 +103,9 @@ def open_source(
 
 
 def refuse_overlap(load: Path, save: Path) -> None:
-    """ConfigError when writing to `save` could touch the checkpoint that is read from `load`."""
+    """Raise ConfigError when writing to `save` could touch the checkpoint that is read from
+    `load`.
+    """
     there, here = load.resolve(), save.resolve()
     if there == here or there in here.parents or here in there.parents:
         raise ConfigError(
@@ -114,7 +116,9 @@ def refuse_overlap(load: Path, save: Path) -> None:
 
 
 def unrecognised(directory: Path) -> CheckpointError:
-    """The error for a folder that holds a checkpoint of no format that this program knows."""
+    """Return the error for a folder that holds a checkpoint of no format that this program
+    knows.
+    """
     names = sorted(entry.name for entry in directory.iterdir())
     if any(_OURS.fullmatch(name) for name in names):
         return manifest.missing(directory)
@@ -145,7 +149,9 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
 
 
 def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
-    """The folder of an iteration that was saved in DeepSpeed's layout; None: there is none."""
+    """Return the folder of an iteration that was saved in DeepSpeed's layout; None: there
+    is none.
+    """
     text = _tracker_text(path / folder.TRACKER) if iteration is None else str(iteration)
     name = f"global_step{text}"
     is_there = text.isdecimal() and (path / name).is_dir()

@@ -44,7 +44,7 @@ def open_foreign(
     options: SourceOptions,
     verification: Verification = Verification.FULL,
 ) -> "ForeignCheckpoint":
-    """The checkpoint of another format in `folder`, the same one on every rank.
+    """Return the checkpoint of another format in `folder`, the same one on every rank.
 
     Raises:
         CheckpointError: missing, incomplete, or ranks see different ones. The same on every rank.
@@ -75,7 +75,7 @@ def _digest(values: Any) -> str:
 
 
 def _as_manifest(source: CheckpointSource) -> Manifest:
-    """What our own checkpoints say about themselves, as far as this one knows it."""
+    """Return what our own checkpoints say about themselves, as far as this one knows it."""
     iteration = int(source.progress.get("iteration", 0))
     # A run of ours that saved as another tool does has put a manifest beside its files.
     seal = source.seal
@@ -172,7 +172,7 @@ class ForeignCheckpoint:
         self._verified.append(True)
 
     def read_generators(self) -> GeneratorStates:
-        """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
 
         Raises:
             CheckpointError: they are damaged. The same on every rank.

@@ -120,7 +120,9 @@ INFERENCE_FIELDS = frozenset(
 
 
 def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
-    """The model of the checkpoint, which nothing may contradict; where it has no table, its end."""
+    """Return the model of the checkpoint, which nothing may contradict; where it has no
+    table, its end.
+    """
     said = _of(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
     longest = said.pop("max_position_embeddings", None)
     differing = list(_differing(stored.model, said))
@@ -172,7 +174,7 @@ def _check_window(model: ModelConfig, stored: RunConfig, window: int | None) -> 
 
 
 def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
-    """What flags say; the precision of the training where they say nothing."""
+    """Return what flags say; the precision of the training where they say nothing."""
     wide = _of(given, {"fp32_residual_connection"})
     if not any(name in given for name in PRECISIONS):
         return replace(stored, **wide)
@@ -183,7 +185,9 @@ def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
 
 
 def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
-    """The checkpoint's, with the files that are given; a type with files stands for itself."""
+    """Return the checkpoint's, with the files that are given; a type with files stands for
+    itself.
+    """
     said = _of(given, set(field_names(TokenizerConfig)))
     kind, named = said.get("tokenizer_type"), [n for n in said if n in _TOKENIZER[1:]]
     if kind is None or (kind == stored.tokenizer_type and not named):
@@ -206,7 +210,7 @@ def _note(what: str, values: Values) -> Iterator[str]:
 
 
 def format_value(name: str, value: Any) -> str:
-    """A field and its value as one would type them."""
+    """Return a field and its value as one would type them."""
     if isinstance(value, bool):
         return flag_name(name) if value else "--no-" + flag_name(name)[2:]
     if isinstance(value, tuple):

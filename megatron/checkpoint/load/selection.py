@@ -32,7 +32,7 @@ class Selection(NamedTuple):
         return bool(self.only or self.excepted)
 
     def takes(self, key: str) -> bool:
-        """Whether the tensor `key` (`model/<parameter>`) is to be loaded."""
+        """Return whether the tensor `key` (`model/<parameter>`) is to be loaded."""
         if not key.startswith(PREFIX):
             return False
         name = key.removeprefix(PREFIX)
@@ -64,7 +64,7 @@ def choose(
     *,
     ctx: ParallelContext,
 ) -> Choice:
-    """What the run's `tensors` (of this rank) and the checkpoint's `saved` names come to.
+    """Return what the run's `tensors` (of this rank) and the checkpoint's `saved` names come to.
 
     Raises:
         CheckpointError: a pattern fits no parameter of the run or of the checkpoint, on every
@@ -99,7 +99,9 @@ def _bare(names: Iterable[str]) -> Iterable[str]:
 
 
 def folded(names: Iterable[str]) -> str:
-    """Names in a line, those that differ in one number only as one: `layers.[0-11].mlp.weight`."""
+    """Return names in a line, those that differ in one number only as one:
+    `layers.[0-11].mlp.weight`.
+    """
     groups: dict[str, list[int]] = {}
     for name in names:
         numbers = _NUMBER.findall(name)

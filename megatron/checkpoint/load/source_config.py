@@ -26,7 +26,7 @@ NOTHING: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 def completed_config(
     source: CheckpointSource, said: Mapping[str, Mapping[str, Any]] = NOTHING
 ) -> dict[str, dict[str, Any]]:
-    """The config of `source` with every group and field, as `RunConfig.to_plain` gives it.
+    """Return the config of `source` with every group and field, as `RunConfig.to_plain` gives it.
 
     Args:
         said: groups of what it may not say about itself; where it does, it is right.
@@ -61,6 +61,6 @@ def completed_config(
 
 
 def completed_progress(source: CheckpointSource, iteration: int) -> dict[str, int]:
-    """The progress of `source` at `iteration`, with zeros for what it does not know."""
+    """Return the progress of `source` at `iteration`, with zeros for what it does not know."""
     known = {name: int(value) for name, value in source.progress.items()}
     return {**Progress().to_plain(), **known, "iteration": iteration}

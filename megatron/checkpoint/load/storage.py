@@ -64,7 +64,8 @@ def open_checkpoint(
     ctx: ParallelContext,
     verification: Verification = Verification.FULL,
 ) -> "NativeCheckpoint":
-    """The checkpoint of `iteration` in `folder` (None: the latest), the same one on every rank.
+    """Return the checkpoint of `iteration` in `folder` (None: the latest), the same one on every
+    rank.
 
     Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
     whether later reads check digests too, or trust the lengths.
@@ -135,7 +136,7 @@ class Verifiable(Protocol):
     """A checkpoint that can be checked before anything is read."""
 
     def verify_all(self) -> None:
-        """CheckpointError, the same on every rank, where a file is damaged."""
+        """Raise CheckpointError, the same on every rank, where a file is damaged."""
 
 
 C = TypeVar("C", bound=Verifiable)
@@ -148,7 +149,8 @@ def open_or_previous(
     *,
     ctx: ParallelContext,
 ) -> C:
-    """The checkpoint that is asked for, or the newest whole one before it, which is said loudly.
+    """Return the checkpoint that is asked for, or the newest whole one before it, which is said
+    loudly.
 
     Each is verified before it is taken. With a tracker that is missing or garbled the newest whole
     one of all is taken. Where no iterations are told apart (a checkpoint's own folder, a release)
@@ -273,7 +275,7 @@ class NativeCheckpoint:
         run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
-        """This rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
 
         Raises:
             CheckpointError: there are none for this rank, or they are damaged.

@@ -82,7 +82,7 @@ class _Work:
         self._thread.join(seconds)
 
     def part(self) -> Any:
-        """The result, or None if it was cancelled: somebody else has the error to tell."""
+        """Return the result, or None if it was cancelled: somebody else has the error to tell."""
         try:
             return self.result()
         except OSError as error:
@@ -91,7 +91,7 @@ class _Work:
             raise
 
     def result(self) -> Any:
-        """What the call returned, or raised."""
+        """Return what the call returned, or raised."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -271,7 +271,7 @@ class BackgroundSaves:
         return saved
 
     def _agree(self, *said: bool) -> list[bool]:
-        """What is true on all ranks."""
+        """Return what is true on all ranks."""
         votes = torch.tensor([float(one) for one in said], device=device.current())
         return [bool(one) for one in all_reduce(votes, self._ctx.world, op="min").tolist()]
 

@@ -27,12 +27,14 @@ _TOUCH_BYTES = 256 << 20  # between two looks whether the memory is still wanted
 
 
 def copied_bytes(snapshot: Snapshot) -> int:
-    """Bytes of memory that a copy of `snapshot` takes."""
+    """Return bytes of memory that a copy of `snapshot` takes."""
     return sum(_padded(part.view) for tensor in snapshot.tensors for part in tensor.parts)
 
 
 def memory_taken(size: int) -> int:
-    """Bytes that `make_room(size)` takes of the host: torch rounds pinned memory to powers of 2."""
+    """Return bytes that `make_room(size)` takes of the host: torch rounds pinned memory to
+    powers of 2.
+    """
     is_pinned = device.current().type == "cuda"
     return 1 << (size - 1).bit_length() if is_pinned and size else size
 
@@ -72,7 +74,7 @@ class HostMemory:
             ) from error
 
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """The same snapshot, of values that nobody else holds; complete on return."""
+        """Return the same snapshot, of values that nobody else holds; complete on return."""
         self.make_room(copied_bytes(snapshot))
         at, tensors = 0, []
         with _Copies(self.threads) as copies:

@@ -129,7 +129,7 @@ class StagedSave:
             ) from error
 
     def retire(self) -> tuple[int, ...]:
-        """As the function of this name."""
+        """Return as the function of this name."""
         return retire(self.folder, self.retention, newest=self.iteration)
 
     def discard(self) -> None:
@@ -137,7 +137,7 @@ class StagedSave:
         folders.remove(self.directory)
 
     def saved(self, directory: Place, size: int, retired: tuple[int, ...]) -> Saved:
-        """What to tell of it once all steps are taken."""
+        """Return what to tell of it once all steps are taken."""
         seconds = time.monotonic() - self.started
         return Saved(self.iteration, directory, size, seconds, seconds, retired)
 
@@ -165,7 +165,7 @@ def manifest_of(
     layout: GridLayout,
     tensors: Mapping[str, SavedTensor],
 ) -> Manifest:
-    """The manifest of what all ranks have written; `parts` are in rank order."""
+    """Return the manifest of what all ranks have written; `parts` are in rank order."""
     return Manifest(
         iteration=iteration,
         layout=layout,
@@ -227,7 +227,7 @@ def save(
 
 
 def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
-    """What this rank would write of such a snapshot; all ranks call this together.
+    """Return what this rank would write of such a snapshot; all ranks call this together.
 
     Raises:
         CheckpointError: ranks do not fit together. The same on every rank.
@@ -239,7 +239,7 @@ def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
 
 
 def writing(iteration: int) -> str:
-    """What ranks are doing that write their parts, for messages."""
+    """Return what ranks are doing that write their parts, for messages."""
     return f"writing the checkpoint of iteration {iteration}"
 
 

@@ -45,7 +45,7 @@ class ImpliedValue(NamedTuple):
 def agreement_problems(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> Iterator[ConfigError]:
-    """Everything wrong between the flags and the JSON; both values are named each time.
+    """Yield everything wrong between the flags and the JSON; both values are named each time.
 
     Args:
         user: what `read_json` returned.
@@ -71,7 +71,7 @@ def agreement_problems(
 
 
 def stage_of(config: RunConfig, user: JsonObject) -> int:
-    """The stage of ZeRO: that of the flag, else the JSON's, else 0."""
+    """Return the stage of ZeRO: that of the flag, else the JSON's, else 0."""
     flag = config.engine.zero_stage
     given = value_at(user, "zero_optimization.stage")
     if flag is not None:
@@ -82,7 +82,7 @@ def stage_of(config: RunConfig, user: JsonObject) -> int:
 def values_from_flags(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, ImpliedValue]:
-    """What the flags say, by the path of the key of the JSON that means the same."""
+    """Return what the flags say, by the path of the key of the JSON that means the same."""
     said = _batch_values(config, data_parallel_size) | _precision_values(config)
     said["gradient_clipping"] = ImpliedValue(
         float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
@@ -132,7 +132,7 @@ def _curriculum_from(user: JsonObject) -> dict[str, object]:
 
 
 def _tensorboard_folder(user: JsonObject) -> str:
-    """Where DeepSpeed would write its own events."""
+    """Return where DeepSpeed would write its own events."""
     job = value_at(user, "tensorboard.job_name") or "DeepSpeedJobName"
     folder = value_at(user, "tensorboard.output_path") or ""
     return str(PurePath(str(folder), str(job)))
@@ -297,7 +297,7 @@ def _wrong_kind(path: str, value: JsonValue, where: str, wanted: str) -> ConfigE
 
 
 def _is_off(value: JsonValue) -> bool:
-    """Whether a block or a switch turns its feature off."""
+    """Return whether a block or a switch turns its feature off."""
     if isinstance(value, Mapping):
         switches = [value[key] for key in _SWITCHES if key in value]
         return not value or (bool(switches) and not any(switches))

@@ -353,7 +353,8 @@ KEPT_BACK = frozenset({"optimizer", "scheduler", "curriculum_learning"})
 
 
 def value_at(user: JsonObject, path: str) -> JsonValue:
-    """What a JSON says at `path`, as in "fp16.enabled"; None where it leaves the choice open.
+    """Return what a JSON says at `path`, as in "fp16.enabled"; None where it leaves the choice
+    open.
 
     Null and "auto" leave it open, like a key that is not there.
     """

@@ -71,7 +71,7 @@ class DeepSpeedPlan:
 
 
 def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPlan:
-    """What `--deepspeed`, the flags and the file that `--deepspeed_config` names ask for.
+    """Return what `--deepspeed`, the flags and the file that `--deepspeed_config` names ask for.
 
     Raises:
         ConfigError: the file cannot be read, or contradicts the flags; with all that is wrong.
@@ -97,13 +97,14 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
 
 
 def user_json(config: RunConfig) -> dict[str, JsonValue]:
-    """What the file says that `--deepspeed_config` names; nothing without the flag."""
+    """Return what the file says that `--deepspeed_config` names; nothing without the flag."""
     path = config.engine.deepspeed_config
     return {} if path is None else read_json(path)
 
 
 def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, JsonValue]:
-    """What ranks agree on and checkpoints record: the complete JSON, with what is not handed on.
+    """Return what ranks agree on and checkpoints record: the complete JSON, with what is not handed
+    on.
 
     Another run gets the same from it as its file. Empty without --deepspeed.
     """
@@ -115,7 +116,7 @@ def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, Js
 
 
 def read_json(path: str) -> dict[str, JsonValue]:
-    """The JSON file as nested dicts, each key by the name that `KEYS` has for it.
+    """Return the JSON file as nested dicts, each key by the name that `KEYS` has for it.
 
     Raises:
         ConfigError: it is not there, not JSON, or has keys that DeepSpeed does not know (which
@@ -138,7 +139,8 @@ def read_json(path: str) -> dict[str, JsonValue]:
 def complete_json(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, JsonValue]:
-    """The complete JSON: every key that affects numbers, whether a user has thought of it or not.
+    """Return the complete JSON: every key that affects numbers, whether a user has thought of it or
+    not.
 
     Args:
         user: what `read_json` returned, without contradiction to the flags (`agreement_problems`).
@@ -157,7 +159,7 @@ def complete_json(
 
 
 def remarks(user: JsonObject) -> Iterator[str]:
-    """What of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
+    """Yield what of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
     for name in ("optimizer", "scheduler"):
         if user.get(name):
             yield f"{name}: agrees with the flags, which alone decide; not handed to DeepSpeed"
@@ -176,7 +178,7 @@ def _remarks_on(stage: int) -> tuple[str, ...]:
 
 
 def _handed_on(whole: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """What DeepSpeed gets of the complete JSON."""
+    """Return what DeepSpeed gets of the complete JSON."""
     if _stage(whole) > 0:
         return whole
     own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}
@@ -270,7 +272,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _renamed(user: dict[str, JsonValue], path: str) -> dict[str, JsonValue]:
-    """The same with each key under one name; older spellings are DeepSpeed's own."""
+    """Return the same with each key under one name; older spellings are DeepSpeed's own."""
     zero = user.get("zero_optimization")
     if isinstance(zero, bool):  # the form of the first ZeRO
         user["zero_optimization"] = {"stage": int(zero)}

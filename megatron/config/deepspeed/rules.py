@@ -37,7 +37,7 @@ _ANYTHING = frozenset({"torch_adam", "last_batch_iteration"})  # of no consequen
 
 
 def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """What the block `optimizer` says that the flags do not."""
+    """Yield what the block `optimizer` says that the flags do not."""
     kind = value_at(user, "optimizer.type")
     flags = config.optimizer
     if isinstance(kind, str):
@@ -74,7 +74,7 @@ def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Itera
 
 
 def scheduler_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """What the block `scheduler` says that the flags of the schedule do not."""
+    """Yield what the block `scheduler` says that the flags of the schedule do not."""
     kind = value_at(user, "scheduler.type")
     if kind is None:
         return

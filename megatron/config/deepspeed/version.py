@@ -9,7 +9,7 @@ INSTALL = f"python -m pip install --no-build-isolation 'deepspeed=={TESTED}.*'"
 
 
 def version_problem() -> MachineError | None:
-    """What is wrong with the DeepSpeed of this machine: missing, too old or too new."""
+    """Return what is wrong with the DeepSpeed of this machine: missing, too old or too new."""
     fix = f"{INSTALL}, or leave out --deepspeed: the native engine trains the same models"
     try:
         found = metadata.version("deepspeed")

@@ -70,7 +70,7 @@ class BlockHasher:
         self._room -= len(view)
 
     def finish(self, index: "IndexHasher") -> CorpusChecksums:
-        """The checksums of all that came, together with those of its index."""
+        """Return the checksums of all that came, together with those of its index."""
         if self._room < BLOCK_BYTES:
             self._close_block()
         return CorpusChecksums(
@@ -120,7 +120,9 @@ def write_checksums(path: Path, checksums: CorpusChecksums) -> None:
 
 
 def read_checksums(prefix: str) -> CorpusChecksums | None:
-    """The checksums of `prefix`, or None where it has none; raises DataError for damaged ones."""
+    """Return the checksums of `prefix`, or None where it has none; raises DataError for
+    damaged ones.
+    """
     path = checksum_file_path(prefix)
     try:
         content = Path(path).read_bytes()
@@ -150,7 +152,8 @@ class Digests(NamedTuple):
 
 
 def recorded_digests(prefix: str) -> Digests | None:
-    """The digests that the checksums of `prefix` say, from a few bytes; None where there are none.
+    """Return the digests that the checksums of `prefix` say, from a few bytes; None where there are
+    none.
 
     Nothing is compared with them here. Raises DataError when the file cannot be read as checksums.
     """

@@ -119,7 +119,7 @@ def item_starts(
 
 
 def code_of(dtype: "np.dtype[np.integer]") -> int:
-    """The number that stands for `dtype` in the header."""
+    """Return the number that stands for `dtype` in the header."""
     for code, known in DTYPE_OF_CODE.items():
         if known == dtype:
             return code
@@ -131,7 +131,7 @@ def code_of(dtype: "np.dtype[np.integer]") -> int:
 
 
 def open_to_read(path: str) -> int:
-    """A read-only descriptor of `path`, not inherited by programs that are started."""
+    """Return a read-only descriptor of `path`, not inherited by programs that are started."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -182,7 +182,7 @@ def _check_header(path: str, header: bytes, stamp: Stamp) -> _Header:
 
 
 def dtype_of_code(path: str, code: int) -> np.dtype[np.integer]:
-    """The token type that `code` stands for in the index at `path`; raises DataError."""
+    """Return the token type that `code` stands for in the index at `path`; raises DataError."""
     if code in DTYPE_OF_CODE:
         return DTYPE_OF_CODE[code]
     kind = " (a floating-point type, which tokens never have)" if code in _FLOAT_CODES else ""
@@ -246,12 +246,12 @@ def damaged(
     found: object,
     fix: str = "copy the file again from its source, or make the corpus again",
 ) -> DataError:
-    """The error for a file that contradicts itself or its partner."""
+    """Return the error for a file that contradicts itself or its partner."""
     return DataError(f"{problem}: {path}", found=f"{found}; expected {expected}", fix=fix)
 
 
 def changed(path: str, found: str) -> DataError:
-    """The error for a file that is not what it was when it was opened."""
+    """Return the error for a file that is not what it was when it was opened."""
     return DataError(
         f"the corpus changed while it was in use: {path}",
         found=found,

@@ -79,7 +79,7 @@ def write_metadata(prefix: str, metadata: CorpusMetadata) -> None:
 
 
 def read_metadata(prefix: str) -> CorpusMetadata | None:
-    """The sidecar of `prefix`, or None where the corpus has none."""
+    """Return the sidecar of `prefix`, or None where the corpus has none."""
     path = Path(metadata_file_path(prefix))
     try:
         text = path.read_text(encoding="utf-8")

@@ -32,13 +32,15 @@ def metadata_file_path(prefix: str) -> str:
 
 
 def corpus_files(prefix: str) -> tuple[Path, ...]:
-    """Every file that the corpus `prefix` may consist of; the index is first, as it goes first."""
+    """Return every file that the corpus `prefix` may consist of; the index is first, as it
+    goes first.
+    """
     names = (index_file_path, data_file_path, metadata_file_path, checksum_file_path)
     return tuple(Path(name(prefix)) for name in names)
 
 
 def both_files_exist(prefix: str) -> bool:
-    """Whether both files of the corpus `prefix` are there."""
+    """Return whether both files of the corpus `prefix` are there."""
     return os.path.isfile(index_file_path(prefix)) and os.path.isfile(data_file_path(prefix))
 
 

@@ -33,7 +33,9 @@ _PARTS = (
 
 
 def files_of_paths(data: DataConfig) -> dict[str, str]:
-    """The text of each file that names corpora, by its flag; cut, with a digest, if it is long."""
+    """Return the text of each file that names corpora, by its flag; cut, with a digest, if
+    it is long.
+    """
     named = {
         "train": data.train_weighted_split_paths_path,
         "valid": data.valid_weighted_split_paths_path,
@@ -47,7 +49,7 @@ def files_of_paths(data: DataConfig) -> dict[str, str]:
 
 
 def data_sources(data: DataConfig) -> dict[str, str]:
-    """What every file that `data` names holds, in a form that two runs can compare.
+    """Return what every file that `data` names holds, in a form that two runs can compare.
 
     Reads the index of corpora without checksums, and otherwise a few bytes of each.
     """
@@ -58,7 +60,7 @@ def data_sources(data: DataConfig) -> dict[str, str]:
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What both name and is not the same, as text: `name: before -> now`."""
+    """Return what both name and is not the same, as text: `name: before -> now`."""
     return [
         f"{name}: {before[name]} -> {now[name]}"
         for name in before
@@ -85,7 +87,9 @@ def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> Non
 
 
 def _identity(prefix: str, sources: Mapping[str, str]) -> str:
-    """What two names of one corpus have in common; without checksums only the name itself."""
+    """Return what two names of one corpus have in common; without checksums only the name
+    itself.
+    """
     return sources.get(f"{PAIR_ID}{prefix}", f"name {os.path.realpath(prefix)}")
 
 
@@ -108,7 +112,9 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
 
 
 def _corpora(prefix: str) -> dict[str, str]:
-    """What is known of the corpus `prefix`, or of those that pairs and dialogues keep under it."""
+    """Return what is known of the corpus `prefix`, or of those that pairs and dialogues
+    keep under it.
+    """
     there = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
     if not there:
         return {f"index of {prefix}": ABSENT}

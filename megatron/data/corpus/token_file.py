@@ -50,7 +50,7 @@ class TokenReader(Protocol):
     def join(
         self, items: npt.NDArray[np.integer], start: int, stop: int, /
     ) -> npt.NDArray[np.int64] | None:
-        """Tokens of `items`, of the first from `start` on and of the last before `stop`.
+        """Return tokens of `items`, of the first from `start` on and of the last before `stop`.
 
         A negative `stop` is the end. None for whatever is not in order: items that do not exist
         or were not verified, and bytes that cannot be read.
@@ -93,7 +93,8 @@ class TokenFile:
         *,
         only_verified: bool,
     ) -> TokenReader | None:
-        """A compiled reader of items of `sizes` tokens at bytes `pointers`; None if not built.
+        """Return a compiled reader of items of `sizes` tokens at bytes `pointers`; None if not
+        built.
 
         With `only_verified` it declines items of blocks that were not compared since `expect`.
         """
@@ -122,7 +123,7 @@ class TokenFile:
             raise self._damaged([damage])
 
     def is_verified(self, start: int, stop: int) -> bool:
-        """Whether every block that holds bytes of [start, stop) was compared."""
+        """Return whether every block that holds bytes of [start, stop) was compared."""
         if self._verified is None or start == stop:
             return self._verified is not None
         blocks = self._blocks(start, stop)

@@ -55,7 +55,7 @@ class WeightedSplits(NamedTuple):
 
 
 def weighted_splits(data: DataConfig) -> WeightedSplits | None:
-    """What the weighted-split flags say, or None where none of them is given.
+    """Return what the weighted-split flags say, or None where none of them is given.
 
     Raises:
         ConfigError: the first thing that is wrong; `weighted_problems` says all.
@@ -66,7 +66,9 @@ def weighted_splits(data: DataConfig) -> WeightedSplits | None:
 
 
 def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
-    """Everything wrong with the texts of the weighted-split flags, without opening a corpus."""
+    """Yield everything wrong with the texts of the weighted-split flags, without opening a
+    corpus.
+    """
     if not data.has_weighted_splits:
         return
     failed = False
@@ -97,7 +99,7 @@ def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
 
 
 def parse_weighted_groups(words: Sequence[str], *, flag: str) -> tuple[WeightedGroup, ...]:
-    """The groups that the values of `flag` describe; raises ConfigError."""
+    """Return the groups that the values of `flag` describe; raises ConfigError."""
     groups = tuple(_parse_group(word, flag) for word in words)
     names = [group.name for group in groups]
     for name in names:
@@ -111,7 +113,7 @@ def parse_weighted_groups(words: Sequence[str], *, flag: str) -> tuple[WeightedG
 
 
 def read_weighted_file(path: str, *, flag: str) -> tuple[str, ...]:
-    """The groups in a file of one line, each in double quotes; raises ConfigError.
+    """Return the groups in a file of one line, each in double quotes; raises ConfigError.
 
     A final newline may be missing, unlike in Megatron-DeepSpeed.
     """

@@ -112,7 +112,9 @@ _OF_OTHERS_THAN_BERT = (
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
-    """What `prefix` names for datasets of `kind`; raises DataError where it is something else."""
+    """Return what `prefix` names for datasets of `kind`; raises DataError where it is
+    something else.
+    """
     if kind.is_packed:
         return _open_parts(kind, prefix, open_corpus)
     indexed = open_corpus(prefix)
@@ -136,7 +138,7 @@ _SPLIT = {
 
 
 def _open_parts(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
-    """The two corpora of dialogues or pairs, of which all are tokens but the masks."""
+    """Return the two corpora of dialogues or pairs, of which all are tokens but the masks."""
     if kind is DatasetKind.SFT:
         _refuse_other_prefixes(prefix, "--sft", DIALOGUE_PARTS, "tools/preprocess_sft.py")
         dialogues = SFTCorpus(prefix, open_corpus=open_corpus)

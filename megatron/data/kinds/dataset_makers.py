@@ -76,13 +76,13 @@ class Windows:
         _check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
-        """A corpus of which each item is a document."""
+        """Return a corpus of which each item is a document."""
         return open_of_kind(DatasetKind.GPT, prefix, self.open_corpus)
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> GPTDataset:
-        """The windows over `documents`."""
+        """Return the windows over `documents`."""
         return GPTDataset(
             corpus.source,
             name=documents.name,
@@ -95,7 +95,7 @@ class Windows:
         )
 
     def epochs(self, dataset: GPTDataset, samples: int) -> float:
-        """Passes over the documents that `samples` windows are."""
+        """Return passes over the documents that `samples` windows are."""
         return samples * dataset.seq_length / dataset.plan.tokens_per_epoch
 
 
@@ -113,13 +113,13 @@ class FilledWindows:
         checked_eod(self.tokens, self.eod, rate=self.rate, spm_rate=self.spm_rate)
 
     def open(self, prefix: str) -> Corpus:
-        """A corpus of which each item is a document."""
+        """Return a corpus of which each item is a document."""
         return self.windows.open(prefix)
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> FIMDataset:
-        """The rearranged windows over `documents`."""
+        """Return the rearranged windows over `documents`."""
         return FIMDataset(
             self.windows.make(corpus, documents, num_samples=num_samples, cache=cache),
             tokens=self.tokens,
@@ -130,7 +130,7 @@ class FilledWindows:
         )
 
     def epochs(self, dataset: Any, samples: int) -> float:
-        """Passes over the documents that `samples` windows are."""
+        """Return passes over the documents that `samples` windows are."""
         return self.windows.epochs(dataset.dataset, samples)
 
 
@@ -149,13 +149,13 @@ class CorruptedWindows:
         self.corruption.marks(self.corruption.lengths(self.seq_length).spans)
 
     def open(self, prefix: str) -> Corpus:
-        """A corpus of which each item is a document."""
+        """Return a corpus of which each item is a document."""
         return open_of_kind(DatasetKind.MLM, prefix, self.open_corpus)
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> MLMDataset:
-        """The windows over `documents`, each in two parts."""
+        """Return the windows over `documents`, each in two parts."""
         return MLMDataset(
             corpus.source,
             documents,
@@ -168,7 +168,7 @@ class CorruptedWindows:
         )
 
     def epochs(self, dataset: MLMDataset, samples: int) -> float:
-        """Passes over the documents that `samples` windows are."""
+        """Return passes over the documents that `samples` windows are."""
         return samples * dataset.windows.seq_length / dataset.windows.plan.tokens_per_epoch
 
 
@@ -187,13 +187,13 @@ class PackedRows:
         _check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
-        """Two corpora under one prefix."""
+        """Return two corpora under one prefix."""
         return open_of_kind(self.kind, prefix, self.open_corpus)
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> PackedDataset:
-        """The rows of `documents`."""
+        """Return the rows of `documents`."""
         dataset = SFTDataset if self.kind is DatasetKind.SFT else PackedMTFDataset
         return dataset(
             corpus.source,
@@ -207,7 +207,7 @@ class PackedRows:
         )
 
     def epochs(self, dataset: PackedDataset, samples: int) -> float:
-        """Passes over the documents that the first `samples` rows are."""
+        """Return passes over the documents that the first `samples` rows are."""
         return dataset.epochs(samples)
 
 
@@ -224,13 +224,13 @@ class Sentences:
         _check_seed(self.seed)
 
     def open(self, prefix: str) -> Corpus:
-        """A corpus of which each item is a sentence."""
+        """Return a corpus of which each item is a sentence."""
         return open_of_kind(self.kind, prefix, self.open_corpus)
 
     def make(
         self, corpus: Corpus, documents: DocumentSlice, *, num_samples: int, cache: IndexCache
     ) -> SampleDataset:
-        """The samples over `documents`."""
+        """Return the samples over `documents`."""
         return self.dataset(corpus.source, documents, num_samples=num_samples, cache=cache)
 
     def epochs(self, dataset: object, samples: int) -> float | None:
@@ -246,7 +246,8 @@ def gpt_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """The datasets that the flags of a program for GPT ask for; plain windows need no tokenizer.
+    """Return the datasets that the flags of a program for GPT ask for; plain windows need no
+    tokenizer.
 
     Raises:
         ConfigError: the tokenizer lacks tokens that the kind needs, or lengths do not work out.
@@ -304,7 +305,9 @@ def bert_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """The datasets of a program for BERT; raises ConfigError for a tokenizer without [MASK]."""
+    """Return the datasets of a program for BERT; raises ConfigError for a tokenizer without
+    [MASK].
+    """
     if tokenizer is None:
         raise ValueError(f"{DatasetKind.BERT.value} are not made without a tokenizer")
     recipe = BERTRecipe(

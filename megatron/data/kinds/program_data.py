@@ -25,7 +25,7 @@ class KindOfData(Protocol):
     """Chooses a kind by the flags, whether or not all of them are read."""
 
     def __call__(self, data: DataConfig) -> DatasetKind:
-        """The kind of every dataset of the run."""
+        """Return the kind of every dataset of the run."""
 
 
 class MakerOfData(Protocol):
@@ -40,7 +40,7 @@ class MakerOfData(Protocol):
         is_builder: bool,
         report_progress: ReportProgress = no_progress,
     ) -> DatasetMaker:
-        """The maker for one run; without a tokenizer only what needs none."""
+        """Return the maker for one run; without a tokenizer only what needs none."""
 
 
 class ProgramData(NamedTuple):

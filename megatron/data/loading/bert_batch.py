@@ -18,7 +18,7 @@ class BertBatch(NamedTuple):
 
 
 def bert_batch(raw: Mapping[str, Tensor]) -> BertBatch:
-    """The same by the names of `BERTDataset`'s samples."""
+    """Return the same by the names of `BERTDataset`'s samples."""
     return BertBatch(
         tokens=raw["text"],
         types=raw["types"],

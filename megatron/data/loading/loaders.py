@@ -51,7 +51,7 @@ def build_data_loader(
     kind: str = "single",
     seed: int = 1234,
 ) -> MicrobatchLoader:
-    """The micro-batches of one data-parallel rank from `consumed_samples` on.
+    """Return the micro-batches of one data-parallel rank from `consumed_samples` on.
 
     `kind` is "single" (stored order, once) or "cyclic" (a new order each epoch; one iteration is
     the rest of an epoch). The sampler is bound to the length that `dataset` has now.
@@ -133,7 +133,7 @@ class _BatchReader(data.Dataset[Sample]):
 
 
 def _stack(samples: Sequence[Sample]) -> Batch:
-    """One tensor per key, with the samples along the first dimension."""
+    """Return one tensor per key, with the samples along the first dimension."""
     shapes = sorted({str({key: value.shape for key, value in s.items()}) for s in samples})
     if len(shapes) > 1:
         raise DataError(

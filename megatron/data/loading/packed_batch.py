@@ -58,7 +58,8 @@ def packed_batch(
 def span_corruption_batch(
     input_tokens: Tensor, target_tokens: Tensor, *, prefix_lm: bool = True
 ) -> PackedBatch:
-    """Rows of `MLMDataset`, [b, inputs] and [b, targets + 1], for a decoder: inputs, then targets.
+    """Return rows of `MLMDataset`, [b, inputs] and [b, targets + 1], for a decoder: inputs, then
+    targets.
 
     Only targets count; each row is one document.
     """
@@ -69,7 +70,7 @@ def span_corruption_batch(
 
 
 def _starts(segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """The position at which the segment of each token starts; a running maximum finds it."""
+    """Return the position at which the segment of each token starts; a running maximum finds it."""
     starts = torch.zeros_like(positions)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts[:, 1:] = torch.where(changes, positions[:, 1:], 0)

@@ -40,7 +40,9 @@ def announce_worker_budget(load: WorkerLoad) -> None:
 
 
 def worker_problems(load: WorkerLoad, *, cpus: float, shared_bytes: int | None) -> Iterator[str]:
-    """What is too large about `load` on a node with so many CPUs and so much shared memory."""
+    """Yield what is too large about `load` on a node with so many CPUs and so much shared
+    memory.
+    """
     if not load.num_workers:
         return
     most = int(cpus // load.readers)

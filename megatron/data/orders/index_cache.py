@@ -43,7 +43,7 @@ def fingerprint(description: Description) -> str:
 
 
 def cache_folders(prefix: str, cache_path: str | None = None) -> tuple[Path, ...]:
-    """Where indices of the corpus `prefix` may lie, in the order in which they are tried.
+    """Return where indices of the corpus `prefix` may lie, in the order in which they are tried.
 
     The value of --data-cache-path alone when there is one; else a folder beside the corpus, else
     one in the home directory for corpora on read-only file systems.
@@ -95,7 +95,9 @@ class IndexCache:
     def load_or_build(
         self, name: str, description: Description, *, build: Callable[[], Arrays]
     ) -> CachedIndex:
-        """The arrays that `build` returns for `description`, from the cache if it has them."""
+        """Return the arrays that `build` returns for `description`, from the cache if it
+        has them.
+        """
         stem = f"{name}-{fingerprint(description)}"
         if self.is_builder:
             try:
@@ -207,7 +209,9 @@ class IndexCache:
 
 
 def _verified_files(folder: Path, stem: str, description: Description) -> dict[str, Path]:
-    """The files of an entry; raises ValueError and its like for whatever is not as written."""
+    """Return the files of an entry; raises ValueError and its like for whatever is not as
+    written.
+    """
     manifest = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     if manifest["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"format_version {manifest['format_version']}")
@@ -273,7 +277,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _is_another(path: Path, before: tuple[int, int] | None) -> bool:
-    """Whether `path` has appeared or was replaced since it was `before`."""
+    """Return whether `path` has appeared or was replaced since it was `before`."""
     return _identity(path) not in (None, before)
 
 

@@ -155,14 +155,14 @@ class _Watched:
         self._path, self._seen, self._since = path, b"", time.monotonic()
 
     def look(self) -> bytes | None:
-        """What the file holds now; None where there is none."""
+        """Return what the file holds now; None where there is none."""
         content = _read(self._path)
         if content is None or content != self._seen:
             self._seen, self._since = content or b"", time.monotonic()
         return content
 
     def unchanged_s(self) -> float:
-        """Seconds since the content was first seen as it is."""
+        """Return seconds since the content was first seen as it is."""
         return time.monotonic() - self._since
 
 

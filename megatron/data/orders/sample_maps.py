@@ -23,12 +23,14 @@ Components = npt.NDArray[np.unsignedinteger]  # uint8 or uint16
 
 
 def compiled_is_used() -> bool:
-    """Whether the compiled module is there and was built from this source."""
+    """Return whether the compiled module is there and was built from this source."""
     return is_current(_built, _INTERFACE)
 
 
 def compiled() -> ModuleType | None:
-    """The compiled module if it may be used; None, said once, where the twins have to serve."""
+    """Return the compiled module if it may be used; None, said once, where the twins have
+    to serve.
+    """
     if not compiled_is_used():
         warn_of_python_twin("sample_maps", _built)
         return None
@@ -43,7 +45,7 @@ def build_sample_idx(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> Rows:
-    """Where each sample starts: (position in `doc_idx`, token offset), [samples + 1, 2].
+    """Return where each sample starts: (position in `doc_idx`, token offset), [samples + 1, 2].
 
     Sample i holds the `seq_length + 1` tokens from row i to row i + 1, both included; its last
     token is the first of sample i + 1. The rows are int32 when `doc_idx` is short enough for it.
@@ -66,7 +68,7 @@ def build_sample_idx_with_numpy(
     num_epochs: int,
     tokens_per_epoch: int,
 ) -> Rows:
-    """The NumPy twin of `build_sample_idx`."""
+    """Return the NumPy twin of `build_sample_idx`."""
     tokens = num_epochs * tokens_per_epoch
     sizes, doc_idx, rows = _prepare_sample_idx(sizes, doc_idx, seq_length, tokens)
     _fill_sample_idx(sizes, doc_idx, seq_length, rows, tokens)
@@ -93,7 +95,7 @@ def build_blending_indices(
 def build_blending_indices_with_python(
     weights: npt.ArrayLike, size: int
 ) -> tuple[Components, npt.NDArray[np.int64]]:
-    """The Python twin of `build_blending_indices`."""
+    """Return the Python twin of `build_blending_indices`."""
     shares, chosen, within = _prepare_blend(weights, size)
     _fill_blending_indices(shares, chosen, within)
     return chosen, within

@@ -56,7 +56,7 @@ class SentenceRule:
 
 
 def build_sentence_map(doc_idx: Int64s, sizes: Sizes, rule: SentenceRule) -> Rows:
-    """Rows (first sentence, end, target tokens), shuffled, [samples, 3].
+    """Return rows (first sentence, end, target tokens), shuffled, [samples, 3].
 
     `doc_idx` are the borders of the documents to use, `sizes` the tokens of every sentence of the
     corpus. Raises DataError if no document gives a sample.
@@ -87,7 +87,7 @@ def build_sentence_map(doc_idx: Int64s, sizes: Sizes, rule: SentenceRule) -> Row
 
 
 def build_sentence_map_with_python(doc_idx: Int64s, sizes: Sizes, rule: SentenceRule) -> Rows:
-    """The Python twin of `build_sentence_map`."""
+    """Return the Python twin of `build_sentence_map`."""
     documents = _usable_documents(doc_idx, sizes, rule.min_sentences, whole_if_single=True)
     draws = _mt19937(rule.seed)
 
@@ -103,7 +103,8 @@ def build_sentence_map_with_python(doc_idx: Int64s, sizes: Sizes, rule: Sentence
 
 
 def build_block_map(doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: SentenceRule) -> Rows:
-    """Rows (first sentence, end, document, block number in its epoch), shuffled, [blocks, 4].
+    """Return rows (first sentence, end, document, block number in its epoch), shuffled, [blocks,
+    4].
 
     Documents count from the start of `doc_idx`; `title_sizes` has one entry for each of them, which
     is taken from the target length. Raises DataError if no document gives a block.
@@ -135,7 +136,7 @@ def build_block_map(doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: Sen
 def build_block_map_with_python(
     doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: SentenceRule
 ) -> Rows:
-    """The Python twin of `build_block_map`."""
+    """Return the Python twin of `build_block_map`."""
     documents, targets = _block_targets(doc_idx, sizes, title_sizes, rule)
     target_of, numbers = targets.tolist(), documents.numbers.tolist()
     runs = _cut_into_runs(documents, rule, target_of.__getitem__, min_left=rule.min_sentences)
@@ -201,7 +202,7 @@ def _no_sample(counts: Int64s, has_long: npt.NDArray[np.bool_], min_sentences: i
 def _block_targets(
     doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: SentenceRule
 ) -> tuple[_Documents, Int64s]:
-    """The usable documents, and how many tokens of text fill a block of each."""
+    """Return the usable documents, and how many tokens of text fill a block of each."""
     if rule.short_seq_prob != 0 or len(title_sizes) != len(doc_idx) - 1:
         raise ValueError(
             f"short_seq_prob {rule.short_seq_prob} of a block map (it has none), "
@@ -225,7 +226,7 @@ def _counted_and_filled(fill: Callable[[Rows], int], num_sentences: int, width: 
 def _cut_into_runs(
     documents: _Documents, rule: SentenceRule, next_target: Callable[[int], int], *, min_left: int
 ) -> Iterator[_Run]:
-    """As in the compiled loop, `next_target` is asked once more at the end of each document."""
+    """Yield runs as the compiled loop does, which asks `next_target` once more after a document."""
     sizes = documents.sizes
     spans = list(zip(documents.starts.tolist(), documents.stops.tolist()))
     runs = 0
@@ -255,14 +256,16 @@ def _shuffled(rows: Rows, seed: int) -> Rows:
 
 
 def _mt19937(seed: int) -> Iterator[int]:
-    """The 32-bit numbers of C++'s `std::mt19937(seed)`, which is numpy's legacy generator."""
+    """Yield the 32-bit numbers of C++'s `std::mt19937(seed)`, which is numpy's legacy generator."""
     rng = np.random.RandomState(seed)
     while True:
         yield from rng.randint(0, 2**32, 1024, np.uint32).tolist()
 
 
 def _mt19937_64(seed: int) -> Iterator[int]:
-    """The numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000), which numpy does not have."""
+    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000), which numpy does
+    not have.
+    """
     mask, size, shift = 2**64 - 1, 312, 156
     state = [seed & mask]
     for i in range(1, size):

@@ -199,14 +199,14 @@ def template_of(name: str) -> ChatTemplate:
 
 
 def _text(token: Any) -> str | None:
-    """The text of a token of tokenizer_config.json, which is written in two ways."""
+    """Return the text of a token of tokenizer_config.json, which is written in two ways."""
     text: str | None = token["content"] if isinstance(token, dict) else token
     return text
 
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> "Template":
-    """The template as transformers runs it: in a sandbox, blocks leaving no blank lines.
+    """Return the template as transformers runs it: in a sandbox, blocks leaving no blank lines.
 
     The time of day is left out, so that the same dialogue gives the same text every day.
     """
@@ -236,7 +236,8 @@ def _as_json(value: object, indent: int | None = None) -> str:
 
 
 def messages_of(value: object) -> tuple[ChatMessage, ...]:
-    """The messages of a JSON list of `{"role": ..., "content": ...}`; other keys are not read.
+    """Return the messages of a JSON list of `{"role": ..., "content": ...}`; other keys are not
+    read.
 
     Raises DataError for anything else, and where the assistant says nothing to learn from.
     """
@@ -262,7 +263,7 @@ def encode_dialogue(
     *,
     eod: int | None,
 ) -> EncodedDialogue:
-    """The tokens of a rendered dialogue; `encode` gives the ids of several texts at once."""
+    """Return the tokens of a rendered dialogue; `encode` gives the ids of several texts at once."""
     tokens: list[int] = []
     mask: list[int] = []
     for piece, ids in zip(pieces, encode([piece.text for piece in pieces]), strict=True):

@@ -47,17 +47,19 @@ class PieceVocabulary(Protocol):
         """One more than the highest id."""
 
     def piece(self, token_id: int) -> str:
-        """One id as the vocabulary spells it."""
+        """Return one id as the vocabulary spells it."""
 
 
 def token_named(tokenizer: PieceVocabulary, name: str) -> int | None:
-    """The id that the vocabulary spells `name`, or None."""
+    """Return the id that the vocabulary spells `name`, or None."""
     ids = range(tokenizer.vocab_size)
     return next((token for token in ids if tokenizer.piece(token) == name), None)
 
 
 def fim_tokens(tokenizer: PieceVocabulary, names: FIMTokenNames) -> FIMTokens:
-    """The ids of the tokens of these names; raises ConfigError with what the tokenizer has."""
+    """Return the ids of the tokens of these names; raises ConfigError with what the
+    tokenizer has.
+    """
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     ids = {piece: token for token, piece in enumerate(pieces)}
     missing = {
@@ -73,7 +75,7 @@ def fim_tokens(tokenizer: PieceVocabulary, names: FIMTokenNames) -> FIMTokens:
 
 
 def _nearest(pieces: list[str], missing: dict[str, str]) -> str:
-    """Tokens of the vocabulary that look like marks, or else how to get some."""
+    """Return tokens of the vocabulary that look like marks, or else how to get some."""
     marks = [piece for piece in pieces if piece[:1] in ("<", "[") and len(piece) > 1]
     near = {
         flag: difflib.get_close_matches(name, marks, n=1, cutoff=0.75)

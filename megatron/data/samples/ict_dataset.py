@@ -48,7 +48,7 @@ class ICTRecipe:
             )
 
     def rule(self, num_samples: int) -> SentenceRule:
-        """How documents are cut into blocks."""
+        """Return how documents are cut into blocks."""
         return SentenceRule(
             num_samples=num_samples,
             max_tokens=self.seq_length - _SPECIAL_TOKENS,
@@ -136,7 +136,7 @@ def _title_sizes(
     documents: DocumentSlice,
     max_tokens: int,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Tokens of the title of each document of the split; zeros without titles."""
+    """Return tokens of the title of each document of the split; zeros without titles."""
     num_documents = len(indexed.doc_idx) - 1
     if titles is None:
         return np.zeros(documents.stop - documents.start, np.int32)

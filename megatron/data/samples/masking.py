@@ -45,7 +45,9 @@ class WordPieces(Protocol):
         """The id that fills up a row."""
 
     def piece(self, token_id: int) -> str:
-        """One id as the vocabulary spells it; a piece that continues a word begins with ##."""
+        """Return one id as the vocabulary spells it; a piece that continues a word begins
+        with ##.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,7 +167,7 @@ def padded(ids: Sequence[int], length: int, filler: int) -> Int64s:
 
 
 def _whole_words(tokens: Sequence[int], vocabulary: MaskingVocabulary) -> list[list[int]]:
-    """The positions of each word; a continuing piece belongs to the last word before it."""
+    """Return the positions of each word; a continuing piece belongs to the last word before it."""
     ids = np.asarray(tokens, np.int64)
     if len(ids) and (ids.min() < 0 or ids.max() >= vocabulary.size):
         raise DataError(
@@ -185,7 +187,7 @@ def _whole_words(tokens: Sequence[int], vocabulary: MaskingVocabulary) -> list[l
 
 
 def _cumulative_span_lengths() -> npt.NDArray[np.float64]:
-    """What `RandomState.choice` compares its draw with, for weights 1/1, 1/2, 1/3."""
+    """Return what `RandomState.choice` compares its draw with, for weights 1/1, 1/2, 1/3."""
     weights = 1.0 / np.arange(1, MaskingStyle.BERT.longest_span + 1)
     weights /= weights.sum()
     cumulative: npt.NDArray[np.float64] = (weights / weights.sum()).cumsum()
@@ -203,7 +205,7 @@ def _draw_span_length(rng: np.random.RandomState, style: MaskingStyle) -> int:
 
 
 def _longest_that_fits(words: list[list[int]], room: float) -> list[int]:
-    """The positions of as many of `words`, from the first on, as fit; it may be none."""
+    """Return the positions of as many of `words`, from the first on, as fit; it may be none."""
     span = [position for word in words for position in word]
     while words and len(span) > room:
         words = words[:-1]

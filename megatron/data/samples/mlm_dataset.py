@@ -53,7 +53,9 @@ class SpanLengths(NamedTuple):
 def lengths_of(
     raw_length: int, *, noise_density: float, mean_noise_span_length: float
 ) -> SpanLengths:
-    """The lengths that `raw_length` tokens turn into; both roundings are half to even, as T5's."""
+    """Return the lengths that `raw_length` tokens turn into; both roundings are half to
+    even, as T5's.
+    """
     noise = round(raw_length * noise_density)
     spans = round(noise / mean_noise_span_length)
     return SpanLengths(raw_length, raw_length - noise + spans + 1, noise + spans + 1, spans)
@@ -62,7 +64,7 @@ def lengths_of(
 def span_lengths(
     seq_length: int, *, noise_density: float = 0.15, mean_noise_span_length: float = 3.0
 ) -> SpanLengths:
-    """The lengths whose inputs and targets fill `seq_length` exactly.
+    """Return the lengths whose inputs and targets fill `seq_length` exactly.
 
     Raises ConfigError where there are none, naming the nearest sequence lengths that have.
     """
@@ -242,7 +244,9 @@ def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDAr
 def checked_marks(
     sep: int | None, sentinels: Sequence[int], spans: int
 ) -> tuple[int, tuple[int, ...]]:
-    """The end mark and as many sentinels as there are spans; raises ConfigError without them."""
+    """Return the end mark and as many sentinels as there are spans; raises ConfigError
+    without them.
+    """
     if sep is None:
         raise ConfigError(
             "span corruption ends both sequences with a token that the tokenizer does not have",

@@ -74,7 +74,7 @@ class MTFDataset:
 
 
 def pair_prefix(prefix: str | os.PathLike[str], part: str) -> str:
-    """The prefix of the corpus that holds one of PARTS."""
+    """Return the prefix of the corpus that holds one of PARTS."""
     return f"{os.fspath(prefix)}_{part}_document"
 
 

@@ -45,11 +45,11 @@ class DocumentSource(Protocol):
         ...
 
     def document(self, number: int) -> PackedDocument:
-        """One document."""
+        """Return one document."""
         ...
 
     def fingerprint(self) -> str:
-        """Hex digits that change with the corpus."""
+        """Return hex digits that change with the corpus."""
         ...
 
     def check_unchanged(self) -> None:
@@ -143,7 +143,7 @@ class PackedDataset:
         return {"text": text, "segment_ids": segment_ids, "is_input": is_input}
 
     def epochs(self, rows: int) -> float:
-        """Passes over the documents that the first `rows` rows are."""
+        """Return passes over the documents that the first `rows` rows are."""
         place = int(self._index["sample_idx"][rows - 1, 1]) if rows else 0
         return place / self._documents_per_epoch
 
@@ -163,7 +163,7 @@ class PackedDataset:
     def _checked_lengths(
         self, documents: npt.NDArray[np.int64], on_too_long: OnTooLong
     ) -> npt.NDArray[np.int64]:
-        """Tokens of each of `documents`, after what is too long has been judged."""
+        """Return tokens of each of `documents`, after what is too long has been judged."""
         prefix = self.source.prefix
         if len(documents) == 0:
             raise DataError(

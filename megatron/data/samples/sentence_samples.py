@@ -80,11 +80,11 @@ class SentenceSamples:
         return row
 
     def sentences(self, start: int, stop: int) -> list[Tokens]:
-        """The tokens of each of the sentences start..stop - 1."""
+        """Return the tokens of each of the sentences start..stop - 1."""
         return [self.indexed.get(sentence) for sentence in range(start, stop)]
 
     def generator(self, index: SupportsIndex) -> np.random.RandomState:
-        """The generator of sample `index`: the same whoever draws it, and whenever."""
+        """Return the generator of sample `index`: the same whoever draws it, and whenever."""
         return np.random.RandomState((self.seed + operator.index(index)) % 2**32)
 
     def fingerprint(self, **recipe: str | int | float) -> str:
@@ -92,7 +92,7 @@ class SentenceSamples:
         return fingerprint({**self._description, **recipe})
 
     def refuse_length(self, index: SupportsIndex, found: int, most: int) -> DataError:
-        """The error that says that sample `index` does not fit its row."""
+        """Return the error that says that sample `index` does not fit its row."""
         return DataError(
             f"sample {operator.index(index)} of {self.name} is longer than its row",
             found=f"{found} tokens; room for {most}",
@@ -135,7 +135,7 @@ class SentenceDataset:
 
 
 def joined(sentences: Sequence[Tokens]) -> list[int]:
-    """The tokens of all sentences, end to end."""
+    """Return the tokens of all sentences, end to end."""
     return [token for sentence in sentences for token in sentence.tolist()]
 
 

@@ -56,7 +56,7 @@ class T5Recipe:
             )
 
     def rule(self, num_samples: int) -> SentenceRule:
-        """How documents are cut into samples."""
+        """Return how documents are cut into samples."""
         return SentenceRule(
             num_samples=num_samples,
             max_tokens=self.seq_length - _SPECIAL_TOKENS,
@@ -152,7 +152,7 @@ class _Sides(NamedTuple):
 
 
 def _two_sides(tokens: list[int], masked: MaskedTokens, recipe: T5Recipe) -> _Sides:
-    """The text with one sentinel per span, and each sentinel followed by its span."""
+    """Return the text with one sentinel per span, and each sentinel followed by its span."""
     encoder: list[int] = []
     spans: list[int] = []
     done = 0

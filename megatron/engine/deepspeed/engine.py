@@ -163,7 +163,7 @@ class DeepSpeedEngine:
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """What `measure` says of `num_microbatches` of this replica."""
+        """Return what `measure` says of `num_microbatches` of this replica."""
         self.runtime.eval()
         found = []
         with self.runtime.module.measured_by(measure):
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
         return found
 
     def state(self, *, optimizer: bool) -> EngineState:
-        """The model, and the optimizer if asked, as named parts of whole tensors."""
+        """Return the model, and the optimizer if asked, as named parts of whole tensors."""
         tensors = self._updates.tensors(optimizer=optimizer)
         scalars = {"optimizer": self._updates.scalars()} if optimizer else {}
         return EngineState(tuple(tensors), scalars)
@@ -184,7 +184,7 @@ class DeepSpeedEngine:
         self._updates.restored(given, optimizer=optimizer)
 
     def live(self) -> Live:
-        """What a save in DeepSpeed's own layout needs of this rank."""
+        """Return what a save in DeepSpeed's own layout needs of this rank."""
         state = read_scalars(self._updates.scalars()).loss_scaler
         return live_run(
             self.runtime,
@@ -196,7 +196,9 @@ class DeepSpeedEngine:
         )
 
     def params_norm(self) -> float:
-        """L2 norm of the whole model's parameters, each counted once. Reduces over the model."""
+        """Return L2 norm of the whole model's parameters, each counted once. Reduces over
+        the model.
+        """
         mine = owned_by_this_rank(self.named, self._context)
         shared = self.plan.stage == 3
         counted = [self._values(p) for (_, p), here in zip(self.named, mine) if here]
@@ -235,7 +237,7 @@ class DeepSpeedEngine:
         )
 
     def _named_of(self, model: nn.Module) -> tuple[tuple[str, Parameter], ...]:
-        """The parameters of what `_build_model` made, under their global names."""
+        """Return the parameters of what `_build_model` made, under their global names."""
         return tuple(model.named_parameters())
 
     def _start(self, model: nn.Module) -> DeepSpeedRuntime:
@@ -258,14 +260,16 @@ class DeepSpeedEngine:
         return self._task.batch(on_device(next(batches)), self._batch_options)
 
     def _values(self, parameter: Parameter) -> Tensor:
-        """What this rank keeps of a weight."""
+        """Return what this rank keeps of a weight."""
         if self.plan.stage < 3:
             return parameter.detach()
         return partitioned(parameter).ds_tensor.detach()[: partition_range(parameter).size]
 
 
 def json_for_deepspeed(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
-    """What DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes into it."""
+    """Return what DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes
+    into it.
+    """
     return copy.deepcopy(dict(plan.json))
 
 

@@ -28,7 +28,7 @@ class DeepSpeedGrid:
         return self._context.model.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Handle of the group of one replica."""
+        """Return handle of the group of one replica."""
         return self._context.model.handle
 
     def get_tensor_model_parallel_rank(self) -> int:
@@ -40,11 +40,11 @@ class DeepSpeedGrid:
         return self._context.tp.size
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Handle of the group that shares each layer."""
+        """Return handle of the group that shares each layer."""
         return self._context.tp.handle
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        """Global rank of the first of those that share each layer."""
+        """Return global rank of the first of those that share each layer."""
         return self._context.tp.ranks[0]
 
     def get_pipeline_model_parallel_rank(self) -> int:
@@ -56,7 +56,7 @@ class DeepSpeedGrid:
         return self._context.pp.size
 
     def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Handle of the group of the stages of one replica."""
+        """Return handle of the group of the stages of one replica."""
         return self._context.pp.handle
 
     def get_data_parallel_rank(self) -> int:
@@ -68,11 +68,11 @@ class DeepSpeedGrid:
         return self._context.dp.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Handle of the group of replicas."""
+        """Return handle of the group of replicas."""
         return self._context.dp.handle
 
     def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
-        """Global ranks of the group of replicas."""
+        """Return global ranks of the group of replicas."""
         return self._context.dp.ranks
 
 

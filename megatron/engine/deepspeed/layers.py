@@ -150,7 +150,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
 
 
 def class_names(specs: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """The class names by which type:REGEX finds layers."""
+    """Return the class names by which type:REGEX finds layers."""
     return tuple(_BLOCK_CLASS if spec.block else _camel(spec.name) + "Pipe" for spec in specs)
 
 

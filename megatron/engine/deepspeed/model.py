@@ -57,7 +57,7 @@ class DeepSpeedModel(nn.Module):
             assemble(self, [replace(spec, build=partial(_itself, layer))])
 
     def forward(self, inputs: Carry, labels: Carry) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of one micro-batch, and how many tokens were counted."""
+        """Return the sum of the losses of one micro-batch, and how many tokens were counted."""
         carry = run_layers(self, self._specs, inputs)
         loss = self._loss(carry, labels)
         return loss.total, loss.count
@@ -72,7 +72,7 @@ class DeepSpeedModel(nn.Module):
             self._loss = before
 
     def used_elsewhere(self) -> Iterator[nn.Parameter]:
-        """Parameters that some layer uses without being called (a tied embedding's)."""
+        """Yield parameters that some layer uses without being called (a tied embedding's)."""
         for spec in self._specs:
             if spec.call != "forward":
                 yield from self.get_submodule(spec.name).parameters()
@@ -81,7 +81,7 @@ class DeepSpeedModel(nn.Module):
 def zero3_partitioner(
     deepspeed: ModuleType, json: dict[str, JsonValue], build: ModelBuild, grid: DeepSpeedGrid
 ) -> Share:
-    """What shares a layer out over replicas as ZeRO stage 3 does."""
+    """Return what shares a layer out over replicas as ZeRO stage 3 does."""
 
     def share(layer: nn.Module) -> None:
         parameters = list(layer.parameters())
@@ -117,7 +117,7 @@ def weights_saved_by_reference(stage: int) -> Iterator[None]:
 
 
 def _filled(spec: LayerSpec, build: ModelBuild, *, seed: int) -> nn.Module:
-    """One layer with its initial values, on the device of this process."""
+    """Return one layer with its initial values, on the device of this process."""
     root = nn.Module()  # gives it its global name
     with torch.device(device.current()):
         assemble(root, [spec])

@@ -50,7 +50,7 @@ def cpu_adam_for(
 
 
 def _stale_lock() -> str | None:
-    """A compiler's lock that nobody of this run holds; waiting for it would never end."""
+    """Return a compiler's lock that nobody of this run holds; waiting for it would never end."""
     lock = Path(cpp_extension._get_build_directory(_EXTENSION, False), "lock")
     return f"{lock} is left from a compiler that died; remove it" if lock.exists() else None
 

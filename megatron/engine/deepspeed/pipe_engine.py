@@ -165,7 +165,7 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
 
 
 def _accumulated(parameter: Parameter) -> Tensor | None:
-    """Where the gradients of all micro-batches are, whichever optimizer adds them up.
+    """Return where the gradients of all micro-batches are, whichever optimizer adds them up.
 
     Our buffer at stage 0; at stage 1 DeepSpeed's for bf16, its for other half precision (which its
     own sum over stages forgets), or the gradient itself.

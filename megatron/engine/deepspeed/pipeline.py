@@ -78,7 +78,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """What `measure` says of `num_microbatches` of this replica, on the last stage."""
+        """Return what `measure` says of `num_microbatches` of this replica, on the last stage."""
         taken = [self._next(batches) for _ in range(num_microbatches)]
         with self._loss.replaced_by(measure) as found:
             self.runtime.evaluate_on(taken)
@@ -147,7 +147,7 @@ class TokenLoss:
         self._measure = None
 
     def __call__(self, carry: Carry, labels: Carry) -> Tensor:
-        """The sum of the losses of one micro-batch, multiplied; one number."""
+        """Return the sum of the losses of one micro-batch, multiplied; one number."""
         if self._measure is not None:
             total, count = self._measure(carry, labels)
             self._sums.append(torch.stack([total.detach(), count.detach()]))
@@ -208,7 +208,9 @@ def _cut(
     method: str | None,
     ctx: ParallelContext,
 ) -> "StageCut":
-    """Where stages begin: as in the native engine, unless DeepSpeed's own method is asked for."""
+    """Return where stages begin: as in the native engine, unless DeepSpeed's own method is
+    asked for.
+    """
     from megatron.engine.deepspeed.layers import StageCut
 
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)

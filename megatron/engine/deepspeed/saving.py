@@ -44,7 +44,7 @@ def live_run(
     loss_scale: LossScale,
     own: MegatronOptimizer | None,
 ) -> Live:
-    """What `save_deepspeed` needs of a run.
+    """Return what `save_deepspeed` needs of a run.
 
     Args:
         runtime: DeepSpeed's engine.
@@ -138,7 +138,7 @@ def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> objec
 def _as_deepspeed_keeps_it(
     own: MegatronOptimizer, ordered: Named, loss_scale: LossScale
 ) -> dict[str, object]:
-    """Our optimizer's state in the form that DeepSpeed's has without ZeRO."""
+    """Return our optimizer's state in the form that DeepSpeed's has without ZeRO."""
     named, steps = own.named_state(), float(read_scalars(own.scalars()).steps)
     numbers = {name: at for at, (name, _) in enumerate(ordered)}
     state = {
@@ -175,7 +175,9 @@ def _master_of(kinds: Mapping[str, Tensor], parameter: Parameter) -> Tensor:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor alone: of a view, torch.save would write all of the memory that it looks into."""
+    """Return the tensor alone: of a view, torch.save would write all of the memory that it
+    looks into.
+    """
     values = tensor.detach()
     whole = values.untyped_storage().nbytes() == values.numel() * values.element_size()
     return values if whole else values.clone()

@@ -54,7 +54,7 @@ def start_deepspeed(context: ParallelContext) -> ModuleType:
 
 
 def import_deepspeed() -> ModuleType:
-    """The package, of a version that was tested; MachineError names both otherwise."""
+    """Return the package, of a version that was tested; MachineError names both otherwise."""
     problem = version_problem()
     if problem is not None:
         raise problem
@@ -79,7 +79,7 @@ def quietly() -> Iterator[None]:
 
 
 def fp16_is_supported() -> bool:
-    """Whether DeepSpeed computes in float16 on the device of this process."""
+    """Return whether DeepSpeed computes in float16 on the device of this process."""
     return bool(import_deepspeed().get_accelerator().is_fp16_supported())
 
 

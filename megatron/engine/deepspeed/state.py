@@ -58,7 +58,7 @@ class ZeroShards:
         return any(parameter.dtype != torch.float32 for _, parameter in self._named)
 
     def weights(self) -> list[ShardedTensor]:
-        """The weights of the model, as this rank holds them."""
+        """Return the weights of the model, as this rank holds them."""
         if not self.is_partitioned:
             return parameter_tensors(self._named, self._context)
         return [
@@ -79,7 +79,7 @@ class ZeroShards:
             yield name, parameter, owned, _values(parameter, owned, is_partitioned=True)
 
     def sharded(self, key: str, span: _Span, flat: Tensor) -> ShardedTensor:
-        """The span of `flat` (a master, or state of its shape) under `key`."""
+        """Return the span of `flat` (a master, or state of its shape) under `key`."""
         parameter = span.parameter
         shape = partitioned(parameter).ds_shape if self.is_partitioned else parameter.shape
         return ShardedTensor.of_range(
@@ -124,7 +124,7 @@ class ZeroShards:
     def _spans(
         self, order: Sequence[Parameter], offsets: Sequence[int] | None, mine: ElementRange
     ) -> Iterator[_Span]:
-        """Of parameters laid one after the other, or at `offsets`, what lies in `mine`."""
+        """Yield what lies in `mine` of parameters that are laid out at `offsets`, or end to end."""
         done = 0
         for at, parameter in enumerate(order):
             begin = done if offsets is None else offsets[at]
@@ -150,7 +150,9 @@ class ZeroShards:
 
 
 def state_of_shards(shards: ZeroShards, rule: torch.optim.Optimizer) -> list[ShardedTensor]:
-    """The update rule's state of every shard, and the masters where they say more than weights."""
+    """Return the update rule's state of every shard, and the masters where they say more
+    than weights.
+    """
     found = []
     for flat in shards.flats:
         kinds = {
@@ -170,7 +172,7 @@ def state_of_shards(shards: ZeroShards, rule: torch.optim.Optimizer) -> list[Sha
 
 
 def partition_range(parameter: Parameter) -> ElementRange:
-    """The elements of a parameter of stage 3, flattened, whose values this rank keeps."""
+    """Return the elements of a parameter of stage 3, flattened, whose values this rank keeps."""
     part = partitioned(parameter)
     length = part.partition_numel()
     start = min(part.ds_zero_partition_rank * length, part.ds_numel)

@@ -66,13 +66,13 @@ class Updates(Protocol):
         """Prepare for a step of `num_passes` backward passes, with these numbers for its update."""
 
     def outcome(self) -> OptimizerReport:
-        """What DeepSpeed's `step` has done; once, after every step."""
+        """Return what DeepSpeed's `step` has done; once, after every step."""
 
     def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
-        """The weights, and the optimizer's state if asked, as views."""
+        """Return the weights, and the optimizer's state if asked, as views."""
 
     def scalars(self) -> dict[str, JsonValue]:
-        """The rest of the optimizer's state, as JSON values."""
+        """Return the rest of the optimizer's state, as JSON values."""
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over what was read into `tensors`; without optimizer state, only the weights."""
@@ -86,7 +86,7 @@ def updates_for(
     stage: int,
     cpu_adam: CpuAdam | None = None,
 ) -> Updates:
-    """How weights are updated at a ZeRO stage.
+    """Return how weights are updated at a ZeRO stage.
 
     Args:
         named: every trainable parameter of this rank with its global name.
@@ -143,19 +143,19 @@ class NativeUpdates:
         self._report = None
 
     def outcome(self) -> OptimizerReport:
-        """What the step has done."""
+        """Return what the step has done."""
         assert self._report is not None  # noqa: S101  # invariant: DeepSpeed has called `_step`
         return self._report
 
     def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
-        """The weights, and the optimizer's state if asked, as views."""
+        """Return the weights, and the optimizer's state if asked, as views."""
         found = parameter_tensors(self._named, self._context)
         if optimizer:
             found += optimizer_tensors(self._named, self._optimizer, self._context)
         return found
 
     def scalars(self) -> dict[str, JsonValue]:
-        """The number of updates, and the loss scale."""
+        """Return the number of updates, and the loss scale."""
         return self._optimizer.scalars()
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
@@ -243,7 +243,7 @@ class ZeroUpdates:
             target["weight_decay"] = weight_decay * group.weight_decay_multiplier
 
     def outcome(self) -> OptimizerReport:
-        """What the step has done, and what follows for the loss scale.
+        """Return what the step has done, and what follows for the loss scale.
 
         Raises:
             NumericsError: the gradients overflow at the smallest loss scale.
@@ -261,14 +261,14 @@ class ZeroUpdates:
         )
 
     def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
-        """The weights, and the optimizer's state if asked, as views."""
+        """Return the weights, and the optimizer's state if asked, as views."""
         found = self._shards.weights()
         if optimizer:
             found += state_of_shards(self._shards, self.torch_optimizer)
         return found
 
     def scalars(self) -> dict[str, JsonValue]:
-        """The number of updates, and the loss scale; spelled as our own optimizer does."""
+        """Return the number of updates, and the loss scale; spelled as our own optimizer does."""
         scalars: dict[str, JsonValue] = {
             "steps": self._steps,
             "loss_scaler": self._scaler.state_dict(),
@@ -324,7 +324,9 @@ class _OwnOptimizerSteps(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """What DeepSpeed averages over replicas, and (none) over those that share experts."""
+        """Return what DeepSpeed averages over replicas, and (none) over those that share
+        experts.
+        """
         return [flat.data for flat in self._gradients.flats], {}
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]  # never a loss
@@ -355,7 +357,7 @@ class FrozenLossScale:
         return self._scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as `backward` takes it."""
+        """Return the loss as `backward` takes it."""
         return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
 
     def update_scale(self, overflow: bool) -> None:

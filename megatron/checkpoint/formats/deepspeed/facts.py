@@ -58,7 +58,7 @@ class FolderFacts:
         return None if self.record is None else (self.record.layout.tp, self.record.layout.pp)
 
     def parameters(self, names: Iterable[str]) -> dict[str, KnownParameter]:
-        """Our parameters by DeepSpeed's `names` of all ranks.
+        """Return our parameters by DeepSpeed's `names` of all ranks.
 
         Raises:
             CheckpointError: a name that means nothing here.
@@ -92,7 +92,7 @@ class FolderFacts:
             )
 
     def _expected(self, found: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes by our names; empty where nobody knows the model."""
+        """Return whole shapes by our names; empty where nobody knows the model."""
         if self.record is not None:
             known = self.record.parameters.values()
             return {each.name: each.shape for each in known if each.shape is not None}
@@ -136,7 +136,9 @@ class FactsSource(SourceBase):
 
 
 def scaler_fields(scaler: Any) -> dict[str, float]:
-    """The state of our dynamic loss scale that equals DeepSpeed's; empty for a constant one."""
+    """Return the state of our dynamic loss scale that equals DeepSpeed's; empty for a
+    constant one.
+    """
     fields = _fields(scaler)
     if fields.get("last_overflow_iter") is None:
         return {}

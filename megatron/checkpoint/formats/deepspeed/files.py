@@ -37,7 +37,9 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def load(path: Path) -> Any:
-    """What one of DeepSpeed's files holds, its tensors mapped from the file; no code of it runs."""
+    """Return what one of DeepSpeed's files holds, its tensors mapped from the file; no code
+    of it runs.
+    """
     return unpickle.load(path, also=_STAND_INS)
 
 
@@ -97,7 +99,9 @@ class DeepSpeedFolder(NamedTuple):
 
 
 def recognise(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint of DeepSpeed, and not one in its universal layout."""
+    """Return whether `directory` is a checkpoint of DeepSpeed, and not one in its universal
+    layout.
+    """
     if (directory / "zero").is_dir():
         return False
     return any(
@@ -123,7 +127,7 @@ class FolderGrid(NamedTuple):
 def grid_of(
     folder: DeepSpeedFolder, state: Mapping[str, Any], known: tuple[int, int] | None
 ) -> FolderGrid:
-    """The grid of ranks, with every file that it calls for found to be there.
+    """Return the grid of ranks, with every file that it calls for found to be there.
 
     Args:
         state: of the first model-parallel rank.

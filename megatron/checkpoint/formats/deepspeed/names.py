@@ -36,7 +36,7 @@ _SHOWN = 5
 def known_parameters(
     names: Iterable[str], config: Mapping[str, Mapping[str, Any]], vocab_rows: int | None
 ) -> dict[str, KnownParameter]:
-    """Our parameters by the names of Megatron-DeepSpeed, of all ranks together.
+    """Return our parameters by the names of Megatron-DeepSpeed, of all ranks together.
 
     Args:
         config: groups of plain values that say whether the MLP is gated.
@@ -71,7 +71,7 @@ def known_parameters(
 
 
 def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] | None:
-    """The whole shape of what has a row for each token; None of all others."""
+    """Return the whole shape of what has a row for each token; None of all others."""
     if rows is None:
         return None
     if ours == WORD_BIAS:
@@ -80,7 +80,9 @@ def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] |
 
 
 def first_block(names: Iterable[str]) -> int:
-    """The number that block 0 of a pipeline has in DeepSpeed's list; 0 where there is none."""
+    """Return the number that block 0 of a pipeline has in DeepSpeed's list; 0 where there
+    is none.
+    """
     found = [_NUMBERED.fullmatch(name) for name in names]
     return min((int(match[1]) for match in found if match and match[2] in BLOCK), default=0)
 

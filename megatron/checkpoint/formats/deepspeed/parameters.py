@@ -56,7 +56,7 @@ class RunRecord:
     order: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """Lists, dicts, numbers and text: what a weights-only reader takes."""
+        """List, dicts, numbers and text: what a weights-only reader takes."""
         return {
             "version": RECORD_VERSION,
             "iteration": self.iteration,
@@ -103,7 +103,7 @@ class RunRecord:
 def describe_parameter(
     name: str, parameter: Tensor, local_shape: Sequence[int], *, tp: int, tied: bool = False
 ) -> KnownParameter:
-    """The facts about a live parameter of ours, from the attributes it carries.
+    """Return the facts about a live parameter of ours, from the attributes it carries.
 
     Args:
         local_shape: of this rank's part; under ZeRO-3 the tensor itself is empty most of the time.
@@ -116,7 +116,7 @@ def describe_parameter(
 
 
 def universal_info(parameters: Mapping[str, KnownParameter]) -> dict[str, Any]:
-    """What DeepSpeed's own converter to its universal layout must know of `parameters`.
+    """Return what DeepSpeed's own converter to its universal layout must know of `parameters`.
 
     Without it that converter joins every split parameter along dimension 0, halves of gated units
     and replicated tables included.
@@ -144,7 +144,7 @@ def universal_info(parameters: Mapping[str, KnownParameter]) -> dict[str, Any]:
 
 
 def merged(records: Iterable[Mapping[str, KnownParameter]]) -> dict[str, KnownParameter]:
-    """The parameters of several ranks as one mapping.
+    """Return the parameters of several ranks as one mapping.
 
     Raises:
         CheckpointError: two ranks say different things about one of DeepSpeed's names.

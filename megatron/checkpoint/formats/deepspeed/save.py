@@ -149,7 +149,9 @@ def _let_write(
 
 
 def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
-    """Bytes of this rank's files: its share of the optimizer, and of replica 0 the weights too."""
+    """Return bytes of this rank's files: its share of the optimizer, and of replica 0 the
+    weights too.
+    """
     counted = [t for t in snapshot.tensors if first or not t.name.startswith("model/")]
     parts = [part.view for tensor in counted for part in tensor.parts]
     held = sum(view.numel() * view.element_size() for view in parts)

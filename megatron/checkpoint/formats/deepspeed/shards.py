@@ -105,7 +105,9 @@ def rank_state(
 
 
 def shape_of_shares(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The local shapes that a model state lists for its optimizer, by name; empty without ZeRO."""
+    """Return the local shapes that a model state lists for its optimizer, by name; empty
+    without ZeRO.
+    """
     groups = state.get("param_shapes") or ()
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
@@ -202,7 +204,9 @@ def _order_by_groups(held: Mapping[str, RankTensors]) -> list[str]:
 def _unshared_flat(
     state: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
 ) -> RankState:
-    """The same where each group has been made one flat tensor: fp16 with a fused optimizer."""
+    """Return the same where each group has been made one flat tensor: fp16 with a fused
+    optimizer.
+    """
     counts: set[int] = set()
     left = iter(names)
     for group, master in enumerate(state["fp32_groups_flat"]):
@@ -221,7 +225,7 @@ def _unshared_flat(
 
 
 def _state_of(base: Any, number: int) -> Mapping[str, Any]:
-    """The state of one (flat) parameter; elastic files keep a bare list."""
+    """Return the state of one (flat) parameter; elastic files keep a bare list."""
     if isinstance(base, Mapping):
         fields: Mapping[str, Any] = base.get("state", {}).get(number, {})
         group = base.get("param_groups", ())
@@ -232,7 +236,7 @@ def _state_of(base: Any, number: int) -> Mapping[str, Any]:
 
 
 def _moments(state: Mapping[str, Any], counts: set[int]) -> dict[str, Tensor]:
-    """The tensors of an update rule; its number of steps goes into `counts`."""
+    """Return the tensors of an update rule; its number of steps goes into `counts`."""
     if "step" in state:
         counts.add(int(state["step"]))
     return {
@@ -272,5 +276,5 @@ def _contradiction(found: str) -> CheckpointError:
 
 
 def missing_elements(held: RankTensors, kind: str) -> int:
-    """How many elements of the local tensor the ranges of `kind` leave out."""
+    """Return how many elements of the local tensor the ranges of `kind` leave out."""
     return whole(held.shape).size - sum(r.values.numel() for r in held.kinds.get(kind, ()))

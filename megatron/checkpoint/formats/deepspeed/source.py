@@ -102,7 +102,9 @@ class DeepSpeedSource(FactsSource):
         return {"optimizer": {"steps": self._steps, "loss_scaler": scaler}}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`, put together from the parts of all ranks that hold them."""
+        """Return the elements `box` of `name`, put together from the parts of all ranks
+        that hold them.
+        """
         described = self._described[name]
         space, _, rest = name.partition("/")
         kind, ours = (WEIGHT, rest) if space == "model" else tuple(rest.split("/", 1))
@@ -196,7 +198,7 @@ class DeepSpeedSource(FactsSource):
                     parts[tp].read_into(target, kind, wanted, entry.known.name)
 
     def _reordered(self, entry: _Entry, kind: str, part: RankTensors, dtype: torch.dtype) -> Tensor:
-        """One rank's whole part with its rows in our order."""
+        """Return one rank's whole part with its rows in our order."""
         local = torch.empty(part.shape, dtype=dtype)
         part.read_into(local, kind, whole(part.shape), entry.known.name)
         return self.facts.rows.to_ours(entry.known.name, local)
@@ -231,7 +233,7 @@ class DeepSpeedSource(FactsSource):
 
 
 def first_state(directory: Path) -> Mapping[str, Any]:
-    """What the file of the first rank says of its whole run."""
+    """Return what the file of the first rank says of its whole run."""
     folder = DeepSpeedFolder.of(directory)
     files = folder.model_of_share or folder.model
     if not files:
@@ -251,7 +253,9 @@ def first_state(directory: Path) -> Mapping[str, Any]:
 
 
 def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of training by the JSON that DeepSpeed was given; for files without weights."""
+    """Return the dtype of training by the JSON that DeepSpeed was given; for files without
+    weights.
+    """
     config = state.get("ds_config")
     settings = config if isinstance(config, Mapping) else {}
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
@@ -265,7 +269,7 @@ def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
 def _open_ranks(
     folder: DeepSpeedFolder, grid: deepspeed_files.FolderGrid, facts: FolderFacts
 ) -> dict[tuple[int, int], RankState]:
-    """What every model-parallel rank holds, by (stage, tensor-parallel rank)."""
+    """Return what every model-parallel rank holds, by (stage, tensor-parallel rank)."""
     states = {
         (stage, tp): deepspeed_files.load(
             folder.model_of_share[rank, 0] if folder.partitioned else folder.model[rank]
@@ -300,13 +304,13 @@ def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _listed_names(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of one rank's parameters, where its state says them."""
+    """Return the names of one rank's parameters, where its state says them."""
     shapes = shape_of_shares(state)
     return tuple(shapes) if shapes else tuple(_order(state))
 
 
 def _order(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names in the order of the optimizer, if a run of ours wrote them; else none."""
+    """Return the names in the order of the optimizer, if a run of ours wrote them; else none."""
     record = state.get(RECORD)
     return tuple(record.get("order", ())) if isinstance(record, Mapping) else ()
 
@@ -317,7 +321,8 @@ def _layer_weights(
     listed: Mapping[tuple[int, int], tuple[str, ...]],
     ours: Mapping[str, str],
 ) -> dict[int, dict[str, Tensor]]:
-    """The weights of a pipeline's layers by the first stage that lists them, by DeepSpeed's names.
+    """Return the weights of a pipeline's layers by the first stage that lists them, by DeepSpeed's
+    names.
 
     A file has the names within its layer; the number, or the key of a tied module, is put before.
     """
@@ -362,8 +367,8 @@ def _agreed_steps(ranks: Mapping[tuple[int, int], RankState]) -> int | None:
 
 
 def _true_shape(padded: tuple[int, ...], known: KnownParameter) -> tuple[int, ...]:
-    """The shape without padding rows. A table that is smaller than it should be stays as it is:
-    whoever loads it says so."""
+    """Return the shape without padding rows. A table that is smaller than it should be stays as it
+    is: whoever loads it says so."""
     if known.shape is None or known.shape[0] > padded[0]:
         return padded
     return known.shape

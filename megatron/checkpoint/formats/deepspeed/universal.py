@@ -110,7 +110,7 @@ class UniversalSource(FactsSource):
         return {} if steps is None else {"optimizer": {"steps": steps, "loss_scaler": {}}}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`."""
+        """Return the elements `box` of `name`."""
         described = self._described[name]
         stored, kind = self._find(name)
         values = self._whole(stored, kind)
@@ -145,7 +145,9 @@ class UniversalSource(FactsSource):
         return self._stored[ours], _FP32 if kind == "master" else kind
 
     def _shape(self, stored: _Stored, kind: str) -> tuple[int, ...]:
-        """The whole shape without padding rows; nothing is read but how the file was made."""
+        """Return the whole shape without padding rows; nothing is read but how the file was
+        made.
+        """
         shape = tuple(self._whole(stored, kind, shape_only=True).shape)
         true = stored.known.shape
         if has_vocabulary_rows(stored.known.name) and true is not None and true[0] <= shape[0]:
@@ -153,7 +155,7 @@ class UniversalSource(FactsSource):
         return shape
 
     def _whole(self, stored: _Stored, kind: str, *, shape_only: bool = False) -> Tensor:
-        """One tensor as its file has it, or put together anew where it was joined wrongly.
+        """Return one tensor as its file has it, or put together anew where it was joined wrongly.
 
         Args:
             shape_only: the values do not matter, and are not read.
@@ -208,7 +210,7 @@ class UniversalSource(FactsSource):
 
 
 def recognise(directory: Path) -> bool:
-    """Whether a folder is one universal checkpoint, by the names in it."""
+    """Return whether a folder is one universal checkpoint, by the names in it."""
     return (directory / "zero").is_dir() and any(
         entry.name.endswith("_model_states.pt") for entry in directory.iterdir()
     )
@@ -327,7 +329,8 @@ def _write_parameters(
 
 
 def _padded(table: Tensor, multiple: int) -> Tensor:
-    """The table with rows of zeros up to a multiple, as a run without tensor parallelism has it.
+    """Return the table with rows of zeros up to a multiple, as a run without tensor parallelism has
+    it.
 
     DeepSpeed's loader adds rows at stages 1 and 2; at stage 3 a table of another length silently
     shifts every parameter that comes after it.
@@ -337,7 +340,9 @@ def _padded(table: Tensor, multiple: int) -> Tensor:
 
 
 def _how_joined(known: KnownParameter) -> dict[str, Any]:
-    """What DeepSpeed's loader must know to split a whole parameter over tensor-parallel ranks."""
+    """Return what DeepSpeed's loader must know to split a whole parameter over
+    tensor-parallel ranks.
+    """
     fields: dict[str, Any] = {}
     if known.partition is not None:
         fields["cat_dim"] = known.partition.dim
@@ -419,7 +424,7 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 
 def _tensor_parallel_size(state: Mapping[str, Any], facts: FolderFacts) -> int:
-    """How many parts were joined; 1 where nobody says."""
+    """Return how many parts were joined; 1 where nobody says."""
     if facts.grid is not None:
         return facts.grid[0]
     dimensions = state.get("checkpoint_parallel_dimensions")
@@ -430,12 +435,12 @@ def _tensor_parallel_size(state: Mapping[str, Any], facts: FolderFacts) -> int:
 
 
 def _in_parts(fields: Mapping[str, Any]) -> bool:
-    """Whether the converter knew that the parameter is several in one."""
+    """Return whether the converter knew that the parameter is several in one."""
     return int(fields.get("param_n_sub_params", 1)) > 1 or "sub_param_shape" in fields
 
 
 def _unflattened(values: Tensor, shape: tuple[int, ...], path: Path, tp: int) -> Tensor:
-    """The flat tensor that the converter makes of ZeRO-3's shares, in its own shape."""
+    """Return the flat tensor that the converter makes of ZeRO-3's shares, in its own shape."""
     if values.dim() != 1 or values.numel() != math.prod(shape):
         if tp > 1 or values.dim() > 1:  # joined over ranks, so no longer of one rank's shape
             return values

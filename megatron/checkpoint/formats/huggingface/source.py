@@ -99,7 +99,7 @@ class HuggingFaceSource(SourceBase):
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`; touches the rows that hold them and no others."""
+        """Return the elements `box` of `name`; touches the rows that hold them and no others."""
         layout, result = self._layouts[name], self._empty(name, box)
         if len(layout.shape) < 3:
             self._read_rows(layout, box, result)
@@ -147,7 +147,7 @@ class HuggingFaceSource(SourceBase):
             target.copy_(span[:, at - low : at - low + count].t())
 
     def _matched(self) -> dict[str, _Layout]:
-        """Our tensors and where they are.
+        """Return our tensors and where they are.
 
         Raises:
             CheckpointError: names and shapes in the files that are not those of the config.
@@ -180,7 +180,7 @@ class HuggingFaceSource(SourceBase):
         return layouts
 
     def _stored_strips(self, strips: tuple[Strip, ...]) -> tuple[Strip, ...]:
-        """Of a tensor that may be there twice, the keys that are."""
+        """Return of a tensor that may be there twice, the keys that are."""
         if not all(strip.key in self.family.copies for strip in strips):
             return strips
         return tuple(strip for strip in strips if strip.key in self._keys) or strips[:1]
@@ -235,7 +235,7 @@ class HuggingFaceSource(SourceBase):
 
 
 def read_config(path: Path) -> Fields:
-    """The config.json at `path`.
+    """Return the config.json at `path`.
 
     Raises:
         CheckpointError: it is missing or not a JSON object; it names a field twice; the weights
@@ -303,7 +303,8 @@ def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
 
 
 def _known_keys(family: Family, stored: Mapping[str, Any], directory: Path) -> dict[str, str]:
-    """Names with the family's prefix, as they are spelled now, to names in the files; no buffers.
+    """Return names with the family's prefix, as they are spelled now, to names in the files; no
+    buffers.
 
     Files that were saved from a bare base model have no prefix.
     """

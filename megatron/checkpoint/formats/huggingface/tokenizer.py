@@ -111,7 +111,7 @@ def _not_settings(path: Path, reason: str) -> CheckpointError:
 
 
 def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
-    """The files for a run's tokenizer, or those of the folder that `options` name.
+    """Return the files for a run's tokenizer, or those of the folder that `options` name.
 
     Raises:
         CheckpointError: a file is missing, or the tokenizer cannot be told to `transformers`.
@@ -259,7 +259,9 @@ def _of_sentence_piece(
 
 
 def _unlike_llama(processor: Any) -> str | None:
-    """What `LlamaTokenizer` of transformers would not do, which reads pieces and scores alone."""
+    """Return what `LlamaTokenizer` of transformers would not do, which reads pieces and
+    scores alone.
+    """
     if processor.normalize(_UNNORMALIZED) != "\u2581" + _UNNORMALIZED.replace(" ", "\u2581"):
         return "it changes white space or characters before it splits a text"
     ids = range(processor.get_piece_size())

@@ -40,7 +40,8 @@ class Weights(Protocol):
 
 
 def open_weights(directory: Path) -> Weights:
-    """The weights in `directory`, whichever of the four forms they have; safetensors come first.
+    """Return the weights in `directory`, whichever of the four forms they have; safetensors come
+    first.
 
     Raises:
         CheckpointError: there are none, or files and index do not agree.

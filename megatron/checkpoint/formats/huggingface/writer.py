@@ -103,7 +103,7 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
 
 
 def model_of(source: CheckpointSource) -> ModelConfig:
-    """The model of `source`; CheckpointError when it does not know its shape."""
+    """Return the model of `source`; CheckpointError when it does not know its shape."""
     try:
         return from_plain(ModelConfig, source.config.get("model", {}))
     except ConfigError as error:
@@ -121,7 +121,8 @@ def plan_targets(
     sizes: Sizes,
     dtype: str | None = None,
 ) -> dict[str, ExportTarget]:
-    """Their tensors by name, in the order of the model, and which of our rows each is made of.
+    """Return their tensors by name, in the order of the model, and which of our rows each is made
+    of.
 
     Raises:
         CheckpointError: the source does not hold just the tensors of the model that it describes.
@@ -146,7 +147,7 @@ def plan_targets(
 
 
 def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
-    """One of their tensors, put together from our rows."""
+    """Return one of their tensors, put together from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     if len(target.parts) == 1 and not target.transposed:
         ((name, box, _),) = target.parts
@@ -162,7 +163,7 @@ def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
 
 
 def shards(targets: Mapping[str, ExportTarget], limit: int) -> Iterator[list[str]]:
-    """Names for one file each, in the order of the model, up to `limit` bytes."""
+    """Yield names for one file each, in the order of the model, up to `limit` bytes."""
     names: list[str] = []
     total = 0
     for name, target in targets.items():

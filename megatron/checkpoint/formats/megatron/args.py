@@ -59,7 +59,7 @@ _REFUSED = (
 
 
 def config_of_args(args: Mapping[str, Any]) -> Groups:
-    """Our config groups (plain values) as far as Megatron's flat `args` say them.
+    """Return our config groups (plain values) as far as Megatron's flat `args` say them.
 
     Raises:
         CheckpointError: the flags describe a model that ours cannot be.

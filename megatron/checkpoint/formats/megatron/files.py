@@ -108,7 +108,7 @@ class RankFile:
         return OptimizerShard(tensors, self._steps(groups, inner["state"]), self._scaler(state))
 
     def error(self, found: str, fix: str) -> CheckpointError:
-        """An error that this file is not what a Megatron checkpoint should be."""
+        """Return an error that this file is not what a Megatron checkpoint should be."""
         return CheckpointError(
             "a file of a Megatron checkpoint does not hold what it should",
             found=f"{self.path}: {found}",
@@ -118,7 +118,9 @@ class RankFile:
     def _keys_of_groups(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
     ) -> list[list[Key]]:
-        """Which parameters the numbers of each group stand for, held to the shapes of the state."""
+        """Return which parameters the numbers of each group stand for, held to the shapes
+        of the state.
+        """
         decayed = [key for key, value in self.parameters.items() if value.dim() > 1]
         spared = [key for key, value in self.parameters.items() if value.dim() <= 1]
         wanted = [names for names in (decayed, spared) if names]
@@ -195,7 +197,9 @@ class MegatronFiles:
         self._open: dict[tuple[int, int], RankFile] = {}
 
     def rank(self, tp: int, pp: int) -> RankFile:
-        """The file of one rank. Files that cannot be mapped are kept for one stage at a time."""
+        """Return the file of one rank. Files that cannot be mapped are kept for one stage
+        at a time.
+        """
         if (tp, pp) not in self._open:
             path = self.paths[tp, pp]
             if not unpickle.is_mapped(path):
@@ -221,7 +225,7 @@ class MegatronFiles:
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether a folder holds files of ranks as Megatron names them."""
+    """Return whether a folder holds files of ranks as Megatron names them."""
     return any(
         _RANK.fullmatch(entry.name) and any((entry / name).is_file() for name in NAMES)
         for entry in directory.iterdir()

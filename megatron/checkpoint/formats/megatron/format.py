@@ -25,7 +25,7 @@ def _save_run(run: RunSave) -> Saved:
 
 
 def _refuse_run(run: PlannedRun) -> ConfigError | None:
-    """Each rank's file is written from what that rank holds."""
+    """Return each rank's file is written from what that rank holds."""
     config = run.config
     found = []
     if config.parallel.use_distributed_optimizer:

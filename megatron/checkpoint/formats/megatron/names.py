@@ -123,7 +123,8 @@ _TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
 
 
 def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Our name of Megatron's parameter `theirs`; None when GPT and BERT have no such parameter.
+    """Return our name of Megatron's parameter `theirs`; None when GPT and BERT have no such
+    parameter.
 
     Args:
         theirs: dotted, without what stands before `embedding.`, `encoder.`, `lm_head.` and so on.
@@ -146,13 +147,13 @@ def megatron_name(ours: str, *, first_layer: int = 0) -> str:
 
 
 def is_known(ours: str) -> bool:
-    """Whether Megatron's GPT or BERT has a parameter for ours."""
+    """Return whether Megatron's GPT or BERT has a parameter for ours."""
     match = _OUR_LAYER.fullmatch(ours)
     return (ours in _TO_EDGE) if match is None else (match[2] in _TO_BLOCK)
 
 
 def module_order(ours: str) -> tuple[int, int, int, str]:
-    """A key that sorts our names as Megatron's modules hold their parameters.
+    """Return a key that sorts our names as Megatron's modules hold their parameters.
 
     Optimizers there number parameters in that order: weights before biases, modules as registered.
     """
@@ -165,7 +166,8 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
 
 
 def is_beside_language_model(theirs: str) -> bool:
-    """Whether Megatron's parameter `theirs` is of a BERT's head that is no part of its trunk.
+    """Return whether Megatron's parameter `theirs` is of a BERT's head that is no part of its
+    trunk.
 
     Modules have those after all others, a last stage's copy of the embedding included; files have
     that copy last.
@@ -174,12 +176,12 @@ def is_beside_language_model(theirs: str) -> bool:
 
 
 def is_parameter(theirs: str) -> bool:
-    """Whether an entry of a module's state is a parameter, and not something computed."""
+    """Return whether an entry of a module's state is a parameter, and not something computed."""
     return _NOT_PARAMETERS.fullmatch(theirs) is None
 
 
 def partition_of_name(name: str, *, gated: bool) -> Partition | None:
-    """How our model splits the parameter `name` over tp ranks, as Megatron does too."""
+    """Return how our model splits the parameter `name` over tp ranks, as Megatron does too."""
     _, _, inside = name.partition("layers.")
     part = inside.partition(".")[2] if inside else name
     if part in (WORD, OUTPUT, WORD_BIAS, "attention.qkv.weight", "attention.qkv.bias"):
@@ -192,7 +194,9 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Whether the rows of the parameter `name` are tokens, padded to divide over tp ranks."""
+    """Return whether the rows of the parameter `name` are tokens, padded to divide over tp
+    ranks.
+    """
     return name in (WORD, OUTPUT, WORD_BIAS)
 
 
@@ -211,13 +215,15 @@ class RowOrder:
     gate_second: bool = False
 
     def moves(self, name: str) -> bool:
-        """Whether the rows of the parameter `name` stand in another order than ours."""
+        """Return whether the rows of the parameter `name` stand in another order than ours."""
         return (self._is_qkv(name) and self.version < 2) or (
             self.gate_second and ".mlp.fc1." in name
         )
 
     def to_ours(self, name: str, local: Tensor) -> Tensor:
-        """The rows of one tp rank's part of the parameter `name` in our order; a view if equal."""
+        """Return the rows of one tp rank's part of the parameter `name` in our order; a
+        view if equal.
+        """
         if self._is_qkv(name) and self.version < 2:
             rest = local.shape[1:]
             if self.version < 1:
@@ -243,7 +249,9 @@ class RowOrder:
 
 
 def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> RowOrder:
-    """The order of rows in files of a model whose config groups (plain values) are `config`."""
+    """Return the order of rows in files of a model whose config groups (plain values) are
+    `config`.
+    """
     model = config.get("model", {})
     heads = int(model.get("num_attention_heads") or 1)
     width = int(model.get("kv_channels") or int(model.get("hidden_size") or heads) // heads)
@@ -256,6 +264,8 @@ def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> 
 
 
 def is_gated(config: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the MLP of a model with these config groups (plain values) has a gated unit."""
+    """Return whether the MLP of a model with these config groups (plain values) has a gated
+    unit.
+    """
     model = config.get("model", {})
     return bool(model.get("swiglu")) or model.get("glu_activation") is not None

@@ -56,7 +56,7 @@ class LiveSource(SourceBase):
         return self._snapshot.scalars
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`, where this rank holds them.
+        """Return the elements `box` of `name`, where this rank holds them.
 
         Raises:
             CheckpointError: another rank holds them, so the layouts are not the same.
@@ -137,7 +137,7 @@ def save_megatron(
 
 
 def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDescription]:
-    """What all ranks hold together."""
+    """Return what all ranks hold together."""
     mine = {
         name: TensorDescription(tensor.dtype_code, tensor.global_shape)
         for name, tensor in snapshot.by_name().items()

@@ -98,7 +98,7 @@ class MegatronSource(SourceBase):
         return {"optimizer": {"steps": shard.steps, "loss_scaler": dict(shard.scaler)}}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`, from the ranks that hold them, rows in our order."""
+        """Return the elements `box` of `name`, from the ranks that hold them, rows in our order."""
         description, parameter = self._tensors[name], _parameter_of(name)
         place = self._places[parameter]
         result = torch.empty(box.shape, dtype=dtype_of(description.dtype_code))
@@ -150,7 +150,7 @@ class MegatronSource(SourceBase):
         self._files.close()
 
     def _find_parameters(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
-        """Where each parameter of ours lies, and where a copy of the word embedding does."""
+        """Return where each parameter of ours lies, and where a copy of the word embedding does."""
         places: dict[str, _Place] = {}
         copies: dict[str, _Place] = {}
         unknown: list[str] = []
@@ -205,7 +205,9 @@ class MegatronSource(SourceBase):
             )
 
     def _true_rows(self, first: RankFile, options: SourceOptions) -> int:
-        """Rows of the vocabulary that are tokens: as the file says, or the reader, or all."""
+        """Return rows of the vocabulary that are tokens: as the file says, or the reader,
+        or all.
+        """
         padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
         said = first.content.get("checkpoint_info")
         known = said.get("original_vocab_size") if isinstance(said, Mapping) else None

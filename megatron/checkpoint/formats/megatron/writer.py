@@ -50,7 +50,9 @@ class FileLayout:
     order: names.RowOrder
 
     def chunk_of(self, stage: int, chunk: int, parameters: Sequence[str]) -> list[str]:
-        """Our names of the parameters of one virtual stage, as Megatron's modules hold them."""
+        """Return our names of the parameters of one virtual stage, as Megatron's modules
+        hold them.
+        """
         virtual = chunk * self.pp + stage
         last = virtual == self.pp * self.chunks - 1
         found = []
@@ -61,11 +63,13 @@ class FileLayout:
         return found
 
     def first_layer(self, stage: int, chunk: int) -> int:
-        """What layer 0 of a virtual stage is in the whole model."""
+        """Return what layer 0 of a virtual stage is in the whole model."""
         return (chunk * self.pp + stage) * self.layers
 
     def has_head_copy(self, stage: int, chunk: int) -> bool:
-        """Whether a virtual stage ends in the word embedding, whose original is elsewhere."""
+        """Return whether a virtual stage ends in the word embedding, whose original is
+        elsewhere.
+        """
         last = (stage, chunk) == (self.pp - 1, self.chunks - 1)
         return self.tied and last and self.pp * self.chunks > 1
 
@@ -73,7 +77,7 @@ class FileLayout:
 def file_layout(
     source: CheckpointSource, *, tp: int, pp: int, chunks: int, padded_rows: int
 ) -> FileLayout:
-    """The layout of `source` at a TP and PP, with so many rows of the vocabulary in all.
+    """Return the layout of `source` at a TP and PP, with so many rows of the vocabulary in all.
 
     Raises:
         CheckpointError: its layers do not divide over the stages, or its heads over tp ranks.
@@ -199,7 +203,9 @@ def rank_content(
     iteration: int,
     optimizer: bool,
 ) -> dict[str, Any]:
-    """What the file of one rank holds; reads no box of `source` that belongs to another rank."""
+    """Return what the file of one rank holds; reads no box of `source` that belongs to
+    another rank.
+    """
     parameters = _parameters(source)
     args = _args(source, layout)
     content: dict[str, Any] = {
@@ -282,7 +288,7 @@ def _parameters(source: CheckpointSource) -> list[str]:
 
 
 def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
-    """A --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
+    """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
     rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
     asked = source.config.get("tokenizer", {}).get("make_vocab_size_divisible_by") or 128
     if padded_vocab_size(rows, divisible_by=asked, tp=layout.tp) == layout.padded_rows:
@@ -291,7 +297,9 @@ def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
 
 
 def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> Tensor:
-    """One tp rank's part of the tensor `name` in Megatron's row order, padded with zero rows."""
+    """Return one tp rank's part of the tensor `name` in Megatron's row order, padded with
+    zero rows.
+    """
     parameter = name.split("/")[-1]
     description = source.tensors[name]
     shape = description.global_shape

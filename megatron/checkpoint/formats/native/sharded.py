@@ -87,7 +87,7 @@ class _Step(NamedTuple):
 
 
 def describe(snapshot: Snapshot) -> Offer:
-    """This rank's tensors by name, shape and boxes, and the size of its random states."""
+    """Return this rank's tensors by name, shape and boxes, and the size of its random states."""
     tensors = tuple(
         (name, TensorDescription(t.dtype_code, t.global_shape), t.boxes)
         for name, t in snapshot.by_name().items()
@@ -156,7 +156,7 @@ def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) 
 
 
 def share(snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
-    """The pieces that this rank writes."""
+    """Return the pieces that this rank writes."""
     mine = set(plan.ranks[rank].work)
     tensors = []
     for tensor in snapshot.tensors:
@@ -202,19 +202,19 @@ def plan_read(
 
 
 def read_generators(directory: Place, manifest: Manifest, rank: int) -> GeneratorStates:
-    """The random states that rank `rank` saved."""
+    """Return the random states that rank `rank` saved."""
     with safetensors_io.Reader(directory / manifest.generators[rank]) as reader:
         tensors = {name: reader.tensor(name) for name in reader.header.entries}
         return GeneratorStates(tensors, json.loads(reader.header.metadata[_VALUES]))
 
 
 def recognise(directory: Place) -> bool:
-    """Whether there is a manifest of ours; a damaged one is ours too."""
+    """Return whether there is a manifest of ours; a damaged one is ours too."""
     return (directory / manifests.NAME).is_file()
 
 
 def assign_writers(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]:
-    """One of `holders[i]` for each piece i of `sizes[i]` bytes, so that loads are even.
+    """Return one of `holders[i]` for each piece i of `sizes[i]` bytes, so that loads are even.
 
     Largest first, each to the least loaded of its holders (Graham 1969, LPT), ties to the lowest
     rank: the same on every rank.

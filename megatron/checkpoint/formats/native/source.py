@@ -86,7 +86,7 @@ class ShardedSource(SourceBase):
         return self.manifest.scalars
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements `box` of `name`, put together from the pieces that hold them."""
+        """Return the elements `box` of `name`, put together from the pieces that hold them."""
         saved = self.manifest.tensors[name]
         result = torch.empty(box.shape, dtype=safetensors_io.dtype_of(saved.dtype_code))
         for copy in reshard.plan(name, saved.boxes, [box]):
@@ -221,14 +221,16 @@ def _write_files(
 
 
 def _boxes(shape: tuple[int, ...]) -> list[Box]:
-    """The parts that are read and written one at a time: of a stack of matrices each by itself."""
+    """Return the parts that are read and written one at a time: of a stack of matrices each
+    by itself.
+    """
     if len(shape) < 3:
         return [whole(shape)]
     return [Box((at, *(0 for _ in shape[1:])), (1, *shape[1:])) for at in range(shape[0])]
 
 
 def _groups(described: Mapping[str, TensorDescription], shard_bytes: int) -> Iterator[list[str]]:
-    """Names for one file each; in it larger element types first, so that all lie aligned."""
+    """Yield names for one file each; in it larger element types first, so that all lie aligned."""
     names: list[str] = []
     total = 0
     for name, description in described.items():

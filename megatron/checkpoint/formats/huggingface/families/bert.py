@@ -43,7 +43,7 @@ OURS = {
 
 
 def read_encoder(fields: Fields) -> dict[str, Any]:
-    """The fields of both kinds of BERT, but for where the norms stand."""
+    """Return the fields of both kinds of BERT, but for where the norms stand."""
     fields.must_be("position_embedding_type", "absolute", "absolute", why="relative positions")
     fields.must_be(
         "type_vocab_size", TOKEN_TYPES, TOKEN_TYPES, why="another number of kinds of segments"
@@ -66,12 +66,12 @@ def read_encoder(fields: Fields) -> dict[str, Any]:
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """Rows of both tables; heads are told by the files."""
+    """Return rows of both tables; heads are told by the files."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
 
 def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
-    """The fields of both kinds of BERT."""
+    """Return the fields of both kinds of BERT."""
     classes = range(sizes.heads.classes if sizes.heads else 0)
     labels = {
         "id2label": {str(at): f"LABEL_{at}" for at in classes},
@@ -95,7 +95,9 @@ def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
-    """The rules of both kinds of BERT; `norms` are those between the layers, ours to theirs."""
+    """Return the rules of both kinds of BERT; `norms` are those between the layers, ours to
+    theirs.
+    """
     block, there = "layers.{}.", "encoder.layer.{}."
     rules: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embeddings.word_embeddings.weight"),
@@ -125,7 +127,7 @@ def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
 
 
 def of_heads(family: str) -> Callable[[BertHeads], str]:
-    """The class of transformers for some heads; `family` is what its name begins with."""
+    """Return the class of transformers for some heads; `family` is what its name begins with."""
 
     def architecture(heads: BertHeads) -> str:
         if heads.classes:

@@ -73,7 +73,7 @@ class Family:
     of_heads: Callable[[BertHeads], str] | None = None
 
     def lacks(self, config: ModelConfig) -> Iterator[str]:
-        """What of our model the family has no place for, spelled as flags."""
+        """Yield what of our model the family has no place for, spelled as flags."""
         for name, allowed in self.ours.items():
             value = getattr(config, name)
             if value not in allowed:
@@ -92,7 +92,7 @@ class Family:
             yield f"--kv-channels {width} ({self.model_type} has {own:g})"
 
     def rule(self, name: str, config: ModelConfig) -> tuple[TensorRule, tuple[str, ...]]:
-        """The rule of one of our tensors, and its keys as files have them."""
+        """Return the rule of one of our tensors, and its keys as files have them."""
         found = _LAYER.match(name)
         layer = int(found.group(1)) if found else 0
         rule = self.tensors.get(name) or self.tensors[_LAYER.sub("layers.{}.", name)]
@@ -101,27 +101,31 @@ class Family:
         return rule, tuple(keys)
 
     def tensors_of(self, config: ModelConfig, sizes: Sizes) -> Shapes:
-        """Whole shapes of all of our tensors, by their names without `model/`."""
+        """Return whole shapes of all of our tensors, by their names without `model/`."""
         rows, positions = sizes.vocab_rows, sizes.positions
         if sizes.heads is None:
             return gpt_tensors(config, vocab_rows=rows, positions=positions)
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
 
     def heads_in(self, shapes: Shapes) -> BertHeads | None:
-        """The heads that files with these keys (with prefixes) and shapes hold; None: a GPT."""
+        """Return the heads that files with these keys (with prefixes) and shapes hold;
+        None: a GPT.
+        """
         if self.kinds == (model_kind.GPT,):
             return None
         keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
         return BertHeads.of({name: shapes[key] for name, key in keys.items() if key in shapes})
 
     def architecture_of(self, sizes: Sizes) -> str:
-        """The class of transformers that reads all of it."""
+        """Return the class of transformers that reads all of it."""
         if self.of_heads is None or sizes.heads is None:
             return self.architecture
         return self.of_heads(sizes.heads)
 
     def written_key(self, key: str, sizes: Sizes) -> str:
-        """A key with its prefix as files have it: without, where there is nothing but the base."""
+        """Return a key with its prefix as files have it: without, where there is nothing
+        but the base.
+        """
         heads = sizes.heads
         has_head = heads is None or heads.order or heads.words or heads.classes
         return key if has_head else key.removeprefix(self.prefix)
@@ -132,22 +136,22 @@ class Family:
         return {**heads, **self.copies}
 
     def is_above(self, key: str) -> bool:
-        """Whether `key` is a head's, and has no prefix."""
+        """Return whether `key` is a head's, and has no prefix."""
         return key in self.head or key.startswith(self.above)
 
     def with_prefix(self, key: str) -> str:
-        """A key of the table as files have it that hold a head."""
+        """Return a key of the table as files have it that hold a head."""
         return key if self.is_above(key) else self.prefix + key
 
     def respelled(self, key: str) -> str:
-        """A key as it is spelled now."""
+        """Return a key as it is spelled now."""
         for old, new in self.spellings.items():
             if key.endswith(old):
                 return key.removesuffix(old) + new
         return key
 
     def is_buffer(self, key: str) -> bool:
-        """Whether `key` holds no weights."""
+        """Return whether `key` holds no weights."""
         return any(re.search(pattern, key) for pattern in self.buffers)
 
 

@@ -77,7 +77,7 @@ class Fields:
         self._asked: set[str] = set()
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
-        """The value of any kind; what is null counts as absent where there is a default."""
+        """Return the value of any kind; what is null counts as absent where there is a default."""
         self._asked.add(name)
         value = self._values.get(name)
         if value is None:
@@ -91,19 +91,19 @@ class Fields:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, be it null."""
+        """Return whether the field is there, be it null."""
         self._asked.add(name)
         return name in self._values
 
     def integer(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A whole number above 0, or the default."""
+        """Return a whole number above 0, or the default."""
         value = self.get(name, default)
         if value is not default and (type(value) is not int or value < 1):
             raise self.wrong_kind(name, value, "a whole number above 0")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A number, as a float, or the default."""
+        """Return a number, as a float, or the default."""
         value = self.get(name, default)
         if value is not default:
             if type(value) not in (int, float):
@@ -119,14 +119,14 @@ class Fields:
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; empty where there is none."""
+        """Return an object; empty where there is none."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise self.wrong_kind(name, value, "an object")
         return value
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """What `choices` gives for the text of the field."""
+        """Return what `choices` gives for the text of the field."""
         value = self.get(name, default)
         if value not in choices:
             raise self.refused(name, value, choices)
@@ -141,7 +141,7 @@ class Fields:
     def refused(
         self, name: str, value: Any, supported: Collection[Any], *, why: str = ""
     ) -> CheckpointError:
-        """The error for a value that no model of ours computes."""
+        """Return the error for a value that no model of ours computes."""
         return CheckpointError(
             "the Hugging Face model computes something that no model here does"
             + (f": {why}" if why else ""),
@@ -151,7 +151,7 @@ class Fields:
         )
 
     def wrong_kind(self, name: str, value: Any, wanted: str) -> CheckpointError:
-        """The error for a value that is no number where one is due."""
+        """Return the error for a value that is no number where one is due."""
         return CheckpointError(
             "the config of a Hugging Face folder has a field of the wrong kind",
             found=f"{self.path}: {name!r} is {value!r}, not {wanted}",
@@ -168,8 +168,8 @@ class Fields:
 
 
 def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, Any]:
-    """The rotary fields of our model, from either spelling: `rope_theta` beside `rope_scaling`
-    (before transformers 5), or all of it in `rope_parameters`."""
+    """Return the rotary fields of our model, from either spelling: `rope_theta` beside
+    `rope_scaling` (before transformers 5), or all of it in `rope_parameters`."""
     base = fields.number(base_name, 10000.0)
     rope = dict(fields.mapping("rope_parameters")) or dict(fields.mapping("rope_scaling"))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -196,7 +196,7 @@ def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, Any
 
 
 def rope_scaling(config: Any) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config.json for a `ModelConfig`; both generations read it."""
+    """Return the `rope_scaling` of a config.json for a `ModelConfig`; both generations read it."""
     if config.use_rope_scaling:
         return {
             "rope_type": "llama3",

@@ -50,7 +50,7 @@ class Same:
         return (self.key,)
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """One strip."""
+        """Yield one strip."""
         yield Strip(0, rows, keys[0], 0)
 
 
@@ -68,7 +68,7 @@ class SavedTwice:
         return (self.key, self.again)
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """One strip, or the same of both keys."""
+        """Yield one strip, or the same of both keys."""
         yield Strip(0, rows, keys[0], 0)
         if not config.tied:
             yield Strip(0, rows, keys[1], 0)
@@ -82,7 +82,7 @@ class Stacked:
     transposed: bool = False
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """One strip for each."""
+        """Yield one strip for each."""
         each = rows // len(keys)
         for place, key in enumerate(keys):
             yield Strip(place * each, each, key, 0)
@@ -99,7 +99,7 @@ class OfExperts:
     transposed: bool = False
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """One strip for each key of each expert, of a stack as `flat` makes it."""
+        """Yield one strip for each key of each expert, of a stack as `flat` makes it."""
         experts = config.num_experts or 1
         each = rows // (experts * len(keys))
         for expert in range(experts):
@@ -142,12 +142,12 @@ class QkvBlocks:
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one of ours as rows: a stack of matrices is one below the other."""
+    """Return the shape of one of ours as rows: a stack of matrices is one below the other."""
     return shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
 
 
 def box_of(shape: tuple[int, ...], strip: Strip) -> Box:
-    """Where the rows of a strip lie in one of ours, which has `shape`."""
+    """Return where the rows of a strip lie in one of ours, which has `shape`."""
     columns = flat(shape)[1:]
     zeros = (0,) * len(columns)
     if len(shape) < 3:
@@ -159,7 +159,7 @@ def box_of(shape: tuple[int, ...], strip: Strip) -> Box:
 def their_shapes(
     shape: tuple[int, ...], strips: Iterable[Strip], *, transposed: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the tensors that the strips of one of ours make up."""
+    """Return whole shapes of the tensors that the strips of one of ours make up."""
     shape = flat(shape)
     rows: dict[str, int] = {}
     for strip in strips:

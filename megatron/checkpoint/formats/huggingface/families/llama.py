@@ -43,7 +43,7 @@ BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
 
 def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, Any]:
-    """The fields that LLaMA and its descendants spell alike.
+    """Return the fields that LLaMA and its descendants spell alike.
 
     Args:
         head_width: of a head when config.json does not say; None: the hidden size shared out.
@@ -71,12 +71,12 @@ def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, An
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """Rows of the vocabulary, and the positions that the release is meant for."""
+    """Return rows of the vocabulary, and the positions that the release is meant for."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings"))
 
 
 def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
-    """What `read_shape` reads."""
+    """Return what `read_shape` reads."""
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -97,7 +97,7 @@ def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
 def tensors(
     *, qkv_bias: bool = False, other_biases: bool = False, qk_norm: bool = False
 ) -> Mapping[str, TensorRule]:
-    """The table of LLaMA, with the biases and norms that a descendant has beside it."""
+    """Return the table of LLaMA, with the biases and norms that a descendant has beside it."""
     attention = "layers.{}.self_attn"
     table: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embed_tokens.weight"),

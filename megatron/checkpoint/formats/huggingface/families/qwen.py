@@ -24,7 +24,7 @@ def _read_qwen3(fields: Fields) -> dict[str, Any]:
 
 
 def _window(fields: Fields) -> int | None:
-    """The window that all layers have, or None; a window in some of them is refused."""
+    """Return the window that all layers have, or None; a window in some of them is refused."""
     used = fields.boolean("use_sliding_window", False)
     window = fields.integer("sliding_window", 4096) if used else fields.get("sliding_window", None)
     layers = fields.integer("num_hidden_layers")

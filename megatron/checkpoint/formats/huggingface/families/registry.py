@@ -39,7 +39,9 @@ WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
 
 
 def family_called(model_type: object, *, path: Path | str) -> Family:
-    """The family of a config.json's `model_type` (or of a flag; `path` says where it stands)."""
+    """Return the family of a config.json's `model_type` (or of a flag; `path` says where it
+    stands).
+    """
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     if isinstance(model_type, str) and model_type in WITHOUT_MODEL:
@@ -61,7 +63,7 @@ def family_called(model_type: object, *, path: Path | str) -> Family:
 def family_for(
     config: ModelConfig, wanted: str | None = None, *, kind: str = model_kind.GPT
 ) -> Family:
-    """The family that can hold our model; `wanted` by its name, else the first that can.
+    """Return the family that can hold our model; `wanted` by its name, else the first that can.
 
     Args:
         kind: of model, one that `model_kind` knows.
