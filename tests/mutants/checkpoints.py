@@ -183,8 +183,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/checkpoint/folder/run_folder.py",
             "    try:\n        stage.rename(final)\n",
             "    for tracker, text in trackers.items():\n"
-            '        durable.replace_file(folder / tracker, text.encode(), suffix="0" * '
-            "8)\n"
+            '        durable.replace_file(folder / tracker, text.encode(), suffix="0" * 8)\n'
             "    try:\n"
             "        stage.rename(final)\n",
             "tests/unit/checkpoint/folder/test_run_folder.py::"

@@ -210,8 +210,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "weights that differ between replicas are named",
             "megatron/optimizer/agreement.py",
-            "any(len(other) != len(mine) or other[index] != everyone[0][index] for other "
-            "in everyone)",
+            "any(len(other) != len(mine) or other[index] != everyone[0][index] for other in "
+            "everyone)",
             "any(len(other) != len(mine) for other in everyone)",
             "tests/distributed/optimizer/test_agreement.py::"
             "test_one_bit_is_found_on_every_rank_and_at_most_five_names_are_given",

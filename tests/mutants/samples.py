@@ -9,9 +9,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/data/gpt_dataset.py",
             "    rng.shuffle(last)\n",
             "",
-            "tests/unit/data/test_gpt_dataset.py::"
-            "test_orders_have_their_golden_hashes[None-6000-512-1234-0dad953e4d3aeca3-f43"
-            "2056b85baeedd-9f11b107a793219a]",
+            "tests/unit/data/test_gpt_dataset.py::test_orders_have_their_golden_hashes",
         ),
         Mutant(
             "a separate last epoch is shuffled apart",

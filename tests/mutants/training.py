@@ -70,10 +70,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "masters are rounded into the model",
             "megatron/optimizer/optimizer.py",
-            "torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot "
-            "in slots])",
-            "torch._foreach_copy_([slot.weight for slot in slots], [slot.values for slot "
-            "in slots])",
+            "torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot in "
+            "slots])",
+            "torch._foreach_copy_([slot.weight for slot in slots], [slot.values for slot in "
+            "slots])",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_half_precision_updates_equal_a_loop_over_fp32_masters",
         ),
