@@ -63,6 +63,77 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "self._good_iterations = 0",
             "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
         ),
+        Mutant(
+            "the overflows that are left come back",
+            "megatron/optimizer/grad_scaler.py",
+            'self._overflows_left = int(state["overflows_left"])',
+            "self._overflows_left = self._hysteresis",
+            "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
+        ),
+        Mutant(
+            "the scale itself comes back",
+            "megatron/optimizer/grad_scaler.py",
+            'self._scale = float(state["scale"])',
+            "self._scale = self._scale + 0.0",
+            "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
+        ),
+        Mutant(
+            "NumPy's random state comes back",
+            "megatron/mpu/random.py",
+            '        _set_numpy_state(state["numpy"])\n',
+            "",
+            "tests/unit/mpu/test_random.py::test_saved_states_continue_bit_for_bit",
+        ),
+        Mutant(
+            "Python's random state comes back",
+            "megatron/mpu/random.py",
+            '        _set_python_state(state["python"])\n',
+            "",
+            "tests/unit/mpu/test_random.py::test_saved_states_continue_bit_for_bit",
+        ),
+        Mutant(
+            "the streams of dropout come back",
+            "megatron/mpu/random.py",
+            'self._states = {name: state["streams"][name] for name in self._states}',
+            "self._states = dict(self._states)",
+            "tests/unit/mpu/test_random.py::test_saved_states_continue_bit_for_bit",
+        ),
+        Mutant(
+            "random states of another layout are not taken",
+            "megatron/checkpoint/rng.py",
+            "if manifest.layout != here:",
+            "if manifest.layout.world != here.world:",
+            "tests/unit/checkpoint/test_rng.py::test_states_go_back_only_into_the_same_grid",
+        ),
+        Mutant(
+            "a stored progress with a missing counter is refused",
+            "megatron/progress.py",
+            "wrong = sorted(names.symmetric_difference(values)) or sorted(",
+            "wrong = sorted(values.keys() - names) or sorted(",
+            "tests/unit/test_progress.py::test_a_stored_progress_without_a_counter_is_refused",
+        ),
+        Mutant(
+            "the weights are read",
+            "megatron/checkpointing.py",
+            "opened.read_into(state.tensors, prefixes=prefixes, cast=cast)",
+            "opened.read_into(state.tensors[:0], prefixes=(), cast=cast)",
+            "tests/unit/test_checkpointing.py::"
+            "test_states_that_were_not_saved_are_missed_only_if_wanted",
+        ),
+        Mutant(
+            "the engine hears of restored state",
+            "megatron/checkpointing.py",
+            "    engine.restored(opened.manifest.scalars, optimizer=with_optimizer)\n",
+            "",
+            "tests/unit/test_checkpointing.py::test_a_checkpoint_brings_back_everything",
+        ),
+        Mutant(
+            "random states are restored",
+            "megatron/checkpointing.py",
+            "        rng.restore(states, runtime.streams)\n",
+            "",
+            "tests/unit/test_checkpointing.py::test_a_checkpoint_brings_back_everything",
+        ),
     ),
     "digests": (
         Mutant(
@@ -127,6 +198,53 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "        if size < 0:\n",
             "tests/unit/checkpoint/folder/test_verify.py::"
             "test_missing_and_truncated_files_are_found_by_length",
+        ),
+        Mutant(
+            "files that no rank needs are checked too",
+            "megatron/checkpoint/folder/verify.py",
+            "for ranks in wanting or [list(everyone)]:",
+            "for ranks in wanting:",
+            "tests/unit/checkpoint/folder/test_verify.py::"
+            "test_each_host_checks_what_its_ranks_read_and_all_files_are_checked",
+        ),
+        Mutant(
+            "each host checks what it reads",
+            "megatron/checkpoint/folder/verify.py",
+            "for ranks in wanting or [list(everyone)]:",
+            "for ranks in wanting[:1] or [list(everyone)]:",
+            "tests/unit/checkpoint/folder/test_verify.py::"
+            "test_each_host_checks_what_its_ranks_read_and_all_files_are_checked",
+        ),
+        Mutant(
+            "a sealed checkpoint's digests are compared",
+            "megatron/checkpoint/folder/seal.py",
+            "if damages := verify.wrong_digests(directory, content, mine):",
+            "if damages := verify.wrong_sizes(directory, content, mine):",
+            "tests/unit/checkpoint/folder/test_seal.py::test_a_file_that_is_not_as_it_was_is_named",
+        ),
+        Mutant(
+            "checkpoints are verified before they are read",
+            "megatron/checkpoint/load/storage.py",
+            "        self._verify([files for _, files in agreed], others=True)\n",
+            "",
+            "tests/unit/checkpoint/load/test_storage.py::"
+            "test_files_are_digested_once_however_often_they_are_read",
+        ),
+        Mutant(
+            "full verification reads every byte",
+            "megatron/checkpoint/load/storage.py",
+            "if self.verification is Verification.SIZE:",
+            "if self.verification is not Verification.SIZE:",
+            "tests/unit/checkpoint/load/test_storage.py::"
+            "test_damage_is_found_before_a_target_is_touched",
+        ),
+        Mutant(
+            "a folder that holds another iteration is refused",
+            "megatron/checkpoint/load/storage.py",
+            "        if content.iteration != wanted:\n",
+            "        if content.iteration < 0:\n",
+            "tests/unit/checkpoint/load/test_storage.py::"
+            "test_damage_is_found_before_a_target_is_touched",
         ),
     ),
     "commit order": (
@@ -198,12 +316,70 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_commit_reaches_the_disk_in_an_order_that_no_crash_can_break",
         ),
         Mutant(
+            "a commit that fails puts the former checkpoint back",
+            "megatron/checkpoint/folder/run_folder.py",
+            "            aside.rename(final)\n",
+            "            pass\n",
+            "tests/unit/checkpoint/folder/test_run_folder.py::"
+            "test_a_commit_that_cannot_rename_puts_the_former_checkpoint_back",
+        ),
+        Mutant(
             "a replaced checkpoint is removed after the tracker",
             "megatron/checkpoint/folder/run_folder.py",
             "    for tracker, text in trackers.items():\n",
             "    if replaces:\n        remove(aside)\n    for tracker, text in trackers.items():\n",
             "tests/unit/checkpoint/folder/test_run_folder.py::"
             "test_a_commit_reaches_the_disk_in_an_order_that_no_crash_can_break",
+        ),
+        Mutant(
+            "a sweep puts a replaced checkpoint back",
+            "megatron/checkpoint/folder/run_folder.py",
+            'if match[2] == "replaced" and not final.exists():',
+            'if match[2] == "replaced" and final.exists():',
+            "tests/unit/checkpoint/folder/test_run_folder.py::"
+            "test_a_sweep_puts_back_a_checkpoint_whose_replacement_never_came",
+        ),
+        Mutant(
+            "a tracker of a missing iteration is refused",
+            "megatron/checkpoint/folder/run_folder.py",
+            "    if int(text) not in present:\n",
+            "    if int(text) not in present and not present:\n",
+            "tests/unit/checkpoint/folder/test_run_folder.py::"
+            "test_a_tracker_of_a_missing_iteration_lists_those_that_are_there",
+        ),
+        Mutant(
+            "a folder with files of its owner is not deleted",
+            "megatron/checkpoint/folder/run_folder.py",
+            "        if foreign := _foreign(directory, content):\n",
+            "        if foreign := _foreign(directory, content) and None:\n",
+            "tests/unit/checkpoint/folder/test_run_folder.py::"
+            "test_a_folder_with_anything_of_its_owner_in_it_stays",
+        ),
+        Mutant(
+            "nothing is deleted unless the newest is whole",
+            "megatron/checkpoint/folder/retention.py",
+            "if rule.last is None or not earlier or not earlier[0].is_whole:",
+            "if rule.last is None or not earlier:",
+            "tests/unit/checkpoint/folder/test_retention.py::"
+            "test_nothing_goes_unless_the_newest_is_whole_and_there",
+        ),
+        Mutant(
+            "only whole checkpoints count as kept",
+            "megatron/checkpoint/folder/retention.py",
+            "oldest_kept = whole[rule.last - 1].iteration",
+            "oldest_kept = earlier[rule.last - 1].iteration",
+            "tests/unit/checkpoint/folder/test_retention.py::"
+            "test_damaged_ones_do_not_count_as_kept",
+        ),
+        Mutant(
+            "of equal losses the newer is kept",
+            "megatron/checkpoint/folder/retention.py",
+            "ranked = sorted((f.loss, -f.iteration) for f in whole if f.loss is not None)\n"
+            "        kept |= {-iteration for",
+            "ranked = sorted((f.loss, f.iteration) for f in whole if f.loss is not None)\n"
+            "        kept |= {iteration for",
+            "tests/unit/checkpoint/folder/test_retention.py::"
+            "test_of_equal_losses_the_newer_is_better",
         ),
     ),
     "resharding": (
@@ -267,6 +443,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "                padding.append(values[:0])\n",
             "tests/unit/checkpoint/test_sharded.py::"
             "test_padding_rows_are_outside_the_whole_tensor_and_can_be_zeroed",
+        ),
+        Mutant(
+            "two tensors of one name are refused",
+            "megatron/checkpoint/sharded.py",
+            "    if twice:\n",
+            "    if len(twice) > 1:\n",
+            "tests/unit/checkpoint/test_sharded.py::test_two_tensors_of_one_name_are_refused",
+        ),
+        Mutant(
+            "an average is divided by the number of checkpoints",
+            "megatron/checkpoint/average.py",
+            "(total / len(self._sources))",
+            "(total / 2)",
+            "tests/unit/checkpoint/test_average.py::test_it_is_the_arithmetic_mean_of_every_weight",
+        ),
+        Mutant(
+            "an average sums in fp32",
+            "megatron/checkpoint/average.py",
+            "wide = torch.promote_types(first.dtype, torch.float32)",
+            "wide = first.dtype",
+            "tests/unit/checkpoint/test_average.py::"
+            "test_half_precision_is_summed_in_fp32_and_rounded_once",
+        ),
+        Mutant(
+            "a row is read from its place",
+            "megatron/checkpoint/files/safetensors_io.py",
+            "start += offset[0] * item * math.prod(shape[1:])",
+            "start += offset[0] * math.prod(shape[1:])",
+            "tests/unit/checkpoint/files/test_safetensors_io.py::"
+            "test_any_box_of_any_tensor_is_read_as_it_was_written",
+        ),
+        Mutant(
+            "only asked columns of rows are read",
+            "megatron/checkpoint/files/safetensors_io.py",
+            "columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], lengths[1:]))",
+            "columns = tuple(slice(0, n) for o, n in zip(offset[1:], lengths[1:]))",
+            "tests/unit/checkpoint/files/test_safetensors_io.py::"
+            "test_blocks_of_any_size_give_the_same_file_and_the_same_parts",
         ),
     ),
 }

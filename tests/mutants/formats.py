@@ -52,5 +52,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/checkpoint/formats/huggingface/test_source.py::"
             "test_a_part_touches_no_more_than_its_rows",
         ),
+        Mutant(
+            "GPT-NeoX has parallel branches unless it says no",
+            "megatron/checkpoint/formats/huggingface/families/gpt_neox.py",
+            'fields.boolean("use_parallel_residual", True)',
+            'fields.boolean("use_parallel_residual", False)',
+            "tests/unit/checkpoint/formats/huggingface/families/test_gpt_neox.py::"
+            "test_defaults_are_those_of_the_release",
+        ),
     ),
 }

@@ -54,6 +54,66 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "    if longest > 2 * whole:\n",
             "tests/unit/preflight/test_config.py::test_a_curriculum_that_does_not_fit_is_refused",
         ),
+        Mutant(
+            "each checkpoint to choose from has a loss",
+            "megatron/preflight/checkpoint.py",
+            "elif flags.save_interval % training.eval_interval:",
+            "elif flags.save_interval < training.eval_interval:",
+            "tests/unit/preflight/test_checkpoint.py::"
+            "test_the_best_checkpoints_need_losses_to_compare",
+        ),
+        Mutant(
+            "Megatron's files hold no shared optimizer",
+            "megatron/preflight/checkpoint.py",
+            "if config.parallel.use_distributed_optimizer:",
+            "if config.parallel.use_distributed_optimizer and config.engine.deepspeed:",
+            "tests/unit/preflight/test_checkpoint.py::"
+            "test_megatrons_files_are_only_asked_for_where_they_can_hold_the_run",
+        ),
+        Mutant(
+            "a corpus of another vocabulary is refused",
+            "megatron/preflight/data.py",
+            "if metadata is not None and metadata.vocab_size not in "
+            "_sizes_with_the_same_ids(tokenizer):",
+            "if metadata is not None and metadata.vocab_size < 0:",
+            "tests/unit/preflight/test_data.py::"
+            "test_a_corpus_of_another_vocabulary_is_found_by_its_metadata",
+        ),
+        Mutant(
+            "a split holds a global batch",
+            "megatron/preflight/data.py",
+            "    elif samples < global_batch_size:\n",
+            "    elif samples < 1:\n",
+            "tests/unit/preflight/test_data.py::test_a_split_smaller_than_a_batch_is_found",
+        ),
+        Mutant(
+            "an empty split is refused",
+            "megatron/preflight/data.py",
+            "    if not documents:\n",
+            "    if documents < 0:\n",
+            "tests/unit/preflight/test_data.py::test_an_empty_split_that_is_used_is_found",
+        ),
+        Mutant(
+            "ranks of a host share its memory",
+            "megatron/preflight/memory.py",
+            "    if ranks * kept.total <= room:\n",
+            "    if kept.total <= room:\n",
+            "tests/unit/preflight/test_memory.py::test_ranks_of_one_host_share_its_memory",
+        ),
+        Mutant(
+            "a rank keeps its share of the model",
+            "megatron/preflight/memory.py",
+            "mine = parameters // plan.model_ranks",
+            "mine = parameters",
+            "tests/unit/preflight/test_memory.py::test_ranks_of_one_host_share_its_memory",
+        ),
+        Mutant(
+            "half precision keeps fp32 masters",
+            "megatron/preflight/memory.py",
+            "+ (4 if half else 0)",
+            "",
+            "tests/unit/preflight/test_memory.py::test_it_is_what_an_engine_of_these_flags_holds",
+        ),
     ),
     "exits": (
         Mutant(
@@ -178,6 +238,34 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/generation/test_generate.py::"
             "test_a_row_ends_where_it_is_told_to_and_the_others_go_on",
         ),
+        Mutant(
+            "padded columns are never drawn",
+            "megatron/generation/generate.py",
+            "[:, : model.build.vocab.true]",
+            "[:, : model.build.vocab.padded]",
+            "tests/unit/generation/test_generate.py::test_padding_tokens_are_never_chosen",
+        ),
+        Mutant(
+            "a token outside of the vocabulary is refused",
+            "megatron/generation/generate.py",
+            "wrong = [token for token in prompt if not 0 <= token < vocabulary]",
+            "wrong = [token for token in prompt if not 0 <= token <= vocabulary]",
+            "tests/unit/generation/test_generate.py::test_requests_without_a_meaning_are_refused",
+        ),
+        Mutant(
+            "a row's key goes to its own position",
+            "megatron/model/kv_cache.py",
+            "        at = positions[:, 0]\n",
+            "        at = positions[:, 0] * 0 + positions.max()\n",
+            "tests/unit/model/test_kv_cache.py::test_new_tokens_land_at_each_rows_own_position",
+        ),
+        Mutant(
+            "a layer keeps its own keys",
+            "megatron/model/kv_cache.py",
+            "self.keys[layer, :, :, :length] = keys",
+            "self.keys[0, :, :, :length] = keys",
+            "tests/unit/model/test_kv_cache.py::test_new_tokens_land_at_each_rows_own_position",
+        ),
     ),
     "tasks": (
         Mutant(
@@ -225,6 +313,30 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "given = pair.context",
             "tests/programs/tasks/zeroshot/test_pairs.py::"
             "test_a_pair_is_cut_where_its_context_ends",
+        ),
+        Mutant(
+            "a gap of a question is filled with the answer",
+            "tasks/finetune/race.py",
+            'return question.replace("_", option) if "_" in question else',
+            'return f"{question} {option}" if "_" in question else',
+            "tests/programs/tasks/finetune/test_race.py::"
+            "test_a_folder_of_passages_is_read_in_order",
+        ),
+        Mutant(
+            "each epoch of fine-tuning has an order of its own",
+            "tasks/finetune/order.py",
+            'hash_seed(seed, "epoch", epoch)',
+            'hash_seed(seed, "epoch", 0)',
+            "tests/programs/tasks/finetune/test_order.py::"
+            "test_epochs_and_seeds_have_orders_of_their_own",
+        ),
+        Mutant(
+            "a decision is the likeliest answer",
+            "tasks/finetune/predictions.py",
+            "return float(max(range(len(row.probabilities)), key=row.probabilities.__getitem__))",
+            "return float(min(range(len(row.probabilities)), key=row.probabilities.__getitem__))",
+            "tests/programs/tasks/finetune/test_predictions.py::"
+            "test_choices_are_letters_and_grades_have_no_probabilities",
         ),
     ),
 }

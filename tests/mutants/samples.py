@@ -62,6 +62,53 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/data/test_gpt_dataset.py::"
             "test_whatever_the_order_depends_on_changes_the_fingerprint",
         ),
+        Mutant(
+            "a corpus of sentences is refused",
+            "megatron/data/gpt_dataset.py",
+            "        _refuse_sentences(indexed)\n",
+            "",
+            "tests/unit/data/test_gpt_dataset.py::"
+            "test_a_corpus_of_sentences_is_refused_when_its_sidecar_says_so",
+        ),
+        Mutant(
+            "the twin of the blend draws as the compiled one",
+            "megatron/data/orders/sample_maps.py",
+            "drawn = float(max(k, 1))",
+            "drawn = float(k + 1)",
+            "tests/unit/data/orders/test_sample_maps.py::test_blends_are_megatrons",
+        ),
+        Mutant(
+            "the twin of the sample map skips empty documents",
+            "megatron/data/orders/sample_maps.py",
+            'np.searchsorted(ends, firsts, side="right")',
+            'np.searchsorted(ends, firsts, side="left")',
+            "tests/unit/data/orders/test_sample_maps.py::"
+            "test_without_a_compiled_module_the_twin_serves_and_says_so",
+        ),
+        Mutant(
+            "a blend's fingerprint has its weights",
+            "megatron/data/blendable_dataset.py",
+            "        digest.update(np.array(weights, np.float64).data)\n",
+            "",
+            "tests/unit/data/test_blendable_dataset.py::"
+            "test_the_fingerprint_follows_components_weights_and_size",
+        ),
+        Mutant(
+            "a blend's fingerprint has its length",
+            "megatron/data/blendable_dataset.py",
+            "        digest.update(str(size).encode())\n",
+            "",
+            "tests/unit/data/test_blendable_dataset.py::"
+            "test_the_fingerprint_follows_components_weights_and_size",
+        ),
+        Mutant(
+            "a blend reads each component in its own order",
+            "megatron/data/blendable_dataset.py",
+            "int(self.dataset_sample_index[i])",
+            "i % len(self.datasets[0])",
+            "tests/unit/data/test_blendable_dataset.py::"
+            "test_a_blend_draws_each_component_in_its_own_order",
+        ),
     ),
     "masks": (
         Mutant(
@@ -126,6 +173,49 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "(there != PADDING) &",
             "tests/unit/data/loading/test_packed_batch.py::"
             "test_a_batch_is_what_a_loop_over_its_tokens_says",
+        ),
+        Mutant(
+            "inputs of a dialogue are not predicted",
+            "megatron/data/loading/packed_batch.py",
+            " & (is_input[:, 1:] == 0)",
+            "",
+            "tests/unit/data/loading/test_packed_batch.py::"
+            "test_corrupted_spans_are_one_document_of_which_the_targets_count",
+        ),
+        Mutant(
+            "each packed document counts positions from 0",
+            "megatron/data/loading/packed_batch.py",
+            "positions = positions - _starts(here, positions)",
+            "positions = positions - 0 * _starts(here, positions)",
+            "tests/unit/data/loading/test_packed_batch.py::test_a_row_by_hand",
+        ),
+        Mutant(
+            "a token does not see what follows",
+            "megatron/model/geometry.py",
+            "allowed = distance >= 0 if self._causal else",
+            "allowed = distance >= -1 if self._causal else",
+            "tests/unit/model/test_geometry.py::test_a_document_mask_is_causal_and_block_diagonal",
+        ),
+        Mutant(
+            "a token does not see other documents",
+            "megatron/model/geometry.py",
+            "            allowed = allowed & same  # [b, 1, s, k]\n",
+            "            allowed = allowed & (same | ~same)\n",
+            "tests/unit/model/test_geometry.py::test_a_document_mask_is_causal_and_block_diagonal",
+        ),
+        Mutant(
+            "another batch has a mask of its own",
+            "megatron/model/geometry.py",
+            "and all(now is before for now, before in zip(ids, self._ids))",
+            "and len(ids) > 0",
+            "tests/unit/model/test_geometry.py::test_the_layers_of_one_pass_share_one_object",
+        ),
+        Mutant(
+            "a batch that was changed in place has a new mask",
+            "megatron/model/geometry.py",
+            "            and self._versions == _versions(ids)\n",
+            "",
+            "tests/unit/model/test_geometry.py::test_ids_changed_in_place_are_noticed",
         ),
     ),
     "tokenizers": (
