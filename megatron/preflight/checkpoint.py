@@ -66,9 +66,7 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that what --save writes is of --checkpoint-format, which may not know all that
-    a run can be.
-    """
+    """Check that --checkpoint-format can hold all that the run saves."""
     config = plan.config
     flags = config.checkpoint
     if flags.save is None:

@@ -80,14 +80,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "NumPy's random state comes back",
             "megatron/mpu/random.py",
-            '        _set_numpy_state(state["numpy"])\n',
+            '        _set_numpy_state(*state["numpy"])\n',
             "",
             "tests/unit/mpu/test_random.py::test_saved_states_continue_bit_for_bit",
         ),
         Mutant(
             "Python's random state comes back",
             "megatron/mpu/random.py",
-            '        _set_python_state(state["python"])\n',
+            '        _set_python_state(*state["python"])\n',
             "",
             "tests/unit/mpu/test_random.py::test_saved_states_continue_bit_for_bit",
         ),

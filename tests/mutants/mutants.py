@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.mutants import checkpoints, formats, parallelism, programs, samples, training
+from tests.mutants import checkpoints, formats, parallelism, programs, samples, training, wiring
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
@@ -25,7 +25,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
     )
 
 
-MODULES = (parallelism, training, checkpoints, formats, samples, programs)
+MODULES = (parallelism, training, checkpoints, formats, samples, programs, wiring)
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()
 } | {"list of checks": removed_checks(Path(__file__).resolve().parents[2])}

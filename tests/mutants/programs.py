@@ -64,11 +64,11 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "Megatron's files hold no shared optimizer",
-            "megatron/preflight/checkpoint.py",
+            "megatron/checkpoint/formats/megatron/format.py",
             "if config.parallel.use_distributed_optimizer:",
             "if config.parallel.use_distributed_optimizer and config.engine.deepspeed:",
-            "tests/unit/preflight/test_checkpoint.py::"
-            "test_megatrons_files_are_only_asked_for_where_they_can_hold_the_run",
+            "tests/unit/checkpoint/formats/megatron/test_format.py::"
+            "test_what_its_files_cannot_hold_is_refused_by_its_flag",
         ),
         Mutant(
             "a corpus of another vocabulary is refused",

@@ -1,0 +1,235 @@
+"""Mutants of what the loop and a save call, and of errors that an audit found to be untested."""
+
+from tests.mutants.mutant import Mutant
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "wiring": (
+        Mutant(
+            "replicas are compared before a save",
+            "megatron/checkpointing.py",
+            "    engine.check_replicas()",
+            "    pass",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "the state of ranks is compared before the first step",
+            "megatron/loop/training_loop.py",
+            "        agree_on_state(state_of(progress, engine), context.world)\n",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "the state of ranks is compared while training",
+            "megatron/loop/training_loop.py",
+            "            AgreeOnState(self.engine, self.world, flags.check_agreement_interval),\n",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "the comparison of state is made",
+            "megatron/loop/hooks.py",
+            "            agree_on_state(state_of(progress, self.engine), self.world)",
+            "            pass",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "each step's numbers are checked",
+            "megatron/loop/training_loop.py",
+            "            CheckNumbers(flags),\n",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "data files are looked at again while training",
+            "megatron/training.py",
+            "CheckData(data, config.training.check_agreement_interval), ",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "validation is among the hooks",
+            "megatron/training.py",
+            ", Validate(loop, data))",
+            ",)",
+            "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
+        ),
+        Mutant(
+            "saving is among the hooks",
+            "megatron/loop/training_loop.py",
+            "            save,\n        )\n        self.step_log",
+            "        )\n        self.step_log",
+            "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
+        ),
+        Mutant(
+            "what was not saved is saved at the end",
+            "megatron/loop/training_loop.py",
+            "        save.save_unsaved(progress)\n",
+            "",
+            "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
+        ),
+        Mutant(
+            "the norm of parameters is reported when asked for",
+            "megatron/loop/training_loop.py",
+            "self.config.logging.log_params_norm",
+            "False",
+            "tests/programs/tasks/finetune/test_training.py::"
+            "test_the_norm_of_the_parameters_is_reported",
+        ),
+        Mutant(
+            "a save on separate disks is refused",
+            "megatron/training.py",
+            "agree_on_files(config.checkpoint.save,",
+            "agree_on_files(None,",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "fine-tuning refuses a save on separate disks",
+            "tasks/finetune/training.py",
+            "agree_on_files(config.checkpoint.save,",
+            "agree_on_files(None,",
+            "tests/programs/tasks/finetune/test_training.py::"
+            "test_what_differs_between_ranks_ends_it_at_the_step_where_it_is_compared",
+        ),
+        Mutant(
+            "DeepSpeed's JSON is announced",
+            "megatron/loop/training_loop.py",
+            "            announce_deepspeed(config, step_log, replicas=context.dp.size)",
+            "            pass",
+            "tests/programs/tasks/finetune/test_training.py::"
+            "test_the_json_of_deepspeed_is_announced_and_stored",
+        ),
+        Mutant(
+            "tokens per second count all replicas",
+            "megatron/loop/report.py",
+            "        tokens = plan.global_batch_size * plan.seq_length\n        self.iterations",
+            "        tokens = plan.num_microbatches * plan.seq_length\n        self.iterations",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "samples per second count all replicas",
+            "megatron/loop/report.py",
+            "        self.samples += plan.global_batch_size",
+            "        self.samples += plan.num_microbatches",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "FLOPs are shared out over ranks",
+            "megatron/loop/report.py",
+            "elapsed / self._world_size / 1e12",
+            "elapsed / 1e12",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "pauses are not counted as training",
+            "megatron/loop/report.py",
+            "        self._window.started += time.perf_counter() - self._stopped",
+            "        pass",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "a batch ramp counts in integers",
+            "megatron/progress.py",
+            "consumed_samples * steps // samples)",
+            "int(consumed_samples / (samples / steps)))",
+            "tests/unit/test_progress.py::test_no_step_of_a_ramp_comes_early_or_late_by_rounding",
+        ),
+        Mutant(
+            "a component of a blend that is one sample short is refused",
+            "megatron/data/blendable_dataset.py",
+            "if wanted > len(dataset):",
+            "if wanted > len(dataset) + 1:",
+            "tests/unit/data/test_blendable_dataset.py::"
+            "test_a_component_that_lacks_one_sample_is_refused_and_one_that_just_suffices_is_not",
+        ),
+        Mutant(
+            "a component of a blend that just suffices is taken",
+            "megatron/data/blendable_dataset.py",
+            "if wanted > len(dataset):",
+            "if wanted >= len(dataset):",
+            "tests/unit/data/test_blendable_dataset.py::"
+            "test_a_component_that_lacks_one_sample_is_refused_and_one_that_just_suffices_is_not",
+        ),
+        Mutant(
+            "correct passages of strict LAMBADA are counted",
+            "tasks/zeroshot/lambada.py",
+            "LambadaResult(sum(score.is_greedy for score in scores)",
+            "LambadaResult(0 if strict else sum(score.is_greedy for score in scores)",
+            "tests/programs/tasks/zeroshot/test_program.py::"
+            "test_the_last_token_alone_counts_unless_it_is_strict",
+        ),
+        Mutant(
+            "a word of strict LAMBADA begins with its space",
+            "tasks/zeroshot/lambada.py",
+            'tokenizer.tokenize(" " + words[-1])',
+            "tokenizer.tokenize(words[-1])",
+            "tests/programs/tasks/zeroshot/test_program.py::"
+            "test_the_last_token_alone_counts_unless_it_is_strict",
+        ),
+        Mutant(
+            "the clock goes on after a pause",
+            "megatron/loop/training_loop.py",
+            "            self.step_log.resume_clock()\n",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "a background save is polled",
+            "megatron/loop/training_loop.py",
+            "            self.saves.poll()\n",
+            "",
+            "tests/distributed/loop/test_training_loop.py::"
+            "test_a_save_beside_the_training_is_put_in_place_while_it_goes_on",
+        ),
+        Mutant(
+            "a run waits for its last background save",
+            "megatron/loop/training_loop.py",
+            "        self.saves.wait()\n",
+            "",
+            "tests/laws/checkpoints/test_saves.py::"
+            "test_saves_beside_the_training_change_no_bit_of_it_and_of_what_is_saved",
+        ),
+        Mutant(
+            "a run listens to SIGTERM",
+            "megatron/loop/training_loop.py",
+            "        resources.enter_context(stop.listening())\n",
+            "",
+            "tests/programs/tasks/finetune/test_resume.py::"
+            "test_a_signal_saves_the_state_and_the_next_start_goes_on",
+        ),
+        Mutant(
+            "fine-tuning keeps its best weights",
+            "tasks/finetune/epochs.py",
+            "            self.save_best(progress)\n",
+            "",
+            "tests/programs/tasks/finetune/test_resume.py::"
+            "test_a_run_that_is_complete_judges_its_best_epoch",
+        ),
+        Mutant(
+            "ranges of iterations are skipped",
+            "megatron/training.py",
+            "    if skipped is not None:",
+            "    if False:",
+            "tests/laws/layouts/test_skips.py::test_what_is_skipped_is_read_and_not_trained_on",
+        ),
+        Mutant(
+            "samples are cut to a curriculum's length",
+            "megatron/training.py",
+            "        return map(partial(truncate_batch, length=plan.seq_length), batches)",
+            "        pass",
+            "tests/laws/layouts/test_curriculum.py::"
+            "test_samples_have_the_length_of_their_iteration",
+        ),
+    ),
+}
