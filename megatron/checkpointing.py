@@ -42,7 +42,7 @@ from megatron.tokenizer import fingerprint
 
 NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
-# Groups whose changes are said when a run goes on.
+# Groups whose changes are logged when a run is resumed.
 _SAID_IF_CHANGED = (
     "training", "optimizer", "schedule", "precision", "data", "tokenizer", "engine",
 )  # fmt: skip
@@ -126,7 +126,7 @@ def load_checkpoint(
 ) -> Progress:
     """Fill the engine and the generators from --load, and say how far that run was.
 
-    Other flags, and files of the data that hold something else now (`sources`), are said.
+    Flags that changed, and data files whose content changed (`sources`), are logged.
 
     Raises:
         CheckpointError: the same on every rank, before anything was touched where that is possible.
@@ -249,7 +249,7 @@ def _refuse_other_heads(
 def _refuse_another_model(
     opened: OpenedCheckpoint, config: RunConfig, *, is_partial: bool = False
 ) -> None:
-    """Of a partial load other flags are only said: parts of another model are what it is for."""
+    """Check the model's flags; for a partial load, only warn about those that differ."""
     saved = opened.manifest.config
     if not opened.is_native and "num_layers" not in saved.get("model", {}):
         log.warning(
@@ -280,7 +280,7 @@ def _only_seq_length(differing: list[str]) -> bool:
 def _say_what_changed(
     opened: OpenedCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
-    """A resumed run with other flags or data is allowed, and said, as its numbers will differ."""
+    """Warn about flags and data that changed: the run is resumed, but its numbers will differ."""
     changed = [
         f"--{name.replace('_', '-')} {theirs} -> {ours}"
         for group in _SAID_IF_CHANGED

@@ -77,7 +77,7 @@ def load_model_for_inference(
     """
     if given.get("pipeline_model_parallel_size", 1) != 1:
         raise ConfigError(
-            "a model in a pipeline scores, but does not write",
+            "text generation does not support pipeline parallelism",
             found=f"--pipeline-model-parallel-size {given['pipeline_model_parallel_size']}",
             fix="spread it with --tensor-model-parallel-size instead",
         )

@@ -112,7 +112,7 @@ def initialize_megatron(
         device.select(_device_kind(config.launch.device), launch.device_index)
         set_library_environment(launch)
         context = _join(config, launch, undo)
-        # Unchecked: ranks that disagree about --check-collectives have to hear of that.
+        # Unchecked: ranks that disagree about --check-collectives must be able to say so.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
         streams = _seeded(config.training.seed, context)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
@@ -206,7 +206,7 @@ def launch_of_process() -> Launch:
 
 
 def _choose_threads(config: RunConfig, launch: Launch) -> None:
-    """As many CPU threads as were asked for; where nobody did, ranks of a node share its cores."""
+    """Set the CPU threads that were asked for; by default, ranks of a node share its cores."""
     asked, fair = config.training.num_threads, fair_threads(launch)
     if asked is None and fair is not None:
         log.info(
@@ -298,7 +298,7 @@ def _notify_waiting_ranks(launch: Launch, reason: str) -> None:
         store = _rendezvous(launch, timedelta(seconds=_TELL_S))
         _notify(PeerWatch(store, launch.rank, launch.world_size), reason)
     except (RuntimeError, ValueError):
-        log.debug("no other rank came to hear of this failure")
+        log.debug("no other rank was notified of this failure")
 
 
 def _notify(watch: PeerWatch, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What the launcher told this process: who it is among how many, and where to meet the others.
+"""Reads rank, world size and rendezvous address from the environment that a launcher set.
 
 torchrun, DeepSpeed's launcher and Slurm's srun are understood. This module and `initialize.py` are
 the only readers of `os.environ`. It imports no torch, so that errors of a command line can be
@@ -89,10 +89,10 @@ def set_library_environment(launch: Launch) -> None:
 
 
 def fair_threads(launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:
-    """CPU threads of a rank that shares its node with others, where nobody has said how many.
+    """Return the CPU threads of a rank that shares its node, where no variable sets their number.
 
     torchrun sets OMP_NUM_THREADS; DeepSpeed's launcher and srun leave each rank with all cores.
-    None: it is said, or there is nobody to share with.
+    None: it is set, or the rank has the node to itself.
     """
     given = os.environ if environment is None else environment
     shared = launch.has_rendezvous and launch.local_world_size > 1

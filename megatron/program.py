@@ -1,4 +1,4 @@
-"""The outermost frame of a program: who speaks, how a failure is said, what it exits with.
+"""The outermost frame of a program: which rank prints, how a failure is shown, exit codes.
 
 A known error is printed once, without a traceback; a bug is printed with one. Either way the other
 ranks are told, and this process ends at once: waiting for peers at exit is how jobs hang.
@@ -36,7 +36,7 @@ def run(main: Callable[[], object]) -> NoReturn:
         log.configure(launch.rank, launch.world_size)
         main()
     except MegatronError as error:
-        # Flags and files are checked alike on every rank: rank 0 speaks for all of them then.
+        # Flags and files are checked alike on every rank, so only rank 0 prints the errors.
         said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()
         # Notes hold what happened where this rank could not see it: a worker's traceback.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])

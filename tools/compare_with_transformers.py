@@ -137,7 +137,7 @@ def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
 
     Of a GPT that are logits; of a BERT hidden states, pooled rows and the scores of its heads.
 
-    None, which is said in the log, where `transformers` is not installed.
+    None, with a line in the log, where `transformers` is not installed.
 
     Raises:
         CheckpointError: they differ by more than rounding.

@@ -254,7 +254,7 @@ def _step(title: str, command: Sequence[str]) -> None:
     try:
         process.wait()
     except KeyboardInterrupt:
-        process.wait()  # the terminal told it too, and it has ranks of its own to end
+        process.wait()  # the terminal interrupts it too, and it has to end its own ranks
         raise
     if process.returncode:
         log.error(f"the step '{title}' failed; its message stands above")

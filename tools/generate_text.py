@@ -165,7 +165,7 @@ def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Iterator[Sequence[str]]:
-    """Yield what the user types on rank 0, told to every rank, until the end of input."""
+    """Yield what the user types on rank 0, sent to every rank, until the end of input."""
     while True:
         typed = None
         if speaks:

@@ -44,7 +44,7 @@ _TOKENIZER_SOURCES = (
     "tokenizer_name_or_path",
     "vocab_size",
 )
-_ITEMS_LOOKED_AT = 64  # for what is said without reading everything
+_ITEMS_LOOKED_AT = 64  # for the summary that does not read everything
 _TOKENS_SHOWN = 64
 
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _open(prefix: str) -> MMapIndexedDataset:
-    # Only the index is compared here, so that what the corpus holds can be said before --verify.
+    # Only the index is compared here, so that the summary is printed before --verify.
     has_checksums = read_checksums(prefix) is not None
     integrity = DataIntegrity.HEADER if has_checksums else DataIntegrity.OFF
     return MMapIndexedDataset(prefix, integrity=integrity)

@@ -417,7 +417,7 @@ def _add_input_flags(group: "argparse._ArgumentGroup") -> None:
         choices=SPLITTERS,
         default=_BY_RULES,
         help="how: by rules for punctuation, by nltk's Punkt, or by Punkt where it is installed "
-        "and by rules elsewhere, which is said [rules]",
+        "and by rules elsewhere, with a note in the log [rules]",
     )
     add("--lang", metavar="LANGUAGE", help="which model of Punkt [english]")
     add(

@@ -42,7 +42,7 @@ from tools.preprocessing.documents import (
 )
 from tools.preprocessing.text_output import refuse_existing_texts
 
-_TOLD = 3  # lines that are left out and told one by one; the rest is counted
+_TOLD = 3  # left-out lines that are listed one by one; the rest is counted
 
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 

@@ -32,7 +32,8 @@ NARROWEST = 40
 HALF = 0.5 + 1e-9  # rounds to the nearest column, with room for sums of durations
 MOST_COLUMNS = 100_000  # of text before it is wrapped; durations of very unequal length
 
-# Okabe and Ito's colours, which the colour-blind tell apart too; their brightness differs as well.
+# Okabe and Ito's colours, which can be distinguished with colour blindness too; their brightness
+# differs as well.
 COLOURS = {"F": "#56B4E9", "B": "#E69F00", "W": "#009E73"}
 MEANINGS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 SMALLEST_POINTS = 4.0  # numbers that would be smaller are left out

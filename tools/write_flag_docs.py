@@ -86,7 +86,7 @@ def _legacy_sections() -> Iterator[str]:
         + _table(("given", "means"), [(f"`{k}`", f"`{' '.join(v)}`") for k, v in ALIASES.items()])
     )
     yield (
-        "### Accepted, without effect\n\nEach use is said in the log, with the reason.\n\n"
+        "### Accepted, without effect\n\nEach use is logged, with the reason.\n\n"
         + _table(("flag", "why"), [(f"`{k}`", v.because) for k, v in NO_EFFECT.items()])
     )
     yield (

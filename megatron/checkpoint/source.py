@@ -54,7 +54,7 @@ class CheckpointSource(Protocol):
 
     @property
     def kind(self) -> str:
-        """The kind of model, as `model_kind` knows it; told by names where nothing records it."""
+        """The kind of model, as `model_kind` knows it; else derived from names."""
 
     @property
     def scalars(self) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class _Named(Protocol):
 
 
 class SourceBase:
-    """What a source need not write again: closing, files without digests, a kind told by names."""
+    """What a source need not write again: closing, files without digests, the kind by names."""
 
     seal: Manifest | None = None
 

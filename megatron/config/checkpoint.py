@@ -153,7 +153,7 @@ class CheckpointConfig:
         ]
         if given and self.load is None:
             yield ConfigError(
-                "it is said what to load, but not from where",
+                "flags say which part to load, and --load is missing",
                 found=f"{', '.join(given)} without --load",
                 fix="add --load FOLDER",
             )

@@ -378,7 +378,7 @@ def _refuse_unknown(block: JsonObject, known: Sequence[str], where: str) -> None
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                "DeepSpeed's JSON holds a key of a curriculum that nobody reads",
+                "DeepSpeed's JSON holds a key of a curriculum that has no effect",
                 found=f"{where}.{key}",
                 fix=f"did you mean {near}?",
             )

@@ -9,7 +9,7 @@ from megatron.errors import ConfigError
 
 
 class LogLevel(StrEnum):
-    """From which level on a rank speaks."""
+    """The lowest level of log messages that a rank prints."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -38,7 +38,7 @@ class LoggingConfig:
     """What is reported, where and how often."""
 
     log_interval: int = flag(100, help="iterations between log lines")
-    log_level: LogLevel = flag(LogLevel.INFO, help="level from which rank 0 speaks")
+    log_level: LogLevel = flag(LogLevel.INFO, help="lowest level of messages that rank 0 prints")
     log_level_replica: LogLevel = flag(
         LogLevel.ERROR, help="level from which the other ranks speak"
     )

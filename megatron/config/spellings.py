@@ -113,7 +113,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, _GROUPED),
     "--moe-permute-fusion": NoEffect(0, _FUSED),
     "--moe-router-fusion": NoEffect(0, _FUSED),
-    "--moe-per-layer-logging": NoEffect(0, "load_balancing_loss is said of all layers"),
+    "--moe-per-layer-logging": NoEffect(0, "load_balancing_loss is logged over all layers"),
     **dict.fromkeys(
         ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity"),
         NoEffect(1, _DROPLESS),

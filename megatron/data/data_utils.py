@@ -378,7 +378,7 @@ def _build_split(
     for problem in draw_problems(names, weights, wanted):
         if is_training:
             raise problem
-        # Few samples evaluate on few corpora; nobody has to change the mixture for that.
+        # Few samples evaluate on few corpora; that is no reason to change the mixture.
         log.warning_once(f"draws {name} {problem.found}", f"{name}: {problem}")
     datasets = [
         maker.make(

@@ -81,7 +81,7 @@ class MMapIndexedDataset:
 
     `integrity` says how much is compared with the checksums of the corpus; a corpus without any is
     read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
-    that is cut short under it ends the process with SIGBUS. `report_progress` hears how far a
+    that is cut short under it ends the process with SIGBUS. `report_progress` is told how far a
     verification of everything (`full`) is. Raises DataError when the pair of files is missing,
     damaged, or not one corpus.
     """

@@ -18,7 +18,7 @@ from megatron.model.accounting import RankShare, forward_bytes, memory_bytes
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
 
-_UNKNOWN = 2**62  # bytes, where nobody tells how many are free
+_UNKNOWN = 2**62  # bytes, where the free memory is unknown
 # What torch's allocator on CPUs says; it has no exception of its own.
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
@@ -117,7 +117,7 @@ class EvaluationMemory:
 
 
 def halve_until_it_fits(rows: int, length: int, ranks: Sequence[int]) -> int:
-    """Half as many rows, which is said; MachineError when there is one.
+    """Return half as many rows, with a warning; MachineError when there is only one.
 
     Args:
         ranks: those that ran out of memory, where that is known.

@@ -68,7 +68,10 @@ def generate(
 
 
 class _Rows:
-    """The sequences under way; a finished one is carried along, and what it says is dropped."""
+    """State of the sequences being generated.
+
+    Finished rows stay in the batch; their new tokens are discarded.
+    """
 
     def __init__(
         self,

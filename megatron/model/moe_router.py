@@ -132,7 +132,7 @@ class _WithLoss(torch.autograd.Function):
         value, balance = ctx.told.value, ctx.balance
         if value is None:
             raise MegatronError(
-                "internal error: nobody said how much a router's loss counts in this step",
+                "internal error: the weight of a router's loss was not set for this step",
                 found="a backward pass with --moe-aux-loss-coeff or --moe-z-loss-coeff",
                 fix="set ModelBuild.router_loss.value before it, as the engines do",
             )

@@ -144,7 +144,7 @@ class CollectiveChecks:
             raise _store_is_gone(error) from error
 
     def _gather(self, meeting: "_Meeting", deadline: float) -> dict[int, "_Post"]:
-        """Return what everybody wrote, once all are there and nobody has given up waiting."""
+        """Return what every rank wrote, once all have and none has given up waiting."""
         missing = self._wait(meeting, deadline)
         if missing:
             absent = {rank: self._last(rank) for rank in missing}
@@ -250,7 +250,7 @@ def _place(frame: FrameType) -> str:
 def _differing(meeting: _Meeting, calls: dict[int, Call]) -> CollectiveError:
     (usual, count), *others = Counter(call.compared for call in calls.values()).most_common()
     odd = [rank for rank, call in calls.items() if call.compared != usual]
-    if others and others[0][1] == count:  # no majority, so nobody is right
+    if others and others[0][1] == count:  # no majority, so no rank is taken to be right
         odd = list(calls)
     said = "".join(f"\n    rank {rank}: {call}" for rank, call in calls.items())
     who = f"{'ranks' if len(odd) > 1 else 'rank'} {', '.join(map(str, odd))}"

@@ -94,7 +94,7 @@ def is_split_over(parameter: Tensor, axis: str) -> bool:
 
 
 def init_of(parameter: Tensor) -> Init | None:
-    """Return the values `parameter` starts from; None when nobody said."""
+    """Return the values `parameter` starts from; None when it was not set."""
     init: Init | None = getattr(parameter, "init", None)
     return init
 

@@ -32,7 +32,7 @@ _FRAMES_SHOWN = 8  # innermost ones of the place where a rank was ended
 
 
 class Failure(NamedTuple):
-    """The first rank that failed, and what it said."""
+    """The first rank that failed, and its error message."""
 
     rank: int
     message: str
@@ -143,7 +143,7 @@ def main_thread_stack() -> str:
 
 def _end_process(error: PeerError, store: Store) -> None:
     log.error(f"{error}\nthis rank was here:\n{main_thread_stack()}")
-    with contextlib.suppress(RuntimeError):  # the store is gone; there is nobody left to tell
+    with contextlib.suppress(RuntimeError):  # the store is gone, so no other rank can be notified
         store.add(_CLOSED, 1)
     sys.stdout.flush()
     sys.stderr.flush()

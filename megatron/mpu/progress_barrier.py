@@ -30,7 +30,7 @@ _POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are 
 class ProgressBarrier:
     """A place where all ranks of `group` wait for each other; they make it together.
 
-    `patience_s` is for how long no rank that is missing may have said a word.
+    `patience_s` is the longest time without a report from any missing rank.
     """
 
     def __init__(self, group: Group, *, patience_s: float) -> None:
@@ -57,7 +57,7 @@ class ProgressBarrier:
         """Return once every rank has called this as often as this one.
 
         Raises:
-            MachineError: ranks are missing of which none said a word for `patience_s`.
+            MachineError: ranks are missing, and none of them reported for `patience_s`.
         """
         if self._store is None:
             return
@@ -104,7 +104,7 @@ class ProgressBarrier:
 
 class _Absent(NamedTuple):
     rank: int
-    beats: int  # so that a word said twice is heard twice
+    beats: int  # so that the same text reported twice counts twice
     doing: str
 
 

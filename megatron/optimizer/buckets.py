@@ -12,7 +12,7 @@ ALIGN_ELEMENTS = 64  # 128 bytes or more, for vectorised kernels at the start of
 
 
 def default_bucket_elements(shards: int) -> int:
-    """Return elements of a bucket when nobody says: enough to use the network, few enough to
+    """Return the default number of elements of a bucket: enough to use the network, few enough to
     overlap.
 
     The numbers are Megatron's. With many shards it is more, so that messages stay long.
@@ -21,7 +21,7 @@ def default_bucket_elements(shards: int) -> int:
 
 
 class ReductionTime(Enum):
-    """When a parameter's gradient may be reduced, which decides whom it shares a bucket with."""
+    """When a parameter's gradient may be reduced, which decides which others share its bucket."""
 
     PROMPT = "as soon as its last micro-batch is done"
     HELD = "at the end of the step: it is summed over other ranks first, or may have no gradient"

@@ -87,7 +87,7 @@ def decode(numbers: Sequence[int]) -> Signature:
 
 def _unfit(signature: Signature) -> MegatronError:
     return MegatronError(
-        "a layer hands over more than can be said about a message between pipeline stages",
+        "a layer hands over more tensors than the header of a message between stages can describe",
         found=format_signature(signature),
         fix=f"hand over fewer tensors (a header has {HEADER_NUMBERS} numbers), of plain dtypes",
     )

@@ -40,7 +40,7 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
     """
     fewest = None
     if plan.data_parallel_size is not None:
-        # Ramps climb, so the first step has the fewest. What does not divide is said elsewhere.
+        # Ramps climb, so the first step has the fewest. Another check reports what does not divide.
         with suppress(ConfigError):
             batches = batch_schedule(plan.config.training, plan.data_parallel_size)
             fewest = batches.num_microbatches_at(0)

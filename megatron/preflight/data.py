@@ -50,7 +50,7 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
     try:
         prefixes = named_prefixes(data)
     except ConfigError:
-        return  # said above
+        return  # reported above
     for prefix in prefixes:
         corpus = plan.corpora.find(data, prefix)
         if isinstance(corpus, MegatronError):

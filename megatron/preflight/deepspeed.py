@@ -66,7 +66,7 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
     for name in _CUTS if method else ():
         if getattr(config.parallel, name) != default_of(ParallelConfig, name):
             yield ConfigError(
-                "where pipeline stages begin is said twice",
+                "the boundaries of pipeline stages are given twice",
                 found=f"--pp-partition-method {method}, {flag_name(name)}",
                 fix="give one of the two",
             )

@@ -1,6 +1,6 @@
 """Which tokenizer the flags ask for, and how many rows its embedding table gets.
 
-`build_tokenizer()` is the one door; each kind lives in a module of its own that is imported only
+`build_tokenizer()` builds any kind; each kind has a module of its own that is imported only
 when asked for. A worker process gets a `TokenizerSpec` and builds its own: the libraries behind
 the tokenizers hold native objects and threads that must not cross a fork.
 """

@@ -93,7 +93,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         model = self._loaded.model
         if model is None:
             raise ConfigError(
-                "a model in a pipeline scores, but does not write",
+                "text generation does not support pipeline parallelism",
                 found="a task that lets the model write, --pipeline-model-parallel-size above 1",
                 fix="spread it with --tensor-model-parallel-size instead",
             )

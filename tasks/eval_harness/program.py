@@ -123,7 +123,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 class _HarnessLog(argparse.Action):
-    """A flag without effect, which is said."""
+    """Log that a flag has no effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         given = " ".join([str(option), *(values or ())])

@@ -95,7 +95,7 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
             "train_iters": 1,  # as many as the epochs have; known when the examples are
         },
     )
-    # Imported here because it needs torch, and mistakes in flags are told without.
+    # Imported here because it needs torch, and mistakes in flags are reported without it.
     from megatron.checkpoint.formats import registry
 
     if not registry.get(config.checkpoint.checkpoint_format).is_native:

@@ -73,5 +73,5 @@ def test_flags_speak_for_a_checkpoint_that_says_nothing_of_its_model(tmp_path: P
 
 
 def test_a_model_in_a_pipeline_does_not_write() -> None:
-    with pytest.raises(ConfigError, match="a model in a pipeline scores, but does not write"):
+    with pytest.raises(ConfigError, match="text generation does not support pipeline parallelism"):
         load_model_for_inference("nowhere", given={"pipeline_model_parallel_size": 2})

@@ -57,7 +57,7 @@ def read_flags(
         CommandLineError: a flag that no program has, or a value that cannot be read.
         ConfigError: flags that contradict each other.
     """
-    launch = launch_from_environment()  # rank 0 speaks for all, from the first line on
+    launch = launch_from_environment()  # only rank 0 prints, from the first line on
     log.configure(launch.rank, launch.world_size)
     own, rest = parser.parse_known_args(argv)
     given = parse_given(rest, beside=parser._option_string_actions)

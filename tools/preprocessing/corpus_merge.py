@@ -151,7 +151,7 @@ class _Input(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What every rank is told of an input."""
+    """What every rank knows of an input."""
 
     prefix: str
     size: int
@@ -159,7 +159,7 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What every rank is told of an output."""
+    """What every rank knows of an output."""
 
     temporary: str
     output: str

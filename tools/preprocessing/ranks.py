@@ -25,7 +25,7 @@ _CHECK_S = 1.0  # at most so often a rank at work looks whether another failed
 
 
 class ToolRanks:
-    """This process among those that were started together; alone, it waits for nobody.
+    """This process among those that were started together; alone, it waits for no other.
 
     Use it as a context manager around everything that can fail: leaving it tells the others.
     """
@@ -76,7 +76,7 @@ class ToolRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks, and publishes what all made."""
+        """Whether this rank prints, and publishes what all ranks made."""
         return self.rank == 0
 
     def gather(self, name: str, value: object) -> list[Any]:

@@ -20,7 +20,7 @@ import xxhash
 from megatron import atomic
 from megatron.errors import CheckpointError
 
-_AHEAD_BYTES = 32 << 20  # written since the disk was last told to begin
+_AHEAD_BYTES = 32 << 20  # written since the last request to write to the disk
 
 # Set in a thread that writes beside the training, and by whoever wants it to end early.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
@@ -45,7 +45,7 @@ class DurableFile:
         self._hash = xxhash.xxh3_128()
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115
         self.bytes = 0
-        self._begun = 0  # bytes that the disk has been told to take
+        self._begun = 0  # bytes whose writing to the disk was requested
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of `data`."""

@@ -98,7 +98,7 @@ def write_stream(
         for (name, code, shape), tensor in zip(described, tensors, strict=True):
             if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
-                    "a tensor is not what its checkpoint said it would be",
+                    "a tensor differs from what its checkpoint's manifest describes",
                     found=f"{name}: {code_of(tensor.dtype)} {list(tensor.shape)}, expected "
                     f"{code} {list(shape)}",
                     fix="the checkpoint that it is read from is damaged: copy it again",

@@ -131,7 +131,7 @@ class RemotePath:
     key: str  # the bucket and what is below, without a slash at either end
     fs: Any = field(repr=False, compare=False)
     token: str | None = None
-    kind: str | None = field(default=None, repr=False, compare=False)  # where a listing told it
+    kind: str | None = field(default=None, repr=False, compare=False)  # where a listing gave it
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.key}"
@@ -473,7 +473,7 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
-    """Return what a library for objects raised, as a disk would have said it; without secrets."""
+    """Return the text of an error of a store's library, without secrets."""
     text = _error_text(error) + (f" (tried {tries} times)" if tries > 1 else "")
     if type(error).__name__ in _NO_CREDENTIALS or isinstance(error, PermissionError):
         return PermissionError(errno.EACCES, text, address)

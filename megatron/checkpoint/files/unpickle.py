@@ -1,4 +1,4 @@
-"""The only door for files that were written with torch.save: tensors and plain values, no code.
+"""The only reader of files written with torch.save: tensors and plain values, no code.
 
 torch's weights-only reader builds nothing but what an explicit list allows. The list below adds
 what old training programs keep beside tensors: an argparse namespace, numpy's numbers and random
@@ -85,7 +85,7 @@ class NumpyType(Inert):
 
 
 class NumpyArray(Inert):
-    """A numpy array whose bytes were left where they were: a random state that nobody reads."""
+    """A numpy array whose bytes were left where they were: a random state that is not read."""
 
 
 def _array(*_: Any) -> NumpyArray:

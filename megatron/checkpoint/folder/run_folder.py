@@ -372,7 +372,7 @@ def publish(stage: Path, name: str, trackers: Mapping[str, str]) -> Path:
 
 
 def remove(directory: Place) -> None:
-    """Delete a folder that readers no longer see; what resists is said and left behind.
+    """Delete a folder that readers no longer see; what cannot be deleted is logged and left behind.
 
     In a store of objects: the parts of a stage.
     """

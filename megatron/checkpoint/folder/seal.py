@@ -2,7 +2,7 @@
 
 The manifest of such a folder: the length and digest of every file, random states of every rank, the
 run's flags. Other programs look past it. What is in the files is left to their formats; without it
-nobody vouches for the folder, so it can be loaded but is never deleted. `sealed_save` writes it.
+nothing proves the folder whole, so it can be loaded but is never deleted. `sealed_save` writes it.
 """
 
 from pathlib import Path

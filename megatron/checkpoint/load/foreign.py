@@ -124,7 +124,7 @@ class ForeignCheckpoint:
         return False
 
     def check_resumable(self) -> None:
-        """Raise CheckpointError where nobody knows how far into its data the run was."""
+        """Raise CheckpointError where the position of the run in its data is unknown."""
         known = self.source.progress
         if int(known.get("iteration", 0)) and "consumed_samples" not in known:
             raise CheckpointError(

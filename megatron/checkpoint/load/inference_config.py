@@ -45,7 +45,7 @@ class Inference(NamedTuple):
 
     config: RunConfig
     window: int | None  # --seq-length, which says nothing about the weights; None: not given
-    notes: tuple[str, ...]  # to be said once
+    notes: tuple[str, ...]  # to be logged once
 
 
 def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:

@@ -305,7 +305,7 @@ class NativeCheckpoint:
         self._verify([set() for _ in self.hosts], others=True)
 
     def _verify(self, needs: Iterable[Any], *, others: bool) -> None:
-        """Check digests of the `needs` of each rank, and of files that nobody needs if `others`."""
+        """Check digests of what each rank `needs`, and of files that no rank needs if `others`."""
         if self.verification is Verification.SIZE:
             return
         left = [

@@ -107,7 +107,7 @@ class _Flight:
 
 
 class _Wanted(NamedTuple):
-    """Host memory that one rank wants, and what its host has left, where that is told."""
+    """Host memory that one rank asks for, and what its host has left, where that is known."""
 
     host: str
     bytes: int
@@ -282,7 +282,7 @@ class BackgroundSaves:
             parts: list[WrittenPart] = run_on_all_ranks(
                 ctx, writing(stage.iteration), flight.work.part
             )
-        except MegatronError:  # the same on all ranks, and nobody is still writing
+        except MegatronError:  # the same on all ranks, and none is still writing
             run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
 

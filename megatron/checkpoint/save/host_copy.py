@@ -74,7 +74,7 @@ class HostMemory:
             ) from error
 
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the same snapshot, of values that nobody else holds; complete on return."""
+        """Return the same snapshot, with values that only it holds; complete on return."""
         self.make_room(copied_bytes(snapshot))
         at, tensors = 0, []
         with _Copies(self.threads) as copies:

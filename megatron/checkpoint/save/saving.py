@@ -133,7 +133,7 @@ class StagedSave:
         return retire(self.folder, self.retention, newest=self.iteration)
 
     def discard(self) -> None:
-        """Remove what was written; nobody may be writing any more."""
+        """Remove what was written; no rank may still be writing."""
         folders.remove(self.directory)
 
     def saved(self, directory: Place, size: int, retired: tuple[int, ...]) -> Saved:
@@ -218,7 +218,7 @@ def save(
             "checking and describing the checkpoint",
             lambda: stage.describe(snapshot, parts).bytes,
         )
-    except MegatronError:  # the same on all ranks, so nobody is still writing
+    except MegatronError:  # the same on all ranks, so none is still writing
         run_on_rank0(ctx, "removing what was written", stage.discard)
         raise
     directory = run_on_rank0(ctx, "putting the checkpoint in place", stage.commit)

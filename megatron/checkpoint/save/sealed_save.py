@@ -62,7 +62,7 @@ class SealedSave:
                 tensors={},  # the other framework's files say where they are
             )
             run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, look))
-        except MegatronError:  # the same on all ranks, so nobody is still writing
+        except MegatronError:  # the same on all ranks, so none is still writing
             run_on_rank0(ctx, "removing what was written", lambda: folders.remove(stage))
             raise
         directory = run_on_rank0(ctx, "putting the checkpoint in place", commit)
@@ -88,7 +88,7 @@ class SealedSave:
         return WrittenPart(made, {}, generators)
 
     def put(self, content: Manifest, look: Callable[[], None]) -> None:
-        """Rank 0 must see every file at its length, and what `look` wants; then it seals them."""
+        """Check on rank 0 that every file has its size and `look` accepts them, then seal them."""
         seal.check_lengths(self.stage, content)
         look()
         text = manifest.encode(content)

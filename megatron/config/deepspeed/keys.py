@@ -29,7 +29,7 @@ class FixedKey(NamedTuple):
 
 
 class DroppedKey(NamedTuple):
-    """Accepted and not handed on to DeepSpeed; the reason is said in the log."""
+    """Accepted and not handed on to DeepSpeed; the reason is logged."""
 
     because: str
     instead: JsonValue = (
@@ -43,7 +43,7 @@ class UnsupportedKey(NamedTuple):
     feature: str
     instead: str
     written: JsonObject | None = (
-        None  # what turns it off, if DeepSpeed is to be told; else the key is left out
+        None  # what turns it off in DeepSpeed's JSON; None: the key is left out
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run reads, said in a few words: what ranks compare and what a checkpoint remembers.
+"""Describes what a run reads, in short texts that ranks compare and checkpoints store.
 
 Flags name files, and files change. So each corpus is known by the digest of its index, the length
 of its tokens and the pair id of its checksums, and each file of weighted paths by its text. What a

@@ -1,6 +1,6 @@
-"""What is said while a whole corpus is compared with its checksums, which may take hours.
+"""Reports progress while a whole corpus is compared with its checksums, which may take hours.
 
-Two hear of it: the log, now and then, and `report_progress`, after every piece, which is how ranks
+The log gets a line now and then; `report_progress` is called after every piece, so that ranks
 that wait for this one know that it is at work. How a report travels is left to the caller.
 """
 

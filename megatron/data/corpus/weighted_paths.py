@@ -34,7 +34,7 @@ class WeightedRange(NamedTuple):
 
 
 class WeightedGroup(NamedTuple):
-    """A mixture under a name, which is said in the log and in TensorBoard."""
+    """A mixture under a name, which appears in the log and in TensorBoard."""
 
     name: str
     ranges: tuple[WeightedRange, ...]

@@ -153,7 +153,7 @@ def _refuse_other_prefixes(prefix: str, flag: str, parts: tuple[str, str], maker
     """Say what the prefix is, where it is not the one that both corpora share."""
     names = [part_prefix(prefix, part) for part in parts]
     if any(both_files_exist(name) for name in names) or not both_files_exist(prefix):
-        return  # what is missing of a pair is said when it is opened
+        return  # opening the pair reports what is missing
     shared = next(
         (
             prefix.removesuffix(ending)

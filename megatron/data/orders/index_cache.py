@@ -82,8 +82,8 @@ class IndexCache:
     """A place for indices and this rank's part in filling it.
 
     `wait` is a barrier over every rank that calls with the same arguments; each call of
-    `load_or_build` reaches it exactly once, also when building fails. `report_progress` hears from
-    a thread that this rank builds, for ranks of other nodes, which do not see its lock.
+    `load_or_build` reaches it exactly once, also when building fails. `report_progress` is called
+    from a thread while this rank builds, for ranks of other nodes, which do not see its lock.
     """
 
     folders: tuple[Path, ...]

@@ -103,7 +103,7 @@ def report_while(
 def wait_while_leased(
     paths: Sequence[Path], what: str, timing: LeaseTiming, *, is_done: Callable[[], bool]
 ) -> None:
-    """Return once `is_done()`, or when nobody has held one of `paths` for `timing.settle_s`.
+    """Return once `is_done()`, or when no process has held one of `paths` for `timing.settle_s`.
 
     Raises:
         MachineError: a holder went on for longer than `timing.give_up_s`.

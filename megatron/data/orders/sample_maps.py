@@ -28,7 +28,7 @@ def compiled_is_used() -> bool:
 
 
 def compiled() -> ModuleType | None:
-    """Return the compiled module if it may be used; None, said once, where the twins have
+    """Return the compiled module if it may be used; None, with one warning, where the twins have
     to serve.
     """
     if not compiled_is_used():

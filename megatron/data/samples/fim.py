@@ -154,7 +154,7 @@ class FIMDataset:
 
 
 def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: float) -> int:
-    """`eod`, after everything that is said about rearranging was found to make sense.
+    """`eod`, after checking the flags about rearranging.
 
     Raises:
         ConfigError: a rate outside [0, 1], no end of documents, or two marks of one id.

@@ -65,7 +65,7 @@ class PackedDataset:
     split. Raises DataError when they cannot fill a row.
     """
 
-    when_too_long = OnTooLong.SKIP  # unless the constructor is told otherwise
+    when_too_long = OnTooLong.SKIP  # unless the constructor is given another
 
     def __init__(
         self,

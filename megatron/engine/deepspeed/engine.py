@@ -121,7 +121,7 @@ class DeepSpeedEngine:
             learning_rate=plan.learning_rate,
             weight_decay=plan.weight_decay,
         )
-        # DeepSpeed averages gradients over replicas, and is told to divide by nothing else.
+        # DeepSpeed averages gradients over replicas; it must not divide by anything else.
         factors = self._updates.loss_factor * self._context.dp.size / counts
         self._weigh_router_losses(plan)
         self.runtime.train()

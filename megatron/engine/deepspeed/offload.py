@@ -50,7 +50,7 @@ def cpu_adam_for(
 
 
 def _stale_lock() -> str | None:
-    """Return a compiler's lock that nobody of this run holds; waiting for it would never end."""
+    """Return a compiler's lock that no process of this run holds; waiting for it never ends."""
     lock = Path(cpp_extension._get_build_directory(_EXTENSION, False), "lock")
     return f"{lock} is left from a compiler that died; remove it" if lock.exists() else None
 
@@ -60,6 +60,6 @@ def _why_not_built() -> str | None:
     try:
         with quietly():
             builders.CPUAdamBuilder().load(verbose=False)
-    except Exception as error:  # any failure of a compiler and its tools; it is said, above
+    except Exception as error:  # any failure of a compiler and its tools; the caller logs it
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None

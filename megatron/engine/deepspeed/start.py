@@ -59,7 +59,7 @@ def import_deepspeed() -> ModuleType:
     if problem is not None:
         raise problem
     speaker = logging.getLogger("DeepSpeed")
-    speaker.disabled = True  # its import sets level and stream, and speaks
+    speaker.disabled = True  # its import sets level and stream, and logs
     try:
         return importlib.import_module("deepspeed")
     finally:

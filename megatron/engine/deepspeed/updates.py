@@ -224,7 +224,7 @@ class ZeroUpdates:
         """Give DeepSpeed's shards their state, and DeepSpeed our loss scale."""
         self._runtime = runtime
         _reduce_in_buckets(runtime)
-        runtime.optimizer.print_rank_0 = log.debug  # speaks when it is destroyed
+        runtime.optimizer.print_rank_0 = log.debug  # it prints when it is destroyed
         self._shards = ZeroShards(runtime.optimizer, self._named, self._context)
         for flat in self._shards.flats:
             state: dict[str, Tensor | int] = dict(fresh_state(flat.master, self._config))

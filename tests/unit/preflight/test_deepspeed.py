@@ -96,7 +96,7 @@ def test_stages_are_cut_as_natively_or_by_deepspeed_and_not_by_both() -> None:
     assert found(check, through_deepspeed(pp_partition_method="uniform")) == []
     errors = found(check, through_deepspeed(pp_partition_method="uniform", **cut))
     words = "--pp-partition-method uniform, --pipeline-balance"
-    only(errors, "where pipeline stages begin is said twice", words)
+    only(errors, "the boundaries of pipeline stages are given twice", words)
 
 
 def test_the_schedule_that_deepspeed_has_may_be_named() -> None:

@@ -21,7 +21,7 @@ from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 
-_LATEST_VERSION = 3.0  # of Megatron's checkpoints, where nobody says
+_LATEST_VERSION = 3.0  # of Megatron's checkpoints, where none is recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class FolderFacts:
             )
 
     def _expected(self, found: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
-        """Return whole shapes by our names; empty where nobody knows the model."""
+        """Return whole shapes by our names; empty where the model is unknown."""
         if self.record is not None:
             known = self.record.parameters.values()
             return {each.name: each.shape for each in known if each.shape is not None}

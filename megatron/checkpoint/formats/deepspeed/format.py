@@ -30,7 +30,7 @@ def _save_run(run: RunSave) -> Saved:
 
 
 def _refuse_run(run: PlannedRun) -> ConfigError | None:
-    """DeepSpeed's engine writes what it always writes, and nobody else does."""
+    """Save a run in DeepSpeed's layout; only its own engine writes that."""
     flags = run.config.checkpoint
     found = []
     if not run.config.engine.deepspeed:

@@ -73,7 +73,7 @@ class DurableWriter:
             return
         try:
             self.files[Path(path).name] = torch_file.save(Path(path), content)
-        except Exception as error:  # is told to all ranks after the last barrier
+        except Exception as error:  # reported to all ranks after the last barrier
             self.error = error
 
     def result(self) -> Mapping[str, FileRecord]:
@@ -144,7 +144,7 @@ def _let_write(
     """What DeepSpeed raises by itself is kept like an error of the writer, for one verdict."""
     try:
         live.write(there, tag, state, writer)
-    except Exception as error:  # is told to all ranks at the next step
+    except Exception as error:  # reported to all ranks at the next step
         writer.error = writer.error or error
 
 

@@ -424,7 +424,7 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 
 def _tensor_parallel_size(state: Mapping[str, Any], facts: FolderFacts) -> int:
-    """Return how many parts were joined; 1 where nobody says."""
+    """Return how many parts were joined; 1 where that is not recorded."""
     if facts.grid is not None:
         return facts.grid[0]
     dimensions = state.get("checkpoint_parallel_dimensions")

@@ -85,7 +85,7 @@ def described(directory: Path, vocab_rows: int) -> dict[str, Any]:
             "this model has no rows for; a tokenizer.json beside it has none of that "
             "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
         )
-    # Its end of document is one more than what it is told.
+    # Its end of document is one more than the size that it is given.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
 
@@ -114,7 +114,7 @@ def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
     """Return the files for a run's tokenizer, or those of the folder that `options` name.
 
     Raises:
-        CheckpointError: a file is missing, or the tokenizer cannot be told to `transformers`.
+        CheckpointError: a file is missing, or `transformers` cannot express the tokenizer.
     """
     if not options.copy_tokenizer:
         return TokenizerFiles("left out, as asked")
@@ -180,7 +180,7 @@ def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     name = None if tokenizer.eod is None else tokenizer.piece(tokenizer.eod)
     if name is not None:
-        # Here its name in a text is text; in transformers it is the document's end, so it is said.
+        # Here its name in a text is text; in transformers it ends the document.
         tokenizer.core.add_special_tokens([name])
     special = {role: name for role in ("bos_token", "eos_token", "unk_token") if name is not None}
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **special}
@@ -204,7 +204,7 @@ def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
         for role in ("unk", "sep", "pad", "cls", "mask")
         if (token := getattr(tokenizer, role)) is not None
     }
-    # Here [MASK] in a text is text; in transformers it is the mask, so it is said.
+    # Here [MASK] in a text is text; in transformers it is the mask, hence the warning.
     tokenizer.core.add_special_tokens(list(special.values()))
     # What begins and ends a row: here the data does it, there the tokenizer.
     cls, sep = ((special[f"{role}_token"], getattr(tokenizer, role)) for role in ("cls", "sep"))

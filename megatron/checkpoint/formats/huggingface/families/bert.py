@@ -66,7 +66,7 @@ def read_encoder(fields: Fields) -> dict[str, Any]:
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """Return rows of both tables; heads are told by the files."""
+    """Return rows of both tables; the files tell which heads there are."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
 

@@ -1,4 +1,4 @@
-"""A config.json whose fields are asked for by name, kind and meaning; what nobody asked is known.
+"""Reads a config.json field by field, by name, type and meaning; lists the fields not read.
 
 Nothing is guessed: a value that our model cannot follow is refused by its field and value. A field
 that the family's own class in `transformers` does not read changes nothing there, and is listed.
@@ -159,7 +159,7 @@ class Fields:
         )
 
     def unread(self) -> list[str]:
-        """Fields with a value that nobody asked for and that are no bookkeeping."""
+        """Return the fields that were not read, except for bookkeeping."""
         return sorted(
             name
             for name, value in self._values.items()
