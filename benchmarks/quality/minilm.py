@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -108,7 +108,7 @@ def _installed() -> Path:
 
 
 def _tokenizer(source: HuggingFaceSource) -> Tokenizer:
-    fields = {
+    fields: dict[str, Any] = {
         name: v for name, v in source.config["tokenizer"].items() if name != "true_vocab_size"
     }
     return TokenizerSpec(**fields).build()

@@ -6,7 +6,7 @@ logits, windows are cut as they come, and the softmax is torch's over the whole 
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
     by name.
     """
     with registry.open_source(folder) as source:
-        model = source.config["model"]
+        model: Mapping[str, Any] = source.config["model"]
         names = [name for name in source.tensors if name.startswith("model/")]
         weights = {
             name.removeprefix("model/"): source.read(name, whole(source.tensors[name].global_shape))

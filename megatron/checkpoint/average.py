@@ -7,7 +7,6 @@ run can only begin from them.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from megatron.checkpoint.source import CheckpointSource, SourceBase, TensorDescr
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.json_values import JsonObject
 
 
 class AveragedSource(SourceBase):
@@ -48,7 +48,7 @@ class AveragedSource(SourceBase):
         return _weights(self._last)
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """The flags of the last one."""
         return self._last.config
 
@@ -58,12 +58,12 @@ class AveragedSource(SourceBase):
         return self._last.kind
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """How far the last one was."""
         return self._last.progress
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """Nothing: there is no optimizer."""
         return {}
 
@@ -107,7 +107,7 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
         )
 
 
-def _meaning(source: CheckpointSource) -> dict[str, Any]:
+def _meaning(source: CheckpointSource) -> JsonObject:
     """Return what the flags of a model say it computes, without what only matters while it
     is trained.
     """

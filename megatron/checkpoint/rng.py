@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron import device
 from megatron.checkpoint.folder.manifest import GridLayout, Manifest
 from megatron.checkpoint.sharded import GeneratorStates
+from megatron.json_values import JsonValue
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology
 
@@ -22,7 +23,7 @@ _SEPARATOR = "/"
 def capture(streams: RandomStreams) -> GeneratorStates:
     """Return the states of the streams and of torch, numpy and Python, as they are now."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, JsonValue] = {}
     _flatten(streams.state_dict(), "", tensors, values)
     return GeneratorStates(tensors, values)
 
@@ -64,7 +65,7 @@ def _spelled(layout: GridLayout) -> str:
 
 
 def _flatten(
-    state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, Any]
+    state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], values: dict[str, JsonValue]
 ) -> None:
     for key, value in state.items():
         name = f"{prefix}{key}"

@@ -8,7 +8,7 @@ off here when saving and zeroed when loading, so that another padding is only an
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.boxes import Box, flat_boxes, from_slices, overlap, whole
 from megatron.checkpoint.files.safetensors_io import code_of
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
 from megatron.mpu.partition import Partition
 
@@ -141,7 +142,7 @@ class GeneratorStates(NamedTuple):
     """One rank's random states: tensors, and values that JSON can hold, by flat name."""
 
     tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
+    values: JsonObject
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +154,9 @@ class Snapshot:
     """
 
     tensors: tuple[ShardedTensor, ...]
-    progress: Mapping[str, Any]
-    config: Mapping[str, Any]
-    scalars: Mapping[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, int]
+    config: Mapping[str, JsonObject]
+    scalars: JsonObject = field(default_factory=dict)
     generators: GeneratorStates | None = None
     data: Mapping[str, str] = field(default_factory=dict)  # what was read, by the names of files
     validation_loss: float | None = None  # of these weights, where they were evaluated

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder.manifest import Manifest
+from megatron.json_values import JsonObject
 
 
 class TensorDescription(NamedTuple):
@@ -45,11 +46,11 @@ class CheckpointSource(Protocol):
         """Dtype and whole shape of everything that can be read, by our names, in model order."""
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """Groups of `RunConfig.to_plain()`, with the fields that the format knows."""
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """`Progress.to_plain()` as far as the format knows it; empty for bare weights."""
 
     @property
@@ -57,7 +58,7 @@ class CheckpointSource(Protocol):
         """The kind of model, as `model_kind` knows it; else derived from names."""
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """What `EngineState.scalars` holds; empty for bare weights."""
 
     def read(self, name: str, box: Box) -> Tensor:

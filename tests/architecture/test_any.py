@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tests.architecture.source_tree import MEGATRON, Source, sources, write_tree
 
-# Lines with `Any` in 1,000 lines of code. 5 is the aim: lower this number as the code gets there.
-MOST_ANY_PER_1000 = 6.1
+# Lines with `Any` in 1,000 lines of code. Most of them are for values without types: the content of
+# unpickled files, and objects of DeepSpeed and of packages without annotations.
+MOST_ANY_PER_1000 = 5.0
 
 
 def lines_with_any(source: Source) -> list[int]:

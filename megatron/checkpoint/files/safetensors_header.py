@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonValue
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -117,7 +118,7 @@ def _check_order(path: Place, entries: Mapping[str, Entry], origin: int, size: i
         raise _bad(path, f"tensors up to byte {at} in a file of {size}")
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name is there twice")

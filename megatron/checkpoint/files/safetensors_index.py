@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonValue
 
 NAME = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # one folder, no way out of it
@@ -54,7 +55,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name is there twice")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import xxhash
 
@@ -20,6 +20,7 @@ from megatron.checkpoint.boxes import Box, format_box, tiling_fault, whole
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject, JsonValue
 
 NAME = "manifest.json"
 SEAL = "megatron.json"  # the same, beside files in another framework's layout
@@ -29,6 +30,8 @@ VERSION = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SELF = '"manifest_xxh3": "{}"'
+
+T = TypeVar("T")
 
 
 class GridLayout(NamedTuple):
@@ -90,9 +93,9 @@ class Manifest:
 
     iteration: int
     layout: GridLayout
-    progress: Mapping[str, Any]
-    scalars: Mapping[str, Any]
-    config: Mapping[str, Any]
+    progress: Mapping[str, int]
+    scalars: JsonObject
+    config: Mapping[str, JsonObject]
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, FileRecord]
     generators: tuple[str, ...]
@@ -158,7 +161,7 @@ def encode(manifest: Manifest) -> bytes:
     return text.replace(_SELF.format(""), _SELF.format(digest)).encode()
 
 
-def _plain_head(manifest: Manifest) -> dict[str, Any]:
+def _plain_head(manifest: Manifest) -> JsonObject:
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -177,15 +180,15 @@ def _plain_head(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _plain_tensor(tensor: SavedTensor) -> dict[str, Any]:
-    pieces = [
+def _plain_tensor(tensor: SavedTensor) -> JsonObject:
+    pieces: list[JsonObject] = [
         {"file": p.file, "offset": p.box.offset, "shape": p.box.shape, "xxh3": p.xxh3}
         for p in tensor.pieces
     ]
     return {"dtype": tensor.dtype_code, "shape": tensor.global_shape, "pieces": pieces}
 
 
-def _one_line_each(title: str, values: Mapping[str, Any]) -> list[str]:
+def _one_line_each(title: str, values: JsonObject) -> list[str]:
     lines = [f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()]
     return [f'  "{title}": {{', ",\n".join(lines), "  },"] if lines else [f'  "{title}": {{}},']
 
@@ -260,7 +263,7 @@ class _Parser:
             fix="load an older iteration, or copy the checkpoint again",
         )
 
-    def json(self, text: bytes) -> dict[str, Any]:
+    def json(self, text: bytes) -> JsonObject:
         try:
             fields = json.loads(text, object_pairs_hook=_no_name_twice, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
@@ -269,14 +272,14 @@ class _Parser:
             raise self.error("not an object")
         return fields
 
-    def check_digest(self, text: bytes, fields: Mapping[str, Any]) -> None:
+    def check_digest(self, text: bytes, fields: JsonObject) -> None:
         said = str(fields.get("manifest_xxh3"))
         blank = text.replace(_SELF.format(said).encode(), _SELF.format("").encode())
         found = xxhash.xxh3_128_hexdigest(blank)
         if blank == text or found != said:
             raise self.error(f"digest {found}, expected {said[:40]}")
 
-    def manifest(self, fields: Mapping[str, Any]) -> Manifest:
+    def manifest(self, fields: JsonObject) -> Manifest:
         get = self.get
         files = {
             self.file_name(name): FileRecord(
@@ -316,7 +319,7 @@ class _Parser:
             raise self.error("a config that does not match its fingerprint")
         return manifest
 
-    def tensor(self, name: str, value: Any, files: Mapping[str, FileRecord]) -> SavedTensor:
+    def tensor(self, name: str, value: JsonValue, files: Mapping[str, FileRecord]) -> SavedTensor:
         dtype = self.get(value, "dtype", str, name)
         if dtype not in ITEM_BYTES:
             raise self.error(f"{name} has the unknown dtype {dtype!r}")
@@ -334,23 +337,25 @@ class _Parser:
             raise self.error(f"the pieces of {name} do not make it up: {fault}")
         return SavedTensor(dtype, shape, tuple(pieces))
 
-    def get(self, value: Any, key: str, kind: type, where: str = "the top level") -> Any:
-        if not isinstance(value, dict) or type(value.get(key)) is not kind:
+    def get(self, value: JsonValue, key: str, kind: type[T], where: str = "the top level") -> T:
+        found = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(found, kind) or type(found) is not kind:
             raise self.error(f"no {kind.__name__} called {key!r} in {where}")
-        return value[key]
+        return found
 
     def natural(self, value: int, where: str) -> int:
         if value < 0:
             raise self.error(f"{value} in {where}")
         return value
 
-    def integers(self, values: list[Any], where: str) -> tuple[int, ...]:
-        if not all(type(value) is int and value >= 0 for value in values):
+    def integers(self, values: list[JsonValue], where: str) -> tuple[int, ...]:
+        integers = tuple(value for value in values if type(value) is int and value >= 0)
+        if len(integers) != len(values):
             raise self.error(f"{values} in {where}")
-        return tuple(values)
+        return integers
 
-    def digest(self, value: Any, where: str) -> str:
-        text: str = self.get(value, "xxh3", str, where)
+    def digest(self, value: JsonValue, where: str) -> str:
+        text = self.get(value, "xxh3", str, where)
         if not _DIGEST.fullmatch(text):
             raise self.error(f"digest {text[:40]!r} in {where}")
         return text
@@ -361,7 +366,7 @@ class _Parser:
         return name
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name is there twice")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ def open_foreign(
     return ForeignCheckpoint(opened[0], _as_manifest(opened[0]), ctx, verification)
 
 
-def _digest(values: Any) -> str:
+def _digest(values: object) -> str:
     text = json.dumps(values, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -31,8 +31,10 @@ from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import Offer, SharedPlan, WrittenPart
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError, MegatronError
+from megatron.json_values import JsonObject
 from megatron.mpu.context import ParallelContext
 
+T = TypeVar("T")
 _ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
 _PIECE_BYTES = 256  # of manifest for one piece
 
@@ -257,9 +259,10 @@ def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ..
         return ()
 
 
-def run_on_rank0(ctx: ParallelContext, doing: str, step: Callable[[], Any]) -> Any:
+def run_on_rank0(ctx: ParallelContext, doing: str, step: Callable[[], T]) -> T:
     """Call `step` on rank 0 only; return its result, or raise its error, on all ranks."""
-    return run_on_all_ranks(ctx, doing, lambda: step() if ctx.world.is_first else None)[0]
+    results = run_on_all_ranks(ctx, doing, lambda: [step()] if ctx.world.is_first else [])
+    return results[0][0]
 
 
 def prepare(
@@ -322,6 +325,6 @@ def _agree_on_plan(snapshot: Snapshot, iteration: int, ctx: ParallelContext) -> 
     return sharded.plan_write([offer for _, offer in offers])
 
 
-def _digest(values: Mapping[str, Any]) -> str:
+def _digest(values: JsonObject) -> str:
     text = json.dumps(values, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()

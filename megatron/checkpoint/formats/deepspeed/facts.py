@@ -20,6 +20,7 @@ from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescript
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.json_values import JsonObject
 
 _LATEST_VERSION = 3.0  # of Megatron's checkpoints, where none is recorded
 
@@ -28,8 +29,8 @@ _LATEST_VERSION = 3.0  # of Megatron's checkpoints, where none is recorded
 class FolderFacts:
     """Config groups, progress and scalars as a source gives them, and how rows stand."""
 
-    config: Mapping[str, Mapping[str, Any]]
-    progress: Mapping[str, Any]
+    config: Mapping[str, JsonObject]
+    progress: Mapping[str, int]
     rows: RowOrder
     record: RunRecord | None
     vocab_rows: int | None
@@ -103,8 +104,8 @@ class FolderFacts:
         rows = found.get(WORD, (0,))[0] if self.vocab_rows is None else self.vocab_rows
         if self.vocab_rows is not None and found.get(WORD, (0,))[0] < self.vocab_rows:
             rows = found.get(WORD, (0,))[0]  # whoever loads says that the vocabulary is another
-        length = self.config.get("data", {}).get("seq_length")
-        positions = model.max_position_embeddings or length
+        data: Mapping[str, Any] = self.config.get("data", {})
+        positions = model.max_position_embeddings or data.get("seq_length")
         if positions is None and POSITION in found:
             positions = found[POSITION][0]
         if model_kind.kind_from_names(found) == model_kind.GPT:
@@ -125,12 +126,12 @@ class FactsSource(SourceBase):
         return self._described
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """Every flag of a run of ours; of another Megatron's what has a meaning here."""
         return self.facts.config
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """How far that run was."""
         return self.facts.progress
 
@@ -157,7 +158,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return {} if value is None else vars(value)
 
 
-def _progress(state: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(state: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, int]:
     iteration = state.get("iteration", args.get("iteration"))
     if iteration is None:
         iteration = state.get("global_steps", 0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.megatron.names import has_vocabulary_rows
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
 from megatron.mpu.partition import Partition, init_of, partition_of
 
@@ -49,9 +50,9 @@ class RunRecord:
 
     iteration: int
     layout: GridLayout
-    progress: Mapping[str, Any]
-    config: Mapping[str, Any]
-    scalars: Mapping[str, Any]
+    progress: Mapping[str, int]
+    config: Mapping[str, JsonObject]
+    scalars: JsonObject
     parameters: Mapping[str, KnownParameter]
     order: tuple[str, ...] = ()
 

@@ -33,6 +33,7 @@ from megatron.checkpoint.formats.deepspeed.shards import (
 from megatron.checkpoint.formats.megatron.names import is_parameter
 from megatron.checkpoint.source import SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class DeepSpeedSource(FactsSource):
         self.facts.check_shapes(directory, {n: e.shape for n, e in self._entries.items()})
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """The number of updates and the loss scale; empty where no optimizer was saved."""
         if self.facts.record is not None:
             return self.facts.record.scalars

@@ -50,6 +50,7 @@ from megatron.checkpoint.source import (
     WriteOptions,
 )
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject, object_at
 from megatron.mpu.partition import join_slices
 
 TRACKER = "latest_universal"
@@ -102,7 +103,7 @@ class UniversalSource(FactsSource):
         )  # fmt: skip
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """The number of updates, and the loss scale of a run of ours."""
         if self.facts.record is not None:
             return self.facts.record.scalars
@@ -310,7 +311,7 @@ def _write_parameters(
     options: WriteOptions,
 ) -> dict[str, KnownParameter]:
     gated = is_gated(source.config)
-    optimizer = source.scalars.get("optimizer", {})
+    optimizer: Mapping[str, Any] = object_at(source.scalars, "optimizer")
     parameters = {}
     for name, kinds in described.items():
         shape = source.tensors[kinds[_FP32]].global_shape
@@ -362,7 +363,8 @@ def _write_counters(
 ) -> None:
     """The files that loaders of every ZeRO stage look for before they look for tensors."""
     scalars = dict(source.scalars) if options.optimizer else {}
-    steps = float(scalars.get("optimizer", {}).get("steps", 0))
+    optimizer: Mapping[str, Any] = object_at(scalars, "optimizer")
+    steps = float(optimizer.get("steps", 0))
     progress = completed_progress(source, iteration)
     record = RunRecord(
         iteration=iteration,

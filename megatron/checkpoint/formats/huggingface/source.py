@@ -7,10 +7,10 @@ Only weights are there: no optimizer, no progress. Writing is `writer`'s part.
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescript
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
+from megatron.json_values import JsonObject, JsonValue
 
 CONFIG = "config.json"
 _PREFIX = "model/"
@@ -77,24 +78,24 @@ class HuggingFaceSource(SourceBase):
         return self._tensors
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """The model, the tokenizer that lies beside it, and the precision of the weights."""
         code = self._tensors[_PREFIX + gpt_tensors.WORD_TABLE].dtype_code
         precision = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
         return {
             "model": to_plain(self.model),
-            "data": {"seq_length": self.sizes.positions} | _binary_head(self.sizes),
+            "data": {"seq_length": self.sizes.positions, **_binary_head(self.sizes)},
             "tokenizer": tokenizers.described(self.directory, self.sizes.vocab_rows),
             "precision": precision.get(code, {}),
         }
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """Nothing: a folder holds weights, not a run."""
         return {}
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """Nothing: there is no optimizer."""
         return {}
 
@@ -302,7 +303,7 @@ def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
         )
 
 
-def _known_keys(family: Family, stored: Mapping[str, Any], directory: Path) -> dict[str, str]:
+def _known_keys(family: Family, stored: Collection[str], directory: Path) -> dict[str, str]:
     """Return names with the family's prefix, as they are spelled now, to names in the files; no
     buffers.
 
@@ -352,7 +353,7 @@ def _nearest(key: str, keys: Iterable[str]) -> str:
     return f" (nearest: {', '.join(close)})" if close else ""
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a field is there twice")

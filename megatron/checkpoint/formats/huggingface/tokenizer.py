@@ -20,6 +20,7 @@ from megatron.checkpoint.source import WriteOptions
 from megatron.config.data import TokenizerConfig
 from megatron.config.fields import from_plain
 from megatron.errors import CheckpointError, MegatronError
+from megatron.json_values import JsonObject, JsonValue
 from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
@@ -53,7 +54,7 @@ class TokenizerFiles:
             write_file(directory / name, data)
 
 
-def described(directory: Path, vocab_rows: int) -> dict[str, Any]:
+def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
     """Fields of `TokenizerConfig` that read the tokenizer in `directory`.
 
     Without one the model is a bare network, which `NullTokenizer` serves.
@@ -89,7 +90,7 @@ def described(directory: Path, vocab_rows: int) -> dict[str, Any]:
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
 
-def _settings(directory: Path) -> Mapping[str, Any]:
+def _settings(directory: Path) -> JsonObject:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -183,7 +184,11 @@ def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
         # Here its name in a text is text; in transformers it ends the document.
         tokenizer.core.add_special_tokens([name])
     special = {role: name for role in ("bos_token", "eos_token", "unk_token") if name is not None}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, **special}
+    settings: JsonObject = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        **special,
+    }
     return TokenizerFiles(
         "vocab.json, merges.txt, and a tokenizer.json of both",
         copies={"vocab.json": Path(config["vocab_file"]), "merges.txt": Path(config["merge_file"])},
@@ -209,7 +214,7 @@ def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
     # What begins and ends a row: here the data does it, there the tokenizer.
     cls, sep = ((special[f"{role}_token"], getattr(tokenizer, role)) for role in ("cls", "sep"))
     tokenizer.core.post_processor = processors.BertProcessing(sep, cls)
-    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lowers, **special}
+    settings: JsonObject = {"tokenizer_class": "BertTokenizer", "do_lower_case": lowers, **special}
     return TokenizerFiles(
         "vocab.txt and a tokenizer.json of it",
         made={
@@ -243,7 +248,7 @@ def _of_sentence_piece(
         )
         if token is not None
     }
-    settings = {
+    settings: JsonObject = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": opens_with_bos,
         "add_eos_token": False,
@@ -291,5 +296,5 @@ def _ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     }
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
+def _json(values: JsonObject) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()

@@ -7,7 +7,7 @@ whole. The folder appears under its name complete or not at all.
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from megatron.checkpoint.source import CheckpointSource, WriteOptions
 from megatron.config.fields import from_plain
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.errors import CheckpointError, ConfigError
+from megatron.json_values import JsonObject, JsonValue
 
 SHARD_BYTES = 5 * 10**9  # of one file; a larger tensor has a file of its own
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -195,7 +196,10 @@ def _write_weights(
         where |= dict.fromkeys(names, file)
         total += sum(tensor_bytes(targets[n].dtype_code, targets[n].shape) for n in names)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        index: JsonObject = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(where.items())),
+        }
         _write_json(stage / INDEX, index)
 
 
@@ -238,8 +242,8 @@ def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
     table = tensors.get(gpt_tensors.POSITION_TABLE)
     if table is not None or model.position_embedding_type is PositionEmbedding.LEARNED:
         return Sizes(rows, (table or (0,))[0], heads)
-    trained = source.config.get("data", {}).get("seq_length")
-    positions = model.max_position_embeddings or trained
+    data: Mapping[str, Any] = source.config.get("data", {})
+    positions = model.max_position_embeddings or data.get("seq_length")
     if positions is None:
         raise CheckpointError(
             "the checkpoint does not say how long its sequences may be",
@@ -255,7 +259,7 @@ def _config(
     sizes: Sizes,
     targets: Mapping[str, ExportTarget],
     tokenizer: tokenizers.TokenizerFiles,
-) -> dict[str, Any]:
+) -> JsonObject:
     codes = {target.dtype_code for target in targets.values()}
     table = next(iter(targets.values()))
     return {
@@ -270,10 +274,10 @@ def _config(
     }
 
 
-def _generation(tokenizer: tokenizers.TokenizerFiles) -> dict[str, Any]:
+def _generation(tokenizer: tokenizers.TokenizerFiles) -> JsonObject:
     ids = {name: token for name, token in tokenizer.special_ids.items() if token is not None}
     return {"_from_model_config": True, **ids}
 
 
-def _write_json(path: Path, values: Mapping[str, Any] | Sequence[Any]) -> None:
+def _write_json(path: Path, values: JsonValue) -> None:
     write_file(path, (json.dumps(values, indent=2, allow_nan=False) + "\n").encode())

@@ -9,7 +9,6 @@ afterwards (`tools/convert_checkpoint.py`) also changes the layout; this does no
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from megatron.checkpoint.save.sealed_save import SealedSave
 from megatron.checkpoint.sharded import Snapshot
 from megatron.checkpoint.source import SourceBase, TensorDescription
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 from megatron.mpu.context import ParallelContext
 
 _GENERATOR_BYTES = 1 << 16  # of the random states of one rank
@@ -41,17 +41,17 @@ class LiveSource(SourceBase):
         self.tensors = described
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """The flags of the run."""
         return self._snapshot.config
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """How far it is."""
         return self._snapshot.progress
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """What its engine keeps beside tensors."""
         return self._snapshot.scalars
 

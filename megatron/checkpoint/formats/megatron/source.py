@@ -7,7 +7,7 @@ something only to the ranks and the program that had them.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron.checkpoint.formats.megatron.files import (
 )
 from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescription
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
 
 NEWEST_VERSION = 3.0
@@ -65,12 +66,12 @@ class MegatronSource(SourceBase):
         return self._tensors
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """The groups of flags that `args` says."""
         return self._config
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """How far the run was; empty for a release, which is where a run starts from."""
         content, args = self._files.rank(0, 0).content, self._files.rank(0, 0).args
         if self.directory.name == RELEASE:
@@ -90,7 +91,7 @@ class MegatronSource(SourceBase):
         return progress
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """The number of updates and the loss scale; empty without optimizer state."""
         shard = self._files.rank(0, 0).optimizer
         if shard is None:

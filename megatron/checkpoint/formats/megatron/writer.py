@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.megatron import names
 from megatron.checkpoint.formats.megatron.args import args_of_config
 from megatron.checkpoint.source import CheckpointSource, TensorDescription, WriteOptions
 from megatron.errors import CheckpointError
+from megatron.json_values import object_at
 from megatron.mpu import partition as partitions
 from megatron.tokenizer.tokenizer import padded_vocab_size
 
@@ -82,7 +83,7 @@ def file_layout(
     Raises:
         CheckpointError: its layers do not divide over the stages, or its heads over tp ranks.
     """
-    model = source.config.get("model", {})
+    model: Mapping[str, Any] = source.config.get("model", {})
     args_of_config(source.config)  # refuses a model that Megatron does not have
     unknown = [name for name in _parameters(source) if not names.is_known(name)]
     if unknown:
@@ -290,7 +291,8 @@ def _parameters(source: CheckpointSource) -> list[str]:
 def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
     """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
     rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
-    asked = source.config.get("tokenizer", {}).get("make_vocab_size_divisible_by") or 128
+    flags: Mapping[str, Any] = source.config.get("tokenizer", {})
+    asked = flags.get("make_vocab_size_divisible_by") or 128
     if padded_vocab_size(rows, divisible_by=asked, tp=layout.tp) == layout.padded_rows:
         return int(asked)
     return layout.padded_rows // layout.tp
@@ -345,7 +347,7 @@ def _optimizer(
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """State numbered by parameter: matrices first, as Megatron groups them by weight decay."""
-    kept = source.scalars.get("optimizer", {})
+    kept: Mapping[str, Any] = object_at(source.scalars, "optimizer")
     steps = int(kept.get("steps", 0))
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
@@ -408,8 +410,8 @@ def _scaler(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scheduler(source: CheckpointSource) -> dict[str, Any]:
     """Megatron's schedule is a function of samples; its loader wants the numbers all the same."""
-    schedule = source.config.get("schedule", {})
-    training = source.config.get("training", {})
+    schedule: Mapping[str, Any] = source.config.get("schedule", {})
+    training: Mapping[str, Any] = source.config.get("training", {})
     batch = int(training.get("global_batch_size") or 1)
     whole_run = training.get("train_samples") or int(training.get("train_iters") or 1) * batch
     decay = schedule.get("lr_decay_samples") or int(schedule.get("lr_decay_iters") or 0) * batch

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from megatron.checkpoint.source import (
     WriteOptions,
 )
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject
 
 SHARD_BYTES = 4 << 30  # of tensors in one file; a larger tensor has a file of its own
 _ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
@@ -66,7 +66,7 @@ class ShardedSource(SourceBase):
         }
 
     @property
-    def config(self) -> Mapping[str, Mapping[str, Any]]:
+    def config(self) -> Mapping[str, JsonObject]:
         """Every flag of the run that saved it."""
         return self.manifest.config
 
@@ -76,12 +76,12 @@ class ShardedSource(SourceBase):
         return self.manifest.kind
 
     @property
-    def progress(self) -> Mapping[str, Any]:
+    def progress(self) -> Mapping[str, int]:
         """How far that run was."""
         return self.manifest.progress
 
     @property
-    def scalars(self) -> Mapping[str, Any]:
+    def scalars(self) -> JsonObject:
         """What its engine kept beside tensors."""
         return self.manifest.scalars
 

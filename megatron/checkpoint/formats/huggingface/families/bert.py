@@ -6,7 +6,6 @@ is before that norm here and after it there, which matters in training alone.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron.checkpoint.bert_tensors import TOKEN_TYPES, WORD_BIAS, BertHeads
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
@@ -25,6 +24,7 @@ from megatron.checkpoint.formats.huggingface.families.layouts import (
 from megatron.checkpoint.model_kind import BERT as BERT_KIND
 from megatron.checkpoint.model_kind import CLASSIFIER
 from megatron.config.model import ModelConfig
+from megatron.json_values import JsonValue
 
 KINDS = (BERT_KIND, CLASSIFIER)
 ABOVE = ("cls.", "classifier.")
@@ -42,7 +42,7 @@ OURS = {
 }
 
 
-def read_encoder(fields: Fields) -> dict[str, Any]:
+def read_encoder(fields: Fields) -> dict[str, object]:
     """Return the fields of both kinds of BERT, but for where the norms stand."""
     fields.must_be("position_embedding_type", "absolute", "absolute", why="relative positions")
     fields.must_be(
@@ -70,10 +70,10 @@ def read_sizes(fields: Fields) -> Sizes:
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
 
-def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     """Return the fields of both kinds of BERT."""
     classes = range(sizes.heads.classes if sizes.heads else 0)
-    labels = {
+    labels: dict[str, JsonValue] = {
         "id2label": {str(at): f"LABEL_{at}" for at in classes},
         "label2id": {f"LABEL_{at}": at for at in classes},
     }

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
@@ -12,6 +11,7 @@ from megatron.checkpoint.formats.huggingface.families.layouts import TensorRule
 from megatron.checkpoint.gpt_tensors import WORD_TABLE, Shapes, gpt_tensors
 from megatron.config.fields import flag_name
 from megatron.config.model import ModelConfig
+from megatron.json_values import JsonValue
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
@@ -58,12 +58,12 @@ class Family:
     architecture: str
     prefix: str
     head: tuple[str, ...]
-    ours: Mapping[str, Sequence[Any]]
+    ours: Mapping[str, Sequence[object]]
     tensors: Mapping[str, TensorRule]
     buffers: tuple[str, ...]
-    read_config: Callable[[Fields], dict[str, Any]]
+    read_config: Callable[[Fields], dict[str, object]]
     read_sizes: Callable[[Fields], Sizes]
-    write_config: Callable[[ModelConfig, Sizes], dict[str, Any]]
+    write_config: Callable[[ModelConfig, Sizes], dict[str, JsonValue]]
     plain_heads: bool = False
     experts: bool = False
     kinds: tuple[str, ...] = (model_kind.GPT,)

@@ -6,11 +6,14 @@ that the family's own class in `transformers` does not read changes nothing ther
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
+from megatron.json_values import JsonObject, JsonValue
 
 _REQUIRED: Any = object()
+T = TypeVar("T")
 
 # Written by every family and of no meaning for the network: bookkeeping, generation, training.
 _BOOKKEEPING = frozenset(
@@ -72,7 +75,7 @@ _BOOKKEEPING = frozenset(
 class Fields:
     """The fields of one config.json."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: JsonObject) -> None:
         self.path, self._values = path, values
         self._asked: set[str] = set()
 
@@ -118,28 +121,28 @@ class Fields:
             raise self.wrong_kind(name, value, "true or false")
         return value
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
+    def mapping(self, name: str) -> JsonObject:
         """Return an object; empty where there is none."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise self.wrong_kind(name, value, "an object")
         return value
 
-    def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
+    def choice(self, name: str, choices: Mapping[str, T], default: str) -> T:
         """Return what `choices` gives for the text of the field."""
         value = self.get(name, default)
         if value not in choices:
             raise self.refused(name, value, choices)
         return choices[value]
 
-    def must_be(self, name: str, only: Any, default: Any, *, why: str) -> None:
+    def must_be(self, name: str, only: object, default: object, *, why: str) -> None:
         """Refuse any value but `only`."""
         value = self.get(name, default)
         if value != only:
             raise self.refused(name, value, [only], why=why)
 
     def refused(
-        self, name: str, value: Any, supported: Collection[Any], *, why: str = ""
+        self, name: str, value: object, supported: Collection[object], *, why: str = ""
     ) -> CheckpointError:
         """Return the error for a value that no model of ours computes."""
         return CheckpointError(
@@ -150,7 +153,7 @@ class Fields:
             "another model cannot be converted",
         )
 
-    def wrong_kind(self, name: str, value: Any, wanted: str) -> CheckpointError:
+    def wrong_kind(self, name: str, value: object, wanted: str) -> CheckpointError:
         """Return the error for a value that is no number where one is due."""
         return CheckpointError(
             "the config of a Hugging Face folder has a field of the wrong kind",
@@ -167,7 +170,7 @@ class Fields:
         )
 
 
-def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, Any]:
+def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, object]:
     """Return the rotary fields of our model, from either spelling: `rope_theta` beside
     `rope_scaling` (before transformers 5), or all of it in `rope_parameters`."""
     base = fields.number(base_name, 10000.0)
@@ -195,7 +198,7 @@ def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, Any
     return result
 
 
-def rope_scaling(config: Any) -> dict[str, Any] | None:
+def rope_scaling(config: ModelConfig) -> dict[str, JsonValue] | None:
     """Return the `rope_scaling` of a config.json for a `ModelConfig`; both generations read it."""
     if config.use_rope_scaling:
         return {

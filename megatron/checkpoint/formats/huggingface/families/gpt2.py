@@ -1,14 +1,13 @@
 """GPT-2 (Radford et al. 2019): learned positions, matrices kept as [in, out], q k v in blocks."""
 
-from typing import Any
-
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import QkvBlocks, Same
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
+from megatron.json_values import JsonValue
 
 # gelu_fast and gelu_pytorch_tanh are the same formula as gelu_new, written in another way.
-PLAIN_ACTIVATIONS: dict[str, dict[str, Any]] = {
+PLAIN_ACTIVATIONS: dict[str, dict[str, object]] = {
     "gelu_new": {},
     "gelu_pytorch_tanh": {},
     "gelu_fast": {},
@@ -22,7 +21,7 @@ ACTIVATION_NAMES = {
 }
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> dict[str, object]:
     fields.must_be("scale_attn_weights", True, True, why="scores that are not scaled")
     fields.must_be(
         "scale_attn_by_inverse_layer_idx", False, False, why="scores divided by the layer's number"
@@ -48,7 +47,7 @@ def _sizes(fields: Fields) -> Sizes:
     return Sizes(fields.integer("vocab_size"), fields.integer("n_positions", 1024))
 
 
-def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     return {
         "n_layer": config.num_layers,
         "n_embd": config.hidden_size,

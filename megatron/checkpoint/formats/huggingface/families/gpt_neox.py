@@ -4,8 +4,6 @@ Their q k v stand head by head as ours do, and rotation pairs the halves of the 
 as ours does, so no row moves.
 """
 
-from typing import Any
-
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
 from megatron.checkpoint.formats.huggingface.families.gpt2 import (
@@ -14,9 +12,10 @@ from megatron.checkpoint.formats.huggingface.families.gpt2 import (
 )
 from megatron.checkpoint.formats.huggingface.families.layouts import Same
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.json_values import JsonValue
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> dict[str, object]:
     fields.must_be("attention_bias", True, True, why="biases in the MLP alone")
     share = fields.number("rotary_pct", 0.25)
     return {
@@ -42,7 +41,7 @@ def _sizes(fields: Fields) -> Sizes:
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 2048))
 
 
-def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,

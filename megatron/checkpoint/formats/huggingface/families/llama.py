@@ -5,7 +5,6 @@ head: the permutation of Meta's own release is undone in the files already.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
@@ -16,8 +15,9 @@ from megatron.checkpoint.formats.huggingface.families.layouts import (
     TensorRule,
 )
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
+from megatron.json_values import JsonValue
 
-_GLU: dict[str, dict[str, Any]] = {
+_GLU: dict[str, dict[str, object]] = {
     "silu": {"swiglu": True},
     "swish": {"swiglu": True},
     "gelu": {"glu_activation": "geglu"},
@@ -30,7 +30,7 @@ _GLU_NAMES = {
     GluActivation.REGLU: "relu",
     GluActivation.LIGLU: "linear",
 }
-OURS: Mapping[str, Sequence[Any]] = {
+OURS: Mapping[str, Sequence[object]] = {
     "position_embedding_type": (PositionEmbedding.ROPE,),
     "rotary_percent": (1.0,),
     "normalization": (Normalization.RMS_NORM,),
@@ -42,7 +42,7 @@ OURS: Mapping[str, Sequence[Any]] = {
 BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
 
-def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, Any]:
+def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, object]:
     """Return the fields that LLaMA and its descendants spell alike.
 
     Args:
@@ -75,7 +75,7 @@ def read_sizes(fields: Fields) -> Sizes:
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings"))
 
 
-def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     """Return what `read_shape` reads."""
     return {
         "num_hidden_layers": config.num_layers,
@@ -124,13 +124,13 @@ def tensors(
     return table
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> dict[str, object]:
     bias = fields.boolean("attention_bias", False)
     fields.must_be("mlp_bias", bias, False, why="biases in one half of a block alone")
     return read_shape(fields) | {"add_bias_linear": bias}
 
 
-def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     bias = config.add_bias_linear
     return write_shape(config, sizes) | {"attention_bias": bias, "mlp_bias": bias}
 

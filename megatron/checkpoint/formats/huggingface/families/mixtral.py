@@ -4,18 +4,17 @@ Files have three matrices for each expert, of every generation: transformers 5 h
 memory and takes them apart to save.
 """
 
-from typing import Any
-
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
 from megatron.config.model import ModelConfig
+from megatron.json_values import JsonValue
 
 _ROTARY_BASE, _EPSILON = 1e6, 1e-5  # what transformers takes when config.json does not say
 
 
-def _read(fields: Fields) -> dict[str, Any]:
+def _read(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 8 there, and as many as heads here
     fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on what a router looks at")
     # Of training alone: a loss of whole micro-batches, and whether to compute it.
@@ -32,7 +31,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     heads_fill = config.num_attention_heads * config.head_width == config.hidden_size
     return llama.write_shape(config, sizes) | {
         "head_dim": None if heads_fill else config.head_width,

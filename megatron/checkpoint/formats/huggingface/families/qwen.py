@@ -1,22 +1,21 @@
 """Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388): LLaMA with q k v biases, or with
 norms of every query and key."""
 
-from typing import Any
-
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.config.model import ModelConfig
+from megatron.json_values import JsonValue
 
 _QWEN3_HEAD_WIDTH = 128  # what transformers takes when config.json does not say
 
 
-def _read_qwen2(fields: Fields) -> dict[str, Any]:
+def _read_qwen2(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 32 there, and as many as heads here
     return llama.read_shape(fields) | {"add_qkv_bias": True, "sliding_window": _window(fields)}
 
 
-def _read_qwen3(fields: Fields) -> dict[str, Any]:
+def _read_qwen3(fields: Fields) -> dict[str, object]:
     fields.must_be("attention_bias", False, False, why="biases in attention alone")
     fields.get("num_key_value_heads")
     shape = llama.read_shape(fields, head_width=_QWEN3_HEAD_WIDTH)
@@ -47,7 +46,7 @@ def _window(fields: Fields) -> int | None:
     return int(window) if windowed else None
 
 
-def _write_qwen(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write_qwen(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     window = config.sliding_window
     kind = "full_attention" if window is None else "sliding_attention"
     return llama.write_shape(config, sizes) | {
@@ -58,14 +57,14 @@ def _write_qwen(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _write_qwen2(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write_qwen2(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     # Qwen2 has no head_dim of its own: transformers shares the hidden size out.
     fields = _write_qwen(config, sizes)
     del fields["head_dim"]
     return fields
 
 
-def _write_qwen3(config: ModelConfig, sizes: Sizes) -> dict[str, Any]:
+def _write_qwen3(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
     return _write_qwen(config, sizes) | {"attention_bias": False}
 
 
