@@ -40,7 +40,7 @@ def test_fine_tuning_needs_weights() -> None:
         ({"async_save": True}, "but to no place", "--async-save without --save"),
         (
             {"load_iteration": 5, "load_fallback": LoadFallback.PREVIOUS},
-            "but not from where",
+            "--load is missing",
             "--load-iteration, --load-fallback without --load",
         ),
         ({"load": "l", "load_iteration": -1}, "no such iteration", "--load-iteration -1"),

@@ -230,12 +230,12 @@ def test_flags_that_make_no_curriculum_are_refused(
         ),
         (
             block("fixed_linear", LINEAR) | {"max_dificulty": 3},
-            "a key of a curriculum that nobody reads",
+            "a key of a curriculum that has no effect",
             "did you mean max_difficulty?",
         ),
         (
             block("fixed_linear", LINEAR | {"root_degre": 3}),
-            "a key of a curriculum that nobody reads",
+            "a key of a curriculum that has no effect",
             "did you mean root_degree?",
         ),
     ],

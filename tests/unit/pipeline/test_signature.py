@@ -35,5 +35,5 @@ def test_nothing_is_a_message_too() -> None:
 
 @pytest.mark.parametrize("carry", [CARRY * 20, (torch.zeros(2, dtype=torch.complex64),)])
 def test_what_a_header_cannot_say_is_refused(carry: tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(MegatronError, match="more than can be said about a message"):
+    with pytest.raises(MegatronError, match="more tensors than the header of a message"):
         encode(signature_of(carry))
