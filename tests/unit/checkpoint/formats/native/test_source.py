@@ -100,7 +100,9 @@ def test_a_tensor_of_another_dtype_than_described_is_refused(tmp_path: Path) -> 
             return super().read(name, box).double()
 
     source = MemorySource.of_gpt()
-    with pytest.raises(CheckpointError, match="differs from what its checkpoint's manifest describes"):
+    with pytest.raises(
+        CheckpointError, match="differs from what its checkpoint's manifest describes"
+    ):
         write_sharded(Lying(source.values, source.config), tmp_path)
 
 
