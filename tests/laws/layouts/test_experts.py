@@ -208,8 +208,10 @@ def train_shares_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
 
 def train_router_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
     """Each tp rank takes its part of a sequence for all that the router saw."""
-    describe = moe_router.describe
-    moe_router.describe = lambda p, **given: describe(p, **(given | {"sequence_parallel": False}))  # type: ignore[attr-defined]
+    set_parameter_metadata = moe_router.set_parameter_metadata
+    moe_router.set_parameter_metadata = lambda p, **given: set_parameter_metadata(
+        p, **(given | {"sequence_parallel": False})
+    )  # type: ignore[attr-defined]
     return train_all(configs)
 
 

@@ -112,7 +112,7 @@ def train_forgetting(modules: Sequence[str], config: RunConfig) -> Record:
     """Train while parameters made in `modules` do not say that their gradients are summands."""
     for name in modules:
         module = importlib.import_module(name)
-        module.describe = partial(_without_saying, module.describe)  # type: ignore[attr-defined]
+        module.set_parameter_metadata = partial(_without_saying, module.set_parameter_metadata)  # type: ignore[attr-defined]
     (record,) = train_all([config])
     return record
 
