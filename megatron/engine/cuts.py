@@ -1,12 +1,20 @@
 """Where a model's list is cut into pipeline stages, the same for every engine."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.model.specs import LayerSpec
 from megatron.model.stage import blocks_of, parameters_of_layers
 from megatron.mpu.stage_plan import LayerRange, even_counts, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import PipelinePlan
+
+
+class StageCut(NamedTuple):
+    """Where DeepSpeed cuts a list: at `ranges` (of all stages), or by its own `method`."""
+
+    ranges: tuple[LayerRange, ...] | None
+    method: str | None = None
 
 
 def stage_ranges(

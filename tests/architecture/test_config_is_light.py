@@ -1,4 +1,7 @@
-"""Flags are read and refused without torch, so that `--help` and typing errors cost no seconds."""
+"""A program imports what it needs, when it needs it: each import costs every rank its seconds.
+
+Flags are read and refused without torch, and a run of the native engine starts without DeepSpeed.
+"""
 
 import re
 import subprocess
@@ -11,6 +14,7 @@ import pytest
 from tests.architecture.source_tree import MEGATRON, ROOT, imports, sources, write_tree
 
 HEAVY = ("torch", "numpy")
+OPTIONAL = ("deepspeed", "transformers", "tensorboard", "matplotlib")
 LIGHT_MODULES = (
     "megatron",
     "megatron.config.run",
@@ -58,6 +62,10 @@ def test_help_starts_no_torch() -> None:
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_importing_what_reads_flags_starts_no_torch(module: str) -> None:
     assert not imported_by("-c", f"import {module}") & set(HEAVY)
+
+
+def test_training_imports_what_a_flag_asks_for_when_it_is_asked_for() -> None:
+    assert not imported_by("-c", "import megatron.training, tasks.main") & set(OPTIONAL)
 
 
 def test_the_probe_sees_a_heavy_import(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear
+from megatron.mpu.partition import partition_of
 from megatron.mpu.topology import Topology
 from megatron.optimizer import replicated_grads
 from megatron.pipeline.tied import TiedParameters
@@ -168,7 +169,8 @@ def _glu_halves_swapped(grid: Topology) -> Iterator[None]:
     class Swapped(ColumnParallelLinear):
         def forward(self, hidden: Tensor) -> Tensor:
             output: Tensor = super().forward(hidden)
-            if self.blocks == 2 and self._tp.is_last:
+            split = partition_of(self.weight)
+            if split is not None and split.blocks == 2 and self._tp.is_last:
                 output = torch.cat(output.chunk(2, dim=-1)[::-1], dim=-1)
             return output
 

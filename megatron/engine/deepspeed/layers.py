@@ -9,7 +9,6 @@ Importing this module imports DeepSpeed: do so where a run asks for it.
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from deepspeed.pipe import LayerSpec as PipeSpec
@@ -18,6 +17,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron import device
+from megatron.engine.cuts import StageCut
 from megatron.errors import ConfigError
 from megatron.model.init import initialize_parameters
 from megatron.model.specs import Carry, LayerSpec
@@ -27,13 +27,6 @@ from megatron.mpu.stage_plan import LayerRange
 
 # Scripts for Megatron-DeepSpeed say type:transformer, and DeepSpeed knows this very name.
 _BLOCK_CLASS = "ParallelTransformerLayerPipe"
-
-
-class StageCut(NamedTuple):
-    """Where the list is cut: at `ranges` (of all stages), or where DeepSpeed's `method` says."""
-
-    ranges: tuple[LayerRange, ...] | None
-    method: str | None = None
 
 
 class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no types

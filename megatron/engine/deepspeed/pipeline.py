@@ -8,7 +8,6 @@ tokens of a step are counted before it begins.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,9 @@ from megatron.engine.base import (
     StepPlan,
     StepReport,
 )
-from megatron.engine.cuts import stage_ranges
+from megatron.engine.cuts import StageCut, stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
 from megatron.engine.deepspeed.interface import PipelineRuntime
-from megatron.engine.deepspeed.layers import StageCut
 from megatron.engine.deepspeed.monitor import write_monitors
 from megatron.engine.deepspeed.start import quietly
 from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
@@ -38,9 +36,6 @@ from megatron.mpu.context import ParallelContext
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
 from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
-
-if TYPE_CHECKING:
-    pass  # imports DeepSpeed
 
 GradientOf = Callable[[Parameter], Tensor | None]
 
@@ -207,12 +202,10 @@ def _cut(
     specs: tuple[LayerSpec, ...],
     method: str | None,
     ctx: ParallelContext,
-) -> "StageCut":
+) -> StageCut:
     """Return where stages begin: as in the native engine, unless DeepSpeed's own method is
     asked for.
     """
-    from megatron.engine.deepspeed.layers import StageCut
-
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     _refuse_what_deepspeed_cannot(pipeline)
     ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # also says what is wrong with the flags
