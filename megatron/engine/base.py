@@ -29,7 +29,7 @@ Measure = Callable[[Carry, Carry], LossSum]
 
 
 def on_device(raw: RawBatch) -> RawBatch:
-    """Return what a data loader yields, where this rank computes.
+    """Return a batch of the data loader on the device of this rank.
 
     From pinned memory the copy to a GPU runs beside the kernels that were launched before.
     """
@@ -38,14 +38,14 @@ def on_device(raw: RawBatch) -> RawBatch:
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch as a model takes it: the first carry, and what the loss compares with."""
+    """One micro-batch as a model takes it: the first carry, and the targets of the loss."""
 
     inputs: Carry
     labels: Carry  # for GPT: (labels [b, s] int64, loss mask [b, s])
 
 
 class Datasets(NamedTuple):
-    """Datasets for the three uses; None where a use is turned off.
+    """Datasets for training, validation and test; None where one is not used.
 
     Validation and test may each be a mapping from name to dataset; each one is then evaluated by
     itself and logged under its name.
@@ -57,7 +57,7 @@ class Datasets(NamedTuple):
 
 
 class DatasetRequest(NamedTuple):
-    """What a run needs from its datasets; how they are built is the program's business."""
+    """What a run needs from its datasets; the program decides how to build them."""
 
     data: DataConfig
     tokenizer: Tokenizer | None  # None only where plain windows of text are asked for
@@ -72,7 +72,7 @@ class DatasetRequest(NamedTuple):
 
 
 class BatchOptions(NamedTuple):
-    """What turns raw tokens into a micro-batch."""
+    """The options that turn raw tokens into a micro-batch."""
 
     data: DataConfig
     tokenizer: Tokenizer
@@ -80,7 +80,7 @@ class BatchOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PretrainTask:
-    """A training program as one value: what is read, what is built, and what is minimised.
+    """A training program as one value: its datasets, its layers and its loss.
 
     Attributes:
         name: the kind of model, which checkpoints record and are compared by (`gpt`, `bert` ..).
@@ -142,7 +142,7 @@ class StepReport:
 
 
 class EvaluationSum(NamedTuple):
-    """A loss as a sum over counted tokens, on every rank the same."""
+    """A loss as a sum over counted tokens, equal on every rank."""
 
     total: float
     tokens: int
@@ -160,7 +160,7 @@ class EvaluationSum(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """What of an engine a checkpoint holds.
+    """The state of an engine that a checkpoint stores.
 
     The tensors are views of the live ones: reading a checkpoint into them restores the engine,
     once `Engine.restored` is called.
@@ -175,7 +175,7 @@ class Engine(Protocol):
 
     @property
     def task(self) -> PretrainTask:
-        """What is trained; checkpoints record its name."""
+        """The name of the task; checkpoints record it."""
 
     @property
     def loss_scale(self) -> float:
@@ -190,7 +190,7 @@ class Engine(Protocol):
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """Return what `measure` says of so many micro-batches, in their order, with dropout off.
+        """Return the values of `measure` per micro-batch, in order, with dropout off.
 
         Each is [2, ...], total above count, on the ranks of the last stage; nothing on the others.
         """

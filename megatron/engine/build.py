@@ -17,7 +17,7 @@ def build_engine(
     tokenizer: Tokenizer,
     timers: Timers,
 ) -> Engine:
-    """Return the engine of this rank; all ranks call it together."""
+    """Return the engine of this rank; all ranks call this together."""
     if config.engine.deepspeed:
         in_stages = build.ctx.pp.size > 1
         kind = DeepSpeedPipelineEngine if in_stages else DeepSpeedEngine

@@ -9,7 +9,7 @@ from megatron.engine.base import DatasetRequest, Datasets
 
 
 def datasets_of(reads: ProgramData) -> Callable[[DatasetRequest], Datasets]:
-    """Return what `PretrainTask.datasets` is for a program that reads corpora of tokens."""
+    """Return the function for `PretrainTask.datasets` of a program that reads corpora of tokens."""
 
     def datasets(request: DatasetRequest) -> Datasets:
         """Return the kind of dataset that the flags ask for, over the corpora that they name.

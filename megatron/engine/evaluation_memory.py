@@ -25,7 +25,7 @@ _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class EvaluationMemory:
-    """The memory of the ranks that score with one model; all of them ask together.
+    """The memory of the ranks that score with one model; all of them call it together.
 
     Args:
         ranks_of_host: ranks on this host, which share its memory where they compute on CPUs.
@@ -50,8 +50,9 @@ class EvaluationMemory:
             )
 
     def agreed_rows(self, rows: int, length: int) -> int:
-        """Return how many rows of `length` tokens are read together, at most `rows`: alike on all
-        ranks.
+        """Return how many rows of `length` tokens to read together, equal on all ranks.
+
+        The result is at most `rows`.
 
         Raises:
             MachineError: they are estimated not to fit on some rank, or not one row does.
@@ -64,7 +65,7 @@ class EvaluationMemory:
             rows = halve_until_it_fits(rows, length, [])
 
     def bytes_of(self, rows: int, length: int) -> int:
-        """Estimated bytes, beside the weights, of reading so many rows of so many tokens."""
+        """Estimate the bytes, beside the weights, of reading so many rows of so many tokens."""
         config = self.config
         return forward_bytes(
             config.model, self.build.vocab, config.precision, self._share(rows, length)
@@ -86,7 +87,7 @@ class EvaluationMemory:
         )
 
     def _free_everywhere(self) -> int:
-        """Return bytes that are free for each rank, on the rank that has the fewest."""
+        """Return the free bytes per rank on the rank that has the fewest."""
         free = device.free_memory_bytes()
         mine = _UNKNOWN if free is None else free
         if device.current().type == "cpu":
@@ -95,9 +96,7 @@ class EvaluationMemory:
         return int(all_reduce(told, self.build.ctx.world, op="min"))
 
     def _can_be_taken(self, rows: int, length: int) -> bool:
-        """Return whether this rank gets the memory when it asks for it, which it then gives
-        back.
-        """
+        """Return whether this rank can allocate the memory; it is freed again."""
         try:
             torch.empty(self.bytes_of(rows, length), dtype=torch.uint8, device=device.current())
         except (RuntimeError, MemoryError) as error:
@@ -146,7 +145,7 @@ def ran_out(rows: int, length: int) -> MachineError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory could not be had."""
+    """Return whether `error` reports that an allocation failed."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_MESSAGES)

@@ -157,7 +157,7 @@ class NativeEngine:
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """Return what `measure` says of `num_microbatches` of this replica, on the last stage."""
+        """Return the values of `measure` for this replica's micro-batches, on the last stage."""
         self.stage.eval()
         pipeline = pipeline_plan(self._config.parallel, self._config.model.num_layers)
         work = StageWork(self.stage.run, measure, pipeline.num_chunks)
@@ -183,11 +183,12 @@ class NativeEngine:
             self.optimizer.refresh_masters()
 
     def live(self) -> None:
-        """Nothing: only DeepSpeed's engine saves in DeepSpeed's layout."""
+        """Return None: only DeepSpeed's engine saves in DeepSpeed's layout."""
 
     def params_norm(self) -> float:
-        """Return L2 norm of the whole model's parameters, each counted once. Reduces over
-        the model.
+        """Return the L2 norm of all parameters of the model, each counted once.
+
+        Reduces over the model group.
         """
         self._replica.wait_for_parameters()
         return parameters_norm(list(self.stage.named_parameters()), self._context)
@@ -199,7 +200,7 @@ class NativeEngine:
         self._tied.check_equal()
 
     def _reduce_held(self) -> None:
-        """Sum the gradients of what several ranks of one replica hold, before the replicas' sum."""
+        """Sum gradients that several ranks of a replica share, before the sum over replicas."""
         reduce_replicated(self.stage.parameters(), self._context.tp)
         self._tied.sum_gradients()
 
@@ -212,7 +213,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
 
 
 def _weight_gradients(stage: PipelineStage, pipeline: PipelinePlan) -> WeightGradients | None:
-    """Return where gradients of weights wait for their turn, if the schedule gives them one."""
+    """Return the queue of deferred weight gradients, if the schedule defers them."""
     if pipeline.schedule != ScheduleName.ZERO_BUBBLE or pipeline.num_stages == 1:
         return None
     queue = WeightGradients()

@@ -45,7 +45,7 @@ class ScoringRow(NamedTuple):
 
 
 class RowScore(NamedTuple):
-    """What a model says of the scored tokens of a row."""
+    """The score of the scored tokens of a row."""
 
     log_likelihood: float  # natural logarithm of their probability, the sum over tokens
     is_greedy: bool  # each of them is the one that greedy choice would take
@@ -92,8 +92,10 @@ class Scorer:
         self._executor = Executor(work, build.ctx.pp, schedule=pipeline.schedule)
 
     def score(self, rows: Sequence[ScoringRow]) -> list[RowScore]:
-        """Return the scores of `rows`, which are the same on every rank, in their order on every
-        rank.
+        """Return the scores of `rows`, in their order; input and result are equal on every rank.
+
+        When a replica that is one rank runs out of memory, all of them warn and continue with half
+        the rows at a time; scores do not depend on it.
 
         A replica that is one rank and runs out of memory makes all of them go on with half the
         rows at a time, which is said; scores do not depend on it.
@@ -129,7 +131,7 @@ class Scorer:
     def _score_some(
         self, rows: Sequence[ScoringRow], which: Sequence[int], size: int
     ) -> dict[int, RowScore] | None:
-        """Return what this rank says of its share of some rows; None: it ran out of memory."""
+        """Return the scores of this rank's share of some rows; None when out of memory."""
         replicas = self._build.ctx.dp
         batches = [which[start : start + size] for start in range(0, len(which), size)]
         mine = batches[replicas.rank :: replicas.size]
@@ -149,11 +151,11 @@ class Scorer:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank is the one of its replica that says what came out."""
+        """Whether this rank is the one of its replica that returns the scores."""
         return self._build.ctx.pp.is_last and self._build.ctx.tp.is_first
 
     def _batch(self, rows: Sequence[ScoringRow], which: Sequence[int]) -> MicroBatch:
-        """Inputs [b, s] and targets [b, s] of some rows, filled up at the end."""
+        """Return inputs [b, s] and targets [b, s] of some rows, padded at the end."""
         taken = [rows[at] for at in which]
         length = max(len(row.tokens) for row in taken) - 1
         if self._build.sequence_parallel:
@@ -196,7 +198,7 @@ def _run_whole(model: GPTModel, chunk: int, carry: Carry) -> Carry:
 
 
 def _scores(build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
-    """For each row [b] the sum of its losses, and how many of its tokens greedy choice misses."""
+    """Return for each row [b] its sum of losses and the number of tokens greedy choice misses."""
     logits, targets = carry[0], labels[0].t()  # [s, b, v/tp], [s, b]
     losses = vocab_parallel_cross_entropy(
         logits, targets, ctx=build.ctx, true_vocab_size=build.vocab.true

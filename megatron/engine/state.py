@@ -36,9 +36,7 @@ def optimizer_tensors(
     optimizer: MegatronOptimizer,
     context: ParallelContext,
 ) -> list[ShardedTensor]:
-    """Return the optimizer's tensors, each placed like the parameter, or part of it, it
-    belongs to.
-    """
+    """Return the optimizer's tensors, each placed like its parameter or a part of it."""
     parameters, owned = dict(named), optimizer.owned_ranges()
     found = []
     for name, tensors in optimizer.named_state().items():

@@ -22,7 +22,7 @@ from megatron.optimizer.optimizer import OptimizerReport
 def counts_ahead(
     task: PretrainTask, ahead: Sequence[MicroBatch], context: ParallelContext
 ) -> Tensor:
-    """Return how much each loss will count in a step, known from the labels alone: [k] float64.
+    """Return the count of each loss in a step from the labels alone: [k] float64.
 
     Sums over replicas.
 
@@ -36,7 +36,7 @@ def counts_ahead(
 
 
 def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
-    """Raise DataError, with the counts of a whole step, when one of its losses counts nothing."""
+    """Raise DataError where one loss has a count of zero over a whole step."""
     if all(counts):
         return
     if len(counts) == 1:
@@ -87,7 +87,7 @@ class Tally:
         self.totals, self.counts = both.tolist()
 
     def report(self, done: OptimizerReport, *, balance: float | None = None) -> StepReport:
-        """Return what one step did, given what its update did and how busy experts were."""
+        """Return the report of one step, from its update and the load of the experts."""
         means = tuple(total / count for total, count in zip(self.totals, self.counts))
         return StepReport(
             loss=sum(means),
@@ -101,7 +101,7 @@ class Tally:
         )
 
     def evaluation(self) -> EvaluationSum:
-        """Return the same as the result of an evaluation."""
+        """Return the totals and counts as the result of an evaluation."""
         first, *others = (
             EvaluationSum(total, round(count)) for total, count in zip(self.totals, self.counts)
         )

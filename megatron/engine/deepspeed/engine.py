@@ -145,7 +145,10 @@ class DeepSpeedEngine:
         return report
 
     def _weigh_router_losses(self, plan: StepPlan) -> None:
-        """They count sequences, and pass by what DeepSpeed multiplies the loss of the task with."""
+        """Set the factor of the routers' losses, which DeepSpeed's own factor does not reach.
+
+        These losses are sums over sequences.
+        """
         replicas = self._context.dp.size
         self._build.router_loss.value = self.loss_scale * replicas / plan.global_batch_size
 
@@ -163,7 +166,7 @@ class DeepSpeedEngine:
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """Return what `measure` says of `num_microbatches` of this replica."""
+        """Return the values of `measure` for `num_microbatches` micro-batches of this replica."""
         self.runtime.eval()
         found = []
         with self.runtime.module.measured_by(measure):
@@ -196,8 +199,9 @@ class DeepSpeedEngine:
         )
 
     def params_norm(self) -> float:
-        """Return L2 norm of the whole model's parameters, each counted once. Reduces over
-        the model.
+        """Return the L2 norm of all parameters of the model, each counted once.
+
+        Reduces over the model group.
         """
         mine = owned_by_this_rank(self.named, self._context)
         shared = self.plan.stage == 3
@@ -241,7 +245,7 @@ class DeepSpeedEngine:
         return tuple(model.named_parameters())
 
     def _start(self, model: nn.Module) -> DeepSpeedRuntime:
-        """DeepSpeed's engine around what `_build_model` made."""
+        """Return DeepSpeed's engine around the model of `_build_model`."""
         runtime: DeepSpeedRuntime
         runtime, *_ = self._deepspeed.initialize(
             model=model,
@@ -260,16 +264,14 @@ class DeepSpeedEngine:
         return self._task.batch(on_device(next(batches)), self._batch_options)
 
     def _values(self, parameter: Parameter) -> Tensor:
-        """Return what this rank keeps of a weight."""
+        """Return the part of a weight that this rank stores."""
         if self.plan.stage < 3:
             return parameter.detach()
         return partitioned(parameter).ds_tensor.detach()[: partition_range(parameter).size]
 
 
 def json_for_deepspeed(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
-    """Return what DeepSpeed is given: a copy of the JSON of the plan, as DeepSpeed writes
-    into it.
-    """
+    """Return a copy of the plan's JSON, since DeepSpeed modifies the JSON it is given."""
     return copy.deepcopy(dict(plan.json))
 
 

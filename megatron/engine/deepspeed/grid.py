@@ -14,61 +14,61 @@ from megatron.mpu.partition import is_split_over
 
 
 class DeepSpeedGrid:
-    """A `ParallelContext` by the names that DeepSpeed knows."""
+    """A `ParallelContext` under the method names that DeepSpeed expects."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
 
     def get_model_parallel_rank(self) -> int:
-        """Index of this rank in its replica."""
+        """Return the index of this rank in its replica."""
         return self._context.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Number of ranks of a replica."""
+        """Return the number of ranks of a replica."""
         return self._context.model.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return handle of the group of one replica."""
+        """Return the handle of the group of one replica."""
         return self._context.model.handle
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """Index of this rank among those that share each layer."""
+        """Return the index of this rank among those that share each layer."""
         return self._context.tp.rank
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """Number of ranks that share each layer."""
+        """Return the number of ranks that share each layer."""
         return self._context.tp.size
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return handle of the group that shares each layer."""
+        """Return the handle of the group that shares each layer."""
         return self._context.tp.handle
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        """Return global rank of the first of those that share each layer."""
+        """Return the global rank of the first rank that shares each layer."""
         return self._context.tp.ranks[0]
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """Index of the stage of this rank."""
+        """Return the index of the stage of this rank."""
         return self._context.pp.rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """Number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return self._context.pp.size
 
     def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return handle of the group of the stages of one replica."""
+        """Return the handle of the group of the stages of one replica."""
         return self._context.pp.handle
 
     def get_data_parallel_rank(self) -> int:
-        """Index of this rank among the replicas."""
+        """Return the index of this rank among the replicas."""
         return self._context.dp.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of replicas."""
+        """Return the number of replicas."""
         return self._context.dp.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return handle of the group of replicas."""
+        """Return the handle of the group of replicas."""
         return self._context.dp.handle
 
     def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
@@ -77,6 +77,6 @@ class DeepSpeedGrid:
 
 
 def mark_tensor_parallel(parameters: Iterable[Parameter]) -> None:
-    """Tell DeepSpeed which parameters are split over tp; the others count once in a norm."""
+    """Mark the parameters split over tp, so that DeepSpeed counts the others once in a norm."""
     for parameter in parameters:
         vars(parameter)["tensor_model_parallel"] = is_split_over(parameter, "tp")

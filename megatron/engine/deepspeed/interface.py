@@ -16,7 +16,7 @@ CpuAdam = Callable[..., torch.optim.Optimizer]  # DeepSpeed's class
 
 
 class Monitor(Protocol):
-    """DeepSpeed's writers of events."""
+    """The writers of events in DeepSpeed's engine."""
 
     enabled: bool
 
@@ -25,7 +25,7 @@ class Monitor(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """What DeepSpeed writes the files of a checkpoint with."""
+    """The object that writes the files of a DeepSpeed checkpoint."""
 
     def save(self, state_dict: object, path: str) -> None:
         """Write one file."""
@@ -57,7 +57,7 @@ class DeepSpeedRuntime(Protocol):
         """Change the global batch size by the number of micro-batches."""
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next micro-batch is the last of its step."""
+        """Set whether the next micro-batch is the last of its step."""
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> object:
         """Run a backward pass."""
@@ -81,7 +81,7 @@ class DeepSpeedRuntime(Protocol):
 
 
 class PipelineRuntime(DeepSpeedRuntime, Protocol):
-    """`pipe_engine.PatchedPipelineEngine`."""
+    """The interface of `pipe_engine.PatchedPipelineEngine`."""
 
     def train_on(self, batches: Sequence[MicroBatch]) -> None:
         """Do one optimizer step."""
@@ -91,7 +91,7 @@ class PipelineRuntime(DeepSpeedRuntime, Protocol):
 
 
 class PartitionedParameter(Protocol):
-    """A parameter of ZeRO stage 3, of which this rank keeps a part."""
+    """A parameter of ZeRO stage 3, of which this rank stores a part."""
 
     ds_shape: tuple[int, ...]
     ds_numel: int
@@ -99,7 +99,7 @@ class PartitionedParameter(Protocol):
     ds_zero_partition_rank: int
 
     def partition_numel(self) -> int:
-        """Return the number of elements of each rank's part, the last one padded."""
+        """Return the number of elements of each rank's part, padding of the last one included."""
 
 
 def partitioned(parameter: Parameter) -> PartitionedParameter:

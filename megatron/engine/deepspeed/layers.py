@@ -77,7 +77,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         return tuple(LayerRange(start, stop) for start, stop in pairwise(self.parts))
 
     def forward(self, carry: Carry) -> Carry:
-        """Run the layers of this rank, keeping for backward what the run's policy says."""
+        """Run the layers of this rank under the run's policy for saved activations."""
         start, stop = self.ranges[self.stage_id]
         result = run_layers(self.stage, self._specs[start:stop], carry)
         return tuple(tensor.contiguous() for tensor in result)  # as messages have to be

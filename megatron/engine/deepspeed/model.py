@@ -30,7 +30,7 @@ Share = Callable[[nn.Module], None]
 
 
 class DeepSpeedModel(nn.Module):
-    """Every layer of `specs` below this module, under its global name.
+    """A module with every layer of `specs` under its global name.
 
     Args:
         share: is given each layer once it has its values, and may keep a part of them only.
@@ -64,7 +64,7 @@ class DeepSpeedModel(nn.Module):
 
     @contextmanager
     def measured_by(self, measure: Measure) -> Iterator[None]:
-        """While inside, what the module returns is what `measure` says instead of the loss."""
+        """Return the values of `measure` from `forward` inside the block, instead of the loss."""
         before, self._loss = self._loss, measure
         try:
             yield
@@ -72,7 +72,7 @@ class DeepSpeedModel(nn.Module):
             self._loss = before
 
     def used_elsewhere(self) -> Iterator[nn.Parameter]:
-        """Yield parameters that some layer uses without being called (a tied embedding's)."""
+        """Yield parameters that a layer uses without its `forward` (a tied embedding's)."""
         for spec in self._specs:
             if spec.call != "forward":
                 yield from self.get_submodule(spec.name).parameters()
@@ -81,7 +81,7 @@ class DeepSpeedModel(nn.Module):
 def zero3_partitioner(
     deepspeed: ModuleType, json: dict[str, JsonValue], build: ModelBuild, grid: DeepSpeedGrid
 ) -> Share:
-    """Return what shares a layer out over replicas as ZeRO stage 3 does."""
+    """Return a function that partitions a layer over replicas as ZeRO stage 3 does."""
 
     def share(layer: nn.Module) -> None:
         parameters = list(layer.parameters())
@@ -99,7 +99,7 @@ def zero3_partitioner(
 
 @contextmanager
 def weights_saved_by_reference(stage: int) -> Iterator[None]:
-    """At stage 3, let `F.linear` keep a weight for backward by what it is, not by its memory now.
+    """Let `F.linear` save a reference to a weight at stage 3, instead of its present memory.
 
     torch keeps a transposed view, which would hold every gathered weight until its backward pass.
     Backward passes belong inside too: what is recomputed has to save what was saved before.
@@ -134,7 +134,7 @@ def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry)
 
 
 def _zero_padding(parameter: nn.Parameter) -> None:
-    """DeepSpeed leaves what rounds a part up to equal lengths as it found the memory."""
+    """Zero the padding of a partition, which DeepSpeed leaves uninitialised."""
     part = partitioned(parameter)
     length, rank = part.partition_numel(), part.ds_zero_partition_rank
     held = min(max(part.ds_numel - rank * length, 0), length)

@@ -10,7 +10,7 @@ from megatron.engine.deepspeed.interface import DeepSpeedRuntime
 
 
 def write_monitors(runtime: DeepSpeedRuntime, report: StepReport) -> None:
-    """Hand loss and gradient norm of a step to the monitors of DeepSpeed's engine, where enabled.
+    """Write loss and gradient norm of a step to the monitors enabled in DeepSpeed.
 
     Points are at samples consumed, as DeepSpeed's own. The same call on every rank; one writes.
     """

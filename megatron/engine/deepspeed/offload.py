@@ -23,7 +23,7 @@ _EXTENSION = "cpu_adam"
 def cpu_adam_for(
     offloaded: bool, wanted: bool, optimizer: OptimizerConfig, world: Group
 ) -> CpuAdam | None:
-    """DeepSpeed's CPUAdam where offloaded weights are to be updated by it; None: by torch's rule.
+    """Return DeepSpeed's CPUAdam class for offloaded weights; None to use torch's rule.
 
     Compiles it if it has to; all ranks call this together.
     """
@@ -50,7 +50,7 @@ def cpu_adam_for(
 
 
 def _stale_lock() -> str | None:
-    """Return a compiler's lock that no process of this run holds; waiting for it never ends."""
+    """Return a message about a compiler's stale lock file; None where there is none."""
     lock = Path(cpp_extension._get_build_directory(_EXTENSION, False), "lock")
     return f"{lock} is left from a compiler that died; remove it" if lock.exists() else None
 

@@ -29,11 +29,11 @@ class ReduceTiedGradients(Protocol):
     """Sums the gradients of what several stages hold, in place; all ranks call it together."""
 
     def __call__(self, gradient_of: Callable[[Parameter], Tensor | None]) -> None:
-        """Given where the gradients of all micro-batches are added up."""
+        """Sum the gradients in place; `gradient_of` returns the accumulated one."""
 
 
 class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """What `deepspeed.initialize` would make of a `PipelineModule`, mended.
+    """DeepSpeed's engine for a `PipelineModule`, with its errors corrected.
 
     Args:
         clock: a timer by its name.
@@ -90,7 +90,7 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
         self._exec_schedule(steps)
 
     def _expect(self, batches: Sequence[MicroBatch]) -> None:
-        """Forget what messages looked like where the next ones may look otherwise.
+        """Reset the message shapes where those of the next messages may differ.
 
         DeepSpeed asks for shapes with the first message and believes in them from then on.
         """
@@ -165,7 +165,7 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
 
 
 def _accumulated(parameter: Parameter) -> Tensor | None:
-    """Return where the gradients of all micro-batches are, whichever optimizer adds them up.
+    """Return the sum of the gradients of all micro-batches, wherever the optimizer stores it.
 
     Our buffer at stage 0; at stage 1 DeepSpeed's for bf16, its for other half precision (which its
     own sum over stages forgets), or the gradient itself.
@@ -182,7 +182,7 @@ class _JointContext(FunctionContext):
 
 
 class _Joint(torch.autograd.Function):
-    """One number whose backward pass enters several tensors with the gradients given for them.
+    """A scalar whose backward pass enters several tensors with given gradients.
 
     One pass, because a second through what they share would find it freed, or compute it again.
     """

@@ -73,7 +73,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
-        """Return what `measure` says of `num_microbatches` of this replica, on the last stage."""
+        """Return the values of `measure` for this replica's micro-batches, on the last stage."""
         taken = [self._next(batches) for _ in range(num_microbatches)]
         with self._loss.replaced_by(measure) as found:
             self.runtime.evaluate_on(taken)
@@ -119,7 +119,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
 
 class TokenLoss:
-    """The loss as DeepSpeed calls it, which keeps sums and counts for those who report them."""
+    """The loss as DeepSpeed calls it; keeps sums and counts for the step's report."""
 
     def __init__(self, task: PretrainTask, build: ModelBuild) -> None:
         self._task, self._build = task, build
@@ -129,14 +129,14 @@ class TokenLoss:
 
     @contextmanager
     def multiplied_by(self, factors: Tensor) -> Iterator[list[Tensor]]:
-        """What each loss of the micro-batches inside is multiplied by; gives all their sums."""
+        """Multiply the losses inside the block by `factors`; yields the list of their sums."""
         self._factors, self._sums = factors, []
         yield self._sums
         self._factors = None
 
     @contextmanager
     def replaced_by(self, measure: Measure) -> Iterator[list[Tensor]]:
-        """While inside, `measure` is asked instead of the loss; gives all that it says."""
+        """Compute `measure` instead of the loss inside the block; yields the list of results."""
         self._measure, self._sums = measure, []
         yield self._sums
         self._measure = None
@@ -185,7 +185,7 @@ class TiedGradients:
 
 @contextmanager
 def _as_main_grad(gradients: Mapping[Parameter, Tensor | None]) -> Iterator[None]:
-    """Let `gradients` be what our own code takes for the gradients of their parameters."""
+    """Set `gradients` as the `main_grad` of their parameters inside the block."""
     before = {parameter: vars(parameter).get("main_grad") for parameter in gradients}
     for parameter, gradient in gradients.items():
         vars(parameter)["main_grad"] = gradient
@@ -203,9 +203,7 @@ def _cut(
     method: str | None,
     ctx: ParallelContext,
 ) -> StageCut:
-    """Return where stages begin: as in the native engine, unless DeepSpeed's own method is
-    asked for.
-    """
+    """Return the stage boundaries: the native engine's, unless DeepSpeed's method is chosen."""
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     _refuse_what_deepspeed_cannot(pipeline)
     ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # also says what is wrong with the flags

@@ -29,7 +29,7 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 class LossScale(NamedTuple):
-    """The factor on the loss, and the state of what moves it (empty where nothing does)."""
+    """The factor on the loss, and the state of its schedule (empty if constant)."""
 
     scale: float
     state: Mapping[str, float]
@@ -79,7 +79,7 @@ def _shape(parameter: Parameter) -> tuple[int, ...]:
 
 @contextmanager
 def _through(runtime: DeepSpeedRuntime, writer: DurableWriter) -> Iterator[None]:
-    """Write every file of DeepSpeed's through `writer`."""
+    """Write every file of DeepSpeed through `writer`."""
     before = runtime.checkpoint_engine
     runtime.checkpoint_engine = _Writer(before, writer)
     try:
@@ -89,7 +89,7 @@ def _through(runtime: DeepSpeedRuntime, writer: DurableWriter) -> Iterator[None]
 
 
 class _Writer:
-    """DeepSpeed's writer of files, but for the writing."""
+    """The interface of DeepSpeed's checkpoint engine, writing through our writer."""
 
     def __init__(self, replaced: CheckpointWriter, writer: DurableWriter) -> None:
         self._replaced, self._writer = replaced, writer
@@ -106,7 +106,7 @@ class _Writer:
 def _plain_scale(
     optimizer: Any, loss_scale: LossScale, precision: PrecisionConfig
 ) -> Iterator[None]:
-    """DeepSpeed pickles its loss scale as an object: one of its own classes, for others to read."""
+    """Replace DeepSpeed's loss scale by one of its own classes while its object is pickled."""
     if not hasattr(optimizer, "loss_scaler"):
         yield
         return
@@ -138,7 +138,7 @@ def _deepspeed_scale(loss_scale: LossScale, precision: PrecisionConfig) -> objec
 def _as_deepspeed_keeps_it(
     own: MegatronOptimizer, ordered: Named, loss_scale: LossScale
 ) -> dict[str, object]:
-    """Return our optimizer's state in the form that DeepSpeed's has without ZeRO."""
+    """Return our optimizer's state in the form that DeepSpeed uses without ZeRO."""
     named, steps = own.named_state(), float(read_scalars(own.scalars()).steps)
     numbers = {name: at for at, (name, _) in enumerate(ordered)}
     state = {
@@ -175,9 +175,7 @@ def _master_of(kinds: Mapping[str, Tensor], parameter: Parameter) -> Tensor:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor alone: of a view, torch.save would write all of the memory that it
-    looks into.
-    """
+    """Return the tensor without unused storage: torch.save writes the whole storage of a view."""
     values = tensor.detach()
     whole = values.untyped_storage().nbytes() == values.numel() * values.element_size()
     return values if whole else values.clone()

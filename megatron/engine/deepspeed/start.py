@@ -54,7 +54,7 @@ def start_deepspeed(context: ParallelContext) -> ModuleType:
 
 
 def import_deepspeed() -> ModuleType:
-    """Return the package, of a version that was tested; MachineError names both otherwise."""
+    """Return the package in a tested version; otherwise MachineError names both versions."""
     problem = version_problem()
     if problem is not None:
         raise problem
@@ -68,7 +68,7 @@ def import_deepspeed() -> ModuleType:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What is printed inside, as DeepSpeed does beside its logger, goes to our log as details."""
+    """Redirect prints inside the block, as DeepSpeed makes beside its logger, to our debug log."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -84,7 +84,7 @@ def fp16_is_supported() -> bool:
 
 
 class _ToOurLog(logging.Handler):
-    """Says what DeepSpeed says as our own log would, with its name in front."""
+    """A handler that passes DeepSpeed's log records to our log, with its name in front."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()

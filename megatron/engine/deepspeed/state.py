@@ -30,14 +30,14 @@ class _Span(NamedTuple):
 
 
 class FlatShard(NamedTuple):
-    """One flat fp32 tensor that the update rule works on, and what lies in it."""
+    """One flat fp32 tensor that the update rule works on, and the parameter ranges it holds."""
 
     master: Tensor
     spans: tuple[_Span, ...]
 
 
 class ZeroShards:
-    """What this rank holds of weights and optimizer state under stages 1 to 3.
+    """This rank's part of weights and optimizer state under stages 1 to 3.
 
     Args:
         optimizer: DeepSpeed's, around the rule that was handed to it.
@@ -54,11 +54,11 @@ class ZeroShards:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the flat tensors are wider than the weights, and so say more than they do."""
+        """Whether the flat tensors are wider than the weights, and so hold more digits."""
         return any(parameter.dtype != torch.float32 for _, parameter in self._named)
 
     def weights(self) -> list[ShardedTensor]:
-        """Return the weights of the model, as this rank holds them."""
+        """Return this rank's part of the model's weights."""
         if not self.is_partitioned:
             return parameter_tensors(self._named, self._context)
         return [
@@ -73,7 +73,10 @@ class ZeroShards:
         ]
 
     def partitions(self) -> Iterator[tuple[str, Parameter, ElementRange, Tensor]]:
-        """At stage 3: of every parameter the range that this rank owns, and its values, flat."""
+        """Yield the range of every parameter that this rank owns at stage 3, and its flat values.
+
+        The values are flat.
+        """
         for name, parameter in self._named:
             owned = partition_range(parameter)
             yield name, parameter, owned, _values(parameter, owned, is_partitioned=True)
@@ -124,7 +127,7 @@ class ZeroShards:
     def _spans(
         self, order: Sequence[Parameter], offsets: Sequence[int] | None, mine: ElementRange
     ) -> Iterator[_Span]:
-        """Yield what lies in `mine` of parameters that are laid out at `offsets`, or end to end."""
+        """Yield the overlap of `mine` with each parameter, laid out at `offsets` or end to end."""
         done = 0
         for at, parameter in enumerate(order):
             begin = done if offsets is None else offsets[at]
@@ -150,9 +153,7 @@ class ZeroShards:
 
 
 def state_of_shards(shards: ZeroShards, rule: torch.optim.Optimizer) -> list[ShardedTensor]:
-    """Return the update rule's state of every shard, and the masters where they say more
-    than weights.
-    """
+    """Return the update rule's state of every shard, with fp32 masters of narrower weights."""
     found = []
     for flat in shards.flats:
         kinds = {

@@ -41,7 +41,10 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 class Updates(Protocol):
-    """What turns the gradients of one step into new weights; all ranks call it together."""
+    """The interface that turns the gradients of one step into new weights.
+
+    All ranks call it together.
+    """
 
     torch_optimizer: torch.optim.Optimizer
     """What `deepspeed.initialize` is given."""
@@ -56,17 +59,16 @@ class Updates(Protocol):
 
     @property
     def loss_factor(self) -> float:
-        """What the engine multiplies a loss by itself, before DeepSpeed's `backward`."""
+        """The factor that the engine applies to a loss before DeepSpeed's `backward`."""
 
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
-        """Take what `deepspeed.initialize` made of `torch_optimizer`; once, before the first
-        step."""
+        """Take over the result of `deepspeed.initialize`; once, before the first step."""
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
         """Prepare for a step of `num_passes` backward passes, with these numbers for its update."""
 
     def outcome(self) -> OptimizerReport:
-        """Return what DeepSpeed's `step` has done; once, after every step."""
+        """Return the result of DeepSpeed's `step`; call once, after every step."""
 
     def tensors(self, *, optimizer: bool) -> list[ShardedTensor]:
         """Return the weights, and the optimizer's state if asked, as views."""
@@ -130,7 +132,7 @@ class NativeUpdates:
 
     @property
     def loss_factor(self) -> float:
-        """The loss scale: at stage 0 DeepSpeed leaves it to whoever calls `backward`."""
+        """The loss scale: at stage 0 the caller of DeepSpeed's `backward` applies it."""
         return self._optimizer.loss_scale
 
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
@@ -143,7 +145,7 @@ class NativeUpdates:
         self._report = None
 
     def outcome(self) -> OptimizerReport:
-        """Return what the step has done."""
+        """Return the result of the step."""
         assert self._report is not None  # noqa: S101  # invariant: DeepSpeed has called `_step`
         return self._report
 
@@ -217,11 +219,11 @@ class ZeroUpdates:
 
     @property
     def loss_factor(self) -> float:
-        """1: DeepSpeed's `backward` multiplies with the loss scale that it was given."""
+        """1: DeepSpeed's `backward` applies the loss scale itself."""
         return 1.0
 
     def adopt(self, runtime: DeepSpeedRuntime) -> None:
-        """Give DeepSpeed's shards their state, and DeepSpeed our loss scale."""
+        """Initialise the state of DeepSpeed's shards, and replace its loss scale by ours."""
         self._runtime = runtime
         _reduce_in_buckets(runtime)
         runtime.optimizer.print_rank_0 = log.debug  # it prints when it is destroyed
@@ -243,7 +245,7 @@ class ZeroUpdates:
             target["weight_decay"] = weight_decay * group.weight_decay_multiplier
 
     def outcome(self) -> OptimizerReport:
-        """Return what the step has done, and what follows for the loss scale.
+        """Return the result of the step, and update the loss scale.
 
         Raises:
             NumericsError: the gradients overflow at the smallest loss scale.
@@ -293,7 +295,7 @@ class ZeroUpdates:
 
 
 def _replay_steps(cpu_adam: Any, steps: int) -> None:
-    """Bring CPUAdam to where it was after `steps` updates, to the bit.
+    """Advance CPUAdam's internal state by `steps` updates, exactly to the bit.
 
     It multiplies powers of its betas up, one update after the other, and where it skips some it
     takes a power instead, which rounds otherwise. Nothing real is updated here.
@@ -307,7 +309,7 @@ def _replay_steps(cpu_adam: Any, steps: int) -> None:
 
 
 class _OwnOptimizerSteps(torch.optim.Optimizer):
-    """What DeepSpeed takes for the optimizer of a model; its step is another's."""
+    """An optimizer for DeepSpeed whose step is that of our own optimizer."""
 
     def __init__(
         self,
@@ -324,9 +326,7 @@ class _OwnOptimizerSteps(torch.optim.Optimizer):
         self._global_grad_norm = 0.0
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Return what DeepSpeed averages over replicas, and (none) over those that share
-        experts.
-        """
+        """Return the gradients to average over replicas, and none for expert groups."""
         return [flat.data for flat in self._gradients.flats], {}
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]  # never a loss
@@ -337,7 +337,7 @@ class _OwnOptimizerSteps(torch.optim.Optimizer):
 
 
 class FrozenLossScale:
-    """A loss scale that stands still while DeepSpeed steps; it moves when the step is over.
+    """A loss scale that stays constant during DeepSpeed's step, and is updated after it.
 
     DeepSpeed moves its own between the norm and the update, so that the update after a doubling
     is made with half of the gradients.
@@ -365,7 +365,7 @@ class FrozenLossScale:
 
 
 def _reduce_in_buckets(runtime: DeepSpeedRuntime) -> None:
-    """Let `reduce_bucket_size` hold at stage 1 in bf16 too.
+    """Make `reduce_bucket_size` apply at stage 1 in bf16 too.
 
     There DeepSpeed sums gradients of 500 million weights at once, whatever the size says, and makes
     a copy of all of them for that.
@@ -383,7 +383,7 @@ def _dimensions(parameter: Parameter) -> int:
 
 
 def _sum_over_tp(named: Iterable[tuple[str, Parameter]], tp: Group) -> None:
-    """Sum the gradient of what tp ranks apply to parts of a sequence, each time it is computed.
+    """Sum the gradients of sequence-parallel parameters over tp, each time one is computed.
 
     ZeRO takes gradients away during the backward pass, so they cannot be summed after it.
     """
