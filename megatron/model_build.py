@@ -24,7 +24,7 @@ class RunState(Protocol):
 
 
 def model_build(runtime: RunState) -> ModelBuild:
-    """Return what the layers of this rank are built from."""
+    """Return the dependencies of this rank's layers."""
     config, context = runtime.config, runtime.context
     splits_sequences = config.parallel.sequence_parallel and context.tp.size > 1
     if config.parallel.sequence_parallel and not splits_sequences:
@@ -44,7 +44,7 @@ def model_build(runtime: RunState) -> ModelBuild:
 
 
 def vocabulary(config: RunConfig, tokenizer: Tokenizer) -> VocabSize:
-    """Return how many tokens the model of a run knows, and how many rows its table has.
+    """Return the numbers of tokens and of table rows of a run's model.
 
     Raises:
         ConfigError: the rows do not split over the tensor-parallel ranks, or are fewer than tokens.

@@ -16,7 +16,7 @@ FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix
 def parameter_count(
     config: ModelConfig, vocab_rows: int, seq_length: int, *, active: bool = False
 ) -> int:
-    """Number of parameters of the whole model whose vocabulary has `vocab_rows` rows.
+    """Return the number of parameters of the whole model with `vocab_rows` rows of vocabulary.
 
     Give the true size for the number that papers quote, the padded one for what is stored.
     `seq_length` is the size of a position table that the config leaves open. With `active` only
@@ -30,7 +30,7 @@ def parameter_count(
 def flops_per_token(
     config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
 ) -> int:
-    """Matrix-multiplication FLOPs of one token's forward and backward pass.
+    """Return the matrix-multiplication FLOPs of one token's forward and backward pass.
 
     Convention: PaLM appendix B (Chowdhery et al. 2022, arXiv 2204.02311), 6 N + 12 L a d s, with
     N the weights that multiply something: embedding look-ups are left out, the head over the
@@ -54,7 +54,7 @@ def flops_per_token(
 def bert_flops_per_token(
     config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
 ) -> int:
-    """Return the same for a BERT, whose head has a matrix before the one of the vocabulary.
+    """Return the FLOPs of one token of a BERT, whose head has one more matrix.
 
     The head for the order of segments looks at one token of a row and is left out.
     """
@@ -64,7 +64,7 @@ def bert_flops_per_token(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """How much of the work falls to one rank at a time."""
+    """The largest part of the model and of a batch that one rank processes."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -86,14 +86,14 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def memory_bytes(
     config: ModelConfig, vocab: VocabSize, precision: PrecisionConfig, share: RankShare
 ) -> MemoryEstimate:
-    """Estimated bytes under Adam on the first or the last stage, whichever needs more.
+    """Estimate the bytes under Adam on the first or the last stage, whichever needs more.
 
     Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
     two moments, and in half precision an fp32 copy of the weights. Activations are what our
@@ -109,7 +109,7 @@ def memory_bytes(
 def forward_bytes(
     config: ModelConfig, vocab: VocabSize, precision: PrecisionConfig, share: RankShare
 ) -> int:
-    """Estimated bytes alive at once in a forward pass that keeps nothing, on the fullest rank.
+    """Estimate the peak bytes of a forward pass that saves nothing, on the fullest rank.
 
     Beside the weights: the stream, and the larger of what one block computes and, on the last
     stage, of the logits [s, b, v/tp] with their softmax in fp32 or wider.
@@ -165,8 +165,9 @@ def _stage_bytes(
 
 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
-    """Return bytes per token that one block keeps for backward, with fused attention (no score
-    matrix).
+    """Return bytes per token that one block saves for backward with fused attention.
+
+    Fused attention saves no score matrix.
 
     Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same for the plain block with
     the scores: whole on every rank are the two residuals and the two norms' outputs, 4h, and the
@@ -219,7 +220,7 @@ def _block_parameters(config: ModelConfig, *, active: bool = False) -> int:
 
 
 def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
-    """Return elements of the matrices of a block; with `active` of those that one token meets."""
+    """Return the elements of a block's matrices; with `active` those used by one token."""
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     attention = h * (queries + 2 * keys) + queries * h

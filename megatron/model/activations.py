@@ -25,7 +25,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class LayerGroup(NamedTuple):
-    """The layers [start, stop) of a virtual stage, and what is done about what they save."""
+    """The layers [start, stop) of a virtual stage, and the policy for their activations."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ def plan_groups(is_block: Sequence[bool], policy: ActivationPolicy) -> tuple[Lay
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """The policy of a run, and what carrying it out on this rank needs."""
+    """The policy of a run for saved activations, with the state to carry it out."""
 
     policy: ActivationPolicy
     streams: RandomStreams
@@ -76,7 +76,7 @@ class ActivationMemory:
         is_block: Sequence[bool],
         weights: Iterable[Tensor],
     ) -> Tensors:
-        """Hand `carry` through a virtual stage whose layers [i, j) `run(i, j, carry)` runs.
+        """Run `carry` through a virtual stage; `run(i, j, carry)` runs its layers [i, j).
 
         Args:
             is_block: for every layer of the stage whether it is a transformer layer.

@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
-        """Let every token of [s, b, h] look at those that `geometry` allows: [s, b, h].
+        """Apply attention under the mask of `geometry`: [s, b, h] to the same.
 
         Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between.
         """
@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
 
 
 def _repeat_groups(heads: Tensor, times: int) -> Tensor:
-    """Give each of `times` query heads its own copy of its group's keys: [b, a/tp, k, d]."""
+    """Repeat the keys of each group for its `times` query heads: [b, a/tp, k, d]."""
     b, groups, length, width = heads.shape
     expanded = heads.unsqueeze(2).expand(b, groups, times, length, width)
     return expanded.reshape(b, groups * times, length, width)

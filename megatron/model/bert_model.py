@@ -67,7 +67,7 @@ def bert_layers(
 def classification_layers(
     config: ModelConfig, build: ModelBuild, *, num_classes: int
 ) -> tuple[LayerSpec, ...]:
-    """Return a BERT that scores rows: the carry of `bert_carry` to (scores [b, classes],).
+    """Return a BERT that scores rows: from `bert_carry` to (scores [b, classes],).
 
     All but the last layer have the names that they have in a pretrained BERT with an order head.
     """
@@ -80,7 +80,7 @@ def classification_layers(
 
 
 def _encoder(config: ModelConfig, build: ModelBuild, *, tied: str | None) -> tuple[LayerSpec, ...]:
-    """Embedding, blocks and final norm; every token looks at all that is no padding."""
+    """Return embedding, blocks and final norm; every token attends to all but padding."""
     geometry = AttentionGeometry(config, build, causal=False)
     embedding = partial(Embedding, config, build, num_tokentypes=NUM_TOKENTYPES)
     return (
@@ -99,7 +99,7 @@ def _encoder(config: ModelConfig, build: ModelBuild, *, tied: str | None) -> tup
 
 
 def bert_carry(tokens: Tensor, types: Tensor, padding_mask: Tensor) -> Carry:
-    """Return what the first layer takes; all int64 [b, s].
+    """Return the input of the first layer; all int64 [b, s].
 
     Args:
         types: 0 for tokens of the first segment, 1 for those of the second.
@@ -117,8 +117,7 @@ def bert_loss(
     loss_mask: Tensor,
     swapped: Tensor | None = None,
 ) -> LossSum:
-    """Return the two losses of what the last layer hands over: guessed words, then the order, as
-    [2].
+    """Return the losses of the masked words and of the order of segments, as [2].
 
     Args:
         labels: [b, s] int64, of tokens that `loss_mask` [b, s] counts.
@@ -153,8 +152,9 @@ class BertModel(nn.Module):
         loss_mask: Tensor | None = None,
         swapped: Tensor | None = None,
     ) -> LossSum | Carry:
-        """Return the losses against `labels`; without labels (word scores [s, b, v/tp], order
-        scores?).
+        """Return the losses against `labels`; without labels the word and order scores.
+
+        Without labels the result is (word scores [s, b, v/tp], order scores?).
 
         See `bert_carry` and `bert_loss` for the arguments.
         """
@@ -165,7 +165,7 @@ class BertModel(nn.Module):
         return bert_loss(self.build, carry, labels, counted, swapped)
 
     def hidden_states(self, tokens: Tensor, types: Tensor, padding_mask: Tensor) -> Tensor:
-        """Return what the heads take: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the input of the heads: [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         last = next(i for i, spec in enumerate(self.specs) if spec.name == "final_norm")
         carry = bert_carry(tokens, types, padding_mask)
         return run_layers(self, self.specs[: last + 1], carry)[0]

@@ -11,7 +11,7 @@ from megatron.mpu.random import RandomStreams, StreamName
 
 
 class HiddenDropout(nn.Module):
-    """Dropout drawn from one of the named streams; nothing is drawn when it is off.
+    """Dropout drawn from one of the named streams; draws nothing when it is off.
 
     Args:
         sequence_parallel: every tp rank holds its own part of the sequence.

@@ -30,7 +30,7 @@ class WordEmbedding(VocabParallelEmbedding):
         )
 
     def logits(self, carry: Carry) -> Carry:
-        """Score every token of this rank's vocabulary: [s, b, h] to [s, b, v/tp].
+        """Score every token of this rank's part of the vocabulary: [s, b, h] to [s, b, v/tp].
 
         Under sequence parallelism the input is [s/tp, b, h].
         """
@@ -41,7 +41,7 @@ class WordEmbedding(VocabParallelEmbedding):
 
 
 class Embedding(nn.Module):
-    """Word vector, its norm if asked for, plus the learned position if there is one, dropout.
+    """Word vector, norm (optional), learned position (optional), then dropout.
 
     Args:
         num_tokentypes: kinds of segments that tokens are of, each with a vector of its own (BERT,
@@ -72,7 +72,7 @@ class Embedding(nn.Module):
         self._stream_dtype = torch.float32 if wide else build.dtype
 
     def forward(self, carry: Carry) -> Carry:
-        """(tokens [b, s], types [b, s]?, position ids [b, s]?, documents [b, s]?) to hidden states.
+        """Embed (tokens, types?, position ids?, documents?), all [b, s], as hidden states.
 
         What comes out is (hidden [s, b, h], position ids?, documents?). Under sequence parallelism
         hidden is [s/tp, b, h]; the ids stay whole.
@@ -103,5 +103,5 @@ class TokenTypes(nn.Module):
         set_parameter_metadata(self.weight, init=init, sequence_parallel=build.sequence_parallel)
 
     def forward(self, types: Tensor, part: slice | None) -> Tensor:
-        """Vectors [s, b, h] of int64 types [b, s]; only of the tokens `part` where it is given."""
+        """Return vectors [s, b, h] of int64 types [b, s]; with `part` only of those tokens."""
         return F.embedding(types.t()[part or slice(None)], self.weight)

@@ -18,7 +18,7 @@ from megatron.model.specs import ModelBuild
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the tokens of one forward pass stand, as attention needs it.
+    """Positions and mask of the tokens of one forward pass, as attention needs them.
 
     `mask` is None for plain causal attention, and for that of everything to everything (`causal`
     tells them apart); otherwise it says all there is to say: booleans [b, 1, s, k] (True: may
@@ -33,7 +33,7 @@ class Geometry:
 
 
 class AttentionGeometry:
-    """Makes the `Geometry` of a forward pass, and remembers the last one.
+    """Computes the `Geometry` of a forward pass, and caches the last one.
 
     Memory: one ALiBi bias of a/tp x s x s numbers, one document mask of b x s x s booleans, or the
     s x s booleans of a window that is shorter than the sequence.
@@ -113,13 +113,13 @@ class AttentionGeometry:
         return Geometry(None if is_plain else allowed, self._causal, rotation)
 
     def _window_within(self, length: int) -> int | None:
-        """Return the window where a sequence is longer than it; None where every token sees all."""
+        """Return the window if a sequence is longer than it; None where every token sees all."""
         return self._window if self._window is not None and length > self._window else None
 
     def _cached(
         self, cache: KVCache, length: int, position_ids: Tensor | None, device: torch.device
     ) -> Geometry:
-        """For the prompt (no ids) as without a cache; then one token per row, at its position."""
+        """Return the geometry under a cache: of the prompt (no ids), then of one token per row."""
         if position_ids is None:
             plain = self._make(length, device)
             return Geometry(plain.mask, plain.causal, plain.rotation, cache)
@@ -134,7 +134,7 @@ class AttentionGeometry:
         return Geometry(mask, True, rotation, cache, position_ids)
 
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
-        """-slope x distance where a token may look, else -inf: [1 or b, a/tp, s, k].
+        """Return -slope x distance where attention is allowed, else -inf: [1 or b, a/tp, s, k].
 
         Distances rather than key positions (which softmax cannot tell apart): near tokens, which
         matter most, then have small numbers that half precision holds exactly.
@@ -149,7 +149,7 @@ class AttentionGeometry:
 
 
 class _Remembered:
-    """The last geometry, found again by the very same tensors, unchanged since."""
+    """A cache of the last geometry; a hit needs the same tensors, unmodified."""
 
     def __init__(self) -> None:
         self._geometry: Geometry | None = None

@@ -28,8 +28,9 @@ WORD_EMBEDDING = "embedding.word"
 
 
 def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
-    """Return the whole of GPT, in order: embedding, blocks, final norm, head (`num_layers` + 3
-    specs).
+    """Return the layers of a GPT in order: embedding, blocks, final norm, head.
+
+    There are `num_layers` + 3 of them.
 
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
     (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without
@@ -63,9 +64,7 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
 
 
 def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
-    """Return the most tokens a sequence of a model may have; None when its positions have
-    no end.
-    """
+    """Return the maximum length of a sequence; None when positions are unlimited."""
     if config.position_embedding_type is PositionEmbedding.LEARNED:
         return config.max_position_embeddings or build.seq_length
     return config.max_position_embeddings
@@ -91,8 +90,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> LossSum | Tensor:
-        """Return the loss of [b, s] tokens against `labels`; without labels the logits [s, b,
-        v/tp].
+        """Return the loss of [b, s] tokens; without `labels` the logits [s, b, v/tp].
 
         Args:
             tokens: [b, s] int64.
@@ -110,13 +108,11 @@ class GPTModel(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens a sequence may have; None when positions have no end."""
+        """The maximum length of a sequence; None when positions are unlimited."""
         return most_positions(self.config, self.build)
 
     def new_cache(self, *, batch: int, capacity: int) -> KVCache:
-        """Return an empty KV cache for this rank's layers and groups, on the device of the
-        weights.
-        """
+        """Return an empty KV cache for this rank's layers, on the device of the weights."""
         return KVCache(
             layers=self.config.num_layers,
             batch=batch,
@@ -130,7 +126,7 @@ class GPTModel(nn.Module):
     def next_token_logits(
         self, tokens: Tensor, last: Tensor, *, cache: KVCache, positions: Tensor | None = None
     ) -> Tensor:
-        """Scores of the token after index `last` of every row, [b, v/tp]; fills the cache.
+        """Score the token after index `last` of every row, [b, v/tp]; fills the cache.
 
         Args:
             tokens: [b, s] prompts, short ones padded at the end with any valid token; or [b, 1],
@@ -170,7 +166,7 @@ class GPTModel(nn.Module):
 
 
 class GPTModelPipe:
-    """GPT as a pipeline engine wants it: the same list, a loss, and nothing built yet."""
+    """GPT in the form of a pipeline engine: the same list of layers, and a loss; builds nothing."""
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         self.build = build
@@ -181,14 +177,14 @@ class GPTModelPipe:
         return PipelineStage(self.specs, ranges)
 
     def loss(self, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None) -> LossSum:
-        """Return the loss of what the last stage hands over; labels and mask are [b, s]."""
+        """Return the loss of the last stage's output; labels and mask are [b, s]."""
         return gpt_loss(self.build, carry, labels, loss_mask)
 
 
 def gpt_carry(
     tokens: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
 ) -> Carry:
-    """Return what the first layer takes; all [b, s].
+    """Return the input of the first layer; all [b, s].
 
     Raises:
         ConfigError: document ids without position ids.
@@ -207,7 +203,7 @@ def gpt_carry(
 def gpt_loss(
     build: ModelBuild, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None
 ) -> LossSum:
-    """Return the language-model loss of the carry that the last layer of the list returns."""
+    """Return the language-model loss of the last layer's carry."""
     return language_model_loss(
         carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
     )

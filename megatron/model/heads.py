@@ -37,7 +37,7 @@ class OutputLayer(ColumnParallelLinear):
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
 
     def logits(self, carry: Carry) -> Carry:
-        """Return the same on a carry, as a layer of the list."""
+        """Apply `logits` to a carry, as a layer of the list."""
         return (self(carry[0]), *carry[1:])
 
 

@@ -18,14 +18,14 @@ from megatron.mpu.random import hash_seed
 
 
 def weight_init(config: ModelConfig) -> Init:
-    """Return how a matrix begins that does not write to the residual stream."""
+    """Return the initial distribution of a matrix that does not write to the residual stream."""
     if config.init_method_xavier_uniform:
         return Init(InitKind.XAVIER_UNIFORM)
     return Init(InitKind.NORMAL, std=config.init_method_std)
 
 
 def residual_init(config: ModelConfig) -> Init:
-    """Return how a matrix begins whose output is added to the residual stream, 2 per layer.
+    """Return the initial distribution of a matrix added to the residual stream, 2 per layer.
 
     Divided by sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2,
     Radford et al. 2019, section 2.3).
@@ -37,7 +37,7 @@ def residual_init(config: ModelConfig) -> Init:
 
 @torch.no_grad()
 def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) -> None:
-    """Fill every parameter of a stage from `seed` and its global name; nothing else matters.
+    """Fill every parameter of a stage from `seed` and its global name, and nothing else.
 
     Names must be global ones, as `PipelineStage` and `GPTModel` give them.
 
@@ -62,9 +62,7 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
 
 
 def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
-    """Return the whole initial tensor of parameter `name`: float32, on the CPU, padding
-    rows zero.
-    """
+    """Return the whole initial tensor of a parameter: float32, on the CPU, padding rows zero."""
     whole = torch.zeros(shape)
     # Padding depends on the layout, so it is neither drawn nor counted in a bound.
     true = whole[: init.true_rows]

@@ -45,7 +45,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Positions for which there is room."""
+        """Number of positions that fit."""
         return self.keys.shape[3]
 
     @property
@@ -62,7 +62,7 @@ class KVCache:
     def extend(
         self, layer: int, keys: Tensor, values: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store one token per row at its own position, and return everything so far.
+        """Store one token per row at its position, and return everything stored so far.
 
         Args:
             keys, values: [b, g/tp, 1, d].

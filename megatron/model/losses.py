@@ -14,7 +14,7 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 
 
 class LossSum(NamedTuple):
-    """The sum of the losses of what is counted, and how much that was: scalars.
+    """The sum of the losses of counted items, and their number: scalars.
 
     A model with several losses has a sum and a count for each of them, both [k]. What is minimised
     is then the sum of their means.
@@ -56,9 +56,7 @@ def language_model_loss(
 
 
 def counted_tokens(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
-    """Return the count of `language_model_loss`, which labels [b, s] and mask alone decide:
-    a scalar.
-    """
+    """Return the count of `language_model_loss` as a scalar, from labels [b, s] and mask."""
     return _weights(labels, loss_mask, torch.float32).sum()
 
 

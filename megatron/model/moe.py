@@ -103,7 +103,7 @@ class Experts(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """Rows in groups, each multiplied by a matrix of its own.
+    """Rows in groups, each multiplied by its own matrix.
 
     Args:
         shape: of the whole weight, [groups, out, in].
@@ -126,7 +126,7 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(group, weight) for group, weight in zip(groups, weights)])
 
     def extra_repr(self) -> str:
-        """Return the whole sizes, for `print(model)`."""
+        """Return the global sizes, for `print(model)`."""
         return f"{self._whole} in all, {self._here} here"
 
 
@@ -135,7 +135,7 @@ class _TakeContext(FunctionContext):
 
 
 class _Take(torch.autograd.Function):
-    """Rows in another order, where each row comes `copies` times in the order's numbers.
+    """Reorder rows, where each row occurs `copies` times in the order's indices.
 
     Its gradient sums the copies of a row side by side, always in the same order, which adding into
     rows by index does not do on an accelerator.

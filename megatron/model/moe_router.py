@@ -40,7 +40,7 @@ class Router(nn.Module):
         set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=self._split)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares and experts of every token, [s, b, k] each, best first, for hidden [s, b, h].
+        """Return shares and experts of every token, [s, b, k] each, best first, for [s, b, h].
 
         Under sequence parallelism all of them are of this rank's part of the sequence.
         """
@@ -56,7 +56,7 @@ class Router(nn.Module):
         return shares, chosen
 
     def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum over the sequences of the losses of each, or this rank's summand of it.
+        """Return each loss summed over the sequences, or this rank's summand of it.
 
         Beside it the balance alone, without its weight.
         """
@@ -78,14 +78,14 @@ class Router(nn.Module):
 
 
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
-    """Return how many tokens of each sequence took each expert, [b, experts], for chosen
-    [s, b, k].
-    """
+    """Count the tokens of each sequence per expert, [b, experts], from indices [s, b, k]."""
     return F.one_hot(chosen, experts).sum(dim=(0, 2))
 
 
 def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tensor:
-    """Sum over sequences of sum_i f_i P_i: 1 for each that is balanced, up to the experts / taken.
+    """Return the sum over sequences of sum_i f_i P_i; each is 1 if balanced.
+
+    Its maximum is the number of experts over the number taken.
 
     DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), with a softmax for the affinities: f_i is how
     often expert i was taken over how often it would be if all were alike, P_i its mean probability.
@@ -101,7 +101,7 @@ def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tenso
 
 
 def z_loss(scores: Tensor, length: int) -> Tensor:
-    """Sum over sequences of the mean square of log sum exp of a token's scores.
+    """Return the sum over sequences of the mean square of log sum exp of a token's scores.
 
     ST-MoE (Zoph et al. 2022, arXiv 2202.08906, eq. 5).
     """
@@ -114,7 +114,7 @@ class _RouterContext(FunctionContext):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes `shares` on; in backward `loss` gets the gradient that the engine has set.
+    """Passes `shares` on; backward gives `loss` the gradient that the engine has set.
 
     There `balance` is noted too: a layer that is recomputed comes by once, as any other.
     """

@@ -26,8 +26,7 @@ def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
 
 
 def build_head_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
-    """Return the same kind of norm over the channels of one head, one gain for all heads of a
-    layer.
+    """Return the config's norm over the channels of one head; a layer's heads share its gain.
 
     Each tp rank applies it to its own heads, so that its gradients are the summands of the true
     ones, as those of the other norms are under sequence parallelism.
@@ -42,12 +41,12 @@ def build_head_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSN
 
 
 class _Norm(nn.Module):
-    """What both kinds share: the last norm of a model is also a layer of its own."""
+    """The base of both norms: the last norm of a model is also a layer of its own."""
 
     weight: nn.Parameter
 
     def final(self, carry: Carry) -> Carry:
-        """Normalise [s, b, h] (or [s/tp, b, h]) to the model's dtype, which is all a head needs."""
+        """Normalise [s, b, h] (or [s/tp, b, h]) to the model's dtype, as the head needs."""
         return (self(carry[0]).to(self.weight.dtype),)
 
 

@@ -98,7 +98,7 @@ class RotaryAngles:
 
 
 def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device) -> Tensor:
-    """Radians per position of each pair of the `channels` that rotate, [channels/2] in float64.
+    """Return radians per position of each pair of rotating channels, [channels/2] in float64.
 
     Interpolation of positions (Chen et al. 2023, arXiv 2306.15595) divides all of them. The scaling
     of Llama 3.1 (arXiv 2407.21783) divides those that turn less than `low_freq_factor` times over
@@ -118,7 +118,7 @@ def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the first channels of every head by its position; a new, contiguous tensor.
+    """Rotate the first channels of every head by its position; returns a new contiguous tensor.
 
     Args:
         heads: [s, b, g, n, d], any strides; its gradient is the rotation by the opposite angle.
@@ -128,7 +128,7 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Two products per half, written where they belong: no concatenation, nothing kept."""
+    """Rotation by two products per half, written in place: no concatenation, nothing saved."""
 
     @staticmethod
     def forward(ctx: FunctionContext, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -156,8 +156,7 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, *, clockwise: int) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return the slope of every head of the whole model (Press et al. 2021, arXiv 2108.12409,
-    section 3).
+    """Return the slope of every head of the whole model (Press et al. 2021, 2108.12409, sec. 3).
 
     For a power of two they are 2^(-8i/n), i = 1..n. For other counts the paper's code takes those
     of the next lower power p, then every second one of 2p.

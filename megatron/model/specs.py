@@ -21,7 +21,7 @@ Carry = tuple[Tensor, ...]
 
 
 class VocabSize(NamedTuple):
-    """How many tokens there are, and how many rows the tables have so that tp divides them."""
+    """The number of tokens, and the number of rows of the tables, which tp divides."""
 
     true: int
     padded: int
@@ -29,7 +29,7 @@ class VocabSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer not built yet: its name in every checkpoint, and how to build it.
+    """A layer not built yet: its global name, and how to build it.
 
     A module is built once per stage under its name; a later spec of the same name uses that one.
     `call` says which method this position in the list uses.
@@ -53,7 +53,7 @@ class LayerSpec:
 
 @dataclass(slots=True)
 class RouterLoss:
-    """What whoever runs backward passes and the routers of this rank tell each other.
+    """The channel between the engine and the routers of this rank.
 
     `value` is what the losses of routers are multiplied by, set before a step, since only there is
     known what the loss of the task is divided by; None: nobody has.
@@ -63,18 +63,18 @@ class RouterLoss:
     _balance: Tensor | None = None
 
     def note(self, balance: Tensor) -> None:
-        """Add a sum over sequences, of one layer in one backward pass: a scalar."""
+        """Add the loss of one layer in one backward pass, a sum over sequences: a scalar."""
         self._balance = balance if self._balance is None else self._balance + balance
 
     def taken(self) -> Tensor | None:
-        """Return the sum of what was noted since the last time; None where nothing was."""
+        """Return the sum of the losses noted since the last call; None where there are none."""
         balance, self._balance = self._balance, None
         return balance
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBuild:
-    """What the layers of one rank need beside the shape of the network."""
+    """The dependencies of one rank's layers, beside the shape of the network."""
 
     ctx: ParallelContext
     vocab: VocabSize

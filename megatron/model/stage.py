@@ -30,12 +30,12 @@ class PipelineStage(nn.Module):
             assemble(self, chunk)
 
     def forward(self, carry: Carry) -> Carry:
-        """Run a stage of one chunk on what the stage before it handed over."""
+        """Run a stage of one chunk on the output of the previous stage."""
         assert len(self._chunks) == 1, self.ranges  # noqa: S101  # invariant: else ask for a chunk
         return self.run(0, carry)
 
     def run(self, chunk: int, carry: Carry) -> Carry:
-        """Run every layer of one chunk on what the chunk before it in the model handed over."""
+        """Run every layer of one chunk on the output of the previous chunk of the model."""
         return run_layers(self, self._chunks[chunk], carry)
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
@@ -43,7 +43,7 @@ class PipelineStage(nn.Module):
         return dict(_tied(self, [spec for chunk in self._chunks for spec in chunk]))
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield those that more than one layer of this stage uses."""
+        """Yield the parameters that more than one layer of this stage uses."""
         names = [spec.tied or spec.name for chunk in self._chunks for spec in chunk]
         twice = {name for name in names if names.count(name) > 1}
         for name, parameter in self.named_parameters():
@@ -52,17 +52,16 @@ class PipelineStage(nn.Module):
 
 
 def parameters_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
-    """Return parameters of each layer on one tensor-parallel rank, shared ones each time;
-    none is made.
+    """Return the parameter count per layer on one tensor-parallel rank, building none.
+
+    A shared parameter counts in each layer that uses it.
     """
     with torch.device("meta"):
         return tuple(sum(p.numel() for p in spec.build().parameters()) for spec in specs)
 
 
 def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
-    """Return where the layers stand that flags count, from the first to the last; else all
-    of them.
-    """
+    """Return the range from the first to the last transformer layer; all layers without one."""
     marked = [at for at, spec in enumerate(specs) if spec.block]
     return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 
@@ -75,7 +74,7 @@ def assemble(root: nn.Module, specs: Sequence[LayerSpec]) -> None:
 
 
 def run_layers(root: nn.Module, specs: Sequence[LayerSpec], carry: Carry) -> Carry:
-    """Hand `carry` through the layers that `assemble` put below `root`, in the list's order.
+    """Run `carry` through the layers that `assemble` put below `root`, in the list's order.
 
     These specs are one virtual stage: layers that are recomputed or offloaded count from its first.
     """

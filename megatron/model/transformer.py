@@ -43,7 +43,7 @@ class Block(nn.Module):
         )
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden [s, b, h], position ids?, document ids?) to the same, hidden one layer on.
+        """Map (hidden [s, b, h], position ids?, document ids?) to the same, one layer later.
 
         Under sequence parallelism hidden is [s/tp, b, h]; the ids are whole.
         """
@@ -61,7 +61,7 @@ class Block(nn.Module):
         norm: nn.Module,
         branch: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """`stream` and what `branch` makes of the normed `hidden`."""
+        """Return `stream` plus the output of `branch` on the normed `hidden`."""
         normed = norm(hidden)
         given = normed.to(self._build.dtype)
         with self._keeping(norm, hidden, given):
@@ -80,9 +80,7 @@ class Block(nn.Module):
     def _keeping(
         self, norm: nn.Module, hidden: Tensor, given: Tensor
     ) -> AbstractContextManager[None]:
-        """Return where the branch saves its input: the norm's output, which can be had
-        again instead.
-        """
+        """Return a context that saves no norm output, where the policy recomputes it."""
         if not (self.training and RecomputeModule.LAYERNORM in self._recomputed):
             return nullcontext()
         before, dtype = hidden.detach(), given.dtype  # the norm keeps `before` in any case
