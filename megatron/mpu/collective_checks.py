@@ -31,7 +31,7 @@ _OURS = tuple(str(_PACKAGE / "mpu" / name) for name in ("collectives.py", "colle
 
 
 class Call(NamedTuple):
-    """What one rank is about to do; `where` is for people and is not compared."""
+    """One communication of a rank; `where` is for messages and is not compared."""
 
     operation: str
     shape: tuple[int, ...] | None
@@ -40,9 +40,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, tensor: Tensor | None) -> "Call":
-        """Return a call with `tensor`, made by the code outside of our collectives that
-        asked for it.
-        """
+        """Return a call with `tensor`, located at the caller outside of our collectives."""
         where = caller()
         if tensor is None:
             return cls(operation, None, None, where)
@@ -50,7 +48,7 @@ class Call(NamedTuple):
 
     @property
     def compared(self) -> tuple[object, ...]:
-        """All that must be equal on all ranks."""
+        """The fields that must be equal on all ranks."""
         return self[:3]
 
     def __str__(self) -> str:
@@ -67,7 +65,7 @@ class MessageRecord(NamedTuple):
 
 
 class CollectiveChecks:
-    """Compares the calls of this rank with those of the ranks that it is about to talk to.
+    """Compares the calls of this rank with those of the ranks that it communicates with.
 
     Ranks of a group count its calls, and each pair of ranks counts its messages in each direction.
     Make one per context, on all ranks together.
@@ -91,7 +89,7 @@ class CollectiveChecks:
         self._forgotten: Counter[str] = Counter()
 
     def collective(self, operation: str, tensor: Tensor | None, ranks: Sequence[int]) -> None:
-        """Return once all `ranks` are about to make the very same call.
+        """Return once all `ranks` are about to make an equal call.
 
         Raises:
             CollectiveError: on each of them: they are not, or one has not come in time.
@@ -103,7 +101,7 @@ class CollectiveChecks:
         )
 
     def messages(self, messages: Sequence[MessageRecord]) -> None:
-        """Return once the other end of every message is about to send or receive the same.
+        """Return once the peer of every message is about to send or receive its counterpart.
 
         Raises:
             CollectiveError: on both ends: they are not, or one has not come in time.
@@ -144,7 +142,7 @@ class CollectiveChecks:
             raise _store_is_gone(error) from error
 
     def _gather(self, meeting: "_Meeting", deadline: float) -> dict[int, "_Post"]:
-        """Return what every rank wrote, once all have and none has given up waiting."""
+        """Return the record of every rank, once all are written and no rank has timed out."""
         missing = self._wait(meeting, deadline)
         if missing:
             absent = {rank: self._last(rank) for rank in missing}
@@ -161,7 +159,7 @@ class CollectiveChecks:
         }
 
     def _wait(self, meeting: "_Meeting", deadline: float) -> list[int]:
-        """Return the ranks that are not there at the deadline, or when another rank gives up."""
+        """Return the ranks without a record at the deadline, or when another rank times out."""
         missing = [rank for rank in meeting.ranks if rank != self._rank]
         looks, sleep = 0, _SHORTEST_SLEEP_S
         while missing:
@@ -181,7 +179,7 @@ class CollectiveChecks:
         return self._store.get(key).decode() if self._store.check([key]) else "none yet"
 
     def _forget(self, meeting: "_Meeting", until: int) -> None:
-        """Drop what everybody had read when they wrote their last."""
+        """Delete the records that every rank had read when it wrote its last one."""
         for number in range(self._forgotten[meeting.channel], until):
             old = meeting._replace(number=number)
             self._store.delete_key(old.key_of(self._rank))
@@ -201,7 +199,7 @@ class _Meeting(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The key under which it says whether the ranks go on."""
+        """The key that stores whether the ranks continue."""
         return f"{self.prefix}/{self.number}/verdict"
 
     def key_of(self, rank: int) -> str:
@@ -210,7 +208,7 @@ class _Meeting(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """What a rank writes down: its call, and how many it has read all of before."""
+    """The record that a rank writes: its call, and the calls whose records it has all read."""
 
     call: Call
     done: int
@@ -223,7 +221,7 @@ class _Post(NamedTuple):
 
 
 def caller() -> str:
-    """file:line of the code outside of our collectives that asked for one.
+    """Return file:line of the code outside of our collectives that called one.
 
     For code of this package's parallel layers also the first line outside of them, if there is one.
     """

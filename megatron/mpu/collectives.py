@@ -155,9 +155,7 @@ def all_gather_object(obj: T, group: Group) -> list[T]:
 
 
 def broadcast_object(obj: T, group: Group, source: int = 0) -> T:
-    """Return the picklable `obj` of the rank at index `source` of `group`; the others' is
-    ignored.
-    """
+    """Return the picklable `obj` of the rank at index `source`; others' are ignored."""
     if group.size == 1:
         return obj
     box = [obj]
@@ -179,7 +177,7 @@ def barrier(group: Group) -> None:
 
 
 def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
-    """Under --check-collectives return once all ranks of `group` are about to do the same.
+    """Under --check-collectives, return once all ranks of `group` are about to make this call.
 
     Every function that calls torch.distributed itself calls this, or `checked_messages`, before.
 
@@ -192,7 +190,7 @@ def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
 
 
 def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group) -> None:
-    """The same before a batch of messages: (sent rather than received, index of the peer, tensor).
+    """Do as `checked` for a batch of messages: (is it sent, index of the peer, tensor).
 
     Messages of two ranks meet in the order of the batches, and of the messages in a batch.
     """
@@ -203,7 +201,7 @@ def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group)
 
 
 def _put(tensor: Tensor, out: Tensor | None) -> Tensor:
-    """`tensor`, or `out` with its values, where they are perhaps already."""
+    """Return `tensor`, or `out` with its values, which may be there already."""
     if out is None:
         return tensor
     return out if out.data_ptr() == tensor.data_ptr() else out.copy_(tensor)

@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own def
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that share one axis with this process, and the handle to talk to them.
+    """The ranks that share one axis with this process, and the handle to communicate with them.
 
     `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Where this process stands. Immutable; whoever needs a group takes it from here."""
+    """The place of this process in the grid, and its groups. Immutable."""
 
     topology: Topology
     world: Group

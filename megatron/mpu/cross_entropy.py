@@ -103,7 +103,7 @@ class _LocalSoftmax(NamedTuple):
 
 
 def _local_softmax(logits: Tensor, true_width: int) -> _LocalSoftmax:
-    """Softmax of [n, v/tp] over the first `true_width` columns, with its normaliser.
+    """Return the softmax of [n, v/tp] over the first `true_width` columns, and its normaliser.
 
     The normaliser is max(x) - log(max(softmax)): where softmax is largest it is at least
     1 / width, so the logarithm loses nothing.

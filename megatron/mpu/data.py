@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 class _Entry(NamedTuple):
-    """What a rank must know to receive one tensor."""
+    """The header of one tensor, from which a rank allocates it."""
 
     key: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Return the batch of the first rank of `group`, on every rank of it, on the current device.
+    """Broadcast the batch of the first rank of `group`, to the current device of every rank.
 
     A header with keys, shapes and dtypes goes first, then one message per dtype. The `batch` of
     the other ranks is ignored and may be None.

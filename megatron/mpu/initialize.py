@@ -31,7 +31,7 @@ def initialize_model_parallel(
     timeout: timedelta = DEFAULT_TIMEOUT,
     check_seconds: float | None = None,
 ) -> ParallelContext:
-    """Build this process's groups and remember them; all ranks must call this together.
+    """Build this process's groups and store them; all ranks must call this together.
 
     The arguments after the sizes are those of `ParallelContext.build`.
 
@@ -61,7 +61,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Forget this process's context and end its groups, so that another can be initialised.
+    """Remove this process's context and end its groups, so that others can be made.
 
     The world process group stays. Does nothing when there is no context.
     """
@@ -97,37 +97,37 @@ def get_tensor_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """Return the group whose ranks hold one replica's stages; never None."""
+    """Return the group of the stages of one replica; never None."""
     return _handle(get_parallel_context().pp)
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group that holds the same weights for other samples; never None."""
+    """Return the group of ranks with the same weights and other samples; never None."""
     return _handle(get_parallel_context().dp)
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """Return the group that holds one whole replica (tp x pp); never None."""
+    """Return the group of the ranks of one whole replica (tp x pp); never None."""
     return _handle(get_parallel_context().model)
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Number of ranks that share one layer's weights."""
+    """Return the number of ranks that share one layer's weights."""
     return get_parallel_context().tp.size
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """Number of pipeline stages."""
+    """Return the number of pipeline stages."""
     return get_parallel_context().pp.size
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of model replicas."""
+    """Return the number of model replicas."""
     return get_parallel_context().dp.size
 
 
 def get_model_parallel_world_size() -> int:
-    """Number of ranks that hold one whole replica."""
+    """Return the number of ranks of one whole replica."""
     return get_parallel_context().model.size
 
 
@@ -152,33 +152,33 @@ def get_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return global rank of the first member of this process's tensor-parallel group."""
+    """Return the global rank of the first member of this process's tensor-parallel group."""
     return get_parallel_context().tp.ranks[0]
 
 
 def get_data_parallel_src_rank() -> int:
-    """Return global rank of the first member of this process's data-parallel group."""
+    """Return the global rank of the first member of this process's data-parallel group."""
     return get_parallel_context().dp.ranks[0]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Return global rank of this pipeline's first stage."""
+    """Return the global rank of this pipeline's first stage."""
     return get_parallel_context().pp.ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Return global rank of this pipeline's last stage."""
+    """Return the global rank of this pipeline's last stage."""
     return get_parallel_context().pp.ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return global rank of the next stage; the last stage's next is the first."""
+    """Return the global rank of the next stage; the first stage follows the last."""
     pp = get_parallel_context().pp
     return pp.ranks[(pp.rank + 1) % pp.size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return global rank of the previous stage; the first stage's previous is the last."""
+    """Return the global rank of the previous stage; the last stage precedes the first."""
     pp = get_parallel_context().pp
     return pp.ranks[(pp.rank - 1) % pp.size]
 

@@ -133,7 +133,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a table whose vocabulary is split over tp; each rank looks up what it holds.
+    """A table whose vocabulary is split over tp; each rank looks up the rows of its part.
 
     Args:
         padded_size: rows of the whole table, a multiple of tp.
@@ -201,7 +201,7 @@ def linear_with_input_reduction(
     *,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """`F.linear` for a weight split by output features: the input's gradient is summed over tp.
+    """Apply `F.linear` to a weight split by output features; sum the input's gradient over tp.
 
     Under sequence parallelism the input is [s/tp, .., in] and is gathered first; its gradient is
     summed and split again. Also right for the logits of a tied embedding: `weight` is then
@@ -214,7 +214,7 @@ def linear_with_input_reduction(
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` without communication, whose weight's gradient may be asked to come later."""
+    """Apply `F.linear` without communication; the weight's gradient may be deferred."""
     if not is_deferrable(weight):
         return F.linear(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
@@ -228,7 +228,7 @@ class _LinearContext(FunctionContext):
 
 
 class _LinearWithInputReduction(torch.autograd.Function):
-    """Reduces the input's gradient while the weight's is computed, which hides most of it.
+    """Reduces the input's gradient while the weight's is computed, to overlap them.
 
     As in Megatron-LM (Shoeybi et al. 2019, the conjugate operator f of section 3). Of a split
     sequence only this rank's part is kept for backward, and gathered again there while the input's

@@ -47,7 +47,7 @@ def reduce_scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
 
 
 def sequence_part(length: int, group: Group) -> slice:
-    """Return which of the `length` tokens of a sequence this rank holds where sequences are split.
+    """Return the slice of a sequence of `length` tokens that this rank holds when it is split.
 
     Raises:
         ConfigError: the sequence does not divide over the group.

@@ -46,9 +46,7 @@ class Offload:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what the graph keeps of a tensor: itself if it is to stay, else a view of
-        a copy.
-        """
+        """Return what the graph stores of a tensor: itself, or a view of its copy on the host."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._kept or storage.nbytes() == 0:
             return tensor
@@ -69,7 +67,7 @@ class Offload:
 
 
 class _Stored:
-    """One storage in host memory, and on its device again from the first view to the last."""
+    """A storage in host memory, brought back to its device by its first view until its last."""
 
     def __init__(self, tensor: Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -86,7 +84,7 @@ class _Stored:
 
 
 class _View:
-    """Which part of a stored storage a saved tensor was."""
+    """The part of a stored storage that a saved tensor used."""
 
     def __init__(self, stored: _Stored, tensor: Tensor) -> None:
         self._stored, self._dtype = stored, tensor.dtype
@@ -94,7 +92,7 @@ class _View:
         self._offset = tensor.storage_offset()
 
     def tensor(self) -> Tensor:
-        """Return the tensor again, in memory of its own."""
+        """Return the tensor again, with its own memory."""
         whole = self._stored.back()
         made = torch.empty(0, dtype=self._dtype, device=whole.device)
         return made.set_(whole.untyped_storage(), self._offset, self._size, self._stride)

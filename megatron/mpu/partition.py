@@ -68,7 +68,7 @@ def set_parameter_metadata(
     partition: Partition | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Write on `parameter` how it is split (None: replicated) and initialised.
+    """Set on `parameter` its partition (None: replicated) and its initial values.
 
     Args:
         sequence_parallel: every tp rank holds the whole of it but applies it to its own part of
@@ -82,13 +82,13 @@ def set_parameter_metadata(
 
 
 def partition_of(parameter: Tensor) -> Partition | None:
-    """Return how `parameter` is split; None when every rank holds the whole of it."""
+    """Return how `parameter` is split; None when it is replicated."""
     partition: Partition | None = getattr(parameter, "split_by", None)
     return partition
 
 
 def is_split_over(parameter: Tensor, axis: str) -> bool:
-    """Return whether each rank along `axis` holds a part of its own of `parameter`."""
+    """Return whether each rank along `axis` has its own part of `parameter`."""
     partition = partition_of(parameter)
     return partition is not None and partition.axis == axis
 
@@ -100,7 +100,7 @@ def init_of(parameter: Tensor) -> Init | None:
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:
-    """Return whether the tp ranks' gradients of `parameter` are the summands of the true one."""
+    """Return whether the gradients of `parameter` on the tp ranks have to be summed."""
     return bool(getattr(parameter, "sequence_parallel", False))
 
 
@@ -127,8 +127,7 @@ def local_shape(
 def pieces(
     global_shape: Sequence[int], partition: Partition | None, index: int, size: int
 ) -> tuple[ShardBox, ...]:
-    """Return the boxes that make up part `index` of `size`; one per block, or the whole if
-    replicated.
+    """Return the boxes of part `index` of `size`: one per block, or the whole if replicated.
 
     Over all indexes the global boxes hold every element exactly once, and for each index the
     local boxes tile the local tensor.
@@ -152,7 +151,7 @@ def pieces(
 
 
 def local_slice(full_tensor: Tensor, partition: Partition | None, index: int, size: int) -> Tensor:
-    """Part `index` of `size` of a whole tensor: a view where one box is enough, else a copy."""
+    """Return part `index` of `size` of a whole tensor: a view of one box, else a copy."""
     boxes = pieces(full_tensor.shape, partition, index, size)
     if partition is None or len(boxes) == 1:
         return full_tensor[boxes[0].global_]
@@ -160,7 +159,7 @@ def local_slice(full_tensor: Tensor, partition: Partition | None, index: int, si
 
 
 def join_slices(locals_: Sequence[Tensor], partition: Partition | None) -> Tensor:
-    """Return the whole tensor whose parts, in index order, are `locals_`; undoes `local_slice`."""
+    """Return the whole tensor with the parts `locals_` in index order; undoes `local_slice`."""
     size = len(locals_)
     full = locals_[0].new_empty(global_shape(locals_[0].shape, partition, size))
     for index, local in enumerate(locals_):

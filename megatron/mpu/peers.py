@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 
 class PeerWatch:
-    """Tells the other ranks of a failure here, and ends this process after a failure there.
+    """Announces a failure here to the other ranks, and ends this process after one elsewhere.
 
     The watching thread ends the process by `os._exit` with PeerError's exit code: the main thread
     may be inside a collective that no exception reaches. Make one per process, after the
@@ -61,11 +61,11 @@ class PeerWatch:
 
     @property
     def store(self) -> Store:
-        """The store that it was given, for whoever makes the process group."""
+        """The store that was given, for the caller that makes the process group."""
         return self._given
 
     def announce(self, error_text: str) -> None:
-        """Tell the other ranks that this one fails; only the first announcement of all counts."""
+        """Announce to the other ranks that this one fails; only the first announcement counts."""
         self._announced = True
         said = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
         try:
@@ -74,7 +74,7 @@ class PeerWatch:
             log.error(f"could not tell the other ranks about this failure: {error}")
 
     def check(self) -> None:
-        """Raise PeerError where another rank has failed: for whoever waits without a collective.
+        """Raise PeerError if another rank has failed: for waits without a collective.
 
         So a main thread can clean up, where the watching thread could only end the process.
         """
@@ -110,7 +110,7 @@ class PeerWatch:
                 _end_process(error, self._store)
 
     def _look(self) -> PeerError | None:
-        """Return what ends this process: another rank's failure, or the loss of the store."""
+        """Return the reason to end this process: another rank's failure, or a lost store."""
         try:
             if not self._store.check([_FAILURE]):
                 return None
@@ -131,7 +131,7 @@ class PeerWatch:
 
 
 def main_thread_stack() -> str:
-    """Return where the main thread is now, innermost line last.
+    """Return the stack of the main thread, innermost line last.
 
     What other ranks waited for is on the rank that was not waiting itself.
     """

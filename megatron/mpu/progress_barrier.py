@@ -28,7 +28,7 @@ _POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are 
 
 
 class ProgressBarrier:
-    """A place where all ranks of `group` wait for each other; they make it together.
+    """A barrier of all ranks of `group`, with reports of progress; all make it together.
 
     `patience_s` is the longest time without a report from any missing rank.
     """
@@ -45,7 +45,7 @@ class ProgressBarrier:
             self._store = PrefixStore(f"megatron/meeting/{name}", shared)
 
     def report_progress(self, doing: str) -> None:
-        """Say that this rank is at work, and with what; cheap enough for an inner loop."""
+        """Record what this rank is doing; cheap enough for an inner loop."""
         now = time.monotonic()
         if self._store is None or now - self._beaten_at < _BEAT_S:
             return
@@ -54,7 +54,7 @@ class ProgressBarrier:
         self._store.set(f"report_progress/{self._rank}", json.dumps([self._beats, doing]))
 
     def wait(self) -> None:
-        """Return once every rank has called this as often as this one.
+        """Return once every rank has called this as often as this rank.
 
         Raises:
             MachineError: ranks are missing, and none of them reported for `patience_s`.
@@ -90,7 +90,7 @@ class ProgressBarrier:
                 log.info(f"waiting for {_named(heard)}, for {now - started:.0f} s now")
 
     def _what_others_do(self, store: Store) -> "list[_Absent]":
-        """Return each rank that is not here, with its last word."""
+        """Return the last report of each rank that has not arrived."""
         found = []
         for place, rank in enumerate(self._ranks):
             if store.check([f"at/{self._rounds}/{place}"]):

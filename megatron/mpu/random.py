@@ -23,8 +23,7 @@ StreamName = Literal["replicated", "tensor"]
 
 
 def hash_seed(seed: int, *names: object) -> int:
-    """Return a 63-bit seed that depends on `seed` and the text of every name, in order, and on no
-    run.
+    """Return a 63-bit seed, a function of `seed` and of the text of every name, in order.
 
     BLAKE2b rather than `hash()`, which Python salts per process. Names are length-prefixed, so
     ("ab", "c") and ("a", "bc") differ.
@@ -53,7 +52,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: StreamName) -> Iterator[None]:
-        """Draw from stream `name` inside the block; outside, nothing has happened.
+        """Draw from stream `name` inside the block; the default generators stay unchanged.
 
         Streams may be nested within each other, but not a stream within itself.
         """
@@ -69,13 +68,11 @@ class RandomStreams:
             device.set_rng_state(outside)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return the present state of every stream, for `restore`; cheap, since states are
-        not copied.
-        """
+        """Return the present state of every stream, for `restore`, without copying."""
         return dict(self._states)
 
     def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Put every stream back to where it was at `snapshot`."""
+        """Set every stream to its state at `snapshot`."""
         self._states = dict(snapshot)
 
     def state_dict(self) -> dict[str, object]:
@@ -95,7 +92,7 @@ class RandomStreams:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue every random state from where `state_dict` found it.
+        """Restore every random state from the result of `state_dict`.
 
         Raises:
             CheckpointError: the states belong to another kind of device, whose generators cannot

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: object) -> Result:
-    """`function(*inputs)`, whose intermediate tensors are thrown away and computed again later.
+    """Run `function(*inputs)` without saving its intermediates; backward computes them again.
 
     Inputs and outputs may be tensors or anything else, several of each. The second run, in
     backward, sees the default generators and every stream as the first did, and leaves all of
@@ -44,7 +44,7 @@ def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: 
 
 @contextmanager
 def split_over(tp: Group, *, offload: Offload | None = None) -> Iterator[None]:
-    """Keep of every floating tensor that is saved inside only this rank's part of the elements.
+    """Save only this rank's part of the elements of every floating tensor, inside the block.
 
     For the inputs of `recompute`, which must be equal on all ranks of `tp`; backward gathers them,
     so every rank has to run it alike. With `offload` the part goes to host memory.
@@ -67,7 +67,7 @@ def split_over(tp: Group, *, offload: Offload | None = None) -> Iterator[None]:
 
 @contextmanager
 def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """Whatever saves `output` inside keeps nothing; backward calls `again` to have it once more.
+    """Save nothing of `output` inside the block; backward calls `again` to recompute it.
 
     For an output that is cheap to compute from something that is kept anyway (a norm's). `again`
     must give the same bits and strides, and draw no random numbers.
@@ -90,14 +90,14 @@ def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
 
 class _Part(NamedTuple):
-    """This rank's part of a saved tensor, or where it waits, and the whole tensor's shape."""
+    """This rank's part of a saved tensor, or its place on the host, and the whole shape."""
 
     part: Packed
     shape: torch.Size
 
 
 class _Forgotten(NamedTuple):
-    """Which view of a recomputed output a saved tensor was."""
+    """The view of a recomputed output that a saved tensor was."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -105,7 +105,7 @@ class _Forgotten(NamedTuple):
 
 
 def _own_part(tensor: Tensor, tp: Group) -> Tensor:
-    """[ceil(n / tp)] of the n elements, in memory of its own; the last part is padded."""
+    """Return [ceil(n / tp)] of the n elements, in its own memory; the last part is padded."""
     flat = tensor.reshape(-1)
     each = -(-flat.numel() // tp.size)
     mine = flat[tp.rank * each : (tp.rank + 1) * each]
@@ -113,7 +113,7 @@ def _own_part(tensor: Tensor, tp: Group) -> Tensor:
 
 
 class _Replay:
-    """Puts the streams back to where they are now for the length of a block, any number of times.
+    """Sets the streams to their present state for a block, any number of times.
 
     Not a generator-based context manager: those can be entered once, and a graph that is kept
     (`retain_graph`) recomputes at every backward.

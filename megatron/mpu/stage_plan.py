@@ -21,7 +21,7 @@ class LayerRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many layers these are."""
+        """Number of layers."""
         return self.stop - self.start
 
 
@@ -32,7 +32,7 @@ def plan_stages(
     num_chunks: int = 1,
     blocks: LayerRange | None = None,
 ) -> tuple[LayerRange, ...]:
-    """Return the cut into virtual stages whose costliest one costs least; exact.
+    """Return the cut into virtual stages with the smallest maximal cost; exact.
 
     Among such cuts the one with the smallest sum of squares, which is the most even; then the one
     whose early stages are shorter, since those keep the most activations.
@@ -73,7 +73,7 @@ def even_counts(
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[int, ...]:
-    """Return how many transformer layers each virtual stage gets, as equal as they can be.
+    """Return the number of transformer layers of each virtual stage, as even as possible.
 
     What does not divide evenly goes to stages in the middle first: the ends have the embedding and
     the head besides.
@@ -119,7 +119,7 @@ def even_counts(
 def listed_counts(
     counts: Sequence[int], num_blocks: int, num_stages: int, *, num_chunks: int = 1
 ) -> tuple[int, ...]:
-    """Explicit numbers of transformer layers, as one per virtual stage.
+    """Return explicit numbers of transformer layers, as one per virtual stage.
 
     Args:
         counts: one per rank, shared out evenly over its chunks, or one per virtual stage in the
@@ -158,7 +158,7 @@ def listed_counts(
 def ranges_of_counts(
     counts: Sequence[int], *, blocks: LayerRange, num_layers: int
 ) -> tuple[LayerRange, ...]:
-    """Ranges of the whole list, from numbers of transformer layers for each virtual stage.
+    """Return ranges of the whole list, from the transformer layers of each virtual stage.
 
     What stands before the transformer layers goes to the first stage, what follows to the last.
     """
@@ -177,7 +177,7 @@ def ranges_of_stage(
 
 
 def holders(tied: Sequence[str | None], ranges: Sequence[LayerRange]) -> dict[str, tuple[int, ...]]:
-    """Return which virtual stages hold each shared module, from the first that uses it to the last.
+    """Return the virtual stages that hold each shared module, from its first user to its last.
 
     Args:
         tied: for every layer of the list, the module whose weights it shares; None: it has its own.
@@ -192,7 +192,7 @@ def holders(tied: Sequence[str | None], ranges: Sequence[LayerRange]) -> dict[st
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Return the costs in a unit in which all are whole: sums in another order are equal then."""
+    """Scale the costs to integers, so that sums in another order are equal."""
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -206,7 +206,7 @@ class _Cut(NamedTuple):
 def _best_cut(
     sums: Sequence[int], parts: int, blocks: LayerRange, *, squares: bool, limit: int
 ) -> _Cut:
-    """Dynamic programming from the end: the best way to cut the layers from i into k parts.
+    """Find by dynamic programming from the end the best cut of layers from i into k parts.
 
     The value of a cut is its largest part, or the sum of its squared parts, none above `limit`.
     """

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 
 
 class Coord(NamedTuple):
-    """One rank's place in the grid, slowest axis first."""
+    """The place of one rank in the grid, slowest axis first."""
 
     pp: int
     dp: int
@@ -38,7 +38,7 @@ class Topology:
 
     @classmethod
     def fill(cls, world_size: int, *, tp: int, pp: int) -> "Topology":
-        """Return the grid whose data-parallel size uses up every rank left over by tp and pp.
+        """Return the grid whose data-parallel size uses all ranks that remain after tp and pp.
 
         Raises:
             ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
@@ -67,14 +67,14 @@ class Topology:
         return int(getattr(self, axis))
 
     def rank(self, at: Coord) -> int:
-        """Return the rank that stands at a coordinate; the inverse of `coord`."""
+        """Return the rank at a coordinate; the inverse of `coord`."""
         rank = 0
         for axis, index in zip(Coord._fields, at):
             rank = rank * self.size(axis) + index
         return rank
 
     def coord(self, rank: int) -> Coord:
-        """Return where a rank stands; the inverse of `rank`."""
+        """Return the coordinate of a rank; the inverse of `rank`."""
         assert 0 <= rank < self.world_size, rank  # noqa: S101  # invariant: ranks come from this grid
         indexes: dict[str, int] = {}
         for axis in reversed(Coord._fields):
@@ -82,9 +82,7 @@ class Topology:
         return Coord(**indexes)
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return ranks that differ from `rank` only along `axes`, in rank order, itself
-        included.
-        """
+        """Return the ranks that differ from `rank` only along `axes`, itself included, in order."""
         here = self.coord(rank)
         assert set(axes) <= set(Coord._fields), axes  # noqa: S101  # invariant: our own names
         ranges = [

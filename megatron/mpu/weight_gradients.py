@@ -21,7 +21,7 @@ class _Late(NamedTuple):
 
 
 class WeightGradients:
-    """The products of one stage that are still to be computed, by whatever key they were kept.
+    """The deferred weight-gradient products of one stage, by key.
 
     A parameter belongs to a queue by `adopt`, and to one at most.
     """
@@ -32,7 +32,7 @@ class WeightGradients:
         self._kept_now: set[Tensor] = set()  # weights of products kept while this is collecting
 
     def adopt(self, weights: Iterable[Tensor]) -> None:
-        """Let this queue have the gradients of `weights` while it is collecting.
+        """Put this queue in charge of the gradients of `weights` while it is collecting.
 
         A weight that several layers use must not be among them: gradients that come in two parts
         are added in another order than those that come in one.
@@ -42,7 +42,7 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Keep back the gradients of adopted weights in a backward pass inside the block."""
+        """Defer the gradients of adopted weights in a backward pass inside the block."""
         assert self._collecting is None  # noqa: S101  # invariant: backward passes do not nest
         assert key not in self._waiting, key  # noqa: S101  # invariant: one backward per key
         self._collecting = key
@@ -54,7 +54,7 @@ class WeightGradients:
             self._kept_now.clear()
 
     def compute(self, key: Hashable) -> None:
-        """Compute what was kept back under `key`, in the order in which it came, and forget it."""
+        """Compute the products deferred under `key`, in their order, and remove them."""
         late = self._waiting.pop(key)
         late.reverse()
         while late:
@@ -63,11 +63,11 @@ class WeightGradients:
 
     @property
     def size(self) -> int:
-        """How many products are still to be computed."""
+        """Number of products that are still to be computed."""
         return sum(len(late) for late in self._waiting.values())
 
     def takes(self, weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> bool:
-        """Keep a product if this is the time for it; called by `defer_or_compute`."""
+        """Defer a product while collecting; called by `defer_or_compute`."""
         if self._collecting is None:
             return False
         # Detached: an input would hold the graph that made it, and all that this has saved.
@@ -77,7 +77,7 @@ class WeightGradients:
         return True
 
     def has_kept(self, weight: Tensor) -> bool:
-        """Return whether the gradient of `weight` in the backward pass under way comes later."""
+        """Return whether the gradient of `weight` is deferred in the present backward pass."""
         return weight in self._kept_now
 
 
@@ -87,7 +87,7 @@ def is_deferrable(weight: Tensor) -> bool:
 
 
 def comes_later(weight: Tensor) -> bool:
-    """Return whether the backward pass under way has left the gradient of `weight` for later.
+    """Return whether the present backward pass has deferred the gradient of `weight`.
 
     Autograd calls hooks of a leaf also where a layer gave it no gradient; this tells them apart.
     """
@@ -97,7 +97,7 @@ def comes_later(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def defer_or_compute(weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> Tensor | None:
-    """Return the gradient [out, in] of `weight`, or None when it will come later.
+    """Return the gradient [out, in] of `weight`, or None when it is deferred.
 
     Args:
         weight: the parameter itself, not a view of it.

@@ -17,7 +17,7 @@ _NAMES_SHOWN = 5
 
 
 def check_bitwise_equal(named: Iterable[tuple[str, Tensor]], group: Group, *, problem: str) -> None:
-    """Compare tensors with those of the same place in the list on all ranks of `group`.
+    """Compare tensors bit by bit with those at the same index on all ranks of `group`.
 
     Raises:
         NumericsError: on every rank, that `problem`, naming tensors that differ.

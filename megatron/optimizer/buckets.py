@@ -12,8 +12,7 @@ ALIGN_ELEMENTS = 64  # 128 bytes or more, for vectorised kernels at the start of
 
 
 def default_bucket_elements(shards: int) -> int:
-    """Return the default number of elements of a bucket: enough to use the network, few enough to
-    overlap.
+    """Return the default elements of a bucket, a trade of bandwidth against overlap.
 
     The numbers are Megatron's. With many shards it is more, so that messages stay long.
     """
@@ -41,14 +40,14 @@ class ElementRange(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """A stretch of whole parameters and padding that is reduced in one collective."""
+    """A range of whole parameters and padding that is reduced in one collective."""
 
     range: ElementRange
     members: tuple[int, ...]  # indexes of its parameters, in the order in which they lie there
     held: bool  # until the end of the step
 
     def share(self, index: int, size: int) -> ElementRange:
-        """Part `index` of `size` equal parts of the bucket, in elements of the flat buffer."""
+        """Return part `index` of `size` equal parts of the bucket, in flat-buffer elements."""
         length = self.range.size // size
         start = self.range.start + index * length
         return ElementRange(start, start + length)
@@ -99,7 +98,7 @@ def plan_flat(
 
 
 def owned_ranges(plan: FlatPlan, index: int, size: int) -> tuple[ElementRange, ...]:
-    """For each parameter the elements of it, flattened, that shard `index` of `size` owns.
+    """Return for each parameter its flattened elements that shard `index` of `size` owns.
 
     Over all shards every element has one owner. Ranges start at multiples of `ALIGN_ELEMENTS`; they
     are empty, at 0, where nothing is owned.

@@ -24,7 +24,7 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ and Megatron have the same
 def owned_by_this_rank(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> tuple[bool, ...]:
-    """For each parameter, whether this rank is the one that counts it (or its part of it).
+    """Return for each parameter whether this rank counts it (or its part of it).
 
     Gathers names over the pipeline group, so all its ranks must call it together.
     """
@@ -39,7 +39,7 @@ def owned_by_this_rank(
 def global_norm(
     counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
 ) -> float:
-    """Return L2 norm of all tensors of a model replica; sums over the model group.
+    """Return the L2 norm of all tensors of a model replica; sums over the model group.
 
     Norms of single tensors are taken in float32 (float64 for float64). Non-finite values, or a
     tensor with a norm beyond float32, make the result non-finite.
@@ -63,7 +63,7 @@ def global_norm(
 def count_zeros(
     counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
 ) -> int:
-    """Number of elements that are exactly zero in a model replica; arguments as `global_norm`."""
+    """Count the exact zeros in a model replica; arguments as `global_norm`."""
     total = torch.zeros((), dtype=torch.int64, device=_device_of(counted))
     for tensor in counted:
         total += tensor.numel() - torch.count_nonzero(tensor)
@@ -73,9 +73,7 @@ def count_zeros(
 def parameters_norm(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> float:
-    """Return L2 norm of all parameters of the model; gathers over pp and sums over the
-    model group.
-    """
+    """Return the L2 norm of all parameters; gathers over pp, sums over the model group."""
     counts = owned_by_this_rank(named_parameters, ctx)
     return global_norm(
         [parameter.detach() for (_, parameter), mine in zip(named_parameters, counts) if mine], ctx
@@ -83,8 +81,7 @@ def parameters_norm(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return what to multiply gradients of norm `norm` by so that it is at most `max_norm` (0: no
-    limit).
+    """Return the factor on gradients that limits their norm to `max_norm` (0: no limit).
 
     min(1, max_norm / (norm + 1e-6)), as in Megatron and torch.
     """

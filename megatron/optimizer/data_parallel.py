@@ -87,12 +87,12 @@ class DistributedDataParallel(nn.Module):
         self.wait_for_parameters()  # of modules that were not called: they are to be updated now
 
     def wait_for_parameters(self) -> None:
-        """Return once the parameters of the last update are here, for whoever reads them all."""
+        """Return once the parameters of the last update have arrived, to read them all."""
         if self.shards is not None:
             self.shards.wait()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """`start_step`, for callers that know torch; `set_to_none` is part of its signature only.
+        """Do as `start_step`, under torch's name; `set_to_none` has no effect.
 
         The gradients stay views of the buffers.
         """

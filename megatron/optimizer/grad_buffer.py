@@ -33,21 +33,21 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Parameters of one kind in a flat buffer, and where each of them lies."""
+    """Parameters of one kind in a flat buffer, and the offset of each."""
 
     parameters: tuple[Parameter, ...]
     plan: FlatPlan
     data: Tensor  # [elements], the gradients
 
     def place(self, index: int, within: Tensor) -> Tensor:
-        """Parameter `index` in `within`, a buffer of this layout, in the parameter's shape."""
+        """Return parameter `index` in `within`, a buffer of this layout, in its own shape."""
         start, stop = self.plan.places[index]
         return within[start:stop].view(self.parameters[index].shape)
 
 
 @dataclass(slots=True)
 class _Reduction:
-    """How far the reduction of one bucket is in this step."""
+    """The progress of one bucket's reduction in this step."""
 
     flat: Flat
     bucket: Bucket
@@ -56,7 +56,7 @@ class _Reduction:
 
 
 class GradBuffer:
-    """The gradients of some parameters: where they are kept, zeroed, summed and scaled.
+    """The gradients of some parameters in flat buffers: zeroed, summed and scaled together.
 
     A parameter with the attribute `reduce_first` (tied to one on another pipeline stage) or
     `sequence_parallel` (its gradient is a part of a sum over tensor-parallel ranks) is held back
@@ -112,7 +112,7 @@ class GradBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the gradients take, padding included."""
+        """Memory of the gradients, padding included."""
         return sum(flat.data.numel() * flat.data.element_size() for flat in self.flats)
 
     def start_step(self, num_passes: int | None = None) -> None:
@@ -151,7 +151,7 @@ class GradBuffer:
                 reduction.pending.wait()
 
     def _lay_out(self, gradient_dtype: torch.dtype, bucket_elements: int) -> tuple[Flat, ...]:
-        """Return one flat tensor per dtype of parameters; they get their `main_grad`."""
+        """Return one flat tensor per dtype of parameters, and set their `main_grad`."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in self._names:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -181,7 +181,7 @@ class GradBuffer:
         )
 
     def _take(self, parameter: Parameter) -> None:
-        """One more gradient of `parameter` is there; called by autograd."""
+        """Add one more gradient of `parameter`; called by autograd."""
         if comes_later(parameter):
             return
         view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
@@ -204,7 +204,7 @@ class GradBuffer:
                 self._start_ready()
 
     def _start_ready(self) -> None:
-        """Start buckets from the front, never past one that still waits."""
+        """Start the reduction of buckets in order, up to the first that is not ready."""
         ready = self._started
         while ready < self._prompt and not self._reductions[ready].waits_for:
             ready += 1

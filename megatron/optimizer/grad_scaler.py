@@ -15,7 +15,7 @@ BACKOFF = 0.5
 
 
 class GradScaler(Protocol):
-    """What an optimizer asks of a loss scale."""
+    """The interface of a loss scale."""
 
     @property
     def scale(self) -> float:
@@ -23,20 +23,20 @@ class GradScaler(Protocol):
 
     @property
     def expects_overflow(self) -> bool:
-        """Whether an overflow now and then is part of how it works."""
+        """Whether occasional overflows are part of the schedule."""
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of one iteration."""
+        """Record the outcome of one iteration."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what has to be kept to go on, as JSON values."""
+        """Return the state as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict`."""
+        """Restore the state from `state_dict`."""
 
 
 class ConstantGradScaler:
-    """A loss scale that never moves; 1 for every precision that needs none."""
+    """A constant loss scale; 1 for every precision that needs none."""
 
     expects_overflow = False
 
@@ -52,7 +52,7 @@ class ConstantGradScaler:
         """Do nothing: it is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return nothing: the flag says it all."""
+        """Return nothing: the flag determines the scale."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -84,7 +84,7 @@ class DynamicGradScaler:
         return self._scale
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of one iteration; a `NumericsError` if the scale cannot go any lower."""
+        """Record the outcome of one iteration; NumericsError below the smallest scale."""
         if not overflow:
             self._good_iterations += 1
             if self._good_iterations == self._growth_interval:
@@ -103,7 +103,7 @@ class DynamicGradScaler:
         self._move(self._scale * BACKOFF)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what has to be kept to go on, as JSON values."""
+        """Return the state as JSON values."""
         return {
             "scale": self._scale,
             "good_iterations": self._good_iterations,
@@ -111,7 +111,7 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state_dict`; state of another kind of scaler is an error."""
+        """Restore the state from `state_dict`; that of another kind is an error."""
         if set(state) != set(self.state_dict()):
             raise CheckpointError(
                 "the checkpoint holds no state of a dynamic loss scale",

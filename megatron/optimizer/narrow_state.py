@@ -19,7 +19,7 @@ def step_in_fp32(
     *,
     batch_elements: int = BATCH_ELEMENTS,
 ) -> None:
-    """Let `rule` make one step whose state is narrow before and after, and wide within.
+    """Make one step of `rule` with its state widened to fp32, then narrowed again.
 
     The gradients are taken from the pairs; the `grad` of the weights is None afterwards.
     """
@@ -45,7 +45,7 @@ def step_in_fp32(
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], batch_elements: int
 ) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
-    """Neighbours, until a batch has `batch_elements`."""
+    """Yield runs of neighbours, each of at least `batch_elements` but the last."""
     first = elements = 0
     for index, (weight, _) in enumerate(pairs):
         elements += weight.numel()

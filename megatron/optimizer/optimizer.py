@@ -40,7 +40,7 @@ _MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
-    """What one step did; the same on all ranks.
+    """The outcome of one step; the same on all ranks.
 
     Where replicas hold different gradients, which is an error elsewhere, `grad_norm` is this one's.
     """
@@ -75,7 +75,7 @@ def read_scalars(scalars: JsonObject) -> OptimizerScalars:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What this rank updates of a parameter, and the tensor that the update rule works on.
+    """This rank's part of the update of a parameter, and the tensor the update rule works on.
 
     `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
     `values` or its fp32 master.
@@ -128,7 +128,7 @@ class MegatronOptimizer(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """What to multiply the next loss by before backward; `step` takes it out again."""
+        """The factor on the next loss before backward; `step` divides by it."""
         return self._scaler.scale
 
     def step(
@@ -139,7 +139,7 @@ class MegatronOptimizer(ABC):
         grad_multiplier: float = 1.0,
         with_zeros: bool = False,
     ) -> OptimizerReport:
-        """Update the weights, unless a gradient anywhere is not finite; then nothing changes.
+        """Update the weights, or change nothing if any gradient on any rank is not finite.
 
         Reduces over the model group (norm) and the data-parallel group (whether it is finite).
 
@@ -198,21 +198,18 @@ class MegatronOptimizer(ABC):
         return {slot.name: self._state_of(slot) for slot in self._slots}
 
     def owned_ranges(self) -> dict[str, ElementRange]:
-        """Return of sharded parameters, the elements of each, flattened, that this rank has state
-        for.
+        """Return the flattened elements of each sharded parameter that this rank updates.
 
         By global name; a parameter of which this rank has nothing is not there, nor its state.
         """
         return {slot.name: slot.owned for slot in self._slots if slot.owned is not None}
 
     def scalars(self) -> dict[str, JsonValue]:
-        """Return the rest of the state, as JSON values: the number of updates, and the loss
-        scale.
-        """
+        """Return the scalar state as JSON values: the number of updates, and the loss scale."""
         return {_STEPS: self._steps, _SCALER: self._scaler.state_dict()}
 
     def load_state(self, named: Mapping[str, Mapping[str, Tensor]], scalars: JsonObject) -> None:
-        """Go on from `named_state` and `scalars` of an equal optimizer, by copying.
+        """Restore the state from `named_state` and `scalars` of an equal optimizer, by copying.
 
         The model's own weights are not touched: whoever loads masters loads them too.
 
@@ -243,9 +240,7 @@ class MegatronOptimizer(ABC):
         """Bring the model's parameters up to date with the updated weights."""
 
     def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
-        """Return what there is to update of a parameter on this rank; None: other ranks do
-        it all.
-        """
+        """Return this rank's part of the update of a parameter; None if other ranks do it all."""
         if self._shards is None:
             return _Slot(name, parameter, None, parameter, self._weight_of(parameter))
         owned = self._shards.owned(parameter)

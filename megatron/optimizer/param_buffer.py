@@ -20,7 +20,7 @@ from megatron.optimizer.grad_buffer import Flat
 
 @dataclass(slots=True, eq=False)
 class _Gather:
-    """One bucket of parameters, and the collective that brings it up to date, if one runs."""
+    """One bucket of parameters, and the collective that updates it, if one runs."""
 
     values: Tensor
     bucket: Bucket
@@ -33,7 +33,7 @@ class _Gather:
 
 
 class ParameterBuffer:
-    """The parameters of `flats`, and which elements of them this rank of `group` owns.
+    """The parameters of `flats`, and which of their elements this rank of `group` owns.
 
     Args:
         module: holds the parameters; whatever reads them in its forward pass is a module.
@@ -65,11 +65,11 @@ class ParameterBuffer:
                     part.register_forward_pre_hook(self._before_forward)
 
     def owned(self, parameter: Parameter) -> ElementRange:
-        """Return the elements of `parameter`, flattened, that this rank updates; may be none."""
+        """Return the flattened elements of `parameter` that this rank updates; may be none."""
         return self._owned[parameter]
 
     def gather(self) -> None:
-        """Bring every rank's share to all others, after an update; may return before it is done."""
+        """Send every rank's share to all others after an update; may return early."""
         for gather in self._gathers:
             start, stop = gather.bucket.share(self._group.rank, self._group.size)
             whole = gather.values[slice(*gather.bucket.range)]
@@ -79,7 +79,7 @@ class ParameterBuffer:
                 gather.wait()
 
     def wait_for(self, parameters: Iterable[Parameter | None]) -> None:
-        """Return once `parameters` may be read; others, and None, are no concern of this."""
+        """Return once `parameters` may be read; others, and None, are ignored."""
         for parameter in parameters:
             gather = self._gather_of.get(parameter) if parameter is not None else None
             if gather is not None:
@@ -96,7 +96,7 @@ class ParameterBuffer:
 
 
 def _move(flat: Flat) -> Tensor:
-    """Return a buffer of the layout of `flat` that holds its parameters from now on."""
+    """Move the parameters of `flat` into a new buffer of its layout, and return it."""
     first = flat.parameters[0]
     values = torch.zeros(flat.plan.elements, dtype=first.dtype, device=first.device)
     for index, parameter in enumerate(flat.parameters):

@@ -15,7 +15,7 @@ Dimensions = Callable[[Parameter], int]
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Parameters, by global name, that share what multiplies learning rate and weight decay."""
+    """Parameters, by global name, with the same factors on learning rate and weight decay."""
 
     name: str
     parameters: tuple[tuple[str, Parameter], ...]
@@ -24,15 +24,16 @@ class ParamGroup:
 
 
 def is_decayed(name: str, parameter: Parameter, dimensions: Dimensions = Tensor.dim) -> bool:
-    """Return whether weight decay applies: to matrices, and to nothing called a bias."""
+    """Return whether weight decay applies: to matrices, but not to biases."""
     return dimensions(parameter) > 1 and name.rpartition(".")[2] != "bias"
 
 
 def param_groups(
     named_parameters: Iterable[tuple[str, Parameter]], dimensions: Dimensions = Tensor.dim
 ) -> tuple[ParamGroup, ...]:
-    """Return the trainable parameters in two groups, `decayed` and `not_decayed`; empty ones left
-    out.
+    """Return the trainable parameters as the groups `decayed` and `not_decayed`.
+
+    Empty groups are left out.
 
     Args:
         dimensions: how many a parameter has, where a rank does not hold it in its own shape.

@@ -39,7 +39,7 @@ def reduce_replicated(parameters: Iterable[Parameter], tp: Group) -> None:
 
 
 def check_replicated_agree(named_parameters: Iterable[tuple[str, Parameter]], tp: Group) -> None:
-    """Compare what is not split over `tp` bit by bit.
+    """Compare the parameters that are not split over `tp` bit by bit.
 
     Raises:
         NumericsError: on every rank, naming parameters that differ.

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 def learning_rate(
     config: ScheduleConfig, *, samples: int, tokens: int, total_samples: int, global_batch_size: int
 ) -> float:
-    """Learning rate of the iteration that starts when `samples` have been consumed.
+    """Return the learning rate of the iteration that starts at `samples` consumed.
 
     Args:
         tokens: those of these samples, by which a schedule with `lr_decay_tokens` goes instead.
@@ -46,7 +46,7 @@ def learning_rate(
 def weight_decay(
     config: ScheduleConfig, constant: float, *, samples: int, total_samples: int
 ) -> float:
-    """Weight decay of the iteration that starts when `samples` have been consumed.
+    """Return the weight decay of the iteration that starts at `samples` consumed.
 
     Args:
         constant: the value when it does not move (`--weight-decay`).
@@ -66,7 +66,7 @@ def weight_decay(
 def learning_rate_problems(
     config: ScheduleConfig, *, total_samples: int, global_batch_size: int, samples_based: bool
 ) -> Iterator[ConfigError]:
-    """Yield what is wrong with a schedule once the length of the training is known.
+    """Yield the errors of a schedule once the length of the training is known.
 
     A decay that is shorter than the training is fine: the rest runs at `min_lr`.
 

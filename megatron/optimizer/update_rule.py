@@ -15,7 +15,7 @@ from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 def update_rule(
     weights_by_group: Sequence[Sequence[Tensor]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups of weights, without state and with learning rate 0.
+    """Return AdamW or SGD over groups of weights, without state and with learning rate 0.
 
     Who steps it sets learning rate and weight decay of every group first, and gives every weight
     its `fresh_state`.
@@ -31,7 +31,7 @@ def update_rule(
 
 
 def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Return the state of `weight` before its first update, as the rule of `config` keeps it.
+    """Return the state of `weight` before its first update, in the config's dtypes.
 
     torch makes the state at the first step. Made here, a checkpoint of iteration 0 is like any
     other, and a lack of memory shows at once. Zeros change no result: the first update of torch
@@ -51,9 +51,7 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
 
 
 def state_kinds(config: OptimizerConfig) -> dict[str, StateDtype]:
-    """Return what is kept of each weight between updates; FP32 stands for the dtype of the
-    weight.
-    """
+    """Return the state of each weight between updates; FP32 stands for the weight's dtype."""
     if config.optimizer is OptimizerKind.SGD:
         return {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
     return {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
