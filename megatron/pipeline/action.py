@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class ActionKind(StrEnum):
-    """What a stage does in one action."""
+    """The kinds of a stage's actions."""
 
     RECV_FORWARD = "recv_forward"
     FORWARD = "forward"
@@ -29,7 +29,7 @@ COMMUNICATION = SENDS | RECEIVES
 
 
 class Action(NamedTuple):
-    """One thing that a stage does, for one micro-batch, with one of its chunks.
+    """One action of a stage, for one micro-batch and one of its chunks.
 
     `chunk` counts the parts of the model that this stage holds, from 0, the acting stage's own,
     also where it sends or receives: chunk c of stage s is virtual stage c * num_stages + s, and
@@ -62,7 +62,7 @@ Schedule = tuple[Action, ...]
 
 
 class UnsoundScheduleError(Exception):
-    """Schedules that could not be run: stages wait in a circle, or work is missing. A bug here."""
+    """A schedule that cannot run: stages wait in a cycle, or work is missing. Always a bug."""
 
 
 def virtual_stage(stage: int, chunk: int, num_stages: int) -> int:
@@ -71,15 +71,13 @@ def virtual_stage(stage: int, chunk: int, num_stages: int) -> int:
 
 
 def peer_of(action: Action, stage: int, num_stages: int) -> int:
-    """Return the stage with which `stage` does a communication action; stages stand in a ring."""
+    """Return the peer of `stage` in a communication action; stages form a ring."""
     towards_next = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
     return (stage + (1 if towards_next else -1)) % num_stages
 
 
 def batches(schedule: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """Yield the schedule cut up as it is run: a computation alone, or one batch of
-    communication.
-    """
+    """Yield the steps of a schedule: a computation alone, or one batch of communication."""
     for communicates, run in groupby(schedule, key=lambda action: action.kind in COMMUNICATION):
         if communicates:
             yield tuple(run)

@@ -21,7 +21,7 @@ from megatron.pipeline.action import (
 
 
 class Place(NamedTuple):
-    """A computation, and the stage that does it."""
+    """A computation, and its stage."""
 
     stage: int
     action: Action
@@ -37,7 +37,7 @@ class Timed(NamedTuple):
 def with_ticks(
     orders: Sequence[Sequence[Round]], *, num_chunks: int
 ) -> tuple[tuple[Timed, ...], ...]:
-    """Return one schedule per stage: its order's rounds and the messages they need, with ticks.
+    """Return one schedule per stage: the rounds of its order and their messages, with ticks.
 
     An output is sent at the end of its round. It is received as late as that allows: before the
     round that needs it, or, when the sender could go on before that, before the round that starts
@@ -79,7 +79,7 @@ def _batch_key(entry: Timed) -> tuple[int, bool]:
 
 
 class _Entry(NamedTuple):
-    """An action, after all that decides where in its stage's schedule it stands."""
+    """An action, with the keys that sort it into its stage's schedule."""
 
     tick: int
     computes: int
@@ -118,7 +118,7 @@ def _messages(
 
 
 def _start_ticks(orders: Sequence[Sequence[Round]], num_chunks: int) -> dict[Place, int]:
-    """Return when each computation starts if every round took one tick and messages took none."""
+    """Return the start of each computation if rounds take one tick and messages none."""
     clock: dict[Place, int] = {}
     reached, free_at = [0] * len(orders), [0] * len(orders)
     waiting = set(range(len(orders)))
@@ -145,9 +145,7 @@ def _start_ticks(orders: Sequence[Sequence[Round]], num_chunks: int) -> dict[Pla
 def _ready_at(
     actions: Round, stage: int, clock: dict[Place, int], num_stages: int, num_chunks: int
 ) -> int | None:
-    """Return the tick at which all that a round needs is there; None while something has no
-    tick yet.
-    """
+    """Return the tick at which the inputs of a round are there; None if one has no tick yet."""
     ready = 0
     for i, action in enumerate(actions):
         for need in _needs(action, stage, num_stages, num_chunks):
@@ -160,7 +158,7 @@ def _ready_at(
 
 
 def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list[Place]:
-    """Return the computations whose results a computation takes."""
+    """Return the computations whose results a computation uses."""
     kind, microbatch, chunk = action
     if kind is ActionKind.FORWARD:
         before = _neighbour(action, stage, num_stages, num_chunks, step=-1)
@@ -173,7 +171,7 @@ def _needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> list
 
 
 def _user_of(action: Action, stage: int, num_stages: int, num_chunks: int) -> Place | None:
-    """Return the computation that takes the result of this one over a message, if any does."""
+    """Return the computation that receives the result of this one by message, if any."""
     if action.kind is ActionKind.BACKWARD_WEIGHT:
         return None
     step = 1 if action.kind is ActionKind.FORWARD else -1

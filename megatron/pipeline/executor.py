@@ -44,7 +44,7 @@ Batches = Iterator[tuple[Tensors, Tensors]]  # of each micro-batch what goes in,
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What one stage computes.
+    """The computations of one stage.
 
     Attributes:
         run: takes one of its chunks' input to its output.
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """Messages that look alike: into one virtual stage, of one kind of micro-batch."""
+    """Messages of equal shape: into one virtual stage, of one kind of micro-batch."""
 
     into: int  # the virtual stage that the output goes to
     kind: Signature  # what goes into the model, as every stage reads it: without gradients
@@ -72,7 +72,7 @@ class _Edge(NamedTuple):
 
 @dataclass(slots=True)
 class _Alive:
-    """What a forward pass leaves behind for its backward pass."""
+    """The results of a forward pass that its backward pass needs."""
 
     inputs: Tensors  # leaves, where a gradient is wanted
     edges: tuple[GradientEdge, ...]  # where the gradients of the outputs enter
@@ -81,7 +81,7 @@ class _Alive:
 
 @dataclass(slots=True)
 class _Step:
-    """The tensors of one step that are on their way between two actions."""
+    """The tensors of one step that are in use between two actions."""
 
     batches: Batches
     trains: bool
@@ -99,7 +99,7 @@ class _Step:
 
 
 class Executor:
-    """One stage of a pipeline at work; all stages are made and used together.
+    """One stage of a pipeline; all stages are made and used together.
 
     Args:
         work: what this stage computes.
@@ -132,7 +132,7 @@ class Executor:
     def train(
         self, batches: Batches, num_microbatches: int, *, scale: float | Tensor
     ) -> list[Tensor]:
-        """Add the gradients of `scale` times the loss of so many micro-batches to the parameters'.
+        """Add the gradients of `scale` times the loss of so many micro-batches to the parameters.
 
         Args:
             scale: one for every loss, or [k] for k of them, whose products are added up.
@@ -180,7 +180,7 @@ class Executor:
         return step.sums
 
     def _draw(self, microbatch: int, step: _Step) -> None:
-        """Read up to a micro-batch: every stage reads all, but keeps what it computes with."""
+        """Read the batches up to a micro-batch; every stage reads all, and keeps what it needs."""
         while len(step.kinds) <= microbatch:
             with step.timers("batch-generator"):
                 inputs, labels = next(step.batches)
@@ -234,7 +234,7 @@ class Executor:
             )
 
     def _communicate(self, actions: Sequence[Action], step: _Step) -> None:
-        """Exchange what actions of one tick ask for, and before it what is new to receivers."""
+        """Exchange the messages of one tick, after headers that receivers lack."""
         headers = [(action, self._header(action, step)) for action in actions]
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
@@ -247,7 +247,7 @@ class Executor:
                 self._take(action, message.tensors, step)
 
     def _header(self, action: Action, step: _Step) -> PipelineMessage | None:
-        """Return what says how a message looks; None where both of its ends know."""
+        """Return the header of a message; None where both of its ends have it."""
         edge = self._edge(action, step)
         if action.kind is ActionKind.SEND_FORWARD and edge not in self._announced:
             self._announced.add(edge)
@@ -277,7 +277,7 @@ class Executor:
         return PipelineMessage(action.kind in SENDS, peer, tensors, about=str(action))
 
     def _take(self, action: Action, tensors: Tensors, step: _Step) -> None:
-        """Keep what was received until the computation that needs it."""
+        """Store received tensors until the computation that needs them."""
         place = _Place(action.microbatch, action.chunk)
         if action.kind is ActionKind.RECV_BACKWARD:
             step.gradients_in[place] = tensors
@@ -287,7 +287,7 @@ class Executor:
         step.inputs[place] = tensors
 
     def _check_outgoing(self, place: _Place, found: Signature, step: _Step) -> None:
-        """An output must look as its receiver expects; the first of its edge says how that is."""
+        """Check that an output has the shape of its edge, which the first output sets."""
         at = self._virtual(place.chunk)
         edge = _Edge(at + 1, step.kinds[place.microbatch], step.trains)
         expected = self._outgoing.setdefault(edge, found)
@@ -301,7 +301,7 @@ class Executor:
             )
 
     def _edge(self, action: Action, step: _Step) -> _Edge:
-        """Return the edge of the forward message of an action, or of that which it answers."""
+        """Return the edge of an action's forward message, or of the one it is the backward of."""
         at = self._virtual(action.chunk)
         arrives_here = action.kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
         into = at if arrives_here else at + 1

@@ -10,7 +10,7 @@ Order = tuple[Round, ...]
 
 
 def one_at_a_time(num_microbatches: int) -> Order:
-    """No pipeline: forward and backward of each micro-batch in turn."""
+    """Return the order without a pipeline: forward and backward of each micro-batch in turn."""
     return tuple(
         (Action(kind, i, 0),)
         for i in range(num_microbatches)
@@ -28,7 +28,7 @@ def gpipe(num_microbatches: int) -> Order:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> Order:
-    """1F1B: warm up, alternate, drain (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    """Return 1F1B: warm up, alternate, drain (Narayanan et al. 2021, 2104.04473, 2.2.1).
 
     Stage s holds the activations of at most `num_stages` - s micro-batches.
     """
@@ -42,7 +42,7 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int)
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Order:
-    """ZB-H1: 1F1B whose weight gradients wait (Qi et al. 2023, arXiv 2401.10241, section 2.3).
+    """Return ZB-H1: 1F1B with deferred weight gradients (Qi et al. 2023, 2401.10241, 2.3).
 
     Stage s computes weight gradients s micro-batches late, so the gradient of its input leaves
     earlier, and the weight gradients left over fill the end. No stage holds more than
@@ -61,7 +61,7 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int) -> Order:
 
 
 def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
-    """1F1B over virtual stages (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2).
+    """Return 1F1B over virtual stages (Narayanan et al. 2021, arXiv 2104.04473, 2.2.2).
 
     A forward and the backward after it are one round: what both produce is exchanged together, as
     Megatron-LM does. Each of them alone would make stages wait: messages run round a ring, so
@@ -79,20 +79,20 @@ def interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
 
 
 def forward_only(num_stages: int, num_microbatches: int, num_chunks: int) -> Order:
-    """Evaluation: the forwards of every chunk, in the interleaved order where there are several."""
+    """Return the forwards of every chunk, interleaved where there are several chunks."""
     table = _forward_table(num_stages, num_microbatches, num_chunks)
     return tuple((Action(ActionKind.FORWARD, *item),) for item in table)
 
 
 def interleaved_warmup(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """Forwards that a stage does before its first backward, in the interleaved schedule."""
+    """Return the forwards of a stage before its first backward, when interleaved."""
     longest = microbatch_groups(num_microbatches, num_stages)[0]
     ahead = 2 * (num_stages - stage - 1) + (num_chunks - 1) * longest
     return min(ahead, num_microbatches * num_chunks)
 
 
 def microbatch_groups(num_microbatches: int, num_stages: int) -> tuple[int, ...]:
-    """Return how many micro-batches pass each chunk before the stage turns to its next chunk.
+    """Return the numbers of micro-batches that a stage runs before it changes its chunk.
 
     As many groups as there are whole sets of `num_stages`, as equal as they can be, longer ones
     first. So none is shorter than `num_stages`, unless all micro-batches together are. In a shorter
@@ -107,7 +107,7 @@ def microbatch_groups(num_microbatches: int, num_stages: int) -> tuple[int, ...]
 def _forward_table(
     num_stages: int, num_microbatches: int, num_chunks: int
 ) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of forwards, the same on every stage."""
+    """Return (micro-batch, chunk) in the order of forwards, the same on every stage."""
     table: list[tuple[int, int]] = []
     start = 0
     for size in microbatch_groups(num_microbatches, num_stages):

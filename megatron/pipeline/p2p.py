@@ -17,7 +17,7 @@ from megatron.mpu.context import Group
 
 
 class PipelineMessage(NamedTuple):
-    """Tensors that go to a stage of the group, or room for those that come from it."""
+    """Tensors to send to a stage of the group, or buffers for those received from it."""
 
     sends: bool
     peer: int  # index in the group
@@ -26,14 +26,14 @@ class PipelineMessage(NamedTuple):
 
 
 class Exchanger(Protocol):
-    """Who carries messages: ranks here, threads of one process in a test."""
+    """The interface that exchanges messages: between ranks, or between threads in a test."""
 
     def exchange(self, messages: Sequence[PipelineMessage]) -> None:
         """Return once all sent tensors may be overwritten and all received ones be read."""
 
 
 class GroupExchanger:
-    """Messages over a process group, whose timeout bounds every wait."""
+    """Messages over a process group, whose timeout limits every wait."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

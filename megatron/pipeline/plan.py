@@ -14,7 +14,7 @@ from megatron.pipeline.schedule import ScheduleName, pipeline_problems
 
 
 class PipelinePlan(NamedTuple):
-    """How a model of some number of transformer layers is trained on some number of stages."""
+    """The stages, schedule and layers of the pipeline that trains a model."""
 
     schedule: ScheduleName
     num_stages: int
@@ -26,7 +26,7 @@ class PipelinePlan(NamedTuple):
 
 
 def pipeline_plan(parallel: ParallelConfig, num_layers: int) -> PipelinePlan:
-    """Return what the flags ask for.
+    """Return the pipeline plan of the flags.
 
     Raises:
         ConfigError: it cannot be.
@@ -56,7 +56,7 @@ def pipeline_plan(parallel: ParallelConfig, num_layers: int) -> PipelinePlan:
 def plan_problems(
     parallel: ParallelConfig, *, num_layers: int, fewest_microbatches: int | None
 ) -> Iterator[ConfigError]:
-    """Yield all that is wrong with the pipeline that the flags ask for.
+    """Yield all errors of the pipeline that the flags ask for.
 
     Args:
         num_layers: transformer layers of the model.

@@ -30,7 +30,7 @@ _CACHED = 64  # a batch ramp changes the number of micro-batches; evaluation has
 
 
 class ScheduleName(StrEnum):
-    """The orders of work; those of `PipelineSchedule`, and that of a model in one stage."""
+    """The names of schedules: those of `PipelineSchedule`, and that of a single stage."""
 
     NONE = "none"
     GPIPE = "gpipe"
@@ -42,7 +42,7 @@ class ScheduleName(StrEnum):
 def build_schedule(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
-    """Return everything that `stage` does in one training step, in order.
+    """Return the actions of `stage` in one training step, in order.
 
     Args:
         name: a `ScheduleName`.
@@ -60,14 +60,14 @@ def build_schedule(
 def build_batches(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """`build_schedule`, cut up for an executor: see `exchange.matched_batches`."""
+    """Return `build_schedule` as steps for an executor: see `exchange.matched_batches`."""
     return tuple(matched_batches(_timed(name, stage, num_stages, num_microbatches, num_chunks)))
 
 
 def build_evaluation_schedule(
     *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> Schedule:
-    """Return what `stage` does to evaluate: forwards only, for a model cut up as for training.
+    """Return the actions of `stage` in evaluation: forwards only, with the cut of training.
 
     Raises:
         ConfigError: a lone stage has several chunks.
@@ -78,12 +78,12 @@ def build_evaluation_schedule(
 def build_evaluation_batches(
     *, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """`build_evaluation_schedule`, cut up for an executor: see `exchange.matched_batches`."""
+    """Return `build_evaluation_schedule` as steps for an executor, as `build_batches`."""
     return tuple(matched_batches(_timed_forward(stage, num_stages, num_microbatches, num_chunks)))
 
 
 def schedule_problems(name: str, *, num_stages: int, num_chunks: int = 1) -> Iterator[ConfigError]:
-    """Yield why a schedule cannot run on so many stages and chunks, whatever the model."""
+    """Yield why a schedule cannot run on these stages and chunks, whatever the model."""
     if name not in tuple(ScheduleName):
         yield ConfigError(
             "there is no such pipeline schedule",
@@ -136,7 +136,7 @@ def pipeline_problems(
     num_chunks: int = 1,
     num_layers: int | None = None,
 ) -> Iterator[ConfigError]:
-    """Yield all that is wrong with a schedule for a model and a batch, before anything is built.
+    """Yield all errors of a schedule for a model and a batch, before anything is built.
 
     Args:
         name: a `ScheduleName`.

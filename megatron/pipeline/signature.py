@@ -28,14 +28,14 @@ _DTYPES = (
 
 
 class TensorSignature(NamedTuple):
-    """One tensor of a message."""
+    """Shape and dtype of one tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool  # whether a gradient comes back for it
 
     def room(self, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of this kind."""
+        """Return an uninitialised tensor of this signature."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -47,19 +47,19 @@ Signature = tuple[TensorSignature, ...]
 
 
 def signature_of(carry: Sequence[Tensor]) -> Signature:
-    """Return what the tensors of a carry look like."""
+    """Return the signature of the tensors of a carry."""
     return tuple(
         TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in carry
     )
 
 
 def format_signature(signature: Signature) -> str:
-    """Return a signature for a message to the user."""
+    """Return a signature as text for a message to the user."""
     return ", ".join(map(str, signature)) or "nothing"
 
 
 def encode(signature: Signature) -> list[int]:
-    """`HEADER_NUMBERS` numbers that say what a message looks like.
+    """Return `HEADER_NUMBERS` numbers that encode the signature of a message.
 
     Raises:
         MegatronError: more or larger tensors than a header can describe, or a strange dtype.
@@ -75,7 +75,7 @@ def encode(signature: Signature) -> list[int]:
 
 
 def decode(numbers: Sequence[int]) -> Signature:
-    """Return the signature of which `encode` made these numbers."""
+    """Return the signature that `encode` turned into these numbers."""
     found, at = [], 1
     for _ in range(numbers[0]):
         dtype, needs_grad, dims = numbers[at : at + 3]

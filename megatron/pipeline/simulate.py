@@ -26,7 +26,7 @@ _FORWARD_MESSAGES = frozenset({ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD}
 
 
 class Durations(NamedTuple):
-    """How long each action takes, in any one unit; per chunk, where stages have several."""
+    """The time of each action, in any one unit; per chunk, where stages have several."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -34,14 +34,14 @@ class Durations(NamedTuple):
     communication: float = 0.0  # of one message, once both ends are there
 
     def of(self, kind: ActionKind) -> float:
-        """Return the time that a computation takes."""
+        """Return the time of a computation."""
         if kind is ActionKind.BACKWARD:
             return self.backward_input + self.backward_weight
         return float(getattr(self, kind.value))
 
 
 class Work(NamedTuple):
-    """A computation, and when it was done."""
+    """A computation, and its time."""
 
     action: Action
     start: float
@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
 
 class StageTrace(NamedTuple):
-    """What one stage did, and the most activations (micro-batches in a chunk) it ever held."""
+    """The work of one stage, and its peak of activations (micro-batches in a chunk)."""
 
     work: tuple[Work, ...]
     peak_activations: int  # alive from the forward until the last backward action
@@ -64,7 +64,7 @@ class Simulation(NamedTuple):
 
     @property
     def bubble_share(self) -> float:
-        """The part of the step, from 0 to 1, in which stages do not compute."""
+        """The part of the step, from 0 to 1, in which stages are idle."""
         busy = sum(work.stop - work.start for stage in self.stages for work in stage.work)
         return 1.0 - busy / (self.makespan * len(self.stages))
 
@@ -77,7 +77,7 @@ def simulate(
     durations: Durations = Durations(),  # noqa: B008  # immutable
     batched: bool = True,
 ) -> Simulation:
-    """Run one schedule per stage to the end, and say how long it took.
+    """Run one schedule per stage to the end, and return the times.
 
     Args:
         schedules: of all stages, in order.
@@ -127,7 +127,7 @@ class _Position(NamedTuple):
 def _check_complete(
     schedule: Schedule, *, at: _Position, num_microbatches: int, forward_only: bool
 ) -> None:
-    """Every micro-batch passes every chunk once: received, computed and sent in this order."""
+    """Check that every micro-batch is received, computed and sent once per chunk, in order."""
     done: dict[tuple[int, int], list[ActionKind]] = {
         (microbatch, chunk): []
         for microbatch in range(num_microbatches)
@@ -153,7 +153,7 @@ def _check_complete(
 def _chains(
     at: _Position, chunk: int, *, forward_only: bool, split: bool
 ) -> tuple[list[ActionKind], ...]:
-    """Sequences of kinds, each of which has to be in order for one micro-batch in one chunk."""
+    """Return the kinds that must occur in order for one micro-batch in one chunk."""
     first, last = at.is_first(chunk), at.is_last(chunk)
     forward = [] if first else [ActionKind.RECV_FORWARD]
     forward.append(ActionKind.FORWARD)
@@ -168,7 +168,7 @@ def _chains(
 
 
 def _peaks(schedule: Schedule) -> tuple[int, int]:
-    """Return the most activations alive until the end of backward, and until the input gradient."""
+    """Return the peaks of activations alive until the end of backward, and of input gradient."""
     whole = until_input = most_whole = most_until_input = 0
     for action in schedule:
         whole += action.kind is ActionKind.FORWARD
@@ -180,7 +180,7 @@ def _peaks(schedule: Schedule) -> tuple[int, int]:
 
 
 class _Posted(NamedTuple):
-    """One end of a message: what it carries, and since when the stage stands there."""
+    """One end of a message: its content, and the time since which the stage waits."""
 
     action: Action
     message: tuple[bool, int, int]  # forward?, micro-batch, virtual stage that receives
@@ -188,7 +188,7 @@ class _Posted(NamedTuple):
 
 
 class _Clock:
-    """All stages at once. Times are maxima and sums, so the order of looking does not matter."""
+    """The simulated time of all stages, a result of maxima and sums in any order."""
 
     def __init__(
         self, schedules: Sequence[Schedule], durations: Durations, *, batched: bool
@@ -207,7 +207,7 @@ class _Clock:
         self._ready = list(range(self.count))
 
     def run(self) -> None:
-        """Let every stage go on until none can."""
+        """Advance every stage until none can continue."""
         while self._ready:
             self._advance(self._ready.pop())
         stuck = [stage for stage in range(self.count) if self._at[stage] < len(self.steps[stage])]

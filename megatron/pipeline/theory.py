@@ -11,7 +11,7 @@ from megatron.pipeline.schedule import ScheduleName
 def bubble_share(
     name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> float:
-    """Return the part of a step, from 0 to 1, in which a stage has nothing to do.
+    """Return the part of a step, from 0 to 1, in which a stage is idle.
 
     With p stages, m micro-batches and v chunks:
 
@@ -39,7 +39,7 @@ def bubble_share(
 def peak_activations(
     name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1
 ) -> tuple[int, ...]:
-    """For each stage the most activations alive at once: those of one micro-batch in one chunk.
+    """Return for each stage the most micro-batches in a chunk whose activations are alive.
 
     Alive from the forward until the last backward action. Chunks are smaller than stages: divide
     by `num_chunks` to compare interleaving with the others.

@@ -24,7 +24,7 @@ class _Shared(NamedTuple):
 
 
 class TiedParameters:
-    """The parameters of this stage that other stages hold too, found by their global names.
+    """The parameters that this stage shares with other stages, found by global name.
 
     Marks them `reduce_first`, which a gradient buffer reads when it is built: build this before.
     Gathers names over the pipeline group, so all its ranks must construct it together.
@@ -53,7 +53,7 @@ class TiedParameters:
         return tuple(shared.name for shared in self._shared)
 
     def sum_gradients(self) -> None:
-        """Sum their gradients over the stages that hold them, after the last backward pass."""
+        """Sum the gradients of tied parameters over their stages, after the last backward pass."""
         trained = [shared for shared in self._shared if shared.parameter.requires_grad]
         gradients = [_main_grad(shared.parameter) for shared in trained]
         for gradient, parts in zip(gradients, self._everyones(trained, gradients)):
@@ -63,7 +63,7 @@ class TiedParameters:
             gradient.copy_(total)
 
     def check_equal(self) -> None:
-        """Compare the weights bit by bit over the stages that hold them.
+        """Compare tied weights bit by bit over the stages that hold them.
 
         Raises:
             NumericsError: on every stage, naming the weights that differ.
@@ -84,7 +84,7 @@ class TiedParameters:
             )
 
     def _everyones(self, shared: list[_Shared], mine: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """For each of `mine` the tensors of all its holders, in the order of the stages."""
+        """Return for each tensor of `mine` those of all its stages, in the order of the stages."""
         me = self._group.rank
         whole = [tensor.contiguous() for tensor in mine]
         found: list[dict[int, Tensor]] = []

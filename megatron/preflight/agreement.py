@@ -13,7 +13,7 @@ from megatron.mpu.context import Group
 
 
 def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
-    """Compare what every rank says of itself (versions, config fingerprint) over the world.
+    """Compare the launch of every rank (versions, config fingerprint) over the world.
 
     Raises:
         ConfigError: on every rank, naming the facts that differ and the ranks that hold them.
@@ -28,7 +28,7 @@ def agree_on_launch(facts: Mapping[str, str], world: Group) -> None:
 
 
 def agree_on_data(sources: Mapping[str, str], world: Group) -> None:
-    """Compare what the files of the data hold (`data.corpus.sources`) over the world.
+    """Compare the contents of the data files (`data.corpus.sources`) over the world.
 
     A checksum file that some ranks lack is no difference: their corpora may be the same.
 
@@ -45,7 +45,7 @@ def agree_on_data(sources: Mapping[str, str], world: Group) -> None:
 
 
 def agree_on_state(state: Mapping[str, object], world: Group) -> None:
-    """Compare the state that decides what happens next (counters, loss scale) over the world.
+    """Compare the state that determines the next step (counters, loss scale) over the world.
 
     Raises:
         NumericsError: on every rank, naming the values that differ and the ranks that hold them.
@@ -61,7 +61,7 @@ def agree_on_state(state: Mapping[str, object], world: Group) -> None:
 
 
 def _difference(facts: Mapping[str, str], world: Group, *, may_lack: str | None = None) -> str:
-    """Return what differs, as text: each value with the ranks that hold it; empty when all agree.
+    """Return the differing values with the ranks that hold them; empty when all agree.
 
     Facts whose names begin with `may_lack` are compared between the ranks that have them.
     """

@@ -15,9 +15,7 @@ from megatron.preflight.run import RunPlan
 
 
 def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that a missing checkpoint is an error, unless this is the first start of a run
-    that resumes.
-    """
+    """Check that --load holds a checkpoint, unless a run that resumes starts for the first time."""
     flags = plan.config.checkpoint
     if flags.load is None:
         return
@@ -44,7 +42,7 @@ def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:
 
 
 def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that --keep-best compares validation losses, so some checkpoint has to have one."""
+    """Check that under --keep-best every checkpoint has a validation loss to compare."""
     flags, training = plan.config.checkpoint, plan.config.training
     if flags.keep_best is None:
         return
@@ -66,7 +64,7 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that --checkpoint-format can hold all that the run saves."""
+    """Check that --checkpoint-format can store all that the run saves."""
     config = plan.config
     flags = config.checkpoint
     if flags.save is None:
@@ -89,8 +87,9 @@ def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]
 
 
 def starts_fresh_if_empty(load: str, save: str | None) -> bool:
-    """Return whether a run whose --load has never held a checkpoint may start from random
-    weights.
+    """Return whether a run whose --load is empty may start from random weights.
+
+    Empty means that the folder has never held a checkpoint.
     """
     if save is None:
         return False

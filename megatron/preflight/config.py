@@ -18,9 +18,7 @@ from megatron.preflight.run import RunPlan
 
 
 def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that parallel sizes are never clamped to the world: they fit it, or the run is
-    refused.
-    """
+    """Check that the ranks divide into whole model replicas; no size is ever clamped."""
     if plan.data_parallel_size is None:
         parallel = plan.config.parallel
         world, need = plan.launch.world_size, plan.model_ranks
@@ -35,9 +33,7 @@ def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every pipeline stage has layers, and its schedule enough micro-batches at
-    every step.
-    """
+    """Check that every stage has layers, and every step enough micro-batches."""
     fewest = None
     if plan.data_parallel_size is not None:
         # Ramps climb, so the first step has the fewest. Another check reports what does not divide.
@@ -52,9 +48,7 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
 
 
 def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every tensor-parallel rank holds whole attention heads and whole key/value
-    groups.
-    """
+    """Check that tensor-parallel ranks hold whole attention heads and key/value groups."""
     model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
     for flag, count in (
         ("--num-attention-heads", model.num_attention_heads),
@@ -70,7 +64,7 @@ def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronEr
 
 
 def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that the middle of the MLP is shared out evenly."""
+    """Check that the width of the MLP divides over the tensor-parallel ranks."""
     model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
     width, flag = model.ffn_width, "--ffn-hidden-size"
     if model.has_experts:
@@ -84,9 +78,7 @@ def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronErr
 
 
 def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that under sequence parallelism every tensor-parallel rank holds equally many
-    tokens.
-    """
+    """Check that sequences divide over the tensor-parallel ranks if they are split."""
     length, parallel = plan.config.data.seq_length, plan.config.parallel
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and length % tp:
@@ -98,9 +90,7 @@ def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[Megatr
 
 
 def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that there are as many layers as are to be recomputed or offloaded, and ranks
-    to split over.
-    """
+    """Check that there are enough layers to recompute or offload, and ranks to split over."""
     training, parallel = plan.config.training, plan.config.parallel
     layers, tp = plan.config.model.num_layers, parallel.tensor_model_parallel_size
     for flag, count in (
@@ -130,18 +120,14 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
 
 
 def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that the padded vocabulary holds every token and splits over the
-    tensor-parallel ranks.
-    """
+    """Check that the padded vocabulary holds every token and divides over tensor parallelism."""
     if plan.tokenizer is not None:
         vocabulary(plan.config, plan.tokenizer)
     yield from ()
 
 
 def batch_splits_into_microbatches(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every global batch, at every step of a ramp, is whole micro-batches on
-    every replica.
-    """
+    """Check that every global batch of a ramp is whole micro-batches on every replica."""
     if plan.data_parallel_size is not None:
         batch_schedule(plan.config.training, plan.data_parallel_size)
     yield from ()
@@ -161,9 +147,7 @@ def sequence_fits_the_position_table(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that samples can be cut to every length that a curriculum comes through, and be
-    shared out.
-    """
+    """Check that samples can be cut to every length of a curriculum, and split over ranks."""
     grows = curriculum(plan.config)
     if grows is None:
         return
@@ -212,9 +196,7 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that a run that is to be continued can be: what is saved now and then is saved
-    somewhere.
-    """
+    """Check that --keep-last is given with a folder to save to."""
     checkpoint = plan.config.checkpoint
     if checkpoint.keep_last is not None and checkpoint.save is None:
         yield ConfigError(
@@ -225,7 +207,7 @@ def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that a float64 run proves that layouts agree, which it cannot with rounded state."""
+    """Check that a float64 run has no bf16 optimizer state, which would make it inexact."""
     optimizer = plan.config.optimizer
     narrow = [
         f"{flag} bf16"
@@ -250,7 +232,7 @@ def tokenizer_can_be_built(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def tokenizer_knows_ends_of_documents(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that flags about ends of documents need a tokenizer that has such a token."""
+    """Check that the tokenizer has an end-of-document token where flags need one."""
     data = plan.config.data
     wanted = [
         f"--{name.replace('_', '-')}"

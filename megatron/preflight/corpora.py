@@ -16,16 +16,14 @@ from megatron.errors import ConfigError, MegatronError
 
 
 class CorporaOnce:
-    """What prefixes turned out to be, as the kind of dataset that a run asks for."""
+    """The corpora of a run by prefix, each opened once."""
 
     def __init__(self, kind: KindOfData) -> None:
         self._kind = kind
         self._found: dict[str, Corpus | MegatronError] = {}
 
     def find(self, data: DataConfig, prefix: str) -> Corpus | MegatronError:
-        """Return the corpus `prefix`, or why it cannot be opened. Flags decide how, so give
-        the run's.
-        """
+        """Return the corpus `prefix` opened by the run's flags, or the error of opening it."""
         if prefix not in self._found:
             header = data.data_integrity is not DataIntegrity.OFF
             open_corpus = partial(
@@ -40,7 +38,7 @@ class CorporaOnce:
         return self._found[prefix]
 
     def opened(self, data: DataConfig) -> Iterator[Corpus]:
-        """Yield every corpus of the run that can be opened; the others are one check's business."""
+        """Yield every corpus of the run that can be opened; another check reports the others."""
         try:
             prefixes = named_prefixes(data)
         except ConfigError:

@@ -35,14 +35,12 @@ from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 
 
 def flags_of_data_are_read(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every flag about data that was given is one that the program's datasets read."""
+    """Check that the program's datasets read every data flag that was given."""
     yield from plan.reads.unread_flags(plan.config.data)
 
 
 def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every named corpus has all its files, of the kind that is read, and its
-    headers add up.
-    """
+    """Check that every named corpus is complete, of the expected kind, and consistent."""
     data = plan.config.data
     weighted = data.has_weighted_splits
     problems = list(weighted_problems(data)) if weighted else check_data_path(data)
@@ -58,9 +56,7 @@ def corpora_open_and_are_whole(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that marks, sentinels and ends of documents of the kind of dataset are in the
-    vocabulary.
-    """
+    """Check that the vocabulary has the marks, sentinels and eod that the dataset kind needs."""
     if plan.tokenizer is not None:
         plan.reads.maker(
             plan.config.data,
@@ -72,9 +68,7 @@ def tokenizer_has_what_the_data_need(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def corpora_fit_the_tokenizer(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that a corpus holds ids of this vocabulary: by its metadata, and by a look at
-    its tokens.
-    """
+    """Check that a corpus has ids of this vocabulary, by its metadata and a few tokens."""
     tokenizer = plan.tokenizer
     if tokenizer is None:
         return
@@ -108,14 +102,14 @@ def _vocabulary_problems(
 
 
 def _sizes_with_the_same_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the vocabulary's size and, as sentinels stand at its end, those with fewer of them."""
+    """Return vocabulary sizes with equal ids: the present one, and those of fewer sentinels."""
     size, extra = tokenizer.vocab_size, len(tokenizer.extra_ids)
     at_the_end = tokenizer.extra_ids == tuple(range(size - extra, size))
     return set(range(size - extra, size + 1)) if at_the_end else {size}
 
 
 def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: TokenizerConfig) -> None:
-    """Say when a tokenizer of the same kind and size is read from other bytes than it was then.
+    """Warn when the tokenizer's files differ from those that the corpus was made with.
 
     No error: the same vocabulary can be written to a file in many ways.
     """
@@ -140,9 +134,7 @@ def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: Token
 
 
 def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every split that is used has documents, and tokens for one global batch of
-    samples.
-    """
+    """Check that every used split has documents, and tokens for one global batch."""
     if plan.data_parallel_size is None:
         return
     training, data = plan.config.training, plan.config.data
@@ -173,9 +165,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that no corpus of the training mixture is so rare that a whole run would not
-    draw from it.
-    """
+    """Check that a whole run draws at least once from every corpus of the training mixture."""
     if plan.data_parallel_size is None:
         return
     training, data = plan.config.training, plan.config.data
@@ -273,7 +263,7 @@ def _supply_problems(
 
 
 def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[int, int]:
-    """Return tokens of ranges of documents, and the most samples that one pass over them gives."""
+    """Return the tokens in ranges of documents, and the most samples of one pass over them."""
     data, kind = plan.config.data, plan.reads.kind(plan.config.data)
     if kind.is_packed:
         row = data.seq_length + 1
@@ -297,15 +287,13 @@ def _supply(plan: RunPlan, parts: Sequence[tuple[Corpus, int, int]]) -> tuple[in
 
 
 def _sentences(corpus: Corpus, start: int, stop: int) -> npt.NDArray[np.integer]:
-    """Return how long each sentence is of documents [start, stop)."""
+    """Return the length of each sentence of documents [start, stop)."""
     (indexed,) = corpus.files
     return indexed.sizes[indexed.doc_idx[start] : indexed.doc_idx[stop]]
 
 
 def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
-    """Return tokens that a sample takes of its corpus; raises ConfigError for flags that do
-    not go.
-    """
+    """Return the tokens that a sample takes of its corpus; ConfigError for invalid flags."""
     if kind is not DatasetKind.MLM or data.noise_density is None:
         return data.seq_length
     return span_lengths(
@@ -316,7 +304,7 @@ def _tokens_of_a_sample(data: DataConfig, kind: DatasetKind) -> int:
 
 
 def _highest_token_of_a_few_items(corpus: MMapIndexedDataset, items: int = 16) -> int:
-    """Return the highest token id among items spread over the corpus; -1 when they are empty."""
+    """Return the highest token id among items spread over the corpus; -1 if they are empty."""
     step = max(len(corpus) // items, 1)
     tops = (corpus[at] for at in range(0, len(corpus), step))
     return max((int(tokens.max()) for tokens in tops if len(tokens)), default=-1)

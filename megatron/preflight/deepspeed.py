@@ -42,13 +42,13 @@ _CUTS = (
 
 
 def deepspeed_is_installed(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that the package is there, in a version that the tests run on."""
+    """Check that DeepSpeed is installed, in a tested version."""
     if plan.config.engine.deepspeed and (problem := version_problem()) is not None:
         yield problem
 
 
 def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that flags of one engine are not given to the other, where they would do nothing."""
+    """Check that no flags of one engine are given to the other, where they have no effect."""
     config = plan.config
     if not config.engine.deepspeed:
         names = config.engine.flags_of_deepspeed
@@ -79,7 +79,7 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that every key of the JSON is known, possible, and says what the flags say."""
+    """Check that every key of the JSON is known, possible, and in agreement with the flags."""
     if not plan.config.engine.deepspeed or plan.data_parallel_size is None:
         return
     try:
@@ -91,7 +91,7 @@ def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronErro
 
 
 def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that pipelines go with ZeRO 0 and 1, and several stages are never trained as one."""
+    """Check that pipelines use ZeRO 0 or 1, and DeepSpeed's pipeline engine."""
     engine, stages = plan.config.engine, plan.config.parallel.pipeline_model_parallel_size
     if not engine.deepspeed or stages == 1:
         return
@@ -112,8 +112,9 @@ def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_can_time_the_run(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that DeepSpeed starts its timers twice on pipeline stages before the last,
-    which ends the run.
+    """Check that DeepSpeed's timers are off under pipelines.
+
+    On stages before the last it starts them twice, which ends the run.
     """
     stages = plan.config.parallel.pipeline_model_parallel_size
     if not plan.config.engine.deepspeed or stages == 1:
@@ -129,8 +130,9 @@ def deepspeed_can_time_the_run(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def deepspeed_has_the_precision(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that ZeRO refuses float16 on a CPU; stage 0 leaves it to the native optimizer,
-    which does not.
+    """Check that ZeRO does not train in float16 on a CPU, which DeepSpeed refuses.
+
+    At stage 0 the native optimizer makes the update, and supports it.
     """
     config = plan.config
     on_cpu = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
@@ -164,7 +166,7 @@ def _of_the_native_engine(given: str, instead: str) -> ConfigError:
 
 
 def _readable_json(plan: RunPlan) -> JsonObject:
-    """Return the JSON, or nothing where another check says what is wrong with it."""
+    """Return the JSON, or nothing where another check reports an error in it."""
     try:
         return user_json(plan.config)
     except ConfigError:

@@ -16,7 +16,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def software_is_new_enough(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that Python and torch are not older than what the tests run on."""
+    """Check that Python and torch are at least the oldest tested versions."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         yield MachineError(
@@ -33,9 +33,7 @@ def software_is_new_enough(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that nccl carries CUDA tensors, gloo carries CPU tensors; nothing falls back
-    silently.
-    """
+    """Check that nccl is used for CUDA and gloo for CPU tensors, without silent fallback."""
     launch = plan.config.launch
     has_cuda = device.cuda_is_available()
     if launch.distributed_backend is Backend.NCCL and not has_cuda:
@@ -67,9 +65,7 @@ def backend_follows_device(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def save_folder_can_be_written(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that a checkpoint that cannot be written is found out before training, not
-    after hours.
-    """
+    """Check before training that the folder of --save can be written."""
     folder = plan.config.checkpoint.save
     if folder is not None and plan.launch.local_rank == 0:
         error = storage.probe_writable(folder)

@@ -21,7 +21,7 @@ from megatron.preflight.run import RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptBytes:
-    """Bytes that a rank keeps for the whole of a run, by what they are for."""
+    """Bytes that a rank holds for the whole run, by purpose."""
 
     weights: int
     gradients: int
@@ -29,12 +29,12 @@ class KeptBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer
 
 
 def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1) -> KeptBytes:
-    """Return what the native engine keeps of so many parameters.
+    """Return the bytes that the native engine holds for so many parameters.
 
     Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
     state, and in half precision an fp32 copy of the weights, of 1 / `optimizer_shards` of them.
@@ -52,8 +52,9 @@ def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1)
 
 
 def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
-    """Check that there is room for what a rank keeps: a kernel short of it ends the run
-    without a word.
+    """Check that weights, gradients and optimizer state fit into memory.
+
+    The kernel kills a process that runs out of memory, without a message.
     """
     config, replicas = plan.config, plan.data_parallel_size
     if config.engine.deepspeed or replicas is None or plan.tokenizer is None:

@@ -17,7 +17,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What was asked for and on how many ranks, before anything is built.
+    """The flags and the ranks of a run, before anything is built.
 
     `tokenizer` is None when it could not be built; `tokenizer_error` then says why. `reads`
     is what the program makes of the flags about data. `corpora` is what checks have opened so far,
@@ -36,7 +36,7 @@ class RunPlan:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that one model replica takes."""
+        """Number of ranks of one model replica."""
         parallel = self.config.parallel
         return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
 
@@ -51,7 +51,7 @@ Check = Callable[[RunPlan], Iterable[MegatronError]]
 
 
 def run_preflight(plan: RunPlan, checks: Iterable[Check]) -> None:
-    """Run every check and raise one `PreflightError` with everything that is wrong."""
+    """Run every check and raise one `PreflightError` with all findings."""
     findings = collect_findings(plan, checks)
     if findings:
         raise PreflightError(findings)

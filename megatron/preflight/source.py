@@ -14,9 +14,7 @@ import megatron
 
 
 def source_digests() -> dict[str, str]:
-    """Return of this package's Python files, and of the program that was started where it
-    has a file.
-    """
+    """Return digests of this package's Python files, and of the program's file if it has one."""
     package = Path(megatron.__file__).parent
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     return {
@@ -28,7 +26,7 @@ def source_digests() -> dict[str, str]:
 
 
 def digest_of_source(root: Path, files: Iterable[Path]) -> str:
-    """16 hex digits over names below `root` and contents; the order of `files` does not matter."""
+    """Return 16 hex digits over relative names and contents of `files`, in any order."""
     digest = xxhash.xxh3_64()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files):
         text = path.read_bytes()
