@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def program() -> None:
-    """Train, and end with the status that the outcome asks for; also installed as a command."""
+    """Train, and end with the exit status of the outcome; also installed as a command."""
     run(main)
 
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def bert_task(*, order_head: bool = True) -> PretrainTask:
-    """BERT as a value: what is read, what is built, and what is minimised.
+    """Return the BERT task: its data, its layers and its loss.
 
     Args:
         order_head: also guess whether the two segments are in their order
@@ -50,11 +50,11 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
     from megatron.model.specs import Carry, LayerSpec, ModelBuild
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
-        """Return the list, with or without the head that guesses the order."""
+        """Return the list of layers, with or without the sentence-order head."""
         return bert_layers(config, build, order_head=order_head)
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
-        """Name what the loader yields, for the model and for the losses."""
+        """Return the loader's batch as the arguments of the model and of the losses."""
         cut = bert_batch(raw)
         order = (cut.swapped,) if order_head else ()
         return MicroBatch(
@@ -63,18 +63,18 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
         )
 
     def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
-        """Cross entropy of the words to guess, and of the order of the segments."""
+        """Return the cross entropies of the masked words and of the order of the segments."""
         return bert_loss(build, carry, *labels)
 
     def counted(labels: Carry) -> Tensor:
-        """Return how many words are to be guessed, and in how many rows."""
+        """Return the number of masked words, and the number of rows."""
         words = counted_tokens(labels[0], labels[1])
         if not order_head:
             return words
         return torch.stack([words, torch.full_like(words, len(labels[2]))])
 
     def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """Return what the model needs, so that recomputation does not raise the MFU."""
+        """Return the FLOPs that the model needs; recomputation must not raise the MFU."""
         return bert_flops_per_token(config, build.vocab.padded, build.seq_length)
 
     return PretrainTask(

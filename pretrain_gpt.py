@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def program() -> None:
-    """Train, and end with the status that the outcome asks for; also installed as a command."""
+    """Train, and end with the exit status of the outcome; also installed as a command."""
     run(main)
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def gpt_task() -> PretrainTask:
-    """GPT as a value: what is read, what is built, and what is minimised."""
+    """Return the GPT task: its data, its layers and its loss."""
     from torch import Tensor
 
     from megatron.config.model import ModelConfig
@@ -41,7 +41,7 @@ def gpt_task() -> PretrainTask:
     from megatron.model.specs import Carry, ModelBuild
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
-        """Cut what the loader yields into what the model and the loss take."""
+        """Return the loader's batch as the arguments of the model and of the loss."""
         data = options.data
         cut = decoder_batch(raw, data, eod=options.tokenizer.eod)
         # Positions that simply count up are cheaper for the model to make than to be told.
@@ -53,15 +53,15 @@ def gpt_task() -> PretrainTask:
         )
 
     def loss(carry: Carry, labels: Carry, build: ModelBuild) -> LossSum:
-        """Cross entropy of the next token, summed over the tokens that count."""
+        """Return the cross entropy of the next token, summed over the counted tokens."""
         return gpt_loss(build, carry, *labels)
 
     def counted(labels: Carry) -> Tensor:
-        """Return how many tokens the loss counts."""
+        """Return the number of tokens that the loss counts."""
         return counted_tokens(*labels)
 
     def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """Return what the model needs, so that recomputation does not raise the MFU."""
+        """Return the FLOPs that the model needs; recomputation must not raise the MFU."""
         return flops_per_token(config, build.vocab.padded, build.seq_length)
 
     return PretrainTask(

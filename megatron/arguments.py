@@ -89,8 +89,10 @@ def parse_args(
 
 
 def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str, object]:
-    """Return the fields of a run that a command line names, and their values: no defaults, no
-    config.
+    """Return the values of the fields that a command line names: no defaults, no config.
+
+    For programs that load the run of a checkpoint and let flags override it. Spellings and refusals
+    are those of `parse_args`; the caller checks whether the values go together.
 
     For programs that take the run of a checkpoint and let flags speak beside it. Spellings and
     refusals are those of `parse_args`; whether values go together is left to the caller.
@@ -143,9 +145,7 @@ def _read(
     problems: list[ConfigError],
     beside: Iterable[str] = (),
 ) -> dict[str, object]:
-    """Return what the words say, by the name of what they set; None where a value cannot be
-    read.
-    """
+    """Return the parsed value of each destination; None where a value cannot be read."""
     words = _translate(list(argv), parser, problems)
     try:
         namespace, unknown = parser.parse_known_args(words)
@@ -171,7 +171,7 @@ def _with_extra_flags(
 def _translate(
     argv: list[str], parser: argparse.ArgumentParser, problems: list[ConfigError]
 ) -> list[str]:
-    """Replace legacy spellings, drop flags without effect (saying so), note refused ones."""
+    """Replace legacy spellings, drop flags without effect (with a note), note refused ones."""
     words: list[str] = []
     rest = [part for word in argv for part in _split_equals(word)]
     while rest:
@@ -261,9 +261,7 @@ def _unknown_defaults(names: Iterable[str]) -> list[ConfigError]:
 
 
 def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) -> dict[str, object]:
-    """Return what DeepSpeed's JSON says as values of flags that were not typed; each is
-    said once.
-    """
+    """Return the flags not on the command line that DeepSpeed's JSON sets; log each once."""
     path = typed.get("deepspeed_config")
     if not isinstance(path, str) or not typed.get("deepspeed"):
         return {}
@@ -283,7 +281,7 @@ def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) ->
 def _from_dependent(
     argv: Iterable[str], values: Mapping[str, object], problems: list[ConfigError]
 ) -> dict[str, object]:
-    """Values of fields that flags of other Megatrons stand for beside the others."""
+    """Return values of fields that other Megatrons' flags set, which depend on other flags."""
     words = {_split_equals(word)[0] for word in argv if word.startswith("--")}
     meant: dict[str, object] = {}
     for flag, meaning in meanings(GivenFlags(words, values)):

@@ -14,9 +14,7 @@ from megatron.errors import MachineError
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that no other process on any node of a shared file system
-    uses.
-    """
+    """Return a name beside `path` that is unique over all nodes of a shared file system."""
     return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -27,7 +25,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in the folder `path` durable; a rename is not before this."""
+    """Make the names in the folder `path` durable; before this call a rename is not."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

@@ -124,7 +124,7 @@ def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves)
 def load_checkpoint(
     config: RunConfig, engine: Engine, runtime: Runtime, sources: Mapping[str, str] = NO_SOURCES
 ) -> Progress:
-    """Fill the engine and the generators from --load, and say how far that run was.
+    """Fill the engine and the generators from --load, and return the run's progress.
 
     Flags that changed, and data files whose content changed (`sources`), are logged.
 
@@ -194,7 +194,7 @@ def _read_part(
     *,
     cast: bool,
 ) -> None:
-    """Fill what the patterns name, and say what became of every parameter."""
+    """Fill the parameters that the patterns name, and log what became of each parameter."""
     choice = choose(selection, tensors, opened.manifest.tensors, ctx=opened.ctx)
     targets = [tensor for tensor in tensors if selection.takes(tensor.name)]
     opened.read_into(targets, only=selection.takes, cast=cast)
@@ -210,13 +210,13 @@ def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
 
 
 def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
-    """Return the complete JSON that DeepSpeed was given, beside the flags that it follows from."""
+    """Return the complete JSON given to DeepSpeed, to be stored beside the flags."""
     given = recorded_json(config, data_parallel_size=replicas)
     return {RECORDED_JSON: given} if given else {}
 
 
 def _vocabulary_source(runtime: Runtime) -> dict[str, str]:
-    """Return what a checkpoint remembers of the tokenizer."""
+    """Return the record of the tokenizer that a checkpoint stores."""
     return {fingerprint.KEY: fingerprint.fingerprint(runtime.tokenizer)}
 
 
@@ -237,7 +237,10 @@ def _refuse_other_heads(
     selection: Selection,
     tensors: Sequence[ShardedTensor],
 ) -> None:
-    """Of what is to be loaded; a rank of a pipeline holds some of the heads alone."""
+    """Refuse a checkpoint whose heads differ from those to be loaded on any rank.
+
+    Every rank compares the heads of all ranks, since one pipeline rank holds only some of them.
+    """
     mine = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
     told = run_on_all_ranks(
         opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine)
@@ -280,7 +283,7 @@ def _only_seq_length(differing: list[str]) -> bool:
 def _say_what_changed(
     opened: OpenedCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
-    """Warn about flags and data that changed: the run is resumed, but its numbers will differ."""
+    """Warn about changed flags and data: the run is resumed, but its numbers will differ."""
     changed = [
         f"--{name.replace('_', '-')} {theirs} -> {ours}"
         for group in _SAID_IF_CHANGED
@@ -298,7 +301,7 @@ def _say_what_changed(
 def _differences(
     opened: OpenedCheckpoint, config: RunConfig, group: str
 ) -> list[tuple[str, Any, Any]]:
-    """Fields of `group` whose saved and present values differ: (name, saved, present)."""
+    """Return fields of `group` whose saved and present values differ: (name, saved, present)."""
     theirs, ours = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
     if group == "model":
         saved = from_plain(ModelConfig, theirs)

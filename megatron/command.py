@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def pretrain_from_flags(
     task_of: Callable[[RunConfig], PretrainTask], *, tokenizer_type: str
 ) -> None:
-    """Read the command line and train what `task_of` makes of it.
+    """Read the command line and train the task that `task_of` returns for it.
 
     Args:
         task_of: called once the flags are known; whatever imports torch is imported by it.

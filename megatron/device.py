@@ -30,7 +30,7 @@ def cuda_is_available() -> bool:
 
 
 def device_count() -> int:
-    """Number of CUDA devices that this process can see."""
+    """Return the number of CUDA devices that this process can see."""
     return torch.cuda.device_count()
 
 
@@ -68,14 +68,14 @@ def synchronize() -> None:
 
 
 def get_rng_state() -> torch.Tensor:
-    """State of the current device's default generator, as a CPU uint8 tensor."""
+    """Return the state of the current device's default generator, a CPU uint8 tensor."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.get_rng_state(_CURRENT.device)
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Give the current device's default generator `state` (a CPU uint8 tensor)."""
+    """Set the state of the current device's default generator to `state` (a CPU uint8 tensor)."""
     if _CURRENT.device.type == "cuda":
         torch.cuda.set_rng_state(state, _CURRENT.device)
     else:
@@ -113,9 +113,7 @@ def total_memory_bytes(index: int) -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Return bytes that tensors may still take: of the GPU, or of the host; None where
-    nobody tells.
-    """
+    """Return bytes free for tensors on the GPU or the host; None where that is unknown."""
     if _CURRENT.device.type == "cuda":
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, and unused
         return torch.cuda.mem_get_info()[0] + held
@@ -123,7 +121,7 @@ def free_memory_bytes() -> int | None:
 
 
 def name() -> str:
-    """Return what the device calls itself, for the log."""
+    """Return the name of the device, for the log."""
     if _CURRENT.device.type == "cuda":
         return torch.cuda.get_device_name(_CURRENT.device)
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
@@ -150,9 +148,7 @@ class HostCopy:
         self._done = stream.record_event()
 
     def back(self) -> torch.Tensor:
-        """Return the values on the device again, for kernels launched from here on; not to
-        be changed.
-        """
+        """Return a read-only copy on the device for kernels launched from here on."""
         if self._device.type != "cuda":
             return self._values
         torch.cuda.current_stream().wait_event(self._done)

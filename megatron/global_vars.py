@@ -18,7 +18,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a process knows about its run once it is initialised."""
+    """The state of an initialised process: its flags, groups, timers and tokenizer."""
 
     config: RunConfig
     launch: Launch
@@ -34,7 +34,7 @@ _runtime: Runtime | None = None
 
 
 def set_runtime(runtime: Runtime) -> None:
-    """Remember the runtime of this process.
+    """Set the runtime of this process.
 
     Raises:
         NotInitialisedError: if there already is one; it names the call that made it.
@@ -55,7 +55,7 @@ def refuse_second_initialisation(site: str) -> None:
 
 
 def clear_runtime() -> None:
-    """Forget the runtime, so that another may be made."""
+    """Remove the runtime, so that another may be made."""
     global _runtime
     _runtime = None
 
@@ -77,7 +77,7 @@ def get_runtime() -> Runtime:
 
 
 def get_args() -> FlatView:
-    """Return the run's flags as Megatron's flat namespace: readable, not writable."""
+    """Return the run's flags as Megatron's flat, read-only namespace."""
     return get_runtime().config.flat()
 
 

@@ -18,7 +18,7 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def usable_cpus() -> float:
-    """CPUs that this process may use: the fewer of its affinity and its cgroup's quota."""
+    """Return the number of usable CPUs: the minimum of affinity and cgroup quota."""
     # macOS has no affinity; there every processor may be used.
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = float(len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
@@ -27,8 +27,7 @@ def usable_cpus() -> float:
 
 
 def available_memory_bytes() -> int | None:
-    """Return bytes that processes may still take without swapping; None where the system does not
-    tell.
+    """Return bytes that processes may still use without swapping; None if unknown.
 
     The less of what the kernel calls available and what the cgroup leaves. Pages of files count as
     free, since they are given up when memory is short.
@@ -39,19 +38,17 @@ def available_memory_bytes() -> int | None:
 
 
 def cgroup_cpus(mount: Path, membership: Path) -> float | None:
-    """CPUs that the quotas of this process's cgroups allow, None without one; never raises."""
+    """Return the CPUs that this process's cgroups allow, None without a quota. Never raises."""
     return min(_limits(mount, membership, "cpu", _quota), default=None)
 
 
 def cgroup_memory_bytes(mount: Path, membership: Path) -> int | None:
-    """Return bytes that the limits of this process's cgroups leave, None without one; never
-    raises.
-    """
+    """Return the bytes left by this process's cgroups, None without a limit. Never raises."""
     return min(_limits(mount, membership, "memory", _room), default=None)
 
 
 def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
-    """Free bytes where workers hand over batches; None where the system has no such place."""
+    """Return the free bytes of /dev/shm for data workers; None where it does not exist."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -60,15 +57,14 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
 
 
 def in_gib(size: int) -> str:
-    """Return bytes as messages say them."""
+    """Return bytes as text in GiB, for messages."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def _limits(
     mount: Path, membership: Path, wanted: str, read: Callable[[Path], T | None]
 ) -> Iterator[T]:
-    """Yield what `read` finds in every group from the process's own up to the mount (cgroups v1 and
-    v2).
+    """Yield the limits that `read` finds from the process's group up to the mount (cgroups v1, v2).
 
     The tightest holds; in a container the process's own path is often not mounted.
     """
@@ -114,7 +110,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _room(folder: Path) -> int | None:
-    """Return what a group leaves of its limit, pages of files given up; None without a limit."""
+    """Return bytes left of a group's limit, page cache counted as free; None without a limit."""
     new = (folder / "memory.max").exists()
     limit = _text(folder / ("memory.max" if new else "memory.limit_in_bytes"))
     usage = _text(folder / ("memory.current" if new else "memory.usage_in_bytes"))

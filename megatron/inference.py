@@ -104,7 +104,7 @@ def initialize_for_inference(
     kind: str = model_kind.GPT,
     given: Values = NOTHING_GIVEN,
 ) -> Runtime:
-    """Initialise this process for the model of a checkpoint, as flags say that it is to be used.
+    """Initialise this process for the model of a checkpoint, with flags that override it.
 
     All ranks call this together; arguments and errors are those of `load_model_for_inference`.
     The grid is that of the flags, one rank if they name none. A checkpoint of another `kind` of
@@ -147,7 +147,7 @@ def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig
 
 
 class _Stored(NamedTuple):
-    """What a checkpoint says of the run that wrote it."""
+    """The record of the run that wrote a checkpoint."""
 
     config: RunConfig
     kind: str  # of its model
@@ -155,7 +155,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_GIVEN) -> _Stored:
-    """Return what is known of a run; flags speak where another tool's checkpoint says nothing."""
+    """Return the record of a run; flags supply what another tool's checkpoint lacks."""
     there = place(folder)
     if isinstance(there, Path) and not registry.format_of(there, iteration).is_native:
         with registry.open_source(there, iteration) as source:
@@ -172,7 +172,7 @@ def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_G
 
 
 def _refuse_another_vocabulary(stored: _Stored, runtime: Runtime) -> None:
-    """Flags may name other files of the tokenizer, but not other tokens."""
+    """Refuse a tokenizer with other tokens than the checkpoint's; other files may be named."""
     here = fingerprint.fingerprint(runtime.tokenizer)
     if stored.vocabulary is None or stored.vocabulary == here:
         return

@@ -131,8 +131,9 @@ def with_findings_of_checks(
     *,
     reads: ProgramData = GPT_DATA,
 ) -> PreflightError:
-    """Return what is wrong with a command line, and what the checks find in the part that can be
-    read.
+    """Return a command line's errors, with findings of the checks for its readable part.
+
+    A user who mistyped a flag then learns of a missing file at the same start.
 
     So that a user who mistyped a flag does not learn of a missing file at the next start only.
     """
@@ -146,7 +147,7 @@ def with_findings_of_checks(
 
 
 def shutdown_megatron() -> None:
-    """Leave the process groups and forget the runtime, so that a new one may be made.
+    """Leave the process groups and clear the runtime, so that a new one may be made.
 
     A process group that was there before `initialize_megatron` belongs to the caller, and stays.
     """
@@ -184,7 +185,7 @@ def is_initialised() -> bool:
 
 
 def launch_of_process() -> Launch:
-    """Who this process is: by the launcher, and by a process group that is there already.
+    """Return this process's rank from the launcher or an existing process group.
 
     Without a launcher, the ranks of such a group are taken to be on one node.
     """
@@ -206,7 +207,7 @@ def launch_of_process() -> Launch:
 
 
 def _choose_threads(config: RunConfig, launch: Launch) -> None:
-    """Set the CPU threads that were asked for; by default, ranks of a node share its cores."""
+    """Set the number of CPU threads; by default the ranks of a node share its cores."""
     asked, fair = config.training.num_threads, fair_threads(launch)
     if asked is None and fair is not None:
         log.info(
@@ -233,7 +234,7 @@ def _device_kind(asked: DeviceKind) -> str:
 
 
 def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext:
-    """Meet the other ranks and make the groups, which one process alone has too."""
+    """Join the other ranks and make the groups; a single process has groups too."""
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     chosen = config.launch.distributed_backend
     backend = chosen.value if chosen else ("nccl" if device.current().type == "cuda" else "gloo")
@@ -262,7 +263,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
 
 
 def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | None:
-    """Return what ends this process when another rank fails; None where there is no other."""
+    """Return the watch that ends this process when another rank fails; None for one process."""
     if launch.world_size == 1:
         return None
     here = dist.is_initialized()
@@ -273,7 +274,7 @@ def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | N
 
 
 def _rendezvous(launch: Launch, timeout: timedelta) -> Store:
-    """Return the store that all ranks of this launch share, once they are all there."""
+    """Return the store that all ranks of this launch share, once all have joined."""
     store, _, _ = next(rendezvous(launch.rendezvous_url, timeout=timeout))
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)
@@ -291,7 +292,7 @@ def _make_world(launch: Launch, backend: str, timeout: timedelta, watch: PeerWat
 
 
 def _notify_waiting_ranks(launch: Launch, reason: str) -> None:
-    """Meet the others only to say why not: what one rank finds wrong, the others may not see."""
+    """Join the other ranks only to report an error that they may not have found."""
     if launch.world_size == 1 or dist.is_initialized():
         return
     try:
@@ -302,7 +303,7 @@ def _notify_waiting_ranks(launch: Launch, reason: str) -> None:
 
 
 def _notify(watch: PeerWatch, reason: str) -> None:
-    """Announce a failure, and stay until the others have heard of it."""
+    """Announce a failure, and wait until the other ranks have read it."""
     watch.announce(reason)
     watch.close()
 
@@ -321,7 +322,7 @@ def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
 
 
 def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
-    """Seed Python, NumPy, torch and the named streams; alike over tp, different over dp and pp."""
+    """Seed Python, NumPy, torch and the named streams: equal over tp, different over dp and pp."""
     at = context.topology.coord(context.world.rank)
     mine = hash_seed(seed, "process", at.pp, at.dp)
     random.seed(mine)
@@ -331,6 +332,6 @@ def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
 
 
 def _caller() -> str:
-    """file:line of whoever called initialize_megatron, for the error of a second call."""
+    """Return file:line of the caller of initialize_megatron, for the error of a second call."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

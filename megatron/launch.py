@@ -35,14 +35,14 @@ class Launch:
 
     @property
     def rendezvous_url(self) -> str:
-        """Where `torch.distributed.rendezvous` finds the other ranks."""
+        """Return the URL at which `torch.distributed.rendezvous` finds the other ranks."""
         if self.meets_at is None:
             return "env://"
         return f"tcp://{self.meets_at}?rank={self.rank}&world_size={self.world_size}"
 
     @property
     def device_index(self) -> int:
-        """Which of the devices that it sees this process takes."""
+        """Return the index of this process's device among those it can see."""
         return 0 if self.has_own_device else self.local_rank
 
 
@@ -84,7 +84,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
 
 
 def set_library_environment(launch: Launch) -> None:
-    """Leave LOCAL_RANK where DeepSpeed insists on reading it, if the launcher has not."""
+    """Set LOCAL_RANK, which DeepSpeed reads, if the launcher has not."""
     os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
 
 
@@ -137,7 +137,7 @@ def _launch_of_srun(given: Mapping[str, str]) -> Launch:
 
 
 def _rendezvous_address(given: Mapping[str, str], *, nodes: int) -> str:
-    """HOST:PORT of rank 0, the same for every task of a job step."""
+    """Return HOST:PORT of rank 0, equal for every task of a job step."""
     host = given.get("MASTER_ADDR")
     if host is None:
         nodelist = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")
@@ -184,7 +184,7 @@ def _tasks_per_node(given: Mapping[str, str]) -> list[int]:
 
 
 def _refuse_mpi(given: Mapping[str, str]) -> None:
-    """Without this, each of N processes of mpirun would train alone."""
+    """Refuse mpirun, under which each of N processes would train alone."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if given.get(name, "1") != "1":
             raise ConfigError(

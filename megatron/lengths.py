@@ -27,8 +27,9 @@ def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSc
 
 
 def curriculum(config: RunConfig) -> Curriculum | None:
-    """Return the length of training samples by iteration, from flags or DeepSpeed's JSON; None:
-    full.
+    """Return the length of training samples by iteration; None: full length.
+
+    The schedule comes from flags or from DeepSpeed's JSON.
 
     Raises:
         ConfigError: the two contradict each other, or the block of the JSON is not one.
@@ -59,7 +60,7 @@ def duration(config: RunConfig, batches: BatchSchedule) -> Duration:
 def num_samples(
     training: TrainingConfig, length: Duration, global_batch_size: int
 ) -> tuple[int, int, int]:
-    """Return samples that training, validation and test will read over the whole run; 0: not used.
+    """Return the samples that the run reads for training, validation and test; 0: not used.
 
     Validation runs every eval-interval iterations and once at the end; the reference's
     `train_iters // eval_interval + 1` covers both.

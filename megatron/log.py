@@ -19,7 +19,7 @@ _ERASE_LINE = "\r\x1b[K"
 
 @dataclass(slots=True)
 class _Speaker:
-    """The rank of this process and what it has printed."""
+    """The rank of this process and the warnings it has printed."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,7 +31,7 @@ _SPEAKER = _Speaker()
 
 
 class _Terminal(logging.Handler):
-    """Writes a record with its time, and with its rank and level where they say something."""
+    """A handler that writes a record with its time, and rank and level where they matter."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank: int = getattr(record, "rank", _SPEAKER.rank)
@@ -84,7 +84,7 @@ def info(message: str) -> None:
 
 
 def last_rank(message: str) -> None:
-    """Print `message` on the last rank, which is the one that knows the loss under pipelines.
+    """Print `message` on the last rank, which has the loss under pipelines.
 
     The time stands before the first line only, so lines that scripts parse come after it.
     """
@@ -104,12 +104,12 @@ def warning_once(key: str, message: str) -> None:
 
 
 def error(message: str) -> None:
-    """Print `message` from whichever rank calls, with the rank's number in front."""
+    """Print `message` on the calling rank, with the rank's number in front."""
     _log(_RANK, logging.ERROR, message)
 
 
 class ProgressBar:
-    """Progress with the time to go, drawn on standard error by the last rank.
+    """Progress with the remaining time, drawn on standard error by the last rank.
 
     Nothing is drawn where standard error is not a terminal, or where `last_rank` prints nothing.
     """
@@ -129,7 +129,7 @@ class ProgressBar:
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Leave the bar as it is, on a line of its own."""
+        """End the bar's line and leave it as it is."""
         if self._bar is not None:
             self._bar.close()
         _SPEAKER.bars -= self._is_open

@@ -30,7 +30,7 @@ def on_failure(tell: Callable[[str], None]) -> Callable[[], None]:
 
 
 def run(main: Callable[[], object]) -> NoReturn:
-    """Run a program's `main` and end the process with the status that its outcome asks for."""
+    """Run a program's `main` and end the process with the exit status of its outcome."""
     try:
         launch = launch_from_environment()
         log.configure(launch.rank, launch.world_size)

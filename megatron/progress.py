@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a training run is; replaced, never changed, after each iteration."""
+    """The progress of a training run; immutable, replaced after each iteration."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -28,7 +28,7 @@ class Progress:
     def after(
         self, *, samples: int, tokens: int, skipped: bool = False, nonfinite: bool | None = None
     ) -> "Progress":
-        """Return the progress when one more iteration has used `samples` and `tokens`.
+        """Return the progress after one more iteration of `samples` and `tokens`.
 
         Args:
             skipped: the weights were not updated.
@@ -46,7 +46,7 @@ class Progress:
         )
 
     def after_evaluation(self, *, samples: int) -> "Progress":
-        """Return the progress when an evaluation has used `samples` validation samples."""
+        """Return the progress after an evaluation on `samples` validation samples."""
         return dataclasses.replace(
             self, consumed_valid_samples=self.consumed_valid_samples + samples
         )
@@ -98,13 +98,11 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Every global batch size that the run goes through, in order."""
+        """Every global batch size of the run, in order."""
         return tuple(stretch.size for stretch in self._stretches())
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Return samples in the iteration that starts when `consumed_samples` have been
-        consumed.
-        """
+        """Return the samples in the iteration that starts at `consumed_samples`."""
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -112,11 +110,11 @@ class BatchSchedule:
         return start + increment * min(steps, consumed_samples * steps // samples)
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Micro-batches per data-parallel rank in the iteration that starts there."""
+        """Return micro-batches per data-parallel rank in the iteration that starts there."""
         return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch
 
     def samples_before(self, iteration: int) -> int:
-        """Return samples consumed when iteration number `iteration` (from 0) starts."""
+        """Return the samples consumed before iteration `iteration` (from 0)."""
         consumed = done = 0
         for size, until in self._stretches():
             steps = iteration - done
@@ -179,7 +177,7 @@ class BatchSchedule:
             )
 
     def _working_rampup(self, start: int, increment: int, samples: int) -> str:
-        """Return a fix: the ramp nearest to the one asked for of which every step divides."""
+        """Return a fix: the nearest ramp whose every step divides."""
         unit, whole = self.samples_per_microbatch, self.global_batch_size
         starts = range(unit, whole, unit)
         if not starts:
@@ -192,7 +190,7 @@ class BatchSchedule:
 
 
 class _Stretch(NamedTuple):
-    """A part of the run over which the global batch size stays the same."""
+    """A part of the run with a constant global batch size."""
 
     size: int
     until: int | None  # consumed samples at which the next stretch starts; None: never
@@ -212,7 +210,7 @@ class TokenCount:
     settled_at: int = 0
 
     def before(self, iteration: int) -> int:
-        """Return tokens consumed when iteration number `iteration` (from 0) starts."""
+        """Return the tokens consumed before iteration `iteration` (from 0)."""
         batches, settled = self.batch_schedule, min(iteration, self.settled_at)
         tokens = samples = 0
         for number in range(settled):
@@ -224,7 +222,7 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How long a run lasts: a number of iterations, or a number of samples.
+    """The length of a run: a number of iterations, or a number of samples.
 
     A run measured in samples ends with the last global batch that fits into them (as in Megatron),
     so `total_samples` can be less than `train_samples` by a part of a batch. With `train_tokens`,
@@ -266,7 +264,7 @@ class Duration:
         return self.batch_schedule.samples_before(self.total_iterations)
 
     def is_done(self, progress: Progress) -> bool:
-        """Return whether no further iteration belongs to the run.
+        """Return whether the run has no further iteration.
 
         A run in samples looks at the samples, not at the iterations: after a change of batch size
         between two starts it still ends where it was told to.
@@ -281,9 +279,7 @@ class Duration:
 
 @lru_cache(maxsize=16)  # asked at every step, always with the same
 def _iterations_until(tokens: TokenCount, wanted: int, most: int) -> int:
-    """Return the first number of iterations that consume `wanted` tokens; `most` where that
-    is earlier.
-    """
+    """Return how many iterations consume `wanted` tokens, at most `most`."""
     below, enough = 0, most
     if tokens.before(most) < wanted:
         return most

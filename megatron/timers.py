@@ -11,7 +11,7 @@ from megatron import device
 
 
 class Timer:
-    """A stopwatch that adds up the time between its starts and stops."""
+    """A stopwatch that sums the times between its starts and stops."""
 
     def __init__(self, name: str, *, synchronize: bool = False) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class Timer:
 
     @property
     def count(self) -> int:
-        """How many times it was started and stopped since the last reset."""
+        """Number of starts and stops since the last reset."""
         return self._count
 
     def start(self) -> None:
@@ -40,9 +40,7 @@ class Timer:
         self._count += 1
 
     def elapsed(self, *, reset: bool = True) -> float:
-        """Return seconds measured since the last reset; a timer that is running goes on
-        from here.
-        """
+        """Return seconds measured since the last reset; a running timer continues."""
         now = self._now() if self._started_at is not None else 0.0
         total = self._elapsed_s + (now - self._started_at if self._started_at is not None else 0.0)
         if reset:

@@ -66,7 +66,7 @@ def pretrain(
 
 
 def run(task: PretrainTask, runtime: Runtime) -> Progress:
-    """Train until something says stop; the caller has already checked that it can work."""
+    """Train until a stop condition holds; the caller has already checked that it can."""
     config, context = runtime.config, runtime.context
     duration = duration_of(config, batch_schedule(config.training, context.dp.size))
     build = model_build(runtime)
@@ -104,7 +104,7 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
 
 @dataclass(frozen=True, slots=True)
 class CheckData:
-    """Check that no file of the data was changed, every --check-agreement-interval."""
+    """Check that no data file has changed, every --check-agreement-interval."""
 
     data: DataFeed
     interval: int | None
@@ -124,7 +124,7 @@ class Validate:
     data: DataFeed
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Evaluate if it is due; return the progress in validation samples."""
+        """Evaluate if it is due; return the progress with its validation samples."""
         interval = self.loop.config.training.eval_interval
         if due(interval, progress) or self.loop.duration.is_done(progress):
             return self.data.validate(self.loop.engine, progress, self.loop.step_log)
@@ -138,7 +138,7 @@ def _save(
     data: DataFeed,
     progress: Progress,
 ) -> None:
-    """Save a checkpoint, which names the data that it was trained on: they must be unchanged."""
+    """Save a checkpoint, after checking that the data it records are unchanged."""
     data.check_unchanged()
     loss = data.validation_loss(progress)
     save_checkpoint(
@@ -155,7 +155,7 @@ def _save(
 def _batches_of(
     config: RunConfig, batches: Iterator[RawBatch], plan: StepPlan, progress: Progress
 ) -> Iterator[RawBatch] | None:
-    """Return what the next step trains on; None if --skip-train-iteration-range names it."""
+    """Return the batches of the next step; None if --skip-train-iteration-range names it."""
     iteration = progress.iteration + 1
     skipped = next((each for each in config.training.skipped if iteration in each), None)
     if skipped is not None:
@@ -169,7 +169,7 @@ def _batches_of(
 def _skip_iteration(
     batches: Iterator[RawBatch], plan: StepPlan, iteration: int, skipped: range
 ) -> None:
-    """Read what the iteration would have trained on, and train on nothing."""
+    """Read the batches of an iteration, and train on none of them."""
     for _ in range(plan.num_microbatches):
         next(batches)
     if iteration == skipped[-1]:

@@ -22,7 +22,7 @@ from megatron.mpu.context import ParallelContext
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What followed one prompt: the new tokens, without the prompt and without the eod."""
+    """The new tokens after one prompt, without the prompt and without the eod."""
 
     tokens: tuple[int, ...]
     finish_reason: Literal["eod", "length", "stop"]
@@ -94,7 +94,7 @@ class _Rows:
         self._next = torch.tensor(self._lengths, device=self.device).unsqueeze(1)  # [b, 1]
 
     def read_prompts(self) -> Tensor:
-        """Fill the cache with the prompts; scores [b, v/tp] of the first new token."""
+        """Fill the cache with the prompts; return scores [b, v/tp] of the first new token."""
         longest = max(self._lengths)
         # Causality keeps what stands behind a prompt out of it, so any valid token may.
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in self._prompts]
@@ -102,7 +102,7 @@ class _Rows:
         return self._model.next_token_logits(tokens, self._next[:, 0] - 1, cache=self._cache)
 
     def read_newest(self, chosen: Tensor) -> Tensor:
-        """Extend every row by its `chosen` token [b]; scores [b, v/tp] of the one after."""
+        """Append the `chosen` tokens [b]; return scores [b, v/tp] of the next ones."""
         scores = self._model.next_token_logits(
             chosen.unsqueeze(1),
             torch.zeros_like(chosen),
@@ -113,7 +113,7 @@ class _Rows:
         return scores
 
     def take(self, chosen: list[int]) -> bool:
-        """Note the chosen tokens; whether all rows are done."""
+        """Append the chosen tokens; return whether all rows are done."""
         for row, token in enumerate(chosen):
             if self._ended[row] is not None:
                 continue
@@ -128,14 +128,14 @@ class _Rows:
         )
 
     def results(self) -> list[Generation]:
-        """Return what every row became."""
+        """Return the generation of every row."""
         return [
             Generation(tuple(new), ended or "length") for new, ended in zip(self._new, self._ended)
         ]
 
 
 def _gather_logits(scores: Tensor, model: GPTModel, ctx: ParallelContext) -> Tensor:
-    """[b, v/tp] to the true vocabulary's [b, v] on every tp rank; padding columns are cut off."""
+    """Gather [b, v/tp] to the true vocabulary's [b, v] on every tp rank, without padding."""
     return all_gather(scores, ctx.tp, dim=-1)[:, : model.build.vocab.true]
 
 

@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Which tokens may be chosen, and how boldly.
+    """Temperature, and limits on the tokens that may be sampled.
 
     The limits apply one after the other: temperature, then the `top_k` likeliest (0: all), then
     the likeliest whose probabilities first add up to `top_p` (Holtzman et al. 2019,
@@ -76,9 +76,7 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the distribution [b, v] that `sample` draws from; sums to 1, zero outside the
-    limits.
-    """
+    """Return the distribution [b, v] of `sample`: sums to 1, zero for excluded tokens."""
     scores = logits.float() / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         chosen = scores.topk(params.top_k, dim=-1)

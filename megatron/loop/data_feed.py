@@ -67,12 +67,12 @@ class DataFeed:
         self._readers: list[Generator[RawBatch, None, None]] = []
 
     def close(self) -> None:
-        """End the processes that read ahead, now rather than when memory is next collected."""
+        """Stop the processes that read ahead now, rather than at garbage collection."""
         while self._readers:
             self._readers.pop().close()
 
     def training(self, progress: Progress) -> Iterator[RawBatch]:
-        """Micro-batches of this replica from where the run stands.
+        """Return micro-batches of this replica from the run's progress on.
 
         Raises:
             DataError: the samples are read in order, once, and there are fewer than the run takes.
@@ -93,7 +93,7 @@ class DataFeed:
                 dataset.check_unchanged()
 
     def validate(self, engine: Engine, progress: Progress, report: StepLog) -> Progress:
-        """Evaluate on each group of validation data; the next call goes on with later samples.
+        """Evaluate on each group of validation data; the next call continues with later samples.
 
         Groups advance alike, so one counter says where all of them are.
         """
@@ -116,9 +116,7 @@ class DataFeed:
         return progress.after_evaluation(samples=samples)
 
     def validation_loss(self, progress: Progress) -> float | None:
-        """Return the loss of the weights as they are now on the first group; None if not
-        evaluated.
-        """
+        """Return the loss of the present weights on the first group; None if not evaluated."""
         if self._validated is None or self._validated[0] != progress.iteration:
             return None
         return self._validated[1] if math.isfinite(self._validated[1]) else None
@@ -147,7 +145,7 @@ class DataFeed:
     def _batches_of(
         self, dataset: Any, consumed: int, *, over_and_over: bool = False
     ) -> Iterator[RawBatch]:
-        """Micro-batches over the tensor-parallel group; only its first rank reads."""
+        """Return micro-batches over the tensor-parallel group; only its first rank reads."""
         mine = self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
         if mine is not None:
             self._readers.append(mine)
@@ -156,7 +154,7 @@ class DataFeed:
     def _epochs(
         self, dataset: Any, consumed: int, over_and_over: bool
     ) -> Generator[RawBatch, None, None]:
-        """Epoch after epoch for the cyclic order; the single order ends with its index."""
+        """Yield epoch after epoch in cyclic order; the single order ends with its index."""
         context, training, data = self._context, self._config.training, self._config.data
         step = training.micro_batch_size * context.dp.size
         single = data.dataloader_type is DataLoaderKind.SINGLE
@@ -185,7 +183,7 @@ class DataFeed:
 
 
 def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
-    """Datasets by the name of their group; a single one has the name of its use."""
+    """Return datasets by the name of their group; a single one has the name of its use."""
     if datasets is None:
         return {}
     return datasets if isinstance(datasets, Mapping) else {name: datasets}

@@ -13,7 +13,7 @@ from megatron.errors import DataError
 def evaluate(
     engine: Engine, batches: Iterator[RawBatch], *, iterations: int, microbatches: int
 ) -> EvaluationSum:
-    """Return mean loss over `iterations` global batches of `microbatches` micro-batches each.
+    """Return the mean loss over `iterations` global batches of `microbatches` micro-batches.
 
     Raises:
         DataError: if not one token was counted.

@@ -18,17 +18,17 @@ from megatron.progress import Progress
 
 
 class CompletedStep(NamedTuple):
-    """A step that was just done: what was planned, and what the engine returned."""
+    """A step that was just done: its plan, and the engine's report."""
 
     plan: StepPlan
     result: StepReport
 
 
 class Hook(Protocol):
-    """Something that is done after a step, if it is due."""
+    """An action after a step, if it is due."""
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Do it; return the progress that the run goes on from."""
+        """Do the action; return the progress that the run continues from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class AgreeOnState:
     interval: int | None
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Raise NumericsError, on every rank, if a rank is in another state."""
+        """Raise NumericsError on every rank if the state of one rank differs."""
         if due(self.interval, progress):
             agree_on_state(state_of(progress, self.engine), self.world)
         return progress
@@ -90,17 +90,17 @@ class SaveCheckpoints:
         return progress
 
     def save_unsaved(self, progress: Progress) -> None:
-        """Save, unless this iteration is the one that was saved or loaded last."""
+        """Save, unless this iteration was saved or loaded last."""
         if progress.iteration != self._saved_iteration:
             self._save(progress)
             self._saved_iteration = progress.iteration
 
 
 def due(interval: int | None, progress: Progress) -> bool:
-    """Return whether something that happens every `interval` iterations happens now; 0: never."""
+    """Return whether an action of every `interval` iterations is due; an interval of 0: never."""
     return bool(interval) and progress.iteration % (interval or 1) == 0
 
 
 def state_of(progress: Progress, engine: Engine) -> dict[str, object]:
-    """Return what has to be equal on every rank for the next step to be one step."""
+    """Return the state that must be equal on every rank before the next step."""
     return progress.to_plain() | {"loss scale": engine.loss_scale}

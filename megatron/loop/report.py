@@ -43,7 +43,7 @@ class Speed(NamedTuple):
 
 @dataclass(slots=True)
 class _Window:
-    """What has gathered since the last log line."""
+    """The totals since the last log line."""
 
     started: float = field(default_factory=lambda: time.perf_counter())
     iterations: int = 0
@@ -71,7 +71,7 @@ class _Window:
 
 
 class StepLog:
-    """Says what each iteration did, every so often on the terminal and in TensorBoard."""
+    """Reports iterations on the terminal at intervals, and in TensorBoard."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ class StepLog:
             self._writer.add_text(tag, words)
 
     def restart_clock(self) -> None:
-        """Count time from now on: what came before (set-up, evaluation) does not count."""
+        """Restart the clock: earlier time (set-up, evaluation) does not count."""
         self._window.started = time.perf_counter()
 
     def resume_clock(self) -> None:
-        """Leave the time since the last `step` (evaluation, saving) out of the window's time."""
+        """Exclude the time since the last `step` (evaluation, saving) from the window."""
         self._window.started += time.perf_counter() - self._stopped
 
     def step(self, progress: Progress, plan: StepPlan, report: StepReport, **extra: float) -> None:
@@ -170,7 +170,7 @@ class StepLog:
         self._stopped = time.perf_counter()
 
     def evaluation(self, name: str, result: EvaluationSum, progress: Progress) -> None:
-        """Say and store one evaluation of the dataset `name` (validation or test)."""
+        """Log and store one evaluation of the dataset `name` (validation or test)."""
         values = [
             f"{loss} value: {mean:.6E} | {loss} PPL: {_perplexity(mean):.6E} |"
             for loss, mean in zip(self._losses, result.means)
@@ -206,7 +206,7 @@ class StepLog:
     def _short_line(
         self, progress: Progress, plan: StepPlan, report: StepReport, speed: Speed
     ) -> str:
-        """Return what people look for, in at most 160 columns with the time in front.
+        """Return the main numbers, in at most 160 columns with the time in front.
 
         None of its words are those that scripts search for in the line that follows.
         """

@@ -70,7 +70,7 @@ def open_step_log(
 
 
 def announce_deepspeed(config: RunConfig, step_log: StepLog, *, replicas: int) -> None:
-    """Print and store the complete JSON of DeepSpeed, so that no default of its own is hidden."""
+    """Print and store DeepSpeed's complete JSON, its defaults included."""
     given = recorded_json(config, data_parallel_size=replicas)
     log.info("DeepSpeed's JSON, complete:\n" + json.dumps(given, indent=1))
     for remark in deepspeed_plan(config, data_parallel_size=replicas).remarks:
@@ -86,7 +86,7 @@ def announce_run(
     duration: Duration,
     progress: Progress,
 ) -> None:
-    """Print what is about to be trained, on what, for how long, and how FLOPs are counted."""
+    """Print the model, the data, the length of the run and the convention for FLOPs."""
     task, grid = engine.task, context.topology
     parameters = _num_parameters(engine, context.pp)
     batches = duration.batch_schedule
@@ -113,7 +113,7 @@ def announce_run(
 
 
 def _num_parameters(engine: Engine, stages: Group) -> int:
-    """Count the parameters of the whole model; one that several stages hold counts once."""
+    """Count the parameters of the whole model; a tied parameter counts once."""
     tensors = engine.state(optimizer=False).tensors
     sizes = {tensor.name: math.prod(tensor.global_shape) for tensor in tensors}
     all_sizes: dict[str, int] = {}

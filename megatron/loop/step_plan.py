@@ -35,7 +35,7 @@ def plan_step(
 
 
 def progress_after(progress: Progress, plan: StepPlan, result: StepReport | None) -> Progress:
-    """Return the progress after the step of `plan`; `result` is None if it was not trained on.
+    """Return the progress after the step of `plan`; `result` is None for a skipped step.
 
     Such an iteration counts as skipped, but not as one that was not finite.
     """

@@ -21,7 +21,7 @@ from megatron.progress import Duration, Progress
 
 
 class StopConditions:
-    """Answers before each step whether to go on; the reasons are checked in a fixed order."""
+    """The reasons to end a run, checked before each step in a fixed order."""
 
     def __init__(self, config: TrainingConfig, duration: Duration, world: Group) -> None:
         self._config, self._duration, self._world = config, duration, world
@@ -29,7 +29,7 @@ class StopConditions:
         self._signalled = False
 
     def reason(self, progress: Progress, *, steps_done: int) -> str | None:
-        """Return why the run should end now, the same text on every rank; None to go on.
+        """Return why to end the run now, the same text on every rank; None to continue.
 
         Args:
             steps_done: iterations of this process, which --exit-interval needs one of.
@@ -43,7 +43,7 @@ class StopConditions:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, SIGTERM asks for a checkpoint and an orderly end instead of killing."""
+        """Turn SIGTERM into a checkpoint and an orderly end inside the block."""
         if not self._config.exit_signal_handler:
             yield
             return

@@ -57,7 +57,7 @@ class TrainingLoop:
         own_hooks: tuple[Hook, ...],
         save: SaveCheckpoints,
     ) -> tuple[Progress, str]:
-        """Train until something says stop; return how far the run got, and why it stopped.
+        """Train until a stop condition holds; return the progress and the reason to stop.
 
         Args:
             own_hooks: what the caller does after a step: evaluate, judge. It comes before `save`.
@@ -97,7 +97,7 @@ def training_loop(
     progress: Progress,
     timers: Timers,
 ) -> Iterator[TrainingLoop]:
-    """Prepare a training on all ranks together: its log, its reasons to stop, and its saves.
+    """Prepare a training on all ranks together: its log, stop conditions and saves.
 
     Checks that all ranks begin in the same state and announces the run. On leaving by an error, a
     save in progress is given up.

@@ -13,9 +13,7 @@ _LOOKED_AT = 1024  # tokens, spread evenly over the vocabulary
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a line that is the same for two tokenizers of one vocabulary, and differs for
-    others.
-    """
+    """Return a line that is equal for two tokenizers if and only if their vocabularies are."""
     size = tokenizer.vocab_size
     ids = sorted({at * (size - 1) // _LOOKED_AT for at in range(_LOOKED_AT + 1)})
     spelled = "\0".join(tokenizer.piece(token) for token in ids)

@@ -38,7 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryTokenizer(SpecialIds):
-    """A `tokenizers.Tokenizer` that says so when it would lose text."""
+    """A `tokenizers.Tokenizer` that raises an error when it would lose text."""
 
     name: str
     vocab_size: int
@@ -122,7 +122,7 @@ def build(name: str, *, tokenizer_name_or_path: str, vocab_extra_ids: int = 0) -
 
 
 def byte_symbols() -> tuple[str, ...]:
-    """GPT-2's character for each byte 0..255: itself where it prints, else one from U+0100 on.
+    """Return GPT-2's characters of bytes 0..255: the byte where printable, else U+0100 on.
 
     Radford et al. 2019, section 2.2: byte-level pairs with no unknown token.
     """
@@ -156,7 +156,7 @@ def _tokenizer_json(given: str) -> Path:
 
 
 def _declared(folder: Path) -> dict[str, JsonValue]:
-    """Return what special_tokens_map.json and, above it, tokenizer_config.json say."""
+    """Return the special tokens of tokenizer_config.json, then of special_tokens_map.json."""
     declared: dict[str, JsonValue] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file
@@ -173,7 +173,7 @@ def _declared(folder: Path) -> dict[str, JsonValue]:
 
 
 def _add_declared_tokens(core: tokenizers.Tokenizer, declared: JsonObject, folder: Path) -> None:
-    """Make the added tokens of tokenizer_config.json whole words, at the ids it gives them."""
+    """Add the added tokens of tokenizer_config.json as whole words, at their ids."""
     wanted = object_at(declared, "added_tokens_decoder")
     for number in sorted(wanted, key=int):
         token_id, token = int(number), object_at(wanted, number)
@@ -197,9 +197,7 @@ def _add_declared_tokens(core: tokenizers.Tokenizer, declared: JsonObject, folde
 def _losses(
     core: tokenizers.Tokenizer, model: JsonObject, vocab: dict[str, int]
 ) -> tuple[bytes, bool]:
-    """Return which text the model would leave out: (bytes without a piece, any character at
-    all).
-    """
+    """Return the text that the model would drop: (bytes without a piece, any character)."""
     if model.get("type", "BPE") != "BPE" or model.get("unk_token") or model.get("byte_fallback"):
         return b"", False  # the others have an unknown piece or raise by themselves
     if "ByteLevel" in repr(core.pre_tokenizer):
@@ -215,7 +213,7 @@ def _unknown(model: JsonObject, vocab: dict[str, int]) -> int | None:
 
 
 def _special_ids(declared: JsonObject, vocab: dict[str, int], path: Path) -> dict[str, Any]:
-    """Ids by `SpecialIds` field: the declared name, else the only well-known name there is."""
+    """Return ids by `SpecialIds` field: the declared name, else the only well-known one."""
     found: dict[str, int | str | None] = {}
     for role, names in _NAMES.items():
         name = declared.get(role)

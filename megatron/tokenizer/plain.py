@@ -15,7 +15,7 @@ _BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class NullTokenizer(SpecialIds):
-    """Ids 0 to N-1 written as decimal numbers with space between; N itself ends a document."""
+    """Ids 0 to N-1 as decimal numbers with spaces between; N itself ends a document."""
 
     name: str
     vocab_size: int
@@ -70,7 +70,7 @@ class ByteTokenizer(SpecialIds):
 
 
 def build(name: str, *, vocab_size: int = _BYTES) -> Tokenizer:
-    """Make the one or the other; `vocab_size` is NullTokenizer's N."""
+    """Return one of the two tokenizers; `vocab_size` is NullTokenizer's N."""
     if name == "ByteTokenizer":
         return ByteTokenizer(name=name, eod=_BYTES, eod_note="256, the id after the bytes")
     if vocab_size < 1:

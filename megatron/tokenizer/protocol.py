@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """The `--tokenizer-type` that this tokenizer was asked for as."""
+        """The `--tokenizer-type` of this tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,19 +32,19 @@ class Tokenizer(Protocol):
 
     @property
     def eod_note(self) -> str:
-        """Where `eod` came from or, where it is None, what was looked for and not found."""
+        """The source of `eod` or, where it is None, the names that were not found."""
 
     @property
     def pad(self) -> int | None:
-        """The id that fills up short rows."""
+        """The id that pads short rows."""
 
     @property
     def bos(self) -> int | None:
-        """The id that opens a text, for those models that want one."""
+        """The id that begins a text, for models that need one."""
 
     @property
     def unk(self) -> int | None:
-        """The id given for text that no piece covers; count it, it is lost text."""
+        """The id for text without a piece; a count of it is a count of lost text."""
 
     @property
     def cls(self) -> int | None:
@@ -63,21 +63,21 @@ class Tokenizer(Protocol):
         """The sentinels <extra_id_0>, <extra_id_1>, ... that --vocab-extra-ids asked for."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of `text`: no document end is added and nothing is cut off."""
+        """Return the ids of `text`, without a document end and without truncation."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the same as `tokenize` on each text, by the fastest way there is."""
+        """Return `tokenize` of each text, by the fastest available way."""
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; added tokens are written by their names."""
+        """Return the text of `ids`; added tokens appear as their names."""
 
     def piece(self, token_id: int) -> str:
-        """Return one id as the vocabulary spells it, for example `##ing`."""
+        """Return the spelling of one id in the vocabulary, for example `##ing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """The ids with a meaning beside text; see `Tokenizer` for each."""
+    """The ids of special tokens; see `Tokenizer` for each."""
 
     eod: int | None = None
     eod_note: str = ""
@@ -96,9 +96,7 @@ def extra_names(count: int) -> list[str]:
 
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return the ids as a list of plain integers, refused where one lies outside of the
-    vocabulary.
-    """
+    """Return the ids as a list of integers; an id outside of the vocabulary is an error."""
     checked = [int(token) for token in ids]
     for token in checked:
         if not 0 <= token < vocab_size:
@@ -112,9 +110,7 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def existing_file(path: str | Path, flag: str) -> Path:
-    """Return the path of a tokenizer file, refused by the name of its flag when it is not a
-    file.
-    """
+    """Return the path of a tokenizer file; an error names the flag if it is not a file."""
     found = Path(path)
     if not found.is_file():
         raise DataError(

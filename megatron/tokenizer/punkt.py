@@ -30,7 +30,7 @@ _KEEPING = r"\S{0,500}%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_t
 
 
 class PunktModel(NamedTuple):
-    """A trained model as it lies on disk."""
+    """The files of a trained model."""
 
     language: str
     folder: str
@@ -74,7 +74,7 @@ def find_punkt(language: str = "english", folder: str | None = None) -> PunktMod
 
 
 def build_punkt(model: PunktModel, *, keep_newlines: bool = False) -> Split:
-    """Return what splits a text by `model`; with `keep_newlines` as Megatron does with that flag.
+    """Return a splitter by `model`; `keep_newlines` as Megatron's flag of that name.
 
     A sentence then keeps the white space behind it, except at the end of the text and behind a
     quotation mark that follows a full stop.

@@ -65,7 +65,7 @@ class SentencePieceTokenizer(SpecialIds):
 
 
 def build(name: str, *, tokenizer_model: str, vocab_extra_ids: int = 0) -> Tokenizer:
-    """Read a `.model` file; `name` says which tokens are added behind it."""
+    """Read a `.model` file; `name` selects the tokens added behind it."""
     path = existing_file(tokenizer_model, "--tokenizer-model")
     processor = _read_model(path)
     # SentencePiece says -1 for a token that the model was trained without.

@@ -70,7 +70,7 @@ def _is_boundary(text: str, start: int, end: "regex.Match[str]") -> bool:
 
 
 def _without_blank_parts(parts: list[str]) -> list[str]:
-    """Return the parts with blank ones joined to a neighbour, so that nothing is lost."""
+    """Return the parts with blank ones joined to a neighbour, so that no text is lost."""
     joined: list[str] = []
     for part in parts:
         if joined and (not part.strip() or not joined[-1].strip()):

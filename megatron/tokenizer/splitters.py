@@ -19,17 +19,17 @@ _ENGLISH = "english"
 
 @dataclass(frozen=True)
 class Splitter:
-    """A splitter named in full: equal ones give equal sentences in any process."""
+    """A sentence splitter by its full name: equal ones give equal sentences in any process."""
 
     punkt: PunktModel | None = None  # None: by the rules
 
     def description(self, *, keep_newlines: bool = False) -> str:
-        """Return what a sidecar says: name, version, and model where there is one."""
+        """Return the splitter's name, version and model (if any), for a sidecar."""
         name = f"rules {RULES_VERSION}" if self.punkt is None else str(self.punkt)
         return f"{name}, newlines kept" if keep_newlines else name
 
     def build(self, *, keep_newlines: bool = False) -> Callable[[str], list[str]]:
-        """Return what splits a text into its sentences; built once in each process."""
+        """Return the function that splits a text into sentences; built once in each process."""
         return _built(self, keep_newlines)
 
 

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class _Kind(NamedTuple):
-    """One tokenizer type: its module, and the fields it reads (alternatives in one tuple)."""
+    """A tokenizer type: its module, and the fields it reads (alternatives in one tuple)."""
 
     module: str
     needs: tuple[tuple[str, ...], ...]
@@ -57,7 +57,7 @@ _IN_FOLDER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Everything needed to build one tokenizer again, in this process or another."""
+    """The flags from which a tokenizer can be built again, in any process."""
 
     tokenizer_type: str
     vocab_file: str | None = None
@@ -78,8 +78,7 @@ class TokenizerSpec:
         return tokenizer
 
     def files(self) -> list[Path]:
-        """Return the files that are there and are read; of a folder, those that describe a
-        tokenizer.
+        """Return the existing tokenizer files that are read, also those of a folder.
 
         A corpus records their digests and a run compares them, so both ask here.
         """
@@ -91,9 +90,7 @@ class TokenizerSpec:
         return [path for path in files if path.is_file()]
 
     def _values(self, kind: _Kind) -> dict[str, str | int]:
-        """Return what the kind's `build` reads, by the name of the first alternative of
-        each need.
-        """
+        """Return the arguments of the kind's `build`, by the first alternative of each need."""
         given = {field: getattr(self, field) for field in _SOURCES}
         given = {field: value for field, value in given.items() if value is not None}
         values = {}
@@ -144,8 +141,7 @@ def build_tokenizer(
 
 
 def true_vocab_size(vocab_size: int, asked: int | None) -> int:
-    """Return rows of the vocabulary that are part of the model: the tokenizer's, or
-    --true-vocab-size.
+    """Return the rows of real tokens: the tokenizer's size, or --true-vocab-size.
 
     Padding rows come after them, are zero, and take no part in a probability; these do.
     """
@@ -163,8 +159,7 @@ def true_vocab_size(vocab_size: int, asked: int | None) -> int:
 def padded_vocab_size(
     vocab_size: int, *, divisible_by: int, tp: int, pad_to: int | None = None
 ) -> int:
-    """Return how many rows the embedding table has, so that every tensor-parallel rank holds as
-    many.
+    """Return the rows of the embedding table, which tensor parallelism divides.
 
     Without `pad_to`: the next multiple of divisible_by * tp, as in Megatron. With `pad_to`
     (--pad-vocab-size-to): exactly that, refused where it cannot be kept.
@@ -200,7 +195,7 @@ def padded_vocab_size(
 
 
 def require_eod(tokenizer: Tokenizer, flag: str) -> int:
-    """Return the end-of-document id for a flag that cannot work without one."""
+    """Return the end-of-document id for a flag that requires one."""
     if tokenizer.eod is None:
         raise ConfigError(
             f"{flag} needs an end-of-document token, and {tokenizer.name} has none",
