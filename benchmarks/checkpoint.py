@@ -49,21 +49,21 @@ State = Mapping[str, Tensor]
 
 
 class Way(NamedTuple):
-    """One way to keep a state in a folder, and to fill a state from there."""
+    """A way to save a state to a folder, and to load it from there."""
 
     save: Callable[[Path, State], None]
     load: Callable[[Path, State], None]
 
 
 class Taken(NamedTuple):
-    """What something took: seconds by the clock, and of CPUs."""
+    """Time: seconds of wall clock and of CPUs."""
 
     seconds: float
     cpu: float
 
 
 class Stall(NamedTuple):
-    """Seconds for which training stood still in saves beside it."""
+    """Seconds for which training stood still during saves in the background."""
 
     first: float  # of a run that has made its memory before, as runs do
     next: float
@@ -80,7 +80,7 @@ class Round(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What is told of all rounds, of `save`, `load` and `again`.
+    """Medians over all rounds of `save`, `load` and `again`.
 
     Rates are in MiB/s, ratios are of rates (above 1: faster than raw) and CPU times are in seconds;
     stalls are of the time that a save takes for which the training waits.
@@ -93,7 +93,7 @@ class Summary(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, compare what was loaded with what was saved, and print a table."""
+    """Measure, compare the loaded with the saved state, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=2048, help="size of the state [2048]")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way [5]")
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_state(size: int, *, seed: int) -> dict[str, Tensor]:
-    """fp32 weights and two moments of each, about `size` bytes, under a checkpoint's names."""
+    """Return fp32 weights and two moments of each, about `size` bytes, under their names."""
     draw = torch.Generator().manual_seed(seed)
     state: dict[str, Tensor] = {}
     left, layer = size // 3, 0
@@ -132,12 +132,12 @@ def make_state(size: int, *, seed: int) -> dict[str, Tensor]:
 
 
 def bytes_of(state: State) -> int:
-    """Return bytes of all values."""
+    """Return the bytes of all values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def save_raw(folder: Path, state: State) -> None:
-    """All bytes in one file, one write for each tensor, and fsync."""
+    """Write all bytes to one file, one write for each tensor, and fsync."""
     with open(folder / "raw", "xb", buffering=0) as file:
         for tensor in state.values():
             view = _bytes(tensor)
@@ -147,7 +147,7 @@ def save_raw(folder: Path, state: State) -> None:
 
 
 def load_raw(folder: Path, state: State) -> None:
-    """The file straight into the memory of the tensors, in blocks."""
+    """Read the file into the memory of the tensors, in blocks."""
     with open(folder / "raw", "rb", buffering=0) as file:
         for tensor in state.values():
             view = _bytes(tensor)
@@ -163,12 +163,12 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def save_ours(folder: Path, state: State) -> None:
-    """What --save does."""
+    """Save as --save does."""
     storage.save(folder, _snapshot(state), iteration=1, ctx=ParallelContext.single())
 
 
 def load_ours(folder: Path, state: State) -> None:
-    """What --load does, every digest checked."""
+    """Load as --load does, with every digest checked."""
     opened = storage.open_checkpoint(folder, ctx=ParallelContext.single())
     opened.read_into(_snapshot(state).tensors)
 
@@ -179,7 +179,7 @@ def _snapshot(state: State) -> Snapshot:
 
 
 def save_pickled(folder: Path, state: State) -> None:
-    """torch.save, and fsync."""
+    """Save by torch.save, and fsync."""
     with open(folder / "state.pt", "xb") as file:
         torch.save(dict(state), file)
         file.flush()
@@ -187,18 +187,18 @@ def save_pickled(folder: Path, state: State) -> None:
 
 
 def load_pickled(folder: Path, state: State) -> None:
-    """torch.load of weights only, mapped, and copied into the state."""
+    """Load by torch.load, weights only and mapped, and copy into the state."""
     for name, tensor in unpickle.load(folder / "state.pt").items():
         state[name].copy_(tensor)
 
 
 def save_dcp(folder: Path, state: State) -> None:
-    """torch's distributed checkpoint as it comes, which syncs its files."""
+    """Save by torch's distributed checkpoint with its defaults, which sync its files."""
     save_with_dcp(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
 
 
 def load_dcp(folder: Path, state: State) -> None:
-    """The same, in place."""
+    """Load by torch's distributed checkpoint, in place."""
     load_with_dcp(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
 
 
@@ -211,13 +211,13 @@ WAYS: Mapping[str, Way] = {
 
 
 def warm_up(place: Path, state: State) -> None:
-    """The first bytes that a disk or a virtual machine is given may take far longer than others."""
+    """Write once before measuring: the first bytes on a disk or virtual machine may be slow."""
     save_raw(place, state)
     (place / "raw").unlink()
 
 
 def order(turn: int) -> list[str]:
-    """Return the ways as they come, and every other time the other way round.
+    """Return the ways in order, and in reverse order every other time.
 
     What one leaves behind (a disk that has had its fill, freed blocks) does not always meet the
     same next.
@@ -226,7 +226,7 @@ def order(turn: int) -> list[str]:
 
 
 def measure(place: Path, state: State, target: State, turn: int) -> Round:
-    """Return one round: every way once, then saves beside the training.
+    """Return one round: every way once, then saves during training.
 
     Raises:
         ValueError: a way loads something else than was saved.
@@ -259,7 +259,7 @@ def _taken(call: Callable[[], None]) -> Taken:
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop what it holds of the files in memory, so that reads are from disk."""
+    """Ask the system to drop cached pages of the files, so that reads are from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -267,7 +267,7 @@ def forget(folder: Path) -> None:
 
 
 def stall(folder: Path, state: State) -> Stall:
-    """Return seconds for which training stands still in the saves of two runs beside it.
+    """Return the seconds for which training stands still in saves of two runs.
 
     What a run does when it begins is not counted, as the time until the first save is long.
     """
@@ -291,7 +291,7 @@ def _stall_of(saves: BackgroundSaves, folder: Path, state: State) -> float:
 
 
 def summarize(rounds: Sequence[Round], size: int) -> Summary:
-    """Medians: of rates, of CPU time, and of ratios to raw within each round."""
+    """Return medians of rates, of CPU time, and of ratios to raw within each round."""
     rates, ratios, cpu = {}, {}, {}
     for what in PARTS:
         taken: list[Mapping[str, Taken]] = [getattr(one, what) for one in rounds]
@@ -305,7 +305,7 @@ def summarize(rounds: Sequence[Round], size: int) -> Summary:
 
 
 def plain(values: Any) -> Any:
-    """Named tuples as mappings, however deep, for JSON."""
+    """Return named tuples as mappings, recursively, for JSON."""
     if hasattr(values, "_asdict"):
         values = values._asdict()
     if isinstance(values, Mapping):
@@ -314,7 +314,7 @@ def plain(values: Any) -> Any:
 
 
 def table(summary: Summary, size: int, rounds: int) -> list[str]:
-    """Markdown; the targets stand under it with what was reached."""
+    """Return the results as Markdown, with the targets below."""
     lines = [
         f"{size / MIB:.0f} MiB, medians of {rounds} rounds; MiB/s, beside raw, and seconds of CPU",
         "",

@@ -33,7 +33,7 @@ SECTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure section after section, print a table each, write JSON if asked."""
+    """Measure every section, print its table, and write JSON if asked."""
     flags = _parser().parse_args(argv)
     _check(flags)
     if flags.folder is not None:

@@ -26,7 +26,7 @@ def open_samples(
 
 
 def read_samples(name: str, start: int, count: int, *, digest: bool = False) -> Answer:
-    """Read samples `start`.. one by one; with `digest`, what they hold."""
+    """Read samples from `start` on, one by one; with `digest`, return a digest of them."""
     dataset = _OPEN[name]
     if digest:
         return {"digest": digest_of(dataset[i]["text"] for i in range(start, start + count))}
@@ -48,7 +48,7 @@ def open_memmap(name: str, prefix: str, *, seq_length: int, dtype: str) -> Answe
 
 
 def read_memmap(name: str, start: int, count: int) -> Answer:
-    """Copy `count` stretches from random places, as int64."""
+    """Copy `count` ranges from random places, as int64."""
     import numpy as np
 
     tokens, starts, length = _OPEN[name]
@@ -96,7 +96,7 @@ def sample_index(seq_length: int, tokens: int, *, digest: bool = False) -> Answe
 def first_batch(
     started: float, prefix: str, cache: str, *, seq_length: int, seed: int, micro_batch: int
 ) -> Answer:
-    """From the start of this process to the first batch; `started` is when it was asked for."""
+    """Return the time from process start to the first batch; `started` is the clock before."""
     from megatron.data.loading.loaders import build_data_loader
 
     _dataset_imports()
@@ -121,7 +121,7 @@ def first_batch(
 
 
 def tool(words: list[str]) -> Answer:
-    """Run tools/preprocess_data.py in this process, everything imported before."""
+    """Run tools/preprocess_data.py in this process, after all imports."""
     from tools import preprocess_data
 
     with redirect_stdout(io.StringIO()), Clock() as clock:
@@ -130,7 +130,7 @@ def tool(words: list[str]) -> Answer:
 
 
 def bare_tokenizers(path: str, documents: str, *, batch: int) -> Answer:
-    """Return what `tokenizers` does by itself: read tokenizer.json, encode_batch, ids as lists."""
+    """Return an encoder by `tokenizers` alone: tokenizer.json, encode_batch, ids as lists."""
     import tokenizers
 
     texts = _texts(documents)
@@ -146,7 +146,7 @@ def bare_tokenizers(path: str, documents: str, *, batch: int) -> Answer:
 
 
 def bare_tiktoken(vocab_file: str, merge_file: str, documents: str) -> Answer:
-    """Return what `tiktoken` does by itself with a GPT-2 vocabulary."""
+    """Return an encoder by `tiktoken` alone, with a GPT-2 vocabulary."""
     import tiktoken
 
     from megatron.tokenizer.huggingface import byte_symbols

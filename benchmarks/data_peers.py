@@ -23,7 +23,7 @@ _LINES_AT_A_TIME = 32  # as in Megatron-LM's tool
 
 
 def versions() -> Answer:
-    """Return what the peers are."""
+    """Return the versions of the peers."""
     found: Answer = {}
     for name in ("megatron-core", "torch", "numpy", "transformers", "tokenizers"):
         try:
@@ -42,7 +42,7 @@ def open_samples(name: str, prefix: str, cache: str, *, seq_length: int, seed: i
 
 
 def read_samples(name: str, start: int, count: int, *, digest: bool = False) -> Answer:
-    """Read samples `start`.. as the training loop does; with `digest`, what they hold."""
+    """Read samples from `start` on as training does; with `digest`, return their digest."""
     dataset = _OPEN[name]
     if digest:
         read = dataset._query_document_sample_shuffle_indices
@@ -97,7 +97,7 @@ def sample_index(seq_length: int, tokens: int, *, digest: bool = False) -> Answe
 def first_batch(
     started: float, prefix: str, cache: str, *, seq_length: int, seed: int, micro_batch: int
 ) -> Answer:
-    """From the start of this process to the first batch of a torch DataLoader."""
+    """Return the time from process start to the first batch of a torch DataLoader."""
     import torch
 
     _dataset_imports()
@@ -115,7 +115,7 @@ def first_batch(
 
 
 class _Tokenizer:
-    """What a dataset asks of a tokenizer; the corpus has its tokens already."""
+    """The tokenizer's attributes that a dataset reads; the corpus has its tokens already."""
 
     vocab_size = 50257
     eod = 50256
@@ -153,7 +153,7 @@ def _dataset(prefix: str, cache: str, seq_length: int, seed: int) -> Any:
 
 
 def preprocess(words: list[str]) -> None:
-    """Tokenize a .jsonl with its key `text`, documents ended by the tokenizer's token."""
+    """Tokenize the key `text` of a .jsonl, with the tokenizer's token after each document."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer", required=True, help="folder that AutoTokenizer reads")
     parser.add_argument("--input", required=True)

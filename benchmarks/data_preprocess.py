@@ -45,7 +45,7 @@ _MB = "MB"
 
 
 class Material(NamedTuple):
-    """What is preprocessed, and with which files."""
+    """The text to preprocess, and the tokenizer files."""
 
     documents: Path  # JSON lines
     one_document: Path
@@ -56,21 +56,19 @@ class Material(NamedTuple):
 
     @property
     def gpt2_flags(self) -> list[str]:
-        """The flags of GPT2BPETokenizer."""
+        """Return the flags of GPT2BPETokenizer."""
         files = ("--vocab-file", str(self.vocab_file), "--merge-file", str(self.merge_file))
         return ["--tokenizer-type", "GPT2BPETokenizer", *files]
 
     @property
     def json_flags(self) -> list[str]:
-        """The flags of a tokenizer.json."""
+        """Return the flags of a tokenizer.json."""
         path = str(self.tokenizer_json)
         return ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", path]
 
 
 def preprocess(setting: Setting) -> Section:
-    """Return text to .bin/.idx with every encoder that is there, beside the peer and bare
-    libraries.
-    """
+    """Measure text to .bin/.idx with every installed encoder, the peer and the libraries."""
     material = _material(setting)
     section = Section(
         "preprocess",
@@ -83,7 +81,7 @@ def preprocess(setting: Setting) -> Section:
 
 
 def _tools(setting: Setting, material: Material, section: Section) -> None:
-    """Whole programs, each in a process tree of its own."""
+    """Measure whole programs, each in its own process tree."""
     encoders = ["auto", *(name for name in _ENCODERS if importlib.util.find_spec(name))]
     section.notes += [f"{name} is not installed" for name in _ENCODERS if name not in encoders]
     commands = {
@@ -119,7 +117,7 @@ def _tools(setting: Setting, material: Material, section: Section) -> None:
 
 
 def _one_process(setting: Setting, material: Material, section: Section) -> None:
-    """The tool and the libraries, imports done; each turn a new process, so no cache is warm."""
+    """Measure the tool and the libraries after imports, each turn in a new process."""
     documents = str(material.documents)
     words = ["--input", documents, "--append-eod", "--overwrite"]
     words += ["--output-prefix", str(setting.folder / "one-process")]
@@ -179,7 +177,7 @@ def _peer_command(setting: Setting, material: Material, documents: Path, prefix:
 
 
 def _run(command: list[str]) -> Answer:
-    """Return seconds and peak memory of a process and all that it waited for."""
+    """Return seconds and peak memory of a process and its children."""
     started = time.perf_counter()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -264,7 +262,7 @@ def _material(setting: Setting) -> Material:
 
 
 def _documents(sources: list[Path]) -> Iterator[str]:
-    """Documents of the files; paragraphs of a .txt are joined to stretches of a few KB."""
+    """Yield the documents of the files; .txt paragraphs are joined to a few KB each."""
     for path in sources:
         found = (text for _, text in texts([path], "text", TextRule("paragraphs")))
         if not is_text(path):

@@ -39,19 +39,19 @@ _FIRST_PASSES = 3
 
 
 class Setting(NamedTuple):
-    """The flags, and what several sections share."""
+    """The flags, and values that several sections share."""
 
     flags: argparse.Namespace
     folder: Path
     our_python: str
 
     def ours(self) -> Worker:
-        """Return a fresh process of ours."""
+        """Start a process of our library."""
         return Worker(self.our_python, OURS)
 
     @contextmanager
     def peer(self) -> Iterator[Worker | None]:
-        """A fresh process of the peer, where there is one."""
+        """Start a process of the peer, if it is installed."""
         if self.flags.peer_python is None:
             yield None
             return
@@ -59,14 +59,14 @@ class Setting(NamedTuple):
             yield worker
 
     def cache(self, whose: str) -> str:
-        """Return a folder for the sample indices of one of the two."""
+        """Return the folder of sample indices of one of the two."""
         folder = self.folder / f"index-{whose}"
         folder.mkdir(exist_ok=True)
         return str(folder)
 
 
 def samples(setting: Setting) -> Section:
-    """GPT samples in random order from one corpus, read one by one."""
+    """Measure GPT samples in random order from one corpus, read one by one."""
     flags = setting.flags
     prefix = corpus(setting)
     section = Section(
@@ -115,7 +115,7 @@ def samples(setting: Setting) -> Section:
 
 
 def blending(setting: Setting) -> Section:
-    """Return the order of a blend, built in a process of its own each time."""
+    """Measure the order of a blend, built in a new process each time."""
     flags = setting.flags
     section = Section("blending", f"the order of {flags.samples:,} samples of 10 and of 50 sets")
     for sets, wanted in ((10, 2.0), (50, 4.0)):
@@ -144,7 +144,7 @@ def blending(setting: Setting) -> Section:
 
 
 def sample_index(setting: Setting) -> Section:
-    """Return where each sample starts, over many short documents in random order."""
+    """Measure the index of samples over many short documents in random order."""
     flags = setting.flags
     section = Section(
         "sample-index", f"{flags.index_documents:,} documents with {flags.tokens:,} tokens"
@@ -180,7 +180,7 @@ def sample_index(setting: Setting) -> Section:
 
 
 def first_batch(setting: Setting) -> Section:
-    """From the start of a process to its first batch, with the index of samples on disk."""
+    """Measure process start to first batch, with the index of samples on disk."""
     flags = setting.flags
     section = Section(
         "first-batch",
@@ -219,8 +219,9 @@ def first_batch(setting: Setting) -> Section:
 
 
 def corpus(setting: Setting) -> str:
-    """Return a corpus of random tokens in documents of very different lengths, made once
-    per folder.
+    """Return a corpus of random tokens in documents of very different lengths.
+
+    It is made once per folder.
     """
     flags = setting.flags
     prefix = str(setting.folder / f"tokens-{flags.tokens}-{flags.documents}")
@@ -242,7 +243,7 @@ def corpus(setting: Setting) -> str:
 
 
 def document_sizes(documents: int, tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int32]:
-    """int32 lengths of 1 or more that add up to `tokens`; most are short, a few very long."""
+    """Return int32 lengths >= 1 that add up to `tokens`; most are short, a few very long."""
     shares = rng.exponential(size=documents)
     sizes = np.empty(documents, np.int32)
     sizes[:] = 1 + np.floor(shares * ((tokens - documents) / shares.sum()))
@@ -253,7 +254,7 @@ def document_sizes(documents: int, tokens: int, rng: np.random.Generator) -> npt
 def in_fresh(
     make: Callable[[], AbstractContextManager[Worker | None]], ask: Callable[[Worker], Answer]
 ) -> Turn:
-    """Return a turn that asks a process of its own, as `make` starts it."""
+    """Return a turn that runs `ask` in a new process, which `make` starts."""
 
     def turn() -> Answer:
         with make() as worker:
@@ -266,9 +267,7 @@ def in_fresh(
 def _first_touch(
     ours: Worker, open_ours: Callable[..., Answer], shape: dict[str, object], total: int
 ) -> list[Row]:
-    """Return one pass over every sample of a corpus that was just opened, with and without
-    checks.
-    """
+    """Measure a pass over every sample of a newly opened corpus, with and without checks."""
 
     def all_of(integrity: str) -> Answer:
         open_ours(name="fresh", integrity=integrity, mapped=False, **shape)
@@ -287,7 +286,7 @@ def _first_touch(
 
 
 def _reader(job: str, name: str, worker: Worker, count: int, total: int) -> Turn:
-    """Read on from where the last turn ended."""
+    """Return a turn that reads on from the end of the previous turn."""
     turn = 0
 
     def read() -> Answer:

@@ -18,7 +18,7 @@ _SHORTEST_SECONDS = 1e-5  # what takes less gives no rate
 
 @dataclass
 class Row:
-    """What one contestant did: `amount` of `unit` in each turn."""
+    """The turns of one contestant: `amount` of `unit` in each turn."""
 
     who: str
     amount: float
@@ -30,13 +30,13 @@ class Row:
 
     @property
     def per_cpu_second(self) -> float:
-        """Units per CPU second."""
+        """Return the units per CPU second."""
         return self.amount / max(self.cpu, 1e-9)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One number that was asked for; `found` is None where it was not measured."""
+    """One target of a measurement; `found` is None where it was not measured."""
 
     what: str
     found: float | None
@@ -45,7 +45,7 @@ class Target:
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is reached; None where that is not known."""
+        """Return whether the target is reached; None where it was not measured."""
         if self.found is None:
             return None
         if self.at_least is not None:
@@ -55,7 +55,7 @@ class Target:
 
 @dataclass
 class Section:
-    """One table with its targets and what has to be known to read it."""
+    """One table with its targets and the notes needed to read it."""
 
     name: str
     says: str
@@ -67,7 +67,7 @@ class Section:
 def take_turns(
     contestants: Mapping[str, Turn], *, repeats: int, amount: float, unit: str, fresh: bool = False
 ) -> list[Row]:
-    """Let all do their turn, `repeats` times over; every other time in the opposite order.
+    """Run all contestants `repeats` times, every other time in reverse order.
 
     `fresh` says that each turn is a process of its own, so that its peak memory means something.
     """
@@ -84,21 +84,19 @@ def take_turns(
 
 
 def ratio(one: Row | None, other: Row | None, key: str = "cpu") -> float | None:
-    """Return how many times the seconds of `other` those of `one` are: median over
-    neighbouring turns.
-    """
+    """Return the median ratio of the seconds of `one` to those of `other`, turn by turn."""
     if one is None or other is None:
         return None
     return float(median(a[key] / max(b[key], 1e-9) for a, b in zip(one.turns, other.turns)))
 
 
 def row_of(rows: list[Row], who: str) -> Row | None:
-    """Return the row of `who`, if it took part."""
+    """Return the row of `who`, if there is one."""
     return next((row for row in rows if row.who == who), None)
 
 
 def require_equal(what: str, ours: object, theirs: object) -> None:
-    """Refuse to compare how fast two different things are done."""
+    """Raise an error unless both contestants computed the same."""
     if ours != theirs:
         raise NumericsError(
             f"ours and the peer's differ: {what}",
@@ -108,7 +106,7 @@ def require_equal(what: str, ours: object, theirs: object) -> None:
 
 
 def table(section: Section) -> str:
-    """Return the section for people."""
+    """Return the section as a table."""
     lines = [f"== {section.name}: {section.says}"]
     if section.rows:
         width = max(len(row.who) for row in section.rows)

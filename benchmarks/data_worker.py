@@ -24,7 +24,7 @@ _DIGEST_AT_A_TIME = 1 << 22
 
 
 class Clock:
-    """Measures a `with` block; `answer()` is what a job returns."""
+    """Measures a `with` block; `answer()` returns the result of a job."""
 
     def __enter__(self) -> "Clock":
         self._peak = _peak_mb()
@@ -37,7 +37,7 @@ class Clock:
         self.peak_mb = _peak_mb() - self._peak
 
     def answer(self, **more: Any) -> Answer:
-        """Return the measured numbers, and whatever else the job has to say."""
+        """Return the measured numbers, and the other results of the job."""
         return {"wall": self.wall, "cpu": self.cpu, "peak_mb": self.peak_mb, **more}
 
 
@@ -46,7 +46,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process of `python script`, asked one job at a time; ended with its `with` block.
+    """A process of `python script` that runs one job at a time, until its `with` block ends.
 
     It sees none of the PYTHON* variables of this process, so that the peers' packages and ours
     cannot be mixed up.
@@ -76,7 +76,7 @@ class Worker:
                 self._process.kill()
 
     def ask(self, job: str, **arguments: Any) -> Answer:
-        """Return the answer of `job`; WorkerError carries the traceback of a job that failed."""
+        """Return the answer of `job`; WorkerError has the traceback of a job that failed."""
         assert self._process.stdin is not None  # noqa: S101  # invariant: pipes
         assert self._process.stdout is not None  # noqa: S101  # invariant: pipes
         try:
@@ -94,7 +94,7 @@ class Worker:
 
 
 def serve(jobs: Mapping[str, Callable[..., Answer]]) -> None:
-    """Do the jobs that standard input asks for, until it ends."""
+    """Run the jobs read from standard input, until it ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for line in sys.stdin:
@@ -108,9 +108,7 @@ def serve(jobs: Mapping[str, Callable[..., Answer]]) -> None:
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """Return a digest of the numbers in some arrays, whatever their type; equal where the
-    numbers are.
-    """
+    """Return a digest of the numbers in some arrays, independent of their dtype."""
     import numpy as np  # not for those who only ask
 
     digest = hashlib.sha256()

@@ -27,14 +27,14 @@ _STEPS = 3  # the optimizer's state is there after the first; buckets are reused
 
 
 class Measured(NamedTuple):
-    """One depth: what the fullest rank needed, and how many parameters the whole model has."""
+    """One depth: the memory of the fullest rank, and the parameters of the whole model."""
 
     parameters: int
     peak_bytes: int
 
 
 def bytes_per_parameter(stage: str, replicas: int) -> float:
-    """Return what a rank holds of each parameter in half precision with fp32 gradients, under Adam.
+    """Return a rank's bytes per half-precision parameter with fp32 gradients, under Adam.
 
     2 bytes of weight, 4 of gradient, 12 of optimizer (an fp32 copy and two moments), each divided
     by the replicas from the stage on that shares it out (Rajbhandari et al. 2020, arXiv 1910.02054,
@@ -51,7 +51,7 @@ def bytes_per_parameter(stage: str, replicas: int) -> float:
 
 
 def peak_per_parameter(stage: str, replicas: int) -> float:
-    """Return the most that a rank needs at any moment with gloo, which works on copies of its own.
+    """Return a rank's peak bytes per parameter with gloo, which copies what it sends.
 
     After a step DeepSpeed gathers all weights in one call, of which gloo holds a copy meanwhile: 2
     bytes more. At stage 2 the gradients are gone by then. The native distributed optimizer starts
@@ -68,7 +68,7 @@ def peak_per_parameter(stage: str, replicas: int) -> float:
 
 
 def slope(shallow: Measured, deep: Measured) -> float:
-    """Return bytes that each further parameter costs."""
+    """Return the bytes that each further parameter costs."""
     more = deep.parameters - shallow.parameters
     if more <= 0:
         raise ValueError(f"the deep model has no more parameters than the shallow one: {more}")
@@ -76,7 +76,7 @@ def slope(shallow: Measured, deep: Measured) -> float:
 
 
 def high_water_mark(status: str) -> int:
-    """Return bytes of VmHWM in the text of /proc/self/status."""
+    """Return the bytes of VmHWM in the text of /proc/self/status."""
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     name, number, unit = line.split()
     if unit != "kB":
@@ -85,9 +85,7 @@ def high_water_mark(status: str) -> int:
 
 
 def zero_json(stage: str) -> dict[str, Any]:
-    """Return a file for DeepSpeed in which nothing is kept that need not be, and buckets
-    are small.
-    """
+    """Return DeepSpeed's JSON with small buckets and few parameters kept in memory."""
     small = 1_000_000
     zero: dict[str, Any] = {
         "stage": int(stage),
@@ -106,7 +104,7 @@ def zero_json(stage: str) -> dict[str, Any]:
 
 
 def flags_of(stage: str, *, layers: int, hidden: int, json_file: Path) -> list[str]:
-    """Return the flags of a run; `json_file` is written where the stage needs one."""
+    """Return the flags of a run; writes `json_file` where the stage needs one."""
     flags = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 8 --bf16 "
         f"--seq-length {_TOKENS} --micro-batch-size 1 --lr 1e-4 --device cpu --log-level warning "
@@ -123,7 +121,7 @@ def flags_of(stage: str, *, layers: int, hidden: int, json_file: Path) -> list[s
 
 
 def measure(stage: str, *, ranks: int, layers: int, hidden: int, within_s: float) -> Measured:
-    """Train a few steps on fresh processes; the fullest of them counts."""
+    """Train a few steps in new processes; return the result of the fullest one."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         flags = flags_of(stage, layers=layers, hidden=hidden, json_file=place / "ds.json")
@@ -143,7 +141,7 @@ def measure(stage: str, *, ranks: int, layers: int, hidden: int, within_s: float
 
 
 def work(folder: str, flags: Sequence[str]) -> None:
-    """One rank: a few steps, then its high-water mark into a file."""
+    """Train a few steps as one rank, then write its high-water mark to a file."""
     import torch
 
     from megatron.arguments import parse_args
@@ -173,7 +171,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was measured, for people."""
+    """Return the results as a table."""
     lines = [f"{'stage':32}{'replicas':>9}{'held':>7}{'peak':>7}{'measured':>10}{'off by':>8}"]
     lines += [
         f"{row['stage']:32}{row['replicas']:9d}{row['held']:7.2f}{row['peak']:7.2f}"
@@ -184,7 +182,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every stage that was asked for; 1 if one is off by more than the tolerance."""
+    """Measure the chosen stages; return 1 if one is off by more than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])

@@ -40,7 +40,7 @@ WHERE_OPTIONS_END = "--"
 
 @dataclass(frozen=True)
 class Training:
-    """One model to train, and how long that may take."""
+    """One model to train, and the time limit."""
 
     preset: str
     micro_batch: int  # sized for 80 GB; the optimizer's state is 16 bytes per parameter
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_suite(peak_tflops: float | None) -> dict[str, Any]:
-    """Return the whole report; every part that yields nothing is named under `not_measured`."""
+    """Return the whole report; parts without a result are named under `not_measured`."""
     parts = ["tests/gpu", *(f"training {one.preset}" for one in TRAININGS)]
     report: dict[str, Any] = {
         "benchmark": "gpu_suite",
@@ -102,7 +102,7 @@ def run_suite(peak_tflops: float | None) -> dict[str, Any]:
 
 
 def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]:
-    """Train one preset in this process; `more` are flags of pretrain_gpt.py that win over it."""
+    """Train one preset in this process; `more` are flags that override it."""
     started = time.perf_counter()
     given = [
         *("--model-preset", flags.measure, "--micro-batch-size", str(flags.micro_batch)),
@@ -151,7 +151,7 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report for people."""
+    """Return the report as Markdown."""
     lines = [
         f"# GPU suite, {report['time']}",
         "",
@@ -203,7 +203,7 @@ def _training_lines(one: dict[str, Any]) -> list[str]:
 
 
 def _kernels(work: Workload, step_s: float) -> dict[str, Any]:
-    """Return where the device's time goes; on a CPU, by operator."""
+    """Return the device time by kernel; on a CPU, by operator."""
     on_gpu = device.current().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as seen:
@@ -258,7 +258,7 @@ def _run_tests() -> dict[str, Any]:
 
 
 def _measure_apart(one: Training, peak_tflops: float | None) -> dict[str, Any]:
-    """In a process of its own: peak memory is its own, and running out of it ends only that."""
+    """Measure in a new process, so that peak memory and out-of-memory errors are separate."""
     missing = {"part": f"training {one.preset}"}
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "measured.json"

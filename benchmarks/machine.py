@@ -10,7 +10,7 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """Processor, threads, versions, time and how busy the machine was."""
+    """Return processor, threads, versions, time and load of the machine."""
     name = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

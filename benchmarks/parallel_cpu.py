@@ -50,14 +50,14 @@ QUICK = Shape(layers=2, hidden=32, heads=2, seq_length=16, vocab=96, micro_batch
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that take steps together, each with its part of every batch."""
+    """Processes that take steps together, each on its part of every batch."""
 
     workers: tuple[Worker, ...]
     samples: int  # of a batch
     parameters: int
 
     def take(self, who: str, first: int, steps: int) -> Answer:
-        """Some steps of one contestant: the slowest rank's seconds, all ranks' CPU seconds."""
+        """Run some steps of a contestant; return the time of the slowest rank and all CPU time."""
         answers = self._ask("take", who=who, first=first, steps=steps)
         # The plain model's loss is that of its own samples, of which all ranks have equally many.
         losses = [sum(found) / len(answers) for found in zip(*(a["losses"] for a in answers))]
@@ -70,7 +70,7 @@ class Team:
         }
 
     def sent_bytes(self, who: str, first: int) -> float:
-        """Return what a rank has to send in one step, by what it hands to collectives, in rings."""
+        """Return the bytes a rank sends in one step, from its collectives, in rings."""
         calls = self._ask("count", who=who, first=first)[0]["calls"]
         return sum(ring_bytes(call["kind"], call["bytes"], call["ranks"]) for call in calls)
 
@@ -92,7 +92,7 @@ class Team:
 
 
 def ring_bytes(kind: str, whole: float, ranks: int) -> float:
-    """Return what each rank sends to do a collective over `whole` bytes in a ring.
+    """Return the bytes each rank sends in a ring collective over `whole` bytes.
 
     Patarasuk and Yuan 2009 (J. Parallel Distrib. Comput. 69): reduce-scatter and all-gather move
     (n-1)/n of the whole each, and an all-reduce is one after the other.
@@ -160,7 +160,7 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
 
 
 def _environment(rank: int, size: int, port: str) -> dict[str, str]:
-    """Who a rank is, as a launcher says it."""
+    """Return the environment variables of a rank, as a launcher sets them."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -177,7 +177,7 @@ def _free_port() -> int:
 
 
 def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Return all contestants in turns, after one turn each that is not counted."""
+    """Return all contestants in turns, after one uncounted turn each."""
     teams = {ALONE: alone, PLAIN_ALONE: alone, DDP: ranks, **dict.fromkeys(OURS, ranks)}
     taken = dict.fromkeys(teams, 0)
 
@@ -210,16 +210,14 @@ def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) 
 
 
 def _beside(rows: list[Row], who: str) -> float:
-    """Return our efficiency over DDP's: median over rounds, in each of which all four took
-    a turn.
-    """
+    """Return our efficiency over DDP's: the median over rounds of all four contestants."""
     by_name = {row.who: [turn["wall"] for turn in row.turns] for row in rows}
     turns = zip(*(by_name[name] for name in (ALONE, who, PLAIN_ALONE, DDP)))
     return float(median((ours / spread) / (plain / ddp) for ours, spread, plain, ddp in turns))
 
 
 def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
-    """All train the same; overlapping changes no bit."""
+    """Check that all train the same, and that overlapping changes no bit."""
     seen = {}
     for row in rows:
         answers = [warm[row.who], *row.turns]
@@ -241,9 +239,7 @@ def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
 
 
 def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return bytes that a rank sends in a step: as counted, by the formula, and seen on the
-    loopback.
-    """
+    """Return bytes sent per rank and step: counted, by formula, and on the loopback device."""
     whole = ranks.parameters * BYTES
     found = {}
     for row in rows:
@@ -258,7 +254,7 @@ def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]
 
 
 def shown(report: Mapping[str, Any], rows: list[Row]) -> str:
-    """Return the report for people."""
+    """Return the report as text."""
     host = report["machine"]
     section = Section(
         "data parallelism",

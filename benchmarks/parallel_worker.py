@@ -32,7 +32,7 @@ LOOPBACK = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class Contestant:
-    """What one step of it is, on this rank's part of a batch, and what ends a turn."""
+    """The function of one step on this rank's part of a batch, and the end of a turn."""
 
     step: Callable[[Tensor], tuple[float, float]]
     settle: Callable[[], object]
@@ -51,7 +51,7 @@ def join(
     ours: dict[str, list[str]],
     plain: str,
 ) -> Answer:
-    """Meet the other ranks, which the environment names, and build all contestants.
+    """Join the other ranks named by the environment, and build all contestants.
 
     All have the same weights. `shape.micro_batch` is that of this rank. `ours` are names and flags
     on top; `plain` is the name of the peer.
@@ -73,7 +73,7 @@ def join(
 
 
 def take(who: str, first: int, steps: int, samples: int, start: int, stop: int) -> Answer:
-    """Take some steps: of the batches `first`.. of `samples` this rank has [start, stop)."""
+    """Take some steps: batches from `first` on, of which this rank has samples [start, stop)."""
     texts = [_text(number, samples)[start:stop] for number in range(first, first + steps)]
     contestant = _CONTESTANTS[who]
     barrier(_WORLD[0])
@@ -90,7 +90,7 @@ def take(who: str, first: int, steps: int, samples: int, start: int, stop: int) 
 
 
 def count(who: str, first: int, samples: int, start: int, stop: int) -> Answer:
-    """Take one step, and say what this rank hands to each kind of collective in it."""
+    """Take one step, and return the bytes this rank passes to each kind of collective."""
     with _counted() as found:
         take(who, first, 1, samples, start, stop)
     return {"calls": found}
@@ -113,7 +113,7 @@ def _ours(run: Workload) -> Contestant:
 
 
 def _text(number: int, samples: int) -> Tensor:
-    """Batch `number` of random tokens, [samples, s + 1]; the same on all ranks."""
+    """Return batch `number` of random tokens, [samples, s + 1]; the same on all ranks."""
     generator = torch.Generator().manual_seed(number)
     shape = _SHAPE[0]
     return torch.randint(0, shape.vocab - 1, (samples, shape.seq_length + 1), generator=generator)
@@ -121,7 +121,7 @@ def _text(number: int, samples: int) -> Tensor:
 
 @contextmanager
 def _counted() -> Iterator[list[dict[str, Any]]]:
-    """Every reduction and gather of tensors: its kind, its ranks, and bytes of the whole tensor."""
+    """Record every reduction and gather of tensors: kind, ranks, bytes of the whole tensor."""
     found: list[dict[str, Any]] = []
 
     def counted(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def _counted() -> Iterator[list[dict[str, Any]]]:
 
 
 def _loopback_bytes() -> int:
-    """Return bytes that went over the loopback device since the machine started, of everybody."""
+    """Return the bytes sent over the loopback device since boot, by all processes."""
     for line in LOOPBACK.read_text().splitlines() if LOOPBACK.exists() else []:
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":

@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
     @property
     def theory(self) -> float:
-        """The share of a step in which a stage waits."""
+        """Return the share of a step in which a stage waits."""
         return bubble_share(
             self.schedule,
             num_stages=self.stages,
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one stage saw of its fastest step."""
+    """Times of one stage in its fastest step."""
 
     step_s: float  # from a barrier to the next
     work_s: float  # in which it computed, that is slept
@@ -70,7 +70,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class _Sleeper:
-    """Stands for the layers of a stage: sleeps, and counts for how long."""
+    """A stand-in for the layers of a stage: sleeps, and counts for how long."""
 
     unit_s: float  # of forward, input gradient and weight gradient of one chunk each
     weights_wait: bool = False  # whether the backward pass is that of the input alone
@@ -115,7 +115,7 @@ _SLEEP: Callable[[Tensor, _Sleeper], Tensor] = _Sleep.apply
 
 @dataclass
 class _Queue(WeightGradients):
-    """A queue of weight gradients that are sleep."""
+    """A queue of weight gradients that are sleeps."""
 
     sleeper: _Sleeper
     keys: list[Hashable] = field(default_factory=list)
@@ -166,7 +166,7 @@ def row(case: Case, stages: Sequence[Measured], *, unit_s: float) -> str:
 
 
 def measure(case: Case, *, unit_s: float, steps: int) -> list[Measured]:
-    """Run a case on as many processes as it has stages; of every stage its fastest step."""
+    """Run a case on one process per stage; return the fastest step of every stage."""
     start = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Bf16Style(StrEnum):
-    """Two good ways to train in bfloat16; the first was no slower, and is compared with."""
+    """Two common ways to train in bfloat16; comparisons use the first, which was no slower."""
 
     MASTERS = "masters"  # bf16 weights; AdamW works on an fp32 copy, as in Megatron
     AUTOCAST = "autocast"  # fp32 weights, cast by torch.autocast where they are multiplied
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one batch."""
+        """Return the number of tokens of one batch."""
         return self.micro_batch * self.seq_length
 
 
@@ -61,7 +61,7 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(shape.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, v] of [b, s] tokens."""
+        """Return the logits [b, s, v] of [b, s] tokens."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.word(tokens) + self.position(places)
         for block in self.blocks:
@@ -70,7 +70,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainTrainer:
-    """Forward, backward, clipping and AdamW of a `PlainGPT`: one call is one step."""
+    """Forward, backward, clipping and AdamW of a `PlainGPT`; one call is one step."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PlainTrainer:
         )
 
     def step(self, text: Tensor) -> tuple[float, float]:
-        """Return one optimizer step on [b, s + 1] tokens: its loss, and its gradient's norm."""
+        """Do one optimizer step on [b, s + 1] tokens; return its loss and gradient norm."""
         context = (
             torch.autocast(text.device.type, dtype=torch.bfloat16)
             if self._autocast
@@ -129,7 +129,7 @@ class PlainTrainer:
 
 @torch.no_grad()
 def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Shape) -> None:
-    """Give `plain` the values of our named parameters, of which every one must find its place.
+    """Copy our named parameters to `plain`; every one must have a counterpart.
 
     Our query/key/value rows stand head by head, [q k v] each; here all q, then all k, then all v.
     """
@@ -151,7 +151,7 @@ def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Sha
 
 
 class _Block(nn.Module):
-    """Names are ours, so that weights find their places."""
+    """A block with our parameter names, so that weights can be copied by name."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ RECIPE = Recipe()
 
 @dataclass
 class Contestant:
-    """One of the two: what a step of it is, and what was seen."""
+    """One of the two: the function of a step, and its measurements."""
 
     name: str
     step: Callable[[Tensor], tuple[float, float]]
@@ -60,7 +60,7 @@ class Contestant:
     norms: list[float] = field(default_factory=list)
 
     def take(self, text: Tensor) -> None:
-        """Do one step under the clock; CPU seconds are those of all threads."""
+        """Do one step and measure it; CPU seconds are those of all threads."""
         wall, cpu = time.perf_counter(), time.process_time()
         loss, norm = self.step(text)
         self.seconds.append(time.perf_counter() - wall)
@@ -71,7 +71,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Score:
-    """What one contestant did, warm-up left out."""
+    """The measurements of one contestant, without warm-up."""
 
     tokens_per_second: float
     share_of_matmul_peak: float
@@ -154,7 +154,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report for people."""
+    """Return the report as a table."""
     machine, shape = report["machine"], report["shape"]
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
@@ -183,7 +183,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def check_equal_work(dtype: str, ours: Contestant, plain: Contestant) -> None:
-    """A comparison of speed is worth nothing unless both compute the same."""
+    """Check that both compute the same, so that their speeds can be compared."""
     for what, mine, theirs, tolerance in (
         ("first loss", ours.losses[0], plain.losses[0], TOLERANCE[dtype]),
         ("first gradient norm", ours.norms[0], plain.norms[0], NORM_TOLERANCE[dtype]),

@@ -30,7 +30,7 @@ from pretrain_gpt import gpt_task
 
 @dataclass(frozen=True)
 class Workload:
-    """An engine ready to train, and what it was built from."""
+    """An engine ready to train, with its configuration."""
 
     flags: tuple[str, ...]
     config: RunConfig
@@ -40,18 +40,18 @@ class Workload:
 
     @property
     def flops_per_token(self) -> int:
-        """Model FLOPs of one token, forward and backward, by `FLOPS_CONVENTION`."""
+        """Return model FLOPs of one token, forward and backward, by `FLOPS_CONVENTION`."""
         return flops_per_token(
             self.config.model, self.build.vocab.padded, self.config.data.seq_length
         )
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one micro-batch, which is also one step."""
+        """Number of tokens of one micro-batch, which is also one step."""
         return self.config.training.micro_batch_size * self.config.data.seq_length
 
     def step(self, text: Tensor) -> StepReport:
-        """Return one optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
+        """Do one optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
         plan = StepPlan(
             num_microbatches=1,
             global_batch_size=text.shape[0] * self.build.ctx.dp.size,
@@ -62,13 +62,13 @@ class Workload:
         return self.engine.train_step(iter([{"text": text}]), plan)
 
     def tokens(self, seed: int) -> Tensor:
-        """Random token ids [b, s + 1] on the CPU, where a data loader would have put them."""
+        """Return random token ids [b, s + 1] on the CPU, where a data loader puts them."""
         size = (self.config.training.micro_batch_size, self.config.data.seq_length + 1)
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, self.build.vocab.true, size, generator=generator)
 
     def beside(self, *flags: str) -> "Workload":
-        """Return a second engine in the same processes, with flags on top that change no group."""
+        """Return a second engine in the same processes, with more flags that change no group."""
         config = parse_args([*self.flags, *flags])
         return replace(self, config=config, engine=_engine(config, self.build, self.tokenizer))
 
@@ -98,7 +98,7 @@ def _engine(config: RunConfig, build: ModelBuild, tokenizer: Tokenizer) -> Nativ
 
 
 def matmul_peak_tflops(dtype: torch.dtype, sizes: Sequence[int], *, repeats: int = 5) -> float:
-    """Return the fastest square matrix product seen on the current device, in TFLOP/s."""
+    """Return the fastest rate of a square matrix product on the device, in TFLOP/s."""
     best = 0.0
     for size in sizes:
         left, right = (torch.randn(size, size, device=device.current()).to(dtype) for _ in range(2))

@@ -36,7 +36,7 @@ _NOTHING = 1e-30  # a learning rate that changes no weight
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """A BERT, and how it is pretrained."""
+    """The shape of a BERT, and the recipe of its pretraining."""
 
     vocab_size: int = 8192
     layers: int = 4
@@ -53,7 +53,7 @@ class Pretraining:
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """How one task is fine-tuned, and with which seeds."""
+    """The recipe of one task's fine-tuning, and its seeds."""
 
     task: str
     epochs: int
@@ -77,7 +77,7 @@ REVIEWS = FineTuning(task="SST-2", epochs=3, lr=5e-4, seq_length=64, seeds=(1,))
 
 
 def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) -> None:
-    """Documents (JSON lines) to a WordPiece, to sentences, to a BERT; and one that saw nothing."""
+    """Make WordPiece, corpus and BERT from JSON lines, and a BERT with random weights."""
     vocab, prefix = steps.folder / "wordpiece" / "vocab.txt", steps.folder / "books"
     steps.run(
         "a WordPiece vocabulary",
@@ -124,7 +124,7 @@ def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) 
 def finetune(
     steps: Steps, start: str, sides: Sides, recipe: FineTuning, model: Pretraining
 ) -> list[Path]:
-    """Fine-tune one of the two BERTs on one rank: the predictions of each seed.
+    """Fine-tune one of the two BERTs on one rank; return the predictions of each seed.
 
     The best epoch is chosen by `sides.valid`; its model then answers `sides.test`, once.
     """
@@ -154,7 +154,7 @@ def finetune(
 def answers_of(
     steps: Steps, sides: Sides, recipe: FineTuning, model: Pretraining
 ) -> dict[str, list[list[str]]]:
-    """Return what both answer after fine-tuning, by seed."""
+    """Return the answers of both BERTs after fine-tuning, by seed."""
     return {
         start: [predicted(path) for path in finetune(steps, start, sides, recipe, model)]
         for start in (PRETRAINED, INITIAL)
@@ -162,19 +162,19 @@ def answers_of(
 
 
 def predicted(path: Path) -> list[str]:
-    """Return what a file of `--predictions` decides, in the order of the examples."""
+    """Return the decisions in a file of `--predictions`, in the order of the examples."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         return [row["prediction"] for row in rows]
 
 
 def folder_of(steps: Steps, start: str) -> Path:
-    """Return the checkpoints of one of the two models to begin with."""
+    """Return the checkpoint folder from which one of the two models starts."""
     return steps.folder / start.replace(" ", "-")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do every step that is not done yet, then print what came out."""
+    """Run the steps that are not done yet, then print the results."""
     flags = _parser().parse_args(argv)
     steps, model = Steps(flags.out), Pretraining(iterations=flags.iterations)
     documents = flags.out / "books.jsonl"

@@ -45,7 +45,7 @@ OURS, PLAIN, TRANSFORMERS = "tasks.main", "plain loop", "plain loop, transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """A GPT, and how it is pretrained."""
+    """The shape of a GPT, and the recipe of its pretraining."""
 
     vocab_size: int = 2000  # no multiple of anything: the padding must not be counted
     layers: int = 4
@@ -60,7 +60,7 @@ class Pretraining:
 
 
 class Found(NamedTuple):
-    """What one way of scoring says of the model."""
+    """The scores of the model by one method."""
 
     loss: float  # nats per token of the text
     tokens: int
@@ -72,7 +72,7 @@ class Found(NamedTuple):
 
 
 def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) -> None:
-    """Documents (JSON lines) to a byte-level BPE, to tokens, to a GPT, to a Hugging Face folder."""
+    """Make byte-level BPE, corpus, GPT and a Hugging Face folder from JSON lines."""
     bpe, prefix = steps.folder / "bpe", steps.folder / "text"
     files = ("--vocab-file", bpe / "vocab.json", "--merge-file", bpe / "merges.txt")
     steps.run(
@@ -122,7 +122,7 @@ def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) 
 
 
 def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
-    """Return what WIKITEXT103 and LAMBADA say, as commands."""
+    """Return the scores of the WIKITEXT103 and LAMBADA commands."""
     said: dict[str, dict[str, Any]] = {}
     jobs = {
         "WIKITEXT103": ("WIKITEXT103", "--valid-data", text, "--overlapping-eval", step),
@@ -153,7 +153,7 @@ def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
 def by_loops(
     logits: Logits, encode: Encode, text: Path, passages: Path, *, length: int, step: int
 ) -> Found:
-    """Return the same by plain loops over a model's logits."""
+    """Return the same scores by plain loops over a model's logits."""
     raw, endings = read_text(text), read_passages([str(passages)])
     tokens = encode(wikitext(raw))
     found = plain_loss(logits, tokens, length=length, step=step)
@@ -174,13 +174,13 @@ def by_loops(
 
 
 def encoder(folder: Path) -> Encode:
-    """Return what `tokenizers` itself makes of a text by the trained tokenizer.json."""
+    """Return the encoder of `tokenizers` itself, by the trained tokenizer.json."""
     trained = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda text: list(trained.encode(text).ids)
 
 
 def check_equal(found: dict[str, Found]) -> None:
-    """Raise NumericsError unless all ways say the same as the first one."""
+    """Raise NumericsError unless all methods agree with the first one."""
     (first, ours), *others = found.items()
     for name, other in others:
         same = ours.tokens == other.tokens and ours.passages == other.passages
@@ -198,7 +198,7 @@ def check_equal(found: dict[str, Found]) -> None:
 
 
 def table(found: dict[str, Found]) -> Iterator[str]:
-    """Yield a table of Markdown."""
+    """Yield the lines of a table in Markdown."""
     yield "| scored by | tokens | perplexity | per word (adjusted) | last token | last word |"
     yield "|---|---|---|---|---|---|"
     for name, one in found.items():
@@ -213,7 +213,7 @@ def table(found: dict[str, Found]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do every step that is not done yet, score in every way, and compare."""
+    """Run the steps that are not done yet, score by every method, and compare."""
     flags = _parser().parse_args(argv)
     steps, recipe = Steps(flags.out), Pretraining(iterations=flags.iterations)
     documents = flags.out / "text.jsonl"
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def scored(
     steps: Steps, text: Path, passages: Path, recipe: Pretraining, *, step: int
 ) -> dict[str, Found]:
-    """Return what every way says of the trained model; the tasks first."""
+    """Return the scores of the trained model by every method, tasks first."""
     found = {OURS: by_tasks(steps, text, passages, step=step)}
     models: dict[str, Callable[[], Logits]] = {
         PLAIN: lambda: plain_gpt(steps.folder / "gpt", seq_length=recipe.seq_length)

@@ -18,7 +18,7 @@ _INTERVAL = (2.5, 97.5)
 
 
 class Answers(NamedTuple):
-    """One way of answering, by seed."""
+    """The answers of one method, by seed."""
 
     accuracies: list[float]
     mean: float
@@ -26,7 +26,7 @@ class Answers(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Several ways of answering the same examples."""
+    """The scores of several methods on the same examples."""
 
     examples: int
     sources: int  # that the examples are of
@@ -41,7 +41,7 @@ def judge(
     answers: Mapping[str, Sequence[Sequence[str]]],
     sources: Sequence[str],
 ) -> Judgement:
-    """Compare the answers of each way, one list for each seed, with the true labels.
+    """Compare the answers of each method, one list for each seed, with the true labels.
 
     Args:
         sources: of each example what it is about; examples of one source are drawn together.
@@ -74,7 +74,7 @@ def judge(
 
 
 def bag_of_words(texts: Sequence[str], labels: Sequence[str], unseen: Sequence[str]) -> list[str]:
-    """Labels of unseen texts by logistic regression on the words and pairs of words they have."""
+    """Label unseen texts by logistic regression on their words and pairs of words."""
     text, linear, pipeline = (
         import_module(f"sklearn.{name}")
         for name in ("feature_extraction.text", "linear_model", "pipeline")
@@ -86,7 +86,7 @@ def bag_of_words(texts: Sequence[str], labels: Sequence[str], unseen: Sequence[s
 
 
 def judgement_lines(name: str, found: Judgement) -> Iterator[str]:
-    """Yield a table of Markdown."""
+    """Yield the lines of a table in Markdown."""
     yield (
         f"{name}: {found.examples} examples of {found.sources} sources; the largest class is "
         f"{100 * found.majority:.1f} %"

@@ -22,7 +22,7 @@ _END = re.compile(r"^\*\*\* ?END OF TH.*$", re.MULTILINE)
 
 
 class Parts(NamedTuple, Generic[Row]):
-    """Rows to train on, rows to choose the best epoch by, and rows to judge by."""
+    """Rows for training, for choosing the best epoch, and for testing."""
 
     train: list[Row]
     valid: list[Row]
@@ -30,7 +30,7 @@ class Parts(NamedTuple, Generic[Row]):
 
 
 def documents_of_book(text: str, *, keep_lines: bool = False) -> Iterator[str]:
-    """Stretches of a book of some pages each, without Project Gutenberg's words around it.
+    """Yield parts of a book of some pages each, without Project Gutenberg's header and footer.
 
     Args:
         keep_lines: leave the lines of a paragraph as they are, and a blank one between two.
@@ -51,7 +51,7 @@ def documents_of_book(text: str, *, keep_lines: bool = False) -> Iterator[str]:
 
 
 def write_documents(files: Iterable[Path], target: Path, *, keep_lines: bool = False) -> int:
-    """Return all books as JSON lines of {"text": ...}; how many documents they are."""
+    """Write all books as JSON lines of {"text": ...}; return the number of documents."""
     found = [
         document
         for path in files
@@ -62,7 +62,7 @@ def write_documents(files: Iterable[Path], target: Path, *, keep_lines: bool = F
 
 
 def parts_by(rows: Iterable[Row], source: Callable[[Row], str]) -> Parts[Row]:
-    """Sources of an odd CRC-32 are judged by; of the others every fifth is to choose by."""
+    """Split rows by source: odd CRC-32 for testing, every fifth of the others for choosing."""
     parts = Parts[Row]([], [], [])
     for row in rows:
         half, place = zlib.crc32(source(row).encode()) % 2, zlib.crc32(source(row).encode()) // 2
@@ -79,7 +79,7 @@ def parts_by(rows: Iterable[Row], source: Callable[[Row], str]) -> Parts[Row]:
 
 
 def snli_parts(path: Path) -> Parts[dict[str, Any]]:
-    """SNLI's pairs; all pairs about one image, of any caption, are in the same part.
+    """Split SNLI's pairs; all pairs about one image, of any caption, are in the same part.
 
     Pairs that the annotators did not agree on are left out.
     """
@@ -89,12 +89,12 @@ def snli_parts(path: Path) -> Parts[dict[str, Any]]:
 
 
 def image_of(pair: dict[str, Any]) -> str:
-    """Return the image that the first sentence of a pair of SNLI describes."""
+    """Return the image that the first sentence of an SNLI pair describes."""
     return str(pair["captionID"]).partition("#")[0]
 
 
 def polarity_parts(favourable: Path, unfavourable: Path) -> Parts[tuple[str, str]]:
-    """Sentences of reviews as (sentence, "1" or "0"); equal ones are in the same part."""
+    """Split sentences of reviews as (sentence, "1" or "0"); equal ones are in the same part."""
     rows = [
         (" ".join(line.split()), label)
         for path, label in ((favourable, "1"), (unfavourable, "0"))
@@ -105,13 +105,13 @@ def polarity_parts(favourable: Path, unfavourable: Path) -> Parts[tuple[str, str
 
 
 def write_lines(target: Path, rows: Iterable[object]) -> None:
-    """JSON lines."""
+    """Write JSON lines."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_sst2(target: Path, rows: Sequence[tuple[str, str]]) -> None:
-    """Sentences and labels as GLUE hands SST-2 out."""
+    """Write sentences and labels in the format of GLUE's SST-2."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{sentence}\t{label}\n" for sentence, label in rows]
     target.write_text("".join(["sentence\tlabel\n", *lines]), encoding="utf-8")

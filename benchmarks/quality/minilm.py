@@ -51,14 +51,14 @@ SENTENCES = (
 
 
 class Rows(NamedTuple):
-    """Sentences as rows of one length, and how many of their places are tokens."""
+    """Sentences as rows of one length, and the number of tokens of each."""
 
     inputs: Inputs
     true: int
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, and print what was compared."""
+    """Compare, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, help="a Hugging Face folder of a BERT")
     folder = parser.parse_args(argv).folder or _installed()
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(folder: Path) -> Iterator[str]:
-    """Yield lines of what was found; CheckpointError at the first thing that differs."""
+    """Yield the results as lines; CheckpointError at the first difference."""
     with HuggingFaceSource(folder, SourceOptions()) as source:
         tokenizer = _tokenizer(source)
         rows = _rows(tokenizer, folder)
@@ -115,9 +115,7 @@ def _tokenizer(source: HuggingFaceSource) -> Tokenizer:
 
 
 def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
-    """Return each sentence between [CLS] and [SEP], as `transformers` has it, padded to the
-    longest.
-    """
+    """Encode each sentence as `transformers` does: [CLS], tokens, [SEP], padded to the longest."""
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -134,9 +132,7 @@ def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
 
 
 def _vectors(hidden: Tensor, rows: Rows) -> Tensor:
-    """Return the mean of the hidden states of each row, as sentence-transformers takes it,
-    of length 1.
-    """
+    """Return the normalised mean of each row's hidden states, as sentence-transformers does."""
     lengths = rows.inputs.padding_mask.sum(1).tolist()
     means = torch.stack([part.mean(0) for part in torch.split(hidden, lengths)])
     return F.normalize(means, dim=-1)

@@ -22,14 +22,14 @@ Encode = Callable[[str], list[int]]
 
 
 class PlainLoss(NamedTuple):
-    """Nats per token, and over how many."""
+    """Nats per token, and the number of tokens."""
 
     loss: float
     tokens: int
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss)
 
 
@@ -37,7 +37,7 @@ class PlainLoss(NamedTuple):
 def plain_loss(
     logits: Logits, tokens: Sequence[int], *, length: int, step: int, batch: int = 16
 ) -> PlainLoss:
-    """Return every token but the first, each scored by the first window that it is in.
+    """Score every token but the first, each in the first window that contains it.
 
     Windows read `length` tokens and begin `step` tokens after one another.
     """
@@ -64,9 +64,7 @@ def plain_loss(
 def plain_endings(
     logits: Logits, encode: Encode, passages: Sequence[str], *, length: int, strict: bool
 ) -> int:
-    """Return of how many passages the greedy choice gives the last token, or the whole last
-    word.
-    """
+    """Count the passages whose last token, or whole last word, the greedy choice predicts."""
     correct = 0
     for passage in passages:
         if strict:
@@ -82,9 +80,7 @@ def plain_endings(
 
 
 def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
-    """Return the GPT of a checkpoint of ours as a model of plain PyTorch, its weights found
-    by name.
-    """
+    """Return the GPT of one of our checkpoints as plain PyTorch, with weights by name."""
     with registry.open_source(folder) as source:
         model: Mapping[str, Any] = source.config["model"]
         names = [name for name in source.tensors if name.startswith("model/")]
@@ -106,7 +102,7 @@ def plain_gpt(folder: Path, *, seq_length: int) -> PlainGPT:
 
 
 def transformers_logits(folder: Path) -> Logits:
-    """Return the model of a Hugging Face folder, as `transformers` computes it on this machine."""
+    """Return the model of a Hugging Face folder, computed by `transformers`."""
     transformers: Any = importlib.import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Steps:
-    """Steps below one folder, and what each of them took."""
+    """The steps below one folder, and the time of each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,7 +30,7 @@ class Steps:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, command: Sequence[object]) -> None:
-        """Run a command from the root of the project unless it is done; its output is shown.
+        """Run a command in the project's root unless it is done; its output is shown.
 
         Raises:
             ConfigError: the step was done by another command.
@@ -61,14 +61,14 @@ class Steps:
         print(f"--- {took['seconds']:.0f} s, {took['cpu_seconds']:.0f} CPU s", flush=True)
 
     def taken(self) -> dict[str, dict[str, float | str]]:
-        """By step its command, its seconds and its CPU seconds."""
+        """Return command, seconds and CPU seconds by step."""
         if not self.record.exists():
             return {}
         found: dict[str, dict[str, float | str]] = json.loads(self.record.read_text())
         return found
 
     def seconds(self) -> dict[str, dict[str, float]]:
-        """By step what it took, in seconds by the clock and of all cores; commands name folders."""
+        """Return seconds by the clock and of all cores, by step, without the commands."""
         return {
             name: {what: float(value) for what, value in took.items() if what != "command"}
             for name, took in self.taken().items()
@@ -76,12 +76,12 @@ class Steps:
 
 
 def module(name: str, *words: object) -> list[object]:
-    """`python -m name words`."""
+    """Return the command `python -m name words`."""
     return [sys.executable, "-m", name, *words]
 
 
 def on_ranks(ranks: int, program: str, *words: object) -> list[object]:
-    """Return a program of the project, under torchrun where there are several ranks."""
+    """Return the command of a program of the project, under torchrun for several ranks."""
     if ranks == 1:
         return [sys.executable, program, *words]
     launcher = module("torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
