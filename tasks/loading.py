@@ -19,7 +19,7 @@ MICRO_BATCH_SIZE = 8  # rows that a replica reads together where no flag says
 
 
 class LoadedScorer(NamedTuple):
-    """A model that scores rows, and what is needed to make rows and speak of them."""
+    """A model that scores rows, with its tokenizer and flags."""
 
     scorer: Scorer
     model: GPTModel | None  # the whole of it, which can write too; None in a pipeline
@@ -30,7 +30,7 @@ class LoadedScorer(NamedTuple):
 
     @property
     def longest(self) -> int | None:
-        """Tokens that a row may be read by; None: there is no end."""
+        """The most tokens of a row; None: unlimited."""
         return self.scorer.max_length if self.asked_length is None else self.asked_length
 
 

@@ -23,12 +23,12 @@ _USAGE = "usage: python -m tasks.main --task NAME [--help | the task's flags]"
 
 
 def program() -> None:
-    """Run a task, and end with the status that the outcome asks for; also an installed command."""
+    """Run a task, and end with the exit status of the outcome; also an installed command."""
     run(main)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Choose the task and hand it the other flags."""
+    """Choose the task and pass it the other flags."""
     check_tree(megatron.__file__, HERE)
     words = sys.argv[1:] if argv is None else list(argv)
     name, others = _task_of(words)
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def overview() -> str:
-    """Return what --help says before a task is chosen."""
+    """Return the text of --help without a task."""
     width = max(map(len, registry.TASKS))
     lines = [f"  {name:<{width}}  {task.about}" for name, task in registry.TASKS.items()]
     return "\n".join([_USAGE, "", *lines])
 
 
 def check_tree(imported: str | None, here: Path) -> None:
-    """Raise ConfigError when another package called megatron stands before the one beside us."""
+    """Raise ConfigError when another package named megatron precedes ours on the path."""
     if imported is not None and Path(imported).resolve().parents[1] == here:
         return
     raise ConfigError(
@@ -61,7 +61,7 @@ def check_tree(imported: str | None, here: Path) -> None:
 
 
 def _task_of(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the value of --task, and every other word."""
+    """Return the value of --task, and all other arguments."""
     name, others, rest = None, [], list(words)
     while rest:
         word = rest.pop(0)

@@ -88,7 +88,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def find(name: str) -> Task:
-    """Return the task called `name`; ConfigError with the nearest names when there is none."""
+    """Return the task named `name`; ConfigError with the nearest names if there is none."""
     if name in TASKS:
         return TASKS[name]
     near = difflib.get_close_matches(name.upper(), TASKS, n=2, cutoff=0.5)

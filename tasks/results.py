@@ -11,7 +11,7 @@ from tools.preprocessing.text_output import write_text_files
 
 
 def check_output(output: str | None, flag: str = "--output") -> None:
-    """Raise ConfigError, before hours of work, where the file could not be written at their end."""
+    """Raise ConfigError if the file cannot be written, before hours of work."""
     if output is None:
         return
     path = Path(output)
@@ -25,7 +25,7 @@ def check_output(output: str | None, flag: str = "--output") -> None:
 
 
 def write_result(output: str | None, result: Mapping[str, Any]) -> None:
-    """Write a result as JSON, in which a number that is not finite is a text; nothing for None."""
+    """Write a result as JSON, with non-finite numbers as text; nothing for None."""
     if output is not None:
         text = json.dumps(_plain(result), indent=1, allow_nan=False, default=str)
         write_text_files({Path(output): text + "\n"})

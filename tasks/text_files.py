@@ -12,7 +12,7 @@ _SHOWN = 60  # characters of what is wrong
 
 
 def read_text(path: Path) -> str:
-    """Return all of a UTF-8 file but its byte order mark; DataError when it cannot be read."""
+    """Return the content of a UTF-8 file without byte order mark; DataError if unreadable."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 class Record(NamedTuple):
-    """One line of JSON, and where it stands."""
+    """One JSON object, with its file and line."""
 
     where: str  # file:line
     fields: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Record(NamedTuple):
         return value
 
     def value(self, key: str) -> Any:
-        """Whatever is in field `key`; DataError with the nearest names when it is not there."""
+        """Return the value of field `key`; DataError with the nearest names if it is missing."""
         if key in self.fields:
             return self.fields[key]
         near = difflib.get_close_matches(key, self.fields, n=1, cutoff=0.5)
@@ -59,7 +59,7 @@ class Record(NamedTuple):
         )
 
     def wrong(self, key: str, expected: str) -> DataError:
-        """Return the error for a field that holds something else than `expected`."""
+        """Return the error for a field with another value than `expected`."""
         return DataError(
             f"a field is not {expected}",
             found=f"{self.where}: {key!r} is {json.dumps(self.fields[key])[:_SHOWN]}",
@@ -83,7 +83,7 @@ def read_records(files: Sequence[str]) -> list[Record]:
 
 
 def parse_record(line: str, where: str) -> Record:
-    """Return the JSON object that a text is, or DataError."""
+    """Return the JSON object in a text, or raise DataError."""
     try:
         fields = json.loads(line)
         reason = f"it is a {type(fields).__name__}"

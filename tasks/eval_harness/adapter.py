@@ -34,7 +34,10 @@ _CLOSE = 1e-5  # of numbers that were computed twice, in other batches
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
-    """A loaded GPT; rows are cut from the left where they are longer than the model."""
+    """A loaded GPT as a model of the harness.
+
+    Rows longer than the model are cut from the left.
+    """
 
     def __init__(self, loaded: LoadedScorer, template: ChatTemplate | None = None) -> None:
         super().__init__()
@@ -50,19 +53,19 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a document."""
+        """The id that ends a document."""
         eod: int = self._loaded.tokenizer.eod  # type: ignore[assignment]  # looked at above
         return eod
 
     @property
     def max_length(self) -> int:
-        """Tokens that a row may be read by."""
+        """The most tokens of a row."""
         return self._length
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the ids of a text; nothing is added to it."""
+        """Return the ids of a text, without special tokens."""
         return list(self._loaded.tokenizer.tokenize(string))
 
     def _loglikelihood_tokens(
@@ -89,7 +92,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to a stop text."""
+        """Return the generated text after each context, up to a stop text."""
         model = self._loaded.model
         if model is None:
             raise ConfigError(
@@ -117,7 +120,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the messages as the chosen template writes them, up to where the model goes on."""
+        """Return the messages rendered by the chosen template, up to the model's turn."""
         template = self._template
         if template is None:
             raise ConfigError(
@@ -141,20 +144,18 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the name of the template, which stands for its text in the record of an
-        evaluation.
-        """
+        """Return the name of the template, which an evaluation's record has instead of its text."""
         return None if self._template is None else self._template.name
 
     @property
     def tokenizer_name(self) -> str:
-        """What texts are cut by, and how dialogues are written."""
+        """The name of the tokenizer and of the chat template."""
         return f"{self._loaded.tokenizer.name} {self.chat_template() or ''}".strip()
 
     def _batches(
         self, wishes: Sequence[GenerationRequest], prompts: Sequence[list[int]]
     ) -> list[list[int]]:
-        """Requests that are written together: of equal wishes and like length, and not by lot.
+        """Return batches of requests: greedy ones of equal settings sorted by length, others alone.
 
         What is drawn depends on the rows beside it, so that each is drawn alone.
         """
@@ -204,7 +205,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
 
 def check_canary(adapter: MegatronLM) -> None:
-    """Ask two questions as the harness would, and compare with the scorer's own answers.
+    """Score two requests through the harness, and compare them with the scorer's results.
 
     Raises:
         NumericsError: another number, order or count came back.

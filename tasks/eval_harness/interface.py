@@ -26,7 +26,7 @@ ABSTRACT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def check_version(version: str) -> None:
-    """Raise MachineError for a version whose interface is not known."""
+    """Raise MachineError for an untested version of the harness."""
     known = tuple(int(part) for part in TESTED.split("."))
     try:
         found = tuple(int(part) for part in version.split(".")[:3])

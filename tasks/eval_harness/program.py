@@ -123,7 +123,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 class _HarnessLog(argparse.Action):
-    """Log that a flag has no effect."""
+    """An argparse action that logs that its flag has no effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         given = " ".join([str(option), *(values or ())])
@@ -131,7 +131,7 @@ class _HarnessLog(argparse.Action):
 
 
 def _tasks(named: Sequence[str], known: set[str]) -> list[str]:
-    """Return the tasks that were asked for; ConfigError when the harness does not know one."""
+    """Return the chosen tasks; ConfigError when the harness lacks one."""
     tasks = [task for words in named for task in words.split(",") if task]
     unknown = [task for task in tasks if task not in known]
     if unknown:

@@ -18,24 +18,24 @@ _KNOWN = frozenset({"until", "do_sample", "temperature", "top_k", "top_p", *_LEN
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """How one text is written; equal ones may be written together."""
+    """The settings of one generation; requests of equal settings may share a batch."""
 
     until: tuple[str, ...]  # texts that end it; they are not part of it
     new_tokens: int
     params: SamplingParams
 
     def is_over(self, text: str) -> bool:
-        """Return whether one of the texts that end it is there."""
+        """Return whether the text contains one of the stop texts."""
         return any(stop in text for stop in self.until)
 
     def cut(self, text: str) -> str:
-        """Return the text up to the first of those that end it."""
+        """Return the text before the first stop text."""
         ends = [at for stop in self.until if (at := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
 
 def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
-    """Return what a request says, with the harness's own defaults: greedy, and `MOST_NEW` tokens.
+    """Return the settings of a request, by default greedy with `MOST_NEW` tokens.
 
     Raises:
         ConfigError: a wish that is not known here, or whose value has no meaning.
@@ -67,7 +67,7 @@ def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
 
 
 def fitting(tokens: list[int], wishes: GenerationRequest, longest: int) -> list[int]:
-    """Return the end of a context, so long that what is written fits behind it."""
+    """Return the end of a context that leaves room for the new tokens."""
     room = longest - wishes.new_tokens
     if room < 1:
         raise DataError(

@@ -14,7 +14,7 @@ from tasks.finetune.predictions import Prediction, Predictions, softmax
 
 
 class Combine(StrEnum):
-    """What of the models is averaged."""
+    """The quantity that is averaged over models."""
 
     PROBABILITIES = "probabilities"  # as Megatron does; of grades the grades
     SCORES = "scores"  # logits, before the softmax: a geometric mean of probabilities
@@ -26,7 +26,7 @@ _TIE = 1e-6
 
 
 def check_alike(files: Sequence[Predictions], question: ClassificationQuestion) -> None:
-    """Raise DataError with the first difference between files of which the first is the measure."""
+    """Raise DataError with the first difference of a file from the first file."""
     first = files[0]
     for other in files:
         if other.task != first.task:
@@ -48,7 +48,7 @@ def check_alike(files: Sequence[Predictions], question: ClassificationQuestion) 
 
 
 def check_weights(weights: Sequence[float], files: Sequence[Predictions]) -> None:
-    """Raise ConfigError unless each file has a weight of its own that is positive."""
+    """Raise ConfigError unless there is one positive weight per file."""
     if len(weights) == len(files) and all(0 < weight < float("inf") for weight in weights):
         return
     raise ConfigError(
@@ -65,7 +65,7 @@ def combined(
     combine: Combine = Combine.PROBABILITIES,
     weights: Sequence[float] | None = None,
 ) -> tuple[Prediction, ...]:
-    """Return the predictions of all files as one; its scores are what was averaged.
+    """Return the predictions of all files as one; its scores are the averages.
 
     Args:
         weights: of each file, positive; equal when not given.

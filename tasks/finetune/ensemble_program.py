@@ -33,7 +33,7 @@ _THRESHOLDS = ("--calc-threshold", "--one-threshold", "--threshold", "--labels")
 
 
 def main(name: str, argv: Sequence[str]) -> None:
-    """Read predictions, compare what they speak of, join them, judge, and write."""
+    """Read predictions, check that they match, combine them, evaluate, and write."""
     asked = _parsed(name, argv)
     check_output(asked.output)
     files = [read_predictions(_file_of(path, asked.prediction_name)) for path in asked.paths]

@@ -20,7 +20,7 @@ from tasks.finetune.rows import Rows
 
 
 class EpochBatches:
-    """The examples of every step, in another order in each epoch; a replica reads its share."""
+    """The examples of every step, reordered in each epoch; a replica reads its share."""
 
     def __init__(
         self, rows: Rows, training: TrainingConfig, replicas: Group, *, global_batch_size: int
@@ -57,7 +57,7 @@ class EpochBatches:
 
 @dataclass
 class JudgeEpochs:
-    """A hook that judges the model after each epoch, and saves it if no epoch before was better.
+    """A hook that evaluates the model after each epoch, and saves it if it is the best so far.
 
     Attributes:
         judge: scores the validation examples with the model as it is.
@@ -81,7 +81,7 @@ class JudgeEpochs:
     _num_examples: int = 0
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Add the step's loss to that of its epoch; judge if the epoch is over."""
+        """Add the step's loss to that of its epoch; evaluate if the epoch is over."""
         examples = len(self.batches.examples_of(progress.iteration - 1))
         self._loss_sum += step.result.loss * examples
         self._num_examples += examples

@@ -8,14 +8,14 @@ _CHOICES = "ABCDEFGH"
 
 
 class TextPair(NamedTuple):
-    """One row that a model reads: a text, or two."""
+    """One row of the model's input: a text, or two."""
 
     first: str
     second: str | None = None
 
 
 class Example(NamedTuple):
-    """One thing to decide: a row, or several of which one is right."""
+    """One example: a row, or several rows of which one is right."""
 
     uid: str  # as the file names it, else file and line
     rows: tuple[TextPair, ...]
@@ -23,14 +23,14 @@ class Example(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that differ between examples of different texts."""
+        """Return sixteen hex digits that differ between examples of different texts."""
         texts = "\x1e".join("\x1f".join(text or "" for text in row) for row in self.rows)
         return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class ClassificationQuestion:
-    """What is decided about each example.
+    """The task of a classifier: its rows and its labels.
 
     Attributes:
         labels: the classes by name, in the order of their numbers; none for grades and choices.
@@ -46,19 +46,19 @@ class ClassificationQuestion:
 
     @property
     def is_grade(self) -> bool:
-        """Whether a number is wanted, not one of several."""
+        """Whether the label is a number, not one of several classes."""
         return not self.labels and self.num_choices == 1
 
     @property
     def num_scores(self) -> int:
-        """Scores that the model gives to a row."""
+        """Number of scores of a row."""
         return max(len(self.labels), 1)
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What may be decided, by name; nothing where a grade is wanted."""
+        """The names of the possible decisions; empty for a grade."""
         return () if self.is_grade else self.labels or tuple(_CHOICES[: self.num_choices])
 
     def spelled(self, decision: float) -> str:
-        """Return a decision or a label as files show it."""
+        """Return a decision or a label as it is written in files."""
         return f"{decision:.9g}" if self.is_grade else self.answers[int(decision)]

@@ -67,7 +67,7 @@ REFUSED: Mapping[str, str] = {
 
 
 class Flags(NamedTuple):
-    """What was asked for."""
+    """The flags of a fine-tuning."""
 
     own: argparse.Namespace
     config: RunConfig

@@ -22,7 +22,7 @@ _NO_AGREEMENT = "-"  # the label of pairs of NLI that the annotators did not agr
 
 @dataclass(frozen=True)
 class GlueTask:
-    """Where a task's files have what, and what is decided.
+    """The columns of a task's files, and its labels.
 
     Attributes:
         texts: names of the columns with the text, or the two texts; several spellings by "|".
@@ -119,7 +119,7 @@ def read_glue(task: GlueTask, files: Sequence[str], *, needs_labels: bool = Fals
 def _rows(
     path: Path, task: GlueTask, wanted: Sequence[str]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each line as values by column, and where it stands."""
+    """Yield each line as values by column, with its file and line."""
     if path.suffix == ".jsonl":
         for where, fields in read_records([str(path)]):
             _check_columns(where, wanted, list(fields))

@@ -21,14 +21,14 @@ from tasks.finetune.task import scores_of
 
 
 class EvaluationFile(NamedTuple):
-    """The examples of one file or folder, among those of all."""
+    """The examples of one file or folder, as a range of all examples."""
 
     name: str
     examples: range
 
 
 class EvaluationResult(NamedTuple):
-    """Scores [n, classes or rows or 1] of all examples, and how good they are."""
+    """Scores [n, classes or rows or 1] of all examples, and their metrics."""
 
     scores: Tensor
     metrics: Mapping[str, float]  # of all; empty where labels are not known
@@ -53,7 +53,7 @@ def evaluate_examples(
     *,
     micro_batch_size: int,
 ) -> EvaluationResult:
-    """Score every example once, on all ranks alike, and compare with the labels if known."""
+    """Score every example once, equally on all ranks, and compare with known labels."""
     size = micro_batch_size * context.dp.size
     order = batches_of_epoch(len(rows), batch_size=size, seed=0, epoch=None)
     mine = [
@@ -84,7 +84,7 @@ def evaluate_examples(
 
 
 def decisions_of(question: ClassificationQuestion, scores: Tensor) -> list[float]:
-    """Return the class, the row or the grade that scores [n, k] ask for."""
+    """Return the class, the row or the grade of scores [n, k]."""
     found: list[float] = (
         scores.view(-1).tolist() if question.is_grade else scores.argmax(-1).tolist()
     )
@@ -94,9 +94,7 @@ def decisions_of(question: ClassificationQuestion, scores: Tensor) -> list[float
 def metrics_of(
     question: ClassificationQuestion, decisions: Sequence[float], labels: Tensor
 ) -> dict[str, float]:
-    """Return the question's metrics over the examples whose labels are known; none where
-    none is.
-    """
+    """Return the question's metrics over the examples with labels; empty without any."""
     known = (labels != UNKNOWN).tolist()
     true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
     said = [decision for decision, is_known in zip(decisions, known) if is_known]
@@ -104,7 +102,7 @@ def metrics_of(
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics for a line of the log."""
+    """Return metrics as text for a line of the log."""
     return " | ".join(f"{name}: {value:.4f}" for name, value in metrics.items())
 
 

@@ -38,7 +38,7 @@ def _spearman(true: Sequence[float], predicted: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float:
-    """0 where a correlation is not defined, because all values are equal."""
+    """Return 0 for an undefined correlation, where all values are equal."""
     return 0.0 if math.isnan(value) else float(value)
 
 

@@ -14,7 +14,7 @@ from megatron.mpu.random import hash_seed
 def batches_of_epoch(
     num_examples: int, *, batch_size: int, seed: int, epoch: int | None
 ) -> list[list[int]]:
-    """Return the examples of each global batch, shuffled; in their order where `epoch` is None."""
+    """Return the examples of each global batch, shuffled; in order if `epoch` is None."""
     order = list(range(num_examples))
     if epoch is not None:
         random = np.random.RandomState(hash_seed(seed, "epoch", epoch) % 2**32)
@@ -23,7 +23,7 @@ def batches_of_epoch(
 
 
 def num_batches(num_examples: int, batch_size: int) -> int:
-    """Batches of one epoch."""
+    """Return the number of batches of one epoch."""
     return math.ceil(num_examples / batch_size)
 
 

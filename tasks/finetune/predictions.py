@@ -19,7 +19,7 @@ _SUMS_TO_ONE = 1e-4  # probabilities are written with nine digits, of up to eigh
 
 
 class Prediction(NamedTuple):
-    """What a model says of one example."""
+    """The decision of a model about one example."""
 
     uid: str
     digest: str
@@ -41,7 +41,7 @@ class Predictions(NamedTuple):
 def prediction_of(
     question: ClassificationQuestion, example: Example, scores: Sequence[float], file: str
 ) -> Prediction:
-    """Return what scores say of an example of `file`."""
+    """Return the prediction for an example of `file` from its scores."""
     label = "" if example.label is None else question.spelled(example.label)
     probabilities = () if question.is_grade else softmax(scores)
     uid = " ".join(example.uid.split())  # a tab would begin another column
@@ -49,14 +49,14 @@ def prediction_of(
 
 
 def softmax(scores: Sequence[float]) -> tuple[float, ...]:
-    """Probabilities of alternatives with these logits."""
+    """Return the probabilities of alternatives with these logits."""
     largest = max(scores)
     weights = [math.exp(score - largest) for score in scores]
     return tuple(weight / sum(weights) for weight in weights)
 
 
 def decision_of(question: ClassificationQuestion, row: Prediction) -> float:
-    """Return the answer, by number, or the grade."""
+    """Return the index of the answer, or the grade."""
     if question.is_grade:
         return row.scores[0]
     return float(max(range(len(row.probabilities)), key=row.probabilities.__getitem__))
@@ -74,7 +74,7 @@ def written(task: str, question: ClassificationQuestion, rows: Sequence[Predicti
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Return a file of predictions; DataError where it is not one."""
+    """Return the content of a file of predictions; DataError for any other file."""
     header, *lines = read_text(path).rstrip("\n").split("\n")
     names = header.split("\t")
     fixed, answers = tuple(names[: len(_FIXED)]), names[len(_FIXED) :]

@@ -36,7 +36,7 @@ FINETUNE_CHECKS: tuple[Check, ...] = tuple(
 
 
 def main(name: str, argv: Sequence[str]) -> None:
-    """Read flags and files, train if asked, judge, and write predictions."""
+    """Read flags and files, train if asked, evaluate, and write predictions."""
     own, config = read_flags(name, argv)
     check_output(own.output)
     check_output(own.predictions, "--predictions")
@@ -84,7 +84,7 @@ def _read(name: str, files: Sequence[str], *, needs_labels: bool) -> list[Exampl
 def _read_parts(
     name: str, files: Sequence[str], *, needs_labels: bool
 ) -> tuple[list[Example], tuple[EvaluationFile, ...]]:
-    """Return all examples of some files, and which are of which file."""
+    """Return the examples of all files, and the range of each file."""
     stems = [Path(file).stem for file in files]
     names = stems if len(set(stems)) == len(stems) else list(files)
     examples: list[Example] = []
@@ -120,7 +120,7 @@ def _write(
     of: tuple[Sequence[Example], Rows, tuple[EvaluationFile, ...]],
     outcome: FineTuningResult | None,
 ) -> None:
-    """The files that were asked for."""
+    """Write the files that were asked for."""
     (examples, rows, parts), question = of, QUESTIONS[name]
     if own.predictions is not None:
         places = [part.name for part in parts for _ in part.examples]

@@ -14,7 +14,7 @@ _KEYS = ("article", "questions", "options", "answers")
 
 
 def read_race(paths: Sequence[str], *, needs_labels: bool = False) -> list[Example]:
-    """Return the questions of files, or of all .txt and .json files in folders; raises DataError.
+    """Return the questions of files, or of .txt and .json files in folders; raises DataError.
 
     A file is one JSON object, or several, one a line: article, questions, options, answers.
 
@@ -46,7 +46,7 @@ def _files(paths: Sequence[str]) -> list[Path]:
 
 
 def _is_lines(text: str) -> bool:
-    """Return whether every line is an object of its own."""
+    """Return whether every line is a JSON object."""
     first = text.lstrip().split("\n", 1)[0]
     try:
         return isinstance(json.loads(first), dict)
@@ -108,5 +108,5 @@ def _empty(where: str, what: str) -> DataError:
 
 
 def _asked(question: str, option: str) -> str:
-    """Return the answer put into the question's gap, or behind it."""
+    """Return the question with the answer in its gap, or appended."""
     return question.replace("_", option) if "_" in question else f"{question} {option}"

@@ -15,7 +15,7 @@ _FEWEST = 8
 
 
 class Rows(NamedTuple):
-    """All examples of a file as tensors; c rows each (1 unless one of several is right)."""
+    """All examples of a file as tensors; c rows each (1 unless one of several rows is right)."""
 
     text: Tensor  # int64 [n, c, s]
     types: Tensor  # int64 [n, c, s]
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
         return len(self.uids)
 
     def take(self, which: Sequence[int], *, size: int) -> dict[str, Tensor]:
-        """Some examples, or none, as a batch of `size`; what fills it up counts for nothing."""
+        """Return some examples, or none, as a batch of `size`, padded with rows of no weight."""
         chosen = torch.tensor([*which, *[0] * (size - len(which))])
         labels = self.labels[chosen].clone()
         labels[len(which) :] = UNKNOWN
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_length: int) -> Rows:
-    """Tokenize and pad; a row that is too long loses its end, and is counted."""
+    """Tokenize and pad; rows that are too long are cut at the end, and counted."""
     special = (tokenizer.cls, tokenizer.sep, tokenizer.pad)
     if None in special:
         raise ConfigError(
@@ -73,7 +73,7 @@ def make_rows(examples: Sequence[Example], tokenizer: Tokenizer, *, seq_length: 
 def _encoded(
     row: TextPair, tokenizer: Tokenizer, seq_length: int
 ) -> tuple[list[int], list[int], list[int], bool]:
-    """Ids, types and padding mask of a row, and whether it was cut (Megatron-LM's rule)."""
+    """Return ids, types and padding mask of a row, and whether it was cut (Megatron-LM's rule)."""
     cls, sep, pad = tokenizer.cls, tokenizer.sep, tokenizer.pad
     assert cls is not None and sep is not None and pad is not None  # noqa: S101, PT018  # invariant: make_rows looked
     first = [cls, *tokenizer.tokenize(row.first), sep]

@@ -24,7 +24,7 @@ _LAST = "last"
 
 
 class StartKind(StrEnum):
-    """What is loaded before the first step."""
+    """The state that is loaded before the first step."""
 
     PRETRAINED = "a pretrained BERT, with a new head"
     WEIGHTS = "the weights of a fine-tuned model"
@@ -32,7 +32,7 @@ class StartKind(StrEnum):
 
 
 class Start(NamedTuple):
-    """Where a fine-tuning begins."""
+    """The start of a fine-tuning."""
 
     kind: StartKind
     folder: str
@@ -40,7 +40,7 @@ class Start(NamedTuple):
 
 
 def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: int) -> Start:
-    """Return what is loaded, and from where.
+    """Return the state to load, and its folder.
 
     Raises:
         ConfigError: nothing to begin with is named, or two things are.
@@ -75,14 +75,14 @@ def start_of(checkpoint: CheckpointConfig, *, pretrained: str | None, epochs: in
 
 
 def last_of(save: str) -> str:
-    """Return where in the folder of --save the state to go on from is kept."""
+    """Return the subfolder of --save with the state from which training can resume."""
     return f"{save.rstrip('/')}/{_LAST}"
 
 
 def finetuning_config(
     config: RunConfig, start: Start, *, launch: Launch, epochs: int, examples: int
 ) -> RunConfig:
-    """Return the run's flags with what fine-tuning decides: how long it is, and what is loaded."""
+    """Return the run's flags with the length and the --load of a fine-tuning."""
     replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks say what is wrong
     batches = batch_schedule(config.training, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
@@ -98,14 +98,14 @@ def finetuning_config(
 
 
 def best_to_load(config: RunConfig) -> RunConfig:
-    """Return the same run, which loads the best epoch of the folder that it goes on in."""
+    """Return the flags with --load of the best epoch in the folder of --save."""
     save = config.checkpoint.save
     checkpoint = replace(config.checkpoint, load=save, load_iteration=None, finetune=True)
     return replace(config, checkpoint=checkpoint)
 
 
 def last_to_save(config: RunConfig) -> RunConfig:
-    """Return the same run, which saves the state to go on from, once."""
+    """Return the flags with --save of the last state, of which one is kept."""
     save = config.checkpoint.save or ""
     checkpoint = replace(config.checkpoint, save=last_of(save), keep_last=1)
     return replace(config, checkpoint=checkpoint)

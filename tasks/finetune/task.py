@@ -18,7 +18,7 @@ from tasks.finetune.rows import UNKNOWN
 
 
 def task_of(question: ClassificationQuestion) -> PretrainTask:
-    """Return what an engine builds and minimises for a question."""
+    """Return the training task of a question."""
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
         return classification_layers(config, build, num_classes=question.num_scores)
@@ -41,19 +41,19 @@ def task_of(question: ClassificationQuestion) -> PretrainTask:
 
 
 def microbatch(raw: RawBatch) -> MicroBatch:
-    """Return all rows of all examples, one below the other, and the labels of the examples."""
+    """Return the rows of all examples, concatenated, and the examples' labels."""
     text, types, mask = (raw[name].flatten(0, 1) for name in ("text", "types", "padding_mask"))
     return MicroBatch(bert_carry(text, types, mask), (raw["labels"],))
 
 
 def scores_of(carry: Carry, labels: Carry) -> LossSum:
-    """Return all scores of a micro-batch, example by example, as totals: nothing is summed."""
+    """Return all scores of a micro-batch, one per total, without summing them."""
     scores = _wide(carry[0]).flatten()
     return LossSum(scores, torch.zeros_like(scores))
 
 
 def _loss(question: ClassificationQuestion, scores: Tensor, labels: Tensor) -> LossSum:
-    """Cross entropy, or the squared error of a grade, summed over the examples with a label."""
+    """Return cross entropy, or a grade's squared error, summed over examples with a label."""
     wide, known = _wide(scores), labels != UNKNOWN
     if question.is_grade:
         each = (wide.view(-1) - labels.to(wide.dtype)).square()

@@ -31,7 +31,7 @@ from tasks.finetune.task import task_of
 
 @dataclass(frozen=True)
 class FineTuningResult:
-    """How a fine-tuning ended.
+    """The outcome of a fine-tuning.
 
     Attributes:
         best: the best epoch's scores of the validation data.
@@ -46,7 +46,7 @@ class FineTuningResult:
 
 
 class FineTuning:
-    """A classifier on this rank, and what it begins with. All ranks use it together."""
+    """A classifier on this rank, and its start. All ranks use it together."""
 
     def __init__(
         self, config: RunConfig, runtime: Runtime, question: ClassificationQuestion, start: Start
@@ -61,7 +61,7 @@ class FineTuning:
             self._load(config)
 
     def judge(self, rows: Rows) -> EvaluationResult:
-        """Score every example with the model as it is now."""
+        """Score every example with the present model."""
         size = self._config.training.micro_batch_size
         return evaluate_examples(
             self._engine, rows, self._question, self._context, micro_batch_size=size
@@ -70,7 +70,7 @@ class FineTuning:
     def train(
         self, rows: Rows, valid: Rows, parts: tuple[EvaluationFile, ...], *, epochs: int
     ) -> FineTuningResult:
-        """Train, judging after each epoch; the best so far is what --save holds.
+        """Train, and evaluate after each epoch; --save holds the best epoch so far.
 
         Args:
             parts: the files of `valid`, each of which is judged by itself too.
@@ -111,7 +111,7 @@ class FineTuning:
         return load_checkpoint(config, self._engine, self._runtime, sources or {})
 
     def _judge_best_so_far(self, judging: JudgeEpochs) -> None:
-        """Judge the best epoch that the resumed folder holds, if it holds one."""
+        """Evaluate the best epoch in the resumed folder, if there is one."""
         config = best_to_load(self._config)
         save = config.checkpoint.save or ""
         if not storage.never_held_a_checkpoint(save):
@@ -123,14 +123,14 @@ class FineTuning:
         save_checkpoint(config, self._engine, progress, self._runtime, sources)
 
     def _save_last(self, sources: dict[str, str], progress: Progress) -> None:
-        """Save the state to go on from, where there is a place and the optimizer is wanted."""
+        """Save the state to resume from, if there is a folder and the optimizer is saved."""
         flags = self._config.checkpoint
         if flags.save is not None and flags.save_optim:
             self._save(last_to_save(self._config), sources, progress)
 
 
 def _check_batches(progress: Progress, global_batch_size: int) -> None:
-    """The place in an epoch is counted in batches: CheckpointError when they were of other size."""
+    """Raise CheckpointError if the batch size has changed, since progress counts batches."""
     if progress.consumed_samples != progress.iteration * global_batch_size:
         raise CheckpointError(
             "an interrupted fine-tuning goes on with batches of the size that it began with",
@@ -142,7 +142,7 @@ def _check_batches(progress: Progress, global_batch_size: int) -> None:
 
 
 def _digest_of(rows: Rows) -> str:
-    """Return what the examples are, in a form that two runs and two ranks can compare."""
+    """Return a digest of the examples, to compare two runs or two ranks."""
     digest = hashlib.sha256()
     for tensor in (rows.text, rows.types, rows.labels):
         digest.update(tensor.numpy().tobytes())

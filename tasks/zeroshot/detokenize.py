@@ -31,7 +31,7 @@ _RULES: tuple[tuple[str, str], ...] = (
 
 
 def wikitext(text: str) -> str:
-    """`text`, in WikiText's form, as it stood before it was cut into words."""
+    """Return WikiText's `text` without its tokenization, as it was originally."""
     for pattern, replacement in _RULES:
         text = re.sub(pattern, replacement, text)
     return text

@@ -14,7 +14,7 @@ from tasks.text_files import read_records
 
 @dataclass(frozen=True)
 class LambadaResult:
-    """How many of the passages ended as the model would have ended them."""
+    """The number of passages whose ending the model predicts."""
 
     correct: int
     total: int
@@ -22,11 +22,11 @@ class LambadaResult:
 
     @property
     def accuracy(self) -> float:
-        """The share of the passages."""
+        """The share of passages predicted."""
         return self.correct / self.total
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a file of results holds."""
+        """Return the content of a file of results."""
         return {**asdict(self), "accuracy": self.accuracy}
 
     def describe(self) -> str:

@@ -19,7 +19,7 @@ from tasks.text_files import Record, read_records
 
 
 class ContextPair(NamedTuple):
-    """A text that is scored, given what is before it."""
+    """A text to score, given the context before it."""
 
     context: str
     continuation: str
@@ -34,7 +34,7 @@ class MultipleChoice(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The names of the fields that are read; several for the choices: one choice in each."""
+    """The names of the fields to read; several for choices in one field each."""
 
     context: str = "context"
     continuation: str = "continuation"
@@ -44,28 +44,28 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class LikelihoodResult:
-    """The scores of pairs, in their order."""
+    """The scores of pairs, in order."""
 
     scores: tuple[RowScore, ...]
     truncated: int  # pairs whose context was cut in front
 
     @property
     def tokens(self) -> int:
-        """How many were scored."""
+        """The number of scored tokens."""
         return sum(score.num_tokens for score in self.scores)
 
     @property
     def loss(self) -> float:
-        """Nats per scored token."""
+        """The mean loss, in nats per scored token."""
         return -math.fsum(score.log_likelihood for score in self.scores) / self.tokens
 
     @property
     def greedy(self) -> float:
-        """The share of continuations that greedy choice would have written."""
+        """The share of continuations that greedy decoding generates."""
         return sum(score.is_greedy for score in self.scores) / len(self.scores)
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a file of results holds; `pairs` is in the order of the input."""
+        """Return the content of a file of results; `pairs` is in the order of the input."""
         return {
             "loss": self.loss,
             "greedy": self.greedy,
@@ -84,7 +84,7 @@ class LikelihoodResult:
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """What was chosen of each question's choices: by log-likelihood, and by that per character."""
+    """The choice of each question, by log-likelihood and by log-likelihood per character."""
 
     answers: tuple[int, ...]
     chosen: tuple[int, ...]
@@ -94,16 +94,16 @@ class ChoiceResult:
 
     @property
     def acc(self) -> float:
-        """The share of questions whose likeliest choice is right."""
+        """The share of questions whose most likely choice is right."""
         return _share(self.answers, self.chosen)
 
     @property
     def acc_norm(self) -> float:
-        """The same by log-likelihood over the number of characters of the choice."""
+        """The share of right choices by log-likelihood per character."""
         return _share(self.answers, self.chosen_by_length)
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a file of results holds; `log_likelihoods` is in the order of the input."""
+        """Return the content of a file of results, in the order of the input."""
         return {
             "acc": self.acc,
             "acc_norm": self.acc_norm,
@@ -120,7 +120,7 @@ class ChoiceResult:
 
 
 def read_pairs(files: Sequence[str], keys: Keys) -> list[ContextPair]:
-    """Return lines of JSON with a context (which may be empty) and a continuation."""
+    """Return the pairs in JSON lines: a context (which may be empty) and a continuation."""
     return [
         ContextPair(record.text(keys.context), _filled(record, keys.continuation))
         for record in read_records(files)
@@ -128,7 +128,7 @@ def read_pairs(files: Sequence[str], keys: Keys) -> list[ContextPair]:
 
 
 def read_questions(files: Sequence[str], keys: Keys) -> list[MultipleChoice]:
-    """Return lines of JSON with a context, choices and the number of the right one, from 0.
+    """Return the questions in JSON lines: context, choices, index of the right one from 0.
 
     Where choices have a field each, the context may be absent, and the first one is right where
     there is no label.
@@ -145,7 +145,7 @@ def evaluate_pairs(loaded: LoadedScorer, pairs: Sequence[ContextPair]) -> Likeli
 def evaluate_choices(
     loaded: LoadedScorer, questions: Sequence[MultipleChoice], *, delimiter: str = " "
 ) -> ChoiceResult:
-    """Score every choice of every question once; of equal ones the first is chosen.
+    """Score every choice of every question once; the first of equal choices wins.
 
     Args:
         delimiter: what stands between a context and a choice, and does not count as its length.
@@ -172,7 +172,7 @@ def evaluate_choices(
 
 
 def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], list[int]]:
-    """Return the tokens that are given, and those that are scored.
+    """Return the tokens of the context, and those to score.
 
     Raises:
         ConfigError: nothing is given, and the tokenizer has no end of a document to begin with.
@@ -196,7 +196,7 @@ def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], lis
 def row_of(
     context: Sequence[int], continuation: Sequence[int], longest: int | None, *, at: int
 ) -> tuple[ScoringRow, bool]:
-    """Return the row that scores a continuation, and whether its context was cut in front to fit.
+    """Return the row that scores a continuation, and whether its context was cut to fit.
 
     Args:
         at: number of the row, for errors.
@@ -224,7 +224,7 @@ def row_of(
 
 
 def checked_scores(scores: Sequence[RowScore]) -> Sequence[RowScore]:
-    """Return the scores; NumericsError where one is no logarithm of a probability."""
+    """Return the scores; NumericsError for one that is no log-probability."""
     wrong = [at for at, score in enumerate(scores) if not score.log_likelihood <= 0]
     if wrong:
         raise NumericsError(

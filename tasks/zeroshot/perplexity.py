@@ -32,11 +32,11 @@ class PerplexityResult:
 
     @property
     def adjusted_perplexity(self) -> float:
-        """The same per word, which models of any vocabulary can be compared by."""
+        """The perplexity per word, comparable between models of any vocabulary."""
         return math.exp(min(_MOST, self.loss * self.token_ratio))
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a file of results holds."""
+        """Return the content of a file of results."""
         derived = {
             "perplexity": self.perplexity,
             "adjusted_perplexity": self.adjusted_perplexity,
@@ -52,7 +52,7 @@ class PerplexityResult:
 
 
 def read_texts(files: Sequence[str]) -> list[str]:
-    """Return the files' texts; DataError for a file without one."""
+    """Return the files' texts; DataError for an empty file."""
     texts = [read_text(Path(name)) for name in files]
     for name, text in zip(files, texts):
         if not text.strip():
@@ -67,7 +67,7 @@ def evaluate_perplexity(
     step: int | None = None,
     is_wikitext: bool = False,
 ) -> PerplexityResult:
-    """Score every token of every text but its first one, once.
+    """Score every token of every text but the first, once.
 
     Args:
         step: tokens that each further window scores (`overlapping_windows`); None: `USUAL_STEP`, or

@@ -28,20 +28,20 @@ from tools.flags.model import add_model_flags, read_flags
 
 
 class Result(Protocol):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     def describe(self) -> str:
         """Return one line for the log."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a file of results holds."""
+        """Return the content of a file of results."""
 
 
 Evaluate = Callable[[LoadedScorer], Result]
 
 
 class _Task(NamedTuple):
-    """One task: its files, its own flags, and what is read before a model is loaded."""
+    """One task: its files, its flags, and the reader that runs before a model is loaded."""
 
     files: str
     add_flags: Callable[[argparse.ArgumentParser], None]
@@ -79,7 +79,7 @@ def parser(name: str) -> argparse.ArgumentParser:
 
 
 def add_row_flags(made: argparse.ArgumentParser) -> None:
-    """How many rows are read together, how long they are, and by how many ranks."""
+    """Add the flags for the number and length of rows, and for their ranks."""
     add = made.add_argument
     add(
         "--micro-batch-size",

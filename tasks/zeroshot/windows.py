@@ -8,8 +8,7 @@ from megatron.errors import ConfigError
 
 
 def overlapping_windows(tokens: Sequence[int], *, length: int, step: int) -> list[ScoringRow]:
-    """Return rows that together score every token but the first, each with all the context it can
-    have.
+    """Return rows that score every token but the first once, with the longest context.
 
     The first window scores `length` tokens; each further one reads `length` too but scores the last
     `step` alone (Megatron-LM's `--overlapping-eval`; with step = length windows do not overlap).
@@ -37,7 +36,7 @@ def overlapping_windows(tokens: Sequence[int], *, length: int, step: int) -> lis
 
 
 def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[ScoringRow]:
-    """Return rows that together score every token, the first one given `prefix` alone.
+    """Return rows that together score every token, the first one after `prefix` alone.
 
     As lm-eval-harness cuts a text for its rolling log-likelihood: windows score `length` tokens
     each, given one before them; the last one, which scores fewer, is given as much as fits.
