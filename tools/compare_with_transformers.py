@@ -51,7 +51,7 @@ Outputs = Mapping[str, Tensor]  # what a model computes, by what it is called he
 
 
 class Inputs(NamedTuple):
-    """Rows of tokens, all int64 [b, s]; a BERT has two segments, and padding at the end of one."""
+    """Rows of tokens, all int64 [b, s]; a BERT has two segments, one of them with padding."""
 
     tokens: Tensor
     types: Tensor
@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def drawn(cls, sizes: Sizes) -> "Inputs":
-        """Random tokens that are the same each time."""
+        """Return random tokens that are the same each time."""
         length = min(LENGTH, sizes.positions)
         generator = torch.Generator().manual_seed(_SEED)
         tokens = torch.randint(0, sizes.vocab_rows, (ROWS, length), generator=generator)
@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One output: the largest value of transformers, and the largest difference."""
+    """One output: its largest value in transformers, and the largest difference."""
 
     largest: float
     apart: float
@@ -84,14 +84,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far apart the outputs of the two are."""
+    """The differences between the outputs of the two."""
 
     outputs: Mapping[str, Difference]
     tokens: int
 
     @classmethod
     def of(cls, ours: Outputs, theirs: Outputs, tokens: int) -> "Comparison":
-        """Compare what has the same name."""
+        """Compare the outputs of equal names."""
         outputs = {
             name: Difference(float(value.abs().max()), float((ours[name] - value).abs().max()))
             for name, value in theirs.items()
@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def worst(self) -> Difference:
-        """The output that is furthest apart, for its size."""
+        """The output with the largest relative difference."""
         return max(self.outputs.values(), key=lambda one: one.apart / max(one.largest, 1.0))
 
     @property
@@ -116,7 +116,7 @@ class Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags, compare, and say how far apart the two are."""
+    """Read the flags, compare, and print the differences."""
     parser = argparse.ArgumentParser(prog="compare_with_transformers", description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="checkpoint of any format")
     parser.add_argument("--iteration", type=int, help="which one; when not given the latest")
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
-    """Compare what `source` and the Hugging Face folder made from it compute.
+    """Compare the outputs of `source` and of the Hugging Face folder exported from it.
 
     Of a GPT that are logits; of a BERT hidden states, pooled rows and the scores of its heads.
 
@@ -169,8 +169,7 @@ def check_export(source: CheckpointSource, folder: Path) -> Comparison | None:
 def our_outputs(
     source: CheckpointSource, inputs: Inputs, sizes: Sizes, rounded: Mapping[str, torch.dtype]
 ) -> Outputs:
-    """Return what our model computes in float32 from the weights of `source`, [b, s, ..] or [b,
-    ..].
+    """Return the outputs of our model in float32 from `source`, [b, s, ..] or [b, ..].
 
     Args:
         rounded: the types to which tensors are rounded before, by name.
@@ -202,9 +201,7 @@ def our_outputs(
 
 
 def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> list[LayerSpec]:
-    """Return the layers of a BERT that has these heads, which may be fewer than one that is
-    trained.
-    """
+    """Return the layers of a BERT with these heads; there may be fewer than in training."""
     if heads.classes:
         return list(classification_layers(config, build, num_classes=heads.classes))
     absent = set() if heads.order else {"order_head"}
@@ -219,9 +216,7 @@ def _bert_specs(config: ModelConfig, build: ModelBuild, heads: BertHeads) -> lis
 
 
 def _bert_outputs(stage: PipelineStage, specs: Sequence[LayerSpec], inputs: Inputs) -> Outputs:
-    """Return what the heads are given and what they make of it; of hidden states those of
-    true tokens.
-    """
+    """Return the inputs and outputs of the heads; hidden states of real tokens only."""
     carry = bert_carry(*inputs)
     true = inputs.padding_mask.bool()
     found: dict[str, Tensor] = {}
@@ -242,9 +237,7 @@ def _bert_outputs(stage: PipelineStage, specs: Sequence[LayerSpec], inputs: Inpu
 
 @torch.no_grad()
 def their_outputs(folder: Path, inputs: Inputs, sizes: Sizes) -> Outputs:
-    """Return what transformers computes in float32 from the weights in `folder`, in the
-    same shapes.
-    """
+    """Return the outputs of transformers in float32 from `folder`, in the same shapes."""
     transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -29,7 +29,7 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def main() -> None:
-    """Read the arguments, open the source, and let the other format write it."""
+    """Read the arguments, open the source, and write it in the other format."""
     arguments = _arguments()
     _check(arguments)
     form = registry.get(arguments.format)
@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _bytes(size: str | None) -> int | None:
-    """Return a number of bytes as it is written: 500MB, 5GB, 1000."""
+    """Return the number of bytes in a text: 500MB, 5GB, 1000."""
     if size is None:
         return None
     found = re.fullmatch(r"(\d+)(KB|MB|GB|)", size)

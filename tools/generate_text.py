@@ -32,7 +32,7 @@ INTERACTIVE_PROMPT = "> "
 
 @dataclass(frozen=True)
 class Continuation:
-    """One sample, as the program prints it."""
+    """One generated sample, as the program prints it."""
 
     prompt: str
     text: str
@@ -40,7 +40,7 @@ class Continuation:
     finish_reason: str
 
     def as_json(self) -> str:
-        """Return one line of JSON, in ASCII: some readers break lines at U+2028 too."""
+        """Return one line of JSON in ASCII, since some readers break lines at U+2028 too."""
         return json.dumps(vars(self))
 
 
@@ -165,7 +165,7 @@ def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Iterator[Sequence[str]]:
-    """Yield what the user types on rank 0, sent to every rank, until the end of input."""
+    """Yield the user's lines on rank 0, sent to every rank, until the end of input."""
     while True:
         typed = None
         if speaks:

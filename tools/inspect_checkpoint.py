@@ -29,7 +29,7 @@ from megatron.program import run
 
 
 def main() -> None:
-    """Read the arguments, then print what the checkpoint holds."""
+    """Read the arguments, then print the content of the checkpoint."""
     arguments = _arguments()
     there = store.place(arguments.folder)
     try:
@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _directory(path: Place, iteration: int | None) -> Place:
-    """Return the folder of a checkpoint of ours; CheckpointError when there is none in `path`."""
+    """Return the folder of a checkpoint of ours; CheckpointError if `path` has none."""
     if iteration is None and (path / manifest.NAME).is_file():
         return path
     wanted = folder.latest_iteration(path) if iteration is None else iteration
@@ -80,7 +80,7 @@ def _directory(path: Place, iteration: int | None) -> Place:
 
 
 def _foreign(path: Path, arguments: argparse.Namespace, no_ours: CheckpointError) -> None:
-    """Say what a checkpoint of another format holds, under our names."""
+    """Print the content of a checkpoint of another format, under our names."""
     try:
         from megatron.checkpoint.formats import registry  # needs torch, which ours does not
     except ModuleNotFoundError:
@@ -177,9 +177,7 @@ def _lines(directory: Place, content: Manifest) -> list[str]:
 
 
 def _tree(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list[str]:
-    """Return names as a tree of their `/` parts; the last part has dots of its own and
-    stays whole.
-    """
+    """Return names as a tree of their `/` parts; the last part may contain dots."""
     lines: list[str] = []
     former: list[str] = []
     for name, dtype, shape, size, count in tensors:

@@ -49,7 +49,7 @@ _TOKENS_SHOWN = 64
 
 
 class DatasetView(NamedTuple):
-    """What a few items, spread over the corpus, have in common."""
+    """Statistics of a few items, spread over the corpus."""
 
     items: int
     highest_token: int
@@ -101,7 +101,7 @@ def _verify(
 
 
 def _require_vocabulary(corpus: MMapIndexedDataset, tokenizer: Tokenizer | None) -> None:
-    """Every token of the corpus is below the vocabulary, where one is known."""
+    """Check that every token of the corpus is below the vocabulary size, where that is known."""
     named = corpus.metadata.tokenizer_type if corpus.metadata is not None else ""
     size = corpus.metadata.vocab_size if corpus.metadata is not None else 0
     if tokenizer is not None:
@@ -118,7 +118,7 @@ def _require_vocabulary(corpus: MMapIndexedDataset, tokenizer: Tokenizer | None)
 def _write_sidecar(
     corpus: MMapIndexedDataset, tokenizer: Tokenizer | None, args: argparse.Namespace
 ) -> None:
-    """Checksums of the bytes as they are; and the sidecar, where it is known what it says."""
+    """Write checksums of the present bytes, and the sidecar, where its values are known."""
     checksums = read_checksums(corpus.prefix)
     metadata = corpus.metadata
     to_describe = not metadata.pair_id if metadata is not None else tokenizer is not None
@@ -158,7 +158,7 @@ def _level(corpus: MMapIndexedDataset) -> ItemLevel:
 
 
 def _spread(corpus: MMapIndexedDataset, count: int) -> list[int]:
-    """`count` items or fewer that hold tokens, spread over the corpus."""
+    """Return `count` items or fewer that hold tokens, spread over the corpus."""
     filled = np.flatnonzero(corpus.sizes)
     at = np.linspace(0, len(filled) - 1, min(count, len(filled))).astype(np.int64)
     chosen: list[int] = filled[np.unique(at)].tolist()
@@ -188,7 +188,7 @@ def _samples(
 
 
 def _doubts(corpus: MMapIndexedDataset, checksums: CorpusChecksums | None) -> list[str]:
-    """Signs that .bin and .idx are not a pair, where no checksums say that they are."""
+    """Return signs that .bin and .idx are not a pair, where there are no checksums."""
     if checksums is not None:
         return []
     index, data = (Path(name(corpus.prefix)) for name in (index_file_path, data_file_path))

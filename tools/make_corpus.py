@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the corpus, or list the user's files; paths go to standard output."""
+    """Write the corpus, or list the user's files; prints paths to standard output."""
     args = _parse(argv)
     if args.data:
         for path in find_inputs([args.data]).files:
@@ -88,7 +88,7 @@ def library_documents(folder: Path) -> Iterator[Document]:
 
 
 def module_documents(name: str, source: str) -> Iterator[Document]:
-    """Yield the prose and the code of one module; nothing of one stands in the other."""
+    """Yield the prose and the code of one module, without overlap."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -110,7 +110,7 @@ def module_documents(name: str, source: str) -> Iterator[Document]:
 
 
 def choose(documents: list[Document], *, limit_bytes: int, seed: int) -> list[Document]:
-    """Return the first documents of a shuffled order that fit into `limit_bytes` of text."""
+    """Return the first documents of a shuffled order with at most `limit_bytes` of text."""
     shuffled = list(documents)
     random.Random(seed).shuffle(shuffled)  # not cryptography
     chosen: list[Document] = []
@@ -149,7 +149,7 @@ def _topics(tree: ast.Module) -> Iterator[str]:
 
 
 def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
-    """Consecutive top-level statements, joined up to about `_TARGET_BYTES`."""
+    """Yield consecutive top-level statements, joined up to about `_TARGET_BYTES`."""
     starts = [_first_line(node) for node in tree.body]
     start = 0
     for index, end in enumerate([*starts[1:], len(lines)]):
@@ -161,14 +161,14 @@ def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
 
 
 def _first_line(node: ast.stmt) -> int:
-    """Index of the line on which a statement starts, its decorators included."""
+    """Return the index of a statement's first line, decorators included."""
     decorators = getattr(node, "decorator_list", [])
     first: int = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return first - 1
 
 
 def _tidied(lines: list[str]) -> str:
-    """Return the lines joined, with at most two blank ones in a row."""
+    """Return the lines joined, with at most two consecutive blank lines."""
     text = "\n".join(line.rstrip() for line in lines).strip("\n")
     while "\n\n\n\n" in text:
         text = text.replace("\n\n\n\n", "\n\n\n")

@@ -45,7 +45,7 @@ BLOCKS_TIMED = 3  # transformer layers, whose passes together give the median of
 
 
 class LayerTime(NamedTuple):
-    """What one layer of the list takes for one micro-batch, in milliseconds."""
+    """The time of one layer for one micro-batch, in milliseconds."""
 
     name: str
     forward: float
@@ -53,12 +53,12 @@ class LayerTime(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Both passes, as `--pipeline-layer-costs` takes it."""
+        """The time of both passes, as `--pipeline-layer-costs` expects it."""
         return float(f"{self.forward + self.backward:.{DIGITS}g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags of a training run, time its layers, and print what to give to it."""
+    """Read the flags of a training run, time its layers, and print the flag to use."""
     # Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
     config = parse_args(
         argv,
@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[LayerTime]:
-    """Return the median times of every layer, in the order of the list; the slowest rank's on all
-    ranks.
+    """Return the median time of every layer, in order: that of the slowest rank, on all ranks.
+
+    The last layer's includes the loss.
 
     The last layer's has the loss in it.
     """
@@ -114,7 +115,7 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
 
 
 def report(config: RunConfig, specs: Sequence[LayerSpec], times: Sequence[LayerTime]) -> str:
-    """Return a table of the layers, the flag to give, and what it does to the stages asked for."""
+    """Return a table of the layers, the flag to use, and the stages that result from it."""
     width = max(len(time.name) for time in times)
     lines = [f"{'layer':<{width}}  forward ms  backward ms"]
     lines += [f"{t.name:<{width}}  {t.forward:>10.3f}  {t.backward:>11.3f}" for t in times]
@@ -142,7 +143,7 @@ def _own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _without_pipeline(config: RunConfig) -> RunConfig:
-    """Return the same run with all layers on every rank, one of which is built at a time."""
+    """Return the run without pipeline; layers are built one at a time on every rank."""
     parallel = config.parallel
     alone = ParallelConfig(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -152,7 +153,7 @@ def _without_pipeline(config: RunConfig) -> RunConfig:
 
 
 def _by_layers(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the stages that the flags ask for, without costs that were measured before."""
+    """Return the stages of the flags, without costs measured before."""
     return replace(parallel, pipeline_layer_costs=None)
 
 
@@ -166,7 +167,7 @@ def _first_carry(config: RunConfig, build: ModelBuild) -> tuple[Carry, Tensor]:
 def _timed(
     layer: PipelineStage, build: ModelBuild, carry: Carry, labels: Tensor | None
 ) -> tuple[float, float]:
-    """Return seconds of the forward and of the backward pass of one micro-batch."""
+    """Return the seconds of the forward and of the backward pass of one micro-batch."""
     taken = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carry)
     device.synchronize()
     began = time.perf_counter()
@@ -186,7 +187,7 @@ def _timed(
 
 
 def _slowest(passes: Sequence[tuple[float, float]], build: ModelBuild) -> tuple[float, float]:
-    """Return the medians in milliseconds, of the rank where they are largest."""
+    """Return the medians in milliseconds of the slowest rank."""
     mine = [1e3 * median(column) for column in zip(*passes)]
     both = torch.tensor(mine, dtype=torch.float64, device=device.current())
     forward, backward = all_reduce(both, build.ctx.world, op="max").tolist()

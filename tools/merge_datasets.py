@@ -44,7 +44,7 @@ _MUST_AGREE = ("tokenizer_type", "vocab_size", "eod", "level")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Check the inputs, merge them and say what was written; raises MegatronError."""
+    """Check the inputs, merge them and print what was written; raises MegatronError."""
     args = _parse(argv)
     with ToolRanks.join() as ranks:
         prefixes: list[str] = []
@@ -59,9 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def find_corpora(given: Sequence[str]) -> list[str]:
-    """Return the prefixes that prefixes and folders stand for; a folder's corpora in sorted
-    order.
-    """
+    """Return the corpora of prefixes and folders; those of a folder in sorted order."""
     prefixes: list[str] = []
     for name in given:
         if not Path(name).is_dir() or Path(index_file_path(name)).exists():
@@ -80,7 +78,7 @@ def find_corpora(given: Sequence[str]) -> list[str]:
 
 
 def merge(prefixes: Sequence[str], output: str) -> None:
-    """Write the corpora `prefixes`, in this order, as the corpus `output`; says what it wrote."""
+    """Write the corpora `prefixes`, in this order, as the corpus `output`."""
     started = time.perf_counter()
     corpora, metadata = _checked(prefixes, output)
     sizes = [corpus.num_tokens * corpus.dtype.itemsize for corpus in corpora]
@@ -99,7 +97,7 @@ def merge(prefixes: Sequence[str], output: str) -> None:
 
 
 def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> None:
-    """As `merge`, every rank writing a part; `prefixes` count on the first rank."""
+    """Merge on all ranks, each writing a part; `prefixes` of the first rank count."""
     started = time.perf_counter()
     if not ranks.is_first:
         merge_on_ranks(ranks, [])
@@ -114,7 +112,7 @@ def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> No
 def _checked(
     prefixes: Sequence[str], output: str
 ) -> tuple[list[MMapIndexedDataset], CorpusMetadata | None]:
-    """Return the inputs, opened and found to belong together, and what the sidecar will say."""
+    """Return the opened inputs, which belong together, and the metadata of the sidecar."""
     _refuse_output_among_inputs(prefixes, output)
     corpora = [MMapIndexedDataset(prefix) for prefix in prefixes]
     _require_one_dtype(corpora)
@@ -140,7 +138,7 @@ def _say(inputs: int, output: str, seconds: float) -> None:
 
 
 def _refuse_output_among_inputs(prefixes: Sequence[str], output: str) -> None:
-    """By identity of files as well as by name, so that a link to an input is noticed."""
+    """Refuse an output that is an input, by file identity too, to notice links."""
     for prefix in prefixes:
         by_name = Path(prefix).resolve() == Path(output).resolve()
         pairs = zip(corpus_files(output), corpus_files(prefix))
@@ -165,7 +163,7 @@ def _require_one_dtype(corpora: Sequence[MMapIndexedDataset]) -> None:
 
 
 def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | None:
-    """Return what the sidecars say in common; None, announced, where an input has no sidecar."""
+    """Return the metadata common to all sidecars; None, with a note, if one is missing."""
     known = [corpus for corpus in corpora if corpus.metadata is not None]
     for other in known[1:]:
         _require_agreement(known[0], other)
@@ -187,9 +185,7 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
 
 
 def _splitters(known: Sequence[MMapIndexedDataset]) -> str:
-    """Return what split the sentences of all inputs; more than one is announced, and all
-    are named.
-    """
+    """Return the sentence splitters of all inputs; warn if there are several."""
     found = {each.metadata.sentence_splitter for each in known if each.metadata is not None}
     names = sorted(found - {""})
     if len(names) > 1:

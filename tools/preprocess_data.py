@@ -63,7 +63,7 @@ _SECONDS_BETWEEN_LINES = 5.0  # of progress, where standard error is no terminal
 
 
 class PreprocessingJob(NamedTuple):
-    """What one run does, checked: nothing in its flags can go wrong any more."""
+    """The work of one run, with all flags checked."""
 
     settings: EncodeSettings
     tokenizer: Tokenizer
@@ -74,17 +74,17 @@ class PreprocessingJob(NamedTuple):
     log_interval: int | None
 
     def chunks(self) -> Iterator[Chunk]:
-        """Return the input, as it is handed to the encoders; the same each time."""
+        """Return the input as chunks for the encoders; the same each time."""
         return self.source.chunks(self.chunk_size)
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[EncodedChunk]:
-        """Return the chunks as ids, in order; to be closed when it is left early."""
+        """Return the chunks as ids, in order; close the iterator when it is left early."""
         encode = functools.partial(encode_chunk, self.settings)
         return encode_in_order(chunks, encode, workers=self.workers)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read, tokenize, write, and say what was written; raises MegatronError."""
+    """Read, tokenize, write, and print what was written; raises MegatronError."""
     args = parser().parse_args(argv)
     job = prepare(args)
     started = time.perf_counter()
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(args: argparse.Namespace) -> PreprocessingJob:
-    """Check the flags, read the tokenizer and list the input; nothing has been written then."""
+    """Check the flags, read the tokenizer and list the input; writes nothing."""
     _check_flags(args)
     settings = EncodeSettings(
         tokenizer=tokenizer_spec(args),
@@ -126,7 +126,7 @@ def prepare(args: argparse.Namespace) -> PreprocessingJob:
 
 
 def require_documents(job: PreprocessingJob, totals: Totals) -> None:
-    """Refuse an output that would hold nothing."""
+    """Refuse an output without documents."""
     if not totals.documents:
         raise DataError(
             "no document is left, so there is nothing to write",
@@ -137,13 +137,13 @@ def require_documents(job: PreprocessingJob, totals: Totals) -> None:
 
 
 def _first_texts(source: Source, settings: EncodeSettings) -> list[str]:
-    """Return text enough to compare two encoders on, and not so much that one waits for it."""
+    """Return enough text to compare two encoders quickly."""
     chunk = next(source.chunks(_COMPARED_ROWS))
     return [text[:_COMPARED_CHARACTERS] for text in texts_of_rows(settings, chunk)]
 
 
 def _write(job: PreprocessingJob) -> Totals:
-    """Return everything in one go: all outputs, or nothing."""
+    """Write all outputs in one pass, or none of them."""
     with (
         contextlib.closing(job.encoded(job.chunks())) as encoded,  # type: ignore[type-var]
         CorpusSet(job.prefixes, job.settings, job.tokenizer) as corpora,
@@ -158,7 +158,7 @@ def _write(job: PreprocessingJob) -> Totals:
 
 
 def _write_in_parts(job: PreprocessingJob, output_prefix: str) -> Totals:
-    """Part after part, from where an earlier run of the same flags was broken off."""
+    """Write part after part, from where an interrupted run with the same flags ended."""
     keys = len(job.prefixes)
     journal = Journal(output_prefix, fingerprint(job))
     totals = Totals.zero(keys)
@@ -201,7 +201,7 @@ def _of_one_part(first: EncodedChunk, rest: Iterator[EncodedChunk]) -> Iterator[
 
 
 def what_decides(job: PreprocessingJob, *, times: bool = True) -> dict[str, Any]:
-    """Return all that decides which bytes are written; not the encoder, for all give the same.
+    """Return everything that determines the output bytes; not the encoder, as all agree.
 
     Without `times` it is the same on machines that have copies of one input.
     """
@@ -221,7 +221,7 @@ def fingerprint(job: PreprocessingJob) -> str:
 
 
 class PreprocessingProgress:
-    """A bar on a terminal, a line now and then anywhere else; always on standard error."""
+    """A progress bar on a terminal, a line at intervals elsewhere; on standard error."""
 
     def __init__(
         self, job: PreprocessingJob, done: int = 0, *, size: int | None = None, silent: bool = False
@@ -247,7 +247,7 @@ class PreprocessingProgress:
         self._bar.close()
 
     def show(self, totals: Totals, disk_bytes: int) -> None:
-        """Take note of one more chunk, and show the state of things if it is time."""
+        """Count one more chunk, and update the display if it is time."""
         self._done += disk_bytes
         now = time.perf_counter()
         if not self._bar.disable:
@@ -272,7 +272,7 @@ def _rates(totals: Totals, seconds: float) -> str:
 
 
 def print_summary(job: PreprocessingJob, totals: Totals, seconds: float) -> None:
-    """Say what was written, what was left out, and how training finds it."""
+    """Print what was written, what was left out, and the flag to train on it."""
     settings, tokenizer = job.settings, job.tokenizer
     dtype = np.dtype(best_fitting_dtype(tokenizer.vocab_size))
     print(f"{'key':<16}{'documents':>12}{'items':>12}{'tokens':>16}{'.bin bytes':>16}")

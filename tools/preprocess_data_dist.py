@@ -51,7 +51,7 @@ _SHOWN = 1000  # characters of what ranks disagree about
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write pieces until none is left, then put them together; raises MegatronError."""
+    """Write pieces until none is left, then merge them; raises MegatronError."""
     args = _parse(argv)
     started = time.perf_counter()
     with ToolRanks.join() as ranks:
@@ -71,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _prepared(ranks: ToolRanks, args: argparse.Namespace) -> PreprocessingJob:
-    """Return the first rank opens a dataset first, since opening may fill a cache that
-    others read.
-    """
+    """Return the checked job, after the first rank has filled the cache of a dataset."""
     if args.hf_dataset and not ranks.is_first:
         ranks.from_first("opened", None)
     job = prepare(args)
@@ -83,7 +81,7 @@ def _prepared(ranks: ToolRanks, args: argparse.Namespace) -> PreprocessingJob:
 
 
 def _require_agreement(ranks: ToolRanks, job: PreprocessingJob) -> None:
-    """Raise ConfigError, on every rank, where one would write other bytes than the first."""
+    """Raise ConfigError on every rank if one would write other bytes than the first."""
     first, *others = ranks.gather("what decides", _in_short(what_decides(job, times=False)))
     for rank, other in enumerate(others, start=1):
         for name in (name for name, value in other.items() if value != first[name]):
@@ -95,9 +93,7 @@ def _require_agreement(ranks: ToolRanks, job: PreprocessingJob) -> None:
 
 
 def _in_short(content: dict[str, Any]) -> dict[str, str]:
-    """Return each part as text, or a digest of it where it is long, as the names of many
-    files are.
-    """
+    """Return each part as text, or as a digest where the text is long."""
     texts = {name: json.dumps(value) for name, value in content.items()}
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     return {name: text if len(text) <= _SHOWN else digests[name] for name, text in texts.items()}
@@ -106,7 +102,7 @@ def _in_short(content: dict[str, Any]) -> dict[str, str]:
 def _begin(
     ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, args: argparse.Namespace
 ) -> int:
-    """Return how many pieces the input is cut into, on every rank."""
+    """Return the number of pieces of the input, on every rank."""
     count = None
     if ranks.is_first:
         wanted = max(_PIECES_PER_RANK * ranks.size, -(-job.source.size // resume.PART_BYTES))
@@ -117,7 +113,7 @@ def _begin(
 def _write_pieces(
     ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: Sequence[Source]
 ) -> None:
-    """Write pieces that no other rank has taken, and that are not there from an earlier run."""
+    """Write pieces that no other rank takes and no earlier run has finished."""
     everything = Totals.zero(len(job.prefixes))
     with (
         closing(_encoded_pieces(ranks, job, journal, pieces)) as encoded,
@@ -139,7 +135,7 @@ def _write_pieces(
 def _encoded_pieces(
     ranks: ToolRanks, job: PreprocessingJob, journal: PieceJournal, pieces: Sequence[Source]
 ) -> Generator[tuple[int, EncodedChunk], None, None]:
-    """Yield each chunk with the number of its piece; workers go on from one piece to the next."""
+    """Yield each chunk with the number of its piece; workers run across pieces."""
     owners: deque[int] = deque()  # of the chunks that are on their way
 
     def chunks() -> Iterator[Chunk]:
@@ -157,7 +153,7 @@ def _encoded_pieces(
 
 
 def _totals(job: PreprocessingJob, journal: PieceJournal, pieces: int) -> Totals:
-    """Return what all pieces hold together; ConfigError where one is not to be seen from here."""
+    """Return the totals of all pieces; ConfigError if one is not visible from here."""
     everything = Totals.zero(len(job.prefixes))
     deadline = time.monotonic() + _VISIBLE_S
     for number in range(pieces):

@@ -48,7 +48,7 @@ Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read, render, tokenize, write, and say what was written; raises MegatronError."""
+    """Read, render, tokenize, write, and print what was written; raises MegatronError."""
     args = _parse(argv)
     spec = tokenizer_spec(args)
     tokenizer = spec.build()
@@ -107,7 +107,7 @@ def dialogue_of(
     encode: Encode,
     eod: int | None,
 ) -> EncodedDialogue:
-    """Return the row's dialogue in tokens; a DataError names the file and the line."""
+    """Return the tokens of the row's dialogue; DataError with the file and the line."""
     place = f"{path}:{row.line}"
     record = record_of(path, row)
     if key not in record:
@@ -147,7 +147,7 @@ def _dialogues(
 
 
 def _encoder(tokenizer: Tokenizer) -> Encode:
-    """Return the tokenizer, without what it opens every text with on all pieces but the first."""
+    """Return the tokenizer, with its leading tokens on the first piece only."""
     opens = tokenizer.bos is not None and tokenizer.tokenize("a")[:1] == [tokenizer.bos]
     if not opens:
         return tokenizer.tokenize_batch

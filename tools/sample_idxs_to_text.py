@@ -62,7 +62,7 @@ class SamplePiece(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the tokens of a sample come from; `pieces` is None where a dataset does not say."""
+    """The source of a sample's tokens; `pieces` is None where the dataset lacks it."""
 
     corpus: str
     pieces: list[SamplePiece] | None
@@ -136,7 +136,7 @@ def _training_data(config: RunConfig) -> Any:
 
 
 def _order(config: RunConfig, total: int, start: int) -> Iterator[int]:
-    """Yield the rows of the dataset in the order of training, from the sample `start` on."""
+    """Yield the dataset's rows in the order of training, from sample `start` on."""
     one_by_one: dict[str, Any] = {
         "total_samples": total,
         "consumed_samples": start,

@@ -41,7 +41,7 @@ PALEST = 0.65  # how much white is in the colour of the last chunk; the first ha
 
 
 class SchedulePlot(NamedTuple):
-    """Which schedule is shown, and for how long each action takes."""
+    """The schedule to show, and the time of each action."""
 
     name: str
     stages: int
@@ -51,7 +51,7 @@ class SchedulePlot(NamedTuple):
 
 
 def simulated(layout: SchedulePlot) -> Simulation:
-    """Return one step of all stages."""
+    """Return one simulated step of all stages."""
     schedules = [
         build_schedule(
             layout.name,
@@ -89,7 +89,7 @@ def timeline(layout: SchedulePlot, result: Simulation, *, width: int) -> Iterato
 
 
 def summary(layout: SchedulePlot, result: Simulation) -> Iterator[str]:
-    """Bubble and memory, as simulated and by theory."""
+    """Return bubble and memory, as simulated and by theory."""
     sizes = {
         "num_stages": layout.stages,
         "num_microbatches": layout.microbatches,
@@ -216,7 +216,7 @@ def _flags() -> argparse.ArgumentParser:
 
 
 def _layout(flags: argparse.Namespace) -> SchedulePlot:
-    """Return what the flags ask for.
+    """Return the plot that the flags ask for.
 
     Raises:
         ConfigError: the schedule cannot run like that, or a number makes no sense.
@@ -270,9 +270,7 @@ def _key(layout: SchedulePlot) -> str:
 
 
 def _grid(layout: SchedulePlot, result: Simulation) -> tuple[float, int]:
-    """Return the time that a cell stands for, and how many columns it has: the longest
-    label fits.
-    """
+    """Return the time of a cell and its columns, which fit the longest label."""
     longest = max(
         len(_label(work, layout.chunks)) for stage in result.stages for work in stage.work
     )
@@ -288,9 +286,7 @@ def _grid(layout: SchedulePlot, result: Simulation) -> tuple[float, int]:
 
 
 def _row(stage: StageTrace, unit: float, columns: int, chunks: int) -> str:
-    """Return the cells of one stage; a computation begins with its label and is filled up
-    with dashes.
-    """
+    """Return the cells of one stage: the label of each computation, padded with dashes."""
     row = ""
     for work in stage.work:
         # Not round(): from equal times to equal widths, wherever they begin.
@@ -310,7 +306,7 @@ def _numbers(values: Sequence[int]) -> str:
 
 
 def _beyond_theory(layout: SchedulePlot) -> str:
-    """Return why the simulation may differ from the formula; empty where it may not."""
+    """Return why the simulation may differ from the formula; empty if it may not."""
     times = layout.durations
     reasons = []
     if times.communication:
@@ -347,14 +343,14 @@ def _draw_box(axes: Any, row: int, work: Work, *, chunks: int, points: float) ->
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> str:
-    """Return the colour of a chunk: later ones are mixed with more white."""
+    """Return the colour of a chunk, mixed with more white for later chunks."""
     white = PALEST * chunk / max(1, chunks - 1)
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
 def _font_size(layout: SchedulePlot, result: Simulation, wide: float) -> float:
-    """Points in which the widest number fits into the narrowest box."""
+    """Return the size in points at which the widest number fits into the narrowest box."""
     shortest = min(work.stop - work.start for work in result.stages[0].work)
     inches = 0.88 * wide * shortest / result.makespan
     digits = len(str(layout.microbatches - 1))

@@ -67,9 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(documents: Documents, *, vocab_size: int, min_frequency: int = 2) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE of at most `vocab_size` pieces, <|endoftext|> (the last)
-    among them.
-    """
+    """Return a byte-level BPE of at most `vocab_size` pieces, the last one <|endoftext|>."""
     if vocab_size < _BYTES + 1:
         raise ConfigError(
             "the vocabulary has no room for every byte and the end of a document",
@@ -106,8 +104,9 @@ def train(documents: Documents, *, vocab_size: int, min_frequency: int = 2) -> t
 def train_wordpiece(
     documents: Documents, *, vocab_size: int, min_frequency: int = 2
 ) -> tokenizers.Tokenizer:
-    """Return a lower-casing WordPiece of at most `vocab_size` pieces, BERT's special tokens
-    first.
+    """Return a lower-casing WordPiece of at most `vocab_size` pieces.
+
+    BERT's special tokens come first.
     """
     learner = tokenizers.Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS[1]))
     learner.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -154,7 +153,7 @@ def _counted(documents: Iterator[tuple[DocumentFile, str]], bar: tqdm) -> Iterat
 
 
 def _contents(trained: tokenizers.Tokenizer) -> dict[str, str]:
-    """Return the text of each output file."""
+    """Return the content of each output file."""
     model = json.loads(trained.to_str())["model"]
     by_id = dict(sorted(model["vocab"].items(), key=lambda pair: pair[1]))
     merges = "".join(" ".join(pair) + "\n" for pair in model["merges"])
@@ -166,7 +165,7 @@ def _contents(trained: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def _lines(trained: tokenizers.Tokenizer) -> dict[str, str]:
-    """vocab.txt: one piece a line, in the order of their ids."""
+    """Return vocab.txt: one piece per line, in the order of ids."""
     by_id = sorted(trained.get_vocab().items(), key=lambda pair: pair[1])
     return {WORDPIECE_NAMES[0]: "".join(f"{piece}\n" for piece, _ in by_id)}
 

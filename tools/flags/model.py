@@ -29,7 +29,7 @@ EPILOG = (
 
 
 class ModelChoice(NamedTuple):
-    """Which model a program is to use, and what flags say beside its checkpoint."""
+    """The model that a program uses, and the flags that override its checkpoint."""
 
     folder: str
     iteration: int | None
@@ -37,7 +37,7 @@ class ModelChoice(NamedTuple):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that every program has which uses a model."""
+    """Add the flags of every program that uses a model."""
     add = parser.add_argument
     add("--load", required=True, metavar="FOLDER", help="checkpoint of a GPT, of any format")
     add("--iteration", type=int, help="which of them; the newest when not given")
@@ -51,7 +51,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def read_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelChoice]:
-    """Return the program's own flags, and which model it is to use how.
+    """Return the program's own flags, and its choice of a model.
 
     Raises:
         CommandLineError: a flag that no program has, or a value that cannot be read.

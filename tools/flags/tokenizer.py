@@ -18,7 +18,7 @@ def add_tokenizer_flags(group: "argparse._ArgumentGroup", *, required: bool = Tr
 
 
 def tokenizer_spec(args: argparse.Namespace) -> TokenizerSpec:
-    """Return the tokenizer that the flags name; nothing is read yet."""
+    """Return the tokenizer that the flags name; reads no file."""
     return TokenizerSpec(
         tokenizer_type=args.tokenizer_type,
         vocab_file=args.vocab_file,

@@ -31,7 +31,7 @@ from tools.preprocessing.text_output import AtomicTextFile
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Copy the URLs that are wanted, and say why the others are not."""
+    """Copy the URLs that pass the filter, and print the reasons for the others."""
     args = _parse(argv)
     files = _url_files(args.input)
     output, listed = Path(args.output), [Path(args.rejected)] if args.rejected else []

@@ -30,7 +30,7 @@ _BREAKS = re.compile(r"\n{3,}")
 
 @dataclass(frozen=True)
 class CleaningSteps:
-    """Which steps are taken; hashable, so that each process prepares once for it."""
+    """The chosen steps; hashable, so that each process prepares once for them."""
 
     key: str = "text"
     repair_unicode: bool = True
@@ -44,7 +44,7 @@ class CleaningSteps:
     skip_bad_lines: bool = False
 
     def prepare(self) -> None:
-        """Find what is missing or wrong before any work: packages, languages, the tokenizer."""
+        """Check packages, languages and the tokenizer before any work."""
         if self.repair_unicode:
             _ftfy()
         if self.languages:
@@ -54,7 +54,7 @@ class CleaningSteps:
 
 
 class Verdict(NamedTuple):
-    """The text as it should be, and why the document is refused (or None: it is kept)."""
+    """The cleaned text, and the reason to drop the document (or None to keep it)."""
 
     text: str
     reason: str | None = None
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 class CleanedChunk(NamedTuple):
-    """What becomes of a chunk: lines for two files, and what to say about them."""
+    """The result of a chunk: lines for two files, and messages about them."""
 
     kept: list[bytes]
     rejected: list[bytes]
@@ -73,7 +73,7 @@ class CleanedChunk(NamedTuple):
 
 
 def clean(text: str, steps: CleaningSteps) -> Verdict:
-    """Take every step with one document."""
+    """Apply every step to one document."""
     if steps.repair_unicode:
         text = _ftfy().fix_text(text)
     if steps.tidy_white_space:
@@ -92,7 +92,7 @@ def clean(text: str, steps: CleaningSteps) -> Verdict:
 
 
 def clean_chunk(steps: CleaningSteps, chunk: Chunk) -> CleanedChunk:
-    """Clean the documents of a chunk, in whatever process."""
+    """Clean the documents of a chunk, in any process."""
     result = CleanedChunk([], [], Counter(), 0, [], chunk.disk_bytes)
     changed = 0
     for row in chunk.rows:
@@ -121,7 +121,7 @@ def clean_chunk(steps: CleaningSteps, chunk: Chunk) -> CleanedChunk:
 
 
 def tidied(text: str) -> str:
-    """Runs of spaces become one, runs of blank lines one, and the ends are cut.
+    """Replace runs of spaces by one, runs of blank lines by one, and strip the ends.
 
     Unlike Megatron's cleaning, which puts every line break that follows a word out of the way,
     this leaves lines and paragraphs as they are.
@@ -130,7 +130,7 @@ def tidied(text: str) -> str:
 
 
 def language_of(text: str) -> str:
-    """Return the code of the language that most of the text is in; the same for the same text."""
+    """Return the code of the text's main language; deterministic."""
     language: str = _identifier().classify(text)[0]
     return language
 

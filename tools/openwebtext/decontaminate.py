@@ -40,7 +40,7 @@ _WORD = re.compile(r"\w+")
 
 
 class NgramRule(NamedTuple):
-    """How much goes around a match, and what is left over when too little remains."""
+    """The size of the cut around a match, and the shortest piece to keep."""
 
     ngram: int = 13  # words
     shortest_ngram: int = 8  # words of a task that is shorter than `ngram`, taken whole
@@ -66,7 +66,7 @@ class TaskNgrams:
         return sum(map(len, self._by_length.values()))
 
     def matches(self, text: str) -> Iterator[tuple[int, int]]:
-        """First character of each n-gram of a task, and the one behind its last."""
+        """Yield the start and end characters of each n-gram of a task."""
         found = list(_WORD.finditer(text))
         words = [match.group().lower() for match in found]
         for size, grams in self._by_length.items():
@@ -76,7 +76,7 @@ class TaskNgrams:
 
 
 def clean_pieces(text: str, ngrams: TaskNgrams, rule: NgramRule) -> list[str]:
-    """Return what is left of a document: itself, some pieces, or nothing."""
+    """Return the rest of a document: all of it, some pieces, or nothing."""
     matches = sorted(ngrams.matches(text))
     if not matches:
         return [text]
@@ -91,7 +91,7 @@ def clean_pieces(text: str, ngrams: TaskNgrams, rule: NgramRule) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Copy the documents without the text of the tasks, and say what went."""
+    """Copy the documents without the text of the tasks, and print what was removed."""
     args = _parse(argv)
     output = Path(args.output)
     files = json_line_files(args.input)

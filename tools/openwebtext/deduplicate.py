@@ -50,30 +50,30 @@ from tools.preprocessing.text_output import AtomicTextFile
 
 
 class DuplicateGroups:
-    """Documents by number, in groups that grow together; a group is known by its first."""
+    """Documents by number in groups that can be joined; the first one names a group."""
 
     def __init__(self) -> None:
         self._toward_first = array("q")  # itself for the first of a group
 
     def add(self) -> int:
-        """Return a document of its own; returns its number."""
+        """Add a document as a group of its own; return its number."""
         self._toward_first.append(len(self._toward_first))
         return len(self._toward_first) - 1
 
     def first(self, number: int) -> int:
-        """Return the first document of the group of this one."""
+        """Return the first document of the group of this document."""
         while (nearer := self._toward_first[number]) != number:
             self._toward_first[number] = self._toward_first[nearer]
             number = nearer
         return number
 
     def join(self, one: int, two: int) -> None:
-        """Make one group of the groups of both."""
+        """Join the groups of two documents."""
         firsts = self.first(one), self.first(two)
         self._toward_first[max(firsts)] = min(firsts)
 
     def dropped(self) -> dict[int, list[int]]:
-        """For each group of several: its first, and the others in order."""
+        """Return for each group of several documents the first, and the others in order."""
         found: dict[int, list[int]] = {}
         for number in range(len(self._toward_first)):
             first = self.first(number)
@@ -83,7 +83,7 @@ class DuplicateGroups:
 
 
 class Spool:
-    """All documents read so far, on disk, by number; gone with this process, however it ends."""
+    """All documents read so far, by number, in a temporary file that never outlives the process."""
 
     def __init__(self, output: Path, json_key: str) -> None:
         self._output, self._key = output, json_key
@@ -105,7 +105,7 @@ class Spool:
             self._file.close()
 
     def append(self, path: Path, row: DocumentRow) -> None:
-        """Keep the next document."""
+        """Add the next document."""
         data = line_of(row)
         self._write(data)
         self.places.append((path, row.line))
@@ -125,7 +125,7 @@ class Spool:
         return fields_of(path, DocumentRow(line, self.line(number)), [self._key])[0]
 
     def place(self, number: int) -> str:
-        """Return where the document was read, as FILE:LINE."""
+        """Return the place of the document as FILE:LINE."""
         path, line = self.places[number]
         return f"{path}:{line}"
 
@@ -210,7 +210,7 @@ class _Finder:
         return shingles_of(self._spool.text(number), self._width)
 
     def _apart(self, number: int, other: int) -> bool:
-        """Return two documents of one group have nothing to say to each other any more."""
+        """Return whether two documents are in different groups, and so have to be compared."""
         return self.groups.first(number) != self.groups.first(other)
 
 

@@ -57,23 +57,23 @@ def check_outputs(outputs: Sequence[Path], inputs: Sequence[Path], *, overwrite:
 
 
 def require_rows(count: int, given: Sequence[str]) -> None:
-    """Refuse an input without a single row: a wrong path, more likely than an empty corpus."""
+    """Refuse an input without rows: more likely a wrong path than an empty corpus."""
     if not count:
         raise DataError("the input holds no document", found=" ".join(given), fix="check --input")
 
 
 def line_of(row: DocumentRow) -> bytes:
-    """Return the row as it was read, with one line end."""
+    """Return the row with its original text and one line end."""
     return row.data.rstrip(b"\r\n") + b"\n"
 
 
 def json_line(record: Mapping[str, object]) -> bytes:
-    """Return the object as a line; ASCII, so that every string of JSON can be written."""
+    """Return the object as a line of ASCII, which can hold every JSON string."""
     return json.dumps(record).encode() + b"\n"
 
 
 def print_counts(counts: Mapping[str, int]) -> None:
-    """One line for each count, numbers under each other."""
+    """Print one line for each count, with aligned numbers."""
     width = max((len(str(count)) for count in counts.values()), default=0)
     for name, count in counts.items():
         print(f"  {count:>{width}} {name}")

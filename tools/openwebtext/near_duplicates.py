@@ -31,7 +31,7 @@ Signature = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Likeness:
-    """When two documents are nearly the same, and how they are looked for."""
+    """The threshold of near-duplicates, and the parameters of their search."""
 
     threshold: float = 0.7  # common shingles among all shingles of both (Jaccard)
     num_hashes: int = 128
@@ -39,9 +39,7 @@ class Likeness:
     width: int = 5  # characters of a shingle
 
     def bands(self) -> tuple[int, int]:
-        """Return how many bands of how many hashes: the longest bands that still find
-        enough pairs.
-        """
+        """Return numbers of bands and rows: the longest bands with sufficient recall."""
         for rows in range(self.num_hashes // 2, 1, -1):
             bands = self.num_hashes // rows
             if 1 - (1 - self.threshold**rows) ** bands >= _RECALL:
@@ -49,7 +47,7 @@ class Likeness:
         return self.num_hashes, 1
 
     def certainly_below(self, estimate: float) -> bool:
-        """Return whether an estimate lies four standard errors below the threshold, at least."""
+        """Return whether an estimate is at least four standard errors below the threshold."""
         return estimate < self.threshold - 2 / math.sqrt(self.num_hashes)
 
 
@@ -68,7 +66,7 @@ class SignedChunk(NamedTuple):
 
 
 class NearDuplicates:
-    """The documents that later ones are compared with, by number.
+    """The documents with which later ones are compared, by number.
 
     Args:
         likeness: what counts as a repetition.
@@ -84,15 +82,16 @@ class NearDuplicates:
         )
 
     def insert(self, number: int, signature: Signature) -> None:
-        """Compare later documents with this one."""
+        """Add this document, so that later ones are compared with it."""
         self._signatures[number] = signature
         self._index.insert(number, self._minhash(signature))
 
     def matches(
         self, signature: Signature, shingles: Callable[[], Shingles], wanted: Callable[[int], bool]
     ) -> Iterator[Duplicate]:
-        """Yield the inserted documents that this one repeats, in order; unwanted ones are
-        left out.
+        """Yield the inserted documents that are near-duplicates of this one, in order.
+
+        Only documents for which `wanted` is true are compared.
         """
         own: Shingles | None = None
         for other in sorted(self._index.query(self._minhash(signature))):
@@ -111,7 +110,7 @@ class NearDuplicates:
 
 
 class Signer:
-    """Makes signatures; one for all documents of a process, for it draws the permutations."""
+    """Computes signatures; one per process, since it draws the permutations."""
 
     def __init__(self, likeness: Likeness) -> None:
         self._empty = require_datasketch().MinHash(
@@ -129,7 +128,7 @@ class Signer:
 
 
 def sign_chunk(likeness: Likeness, key: str, chunk: Chunk) -> SignedChunk:
-    """Return the signatures of a chunk, in whatever process."""
+    """Return the signatures of a chunk, in any process."""
     signer = _signer(likeness)
     texts = (fields_of(chunk.path, row, [key])[0] for row in chunk.rows)
     shingles = (shingles_of(text, likeness.width) for text in texts)
@@ -137,8 +136,9 @@ def sign_chunk(likeness: Likeness, key: str, chunk: Chunk) -> SignedChunk:
 
 
 def shingles_of(text: str, width: int) -> Shingles:
-    """Return a hash of every stretch of `width` characters, each once; of the whole of a shorter
-    text.
+    """Return a hash of every distinct run of `width` characters, or of a shorter text.
+
+    Case and white space do not count.
 
     Case and white space do not count.
     """
@@ -152,13 +152,13 @@ def shingles_of(text: str, width: int) -> Shingles:
 
 
 def jaccard(one: Shingles, two: Shingles) -> float:
-    """Return the share of common shingles among all of both."""
+    """Return the ratio of common shingles to all shingles of both."""
     common = np.intersect1d(one, two, assume_unique=True).size
     return float(common / (len(one) + len(two) - common))
 
 
 def require_datasketch() -> ModuleType:
-    """Return the package datasketch; ConfigError with the way to get it where it is missing."""
+    """Return the package datasketch; ConfigError with the command to install it if missing."""
     return package(
         "datasketch",
         pip="'datasketch>=2.0'",

@@ -7,7 +7,7 @@ from megatron.errors import ConfigError
 
 
 def package(module: str, *, pip: str, task: str, otherwise: str) -> ModuleType:
-    """Return the module, or ConfigError with the way to get it and the way to do without."""
+    """Return the module; ConfigError with the command to install it, or the flag to omit it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

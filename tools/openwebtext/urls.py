@@ -46,7 +46,7 @@ _FORBIDDEN = re.compile(r"[\x00-\x20\x7f\"<>\\^`{|}]")
 
 
 class Blacklist(NamedTuple):
-    """What is not wanted; all of it in lower case."""
+    """The entries to refuse, all in lower case."""
 
     domains: frozenset[str]
     extensions: frozenset[str]
@@ -54,14 +54,14 @@ class Blacklist(NamedTuple):
 
 
 class UrlFilter:
-    """Says of one URL after the other why it is refused, or that it is not."""
+    """Returns for one URL after the other the reason to refuse it, or None."""
 
     def __init__(self, blacklist: Blacklist) -> None:
         self._blacklist = blacklist
         self._seen: set[bytes] = set()  # digests, for there may be many URLs
 
     def reason(self, url: str) -> str | None:
-        """Return the first of `REASONS` that holds, or None: the URL is kept."""
+        """Return the first of `REASONS` that applies, or None to keep the URL."""
         if len(url) < self._blacklist.min_length:
             return "too short"
         parts = _split(url)
@@ -81,9 +81,7 @@ class UrlFilter:
 
 
 def listed_entries(path: Path) -> frozenset[str]:
-    """Return the lines of a list, in lower case; blank ones and those that begin with # are
-    none.
-    """
+    """Return the lower-case lines of a list, without blank lines and # comments."""
     rows = DocumentFile(path, TextRule("lines"))
     lines = (text_of(path, row).strip().lower() for row in rows)
     entries = frozenset(line.lstrip(".") for line in lines if line and not line.startswith("#"))
@@ -98,7 +96,7 @@ def listed_entries(path: Path) -> frozenset[str]:
 
 
 def _split(url: str) -> SplitResult | None:
-    """Return the parts of a URL of the web, or None where it is none."""
+    """Return the parts of a web URL, or None for any other text."""
     if _FORBIDDEN.search(url):
         return None
     try:
@@ -111,7 +109,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _host(parts: SplitResult) -> str:
-    """Return the host in the letters of DNS; empty where it cannot be written so."""
+    """Return the host as DNS spells it; empty where that is impossible."""
     host = (parts.hostname or "").removesuffix(".")
     if host.isascii():
         return host
@@ -133,7 +131,7 @@ def _is_name(host: str) -> bool:
 
 
 def _names(host: str) -> Iterable[str]:
-    """Return everything that a list may call this host by."""
+    """Return every name by which a list may contain this host."""
     labels = host.split(".")
     yield from labels[:-1]
     for start in range(len(labels) - 1):
@@ -146,6 +144,6 @@ def _extension(path: str) -> str:
 
 
 def _address(parts: SplitResult, host: str) -> str:
-    """Return the host with a port that is not the scheme's own."""
+    """Return the host with its port, if that is not the scheme's default."""
     usual = {"http": 80, "https": 443}[parts.scheme]
     return host if parts.port in (None, usual) else f"{host}:{parts.port}"

@@ -30,7 +30,7 @@ METHODS = ("serial", "distributed")
 
 
 class Merge(NamedTuple):
-    """One corpus to be written: its name, what it is made of, in order, and its sidecar."""
+    """One corpus to write: its name, its inputs in order, and its sidecar."""
 
     output: str
     inputs: Sequence[str]
@@ -46,16 +46,14 @@ class MergePiece(NamedTuple):
 
 
 def block_range(total_bytes: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the bytes of the output that are `rank`'s: whole blocks, as many as the others
-    have.
-    """
+    """Return the output bytes of `rank`: whole blocks, evenly divided."""
     blocks = -(-total_bytes // BLOCK_BYTES)
     first, last = (blocks * each // ranks * BLOCK_BYTES for each in (rank, rank + 1))
     return min(first, total_bytes), min(last, total_bytes)
 
 
 def pieces_of(sizes: Sequence[int], start: int, stop: int) -> list[MergePiece]:
-    """Return what bytes [start, stop) of the output are, where the inputs have `sizes` bytes."""
+    """Return the pieces of output bytes [start, stop), for inputs of `sizes` bytes."""
     pieces = []
     for source, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
         begin, end = max(start, first), min(stop, last)
@@ -65,7 +63,7 @@ def pieces_of(sizes: Sequence[int], start: int, stop: int) -> list[MergePiece]:
 
 
 def require_space_for_merge(output: str, wanted: int) -> None:
-    """Raise MachineError where the disk of `output` has fewer than `wanted` bytes free."""
+    """Raise MachineError if the disk of `output` has fewer than `wanted` bytes free."""
     free = shutil.disk_usage(Path(output).parent).free
     if free < wanted:
         raise MachineError(
@@ -76,7 +74,7 @@ def require_space_for_merge(output: str, wanted: int) -> None:
 
 
 def space_of(corpora: Sequence[MMapIndexedDataset]) -> int:
-    """Return how many bytes the merged corpus takes: a few less than this."""
+    """Return the bytes of the merged corpus, or a few more."""
     return sum(_Input.of(corpus).space for corpus in corpora)
 
 
@@ -86,7 +84,7 @@ def merge_on_ranks(
     *,
     progress: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Write every corpus of `merges`, each rank its range; all of them appear, or none.
+    """Write every corpus of `merges`, each rank its range; either all appear or none.
 
     Every rank calls this; the inputs that the first rank is given count, so the others may give
     none. `progress` is called with the bytes that this rank wrote.
@@ -129,7 +127,7 @@ def merge_on_ranks(
 
 
 class _Input(NamedTuple):
-    """What the first rank keeps of an input: not its open file, for there may be thousands."""
+    """The first rank's data about an input, without its open file: there may be thousands."""
 
     prefix: str
     size: int  # bytes of its tokens
@@ -146,12 +144,12 @@ class _Input(NamedTuple):
 
     @property
     def space(self) -> int:
-        """Bytes that it takes of the output: tokens, and its part of the index."""
+        """Bytes in the output: tokens, and the part of the index."""
         return self.size + 12 * len(self.sizes) + 8 * len(self.doc_idx)
 
 
 class _Part(NamedTuple):
-    """What every rank knows of an input."""
+    """The data about an input that every rank needs."""
 
     prefix: str
     size: int
@@ -159,7 +157,7 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What every rank knows of an output."""
+    """The data about an output that every rank needs."""
 
     temporary: str
     output: str
@@ -179,9 +177,7 @@ def _require_room_for_all(merges: Sequence[Merge], opened: Sequence[Sequence[_In
 
 
 def _created(output: str, size: int) -> Path:
-    """Return the output under a temporary name, of its full length, for every rank to write
-    into.
-    """
+    """Return a temporary file of the output's full length, for every rank to write to."""
     path = Path(data_file_path(output))
     temporary = atomic.temporary_name(path)
     try:
@@ -194,7 +190,7 @@ def _created(output: str, size: int) -> Path:
 
 
 def _write_range(ranks: ToolRanks, plan: _Plan, progress: Callable[[int], object]) -> str:
-    """Write this rank's bytes and force them to disk; the checksums of its blocks, as hex."""
+    """Write this rank's bytes and sync them; return the checksums of its blocks as hex."""
     total = sum(plan.sizes)
     start, stop = block_range(total, ranks.rank, ranks.size)
     hasher = BlockHasher()
@@ -244,7 +240,7 @@ def _write_at(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def _require_what_was_hashed(plan: _Plan, hashes: npt.NDArray[np.uint64], num_ranks: int) -> None:
-    """Length, and the blocks where one rank's bytes end and the next one's begin.
+    """Check the length, and the blocks at the borders between ranks.
 
     A file system that caches whole pages for each machine may lose one side of such a border.
     """

@@ -31,7 +31,7 @@ class Totals:
 
     @classmethod
     def zero(cls, keys: int) -> "Totals":
-        """Return nothing yet, under `keys` keys."""
+        """Return totals of nothing, under `keys` keys."""
         return cls([0] * keys, [0] * keys, [0] * keys)
 
     def add(self, encoded: EncodedChunk) -> None:
@@ -51,7 +51,7 @@ class Totals:
         )
 
     def include(self, other: "Totals") -> None:
-        """Add the counts of a later stretch of input."""
+        """Add the totals of a later part of the input."""
         for name in ("items", "tokens", "unknown"):
             both = zip(getattr(self, name), getattr(other, name))
             setattr(self, name, [one + two for one, two in both])
@@ -60,12 +60,12 @@ class Totals:
         self.bad_examples += other.bad_examples[: BAD_LINES_SHOWN - len(self.bad_examples)]
 
     def to_plain(self) -> dict[str, Any]:
-        """For JSON; `Totals(**plain)` is its inverse."""
+        """Return JSON values; `Totals(**plain)` is the inverse."""
         return asdict(self)
 
 
 class CorpusSet:
-    """Writes the corpora `prefixes`, one per key; whatever is not finished leaves no file."""
+    """Writes the corpora `prefixes`, one per key; an unfinished one leaves no file."""
 
     def __init__(
         self, prefixes: Sequence[str], settings: EncodeSettings, tokenizer: Tokenizer
@@ -90,13 +90,13 @@ class CorpusSet:
             _append(builder, column)
 
     def merge(self, parts: Sequence[Sequence[str]]) -> None:
-        """Append corpora that exist already; a part is one prefix per key."""
+        """Append existing corpora; a part is one prefix per key."""
         for part in parts:
             for builder, prefix in zip(self._open(), part):
                 builder.merge_file_(prefix)
 
     def finish(self) -> None:
-        """Give all outputs their names; if one cannot be finished, none stays."""
+        """Publish all outputs; if one fails, none remains."""
         finished: list[str] = []
         try:
             for builder in self._builders:
@@ -125,7 +125,7 @@ class CorpusSet:
 
 
 def sidecar_of(settings: EncodeSettings, tokenizer: Tokenizer, key: str) -> CorpusMetadata:
-    """Return what the sidecar of a corpus of these settings says of the texts under `key`."""
+    """Return the metadata of the corpus of `key` under these settings."""
     splits = settings.split_sentences
     by = settings.splitter.description(keep_newlines=settings.keep_newlines)
     return CorpusMetadata(

@@ -38,7 +38,7 @@ _DEFAULT_SPLIT = "train"
 
 @dataclass(frozen=True)
 class DatasetName:
-    """Which dataset: a path or a name, its configuration, and the split that is wanted."""
+    """A dataset: path or name, configuration, and split."""
 
     name: str
     config: str | None = None
@@ -62,7 +62,7 @@ class DatasetSource:
 
     @property
     def size(self) -> int:
-        """About how many bytes of JSON the rows are."""
+        """Estimated bytes of the rows as JSON."""
         return (self.stop - self.start) * self.bytes_per_row
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
@@ -80,7 +80,7 @@ class DatasetSource:
         yield Chunk(path, rows, len(rows) * self.bytes_per_row)
 
     def split(self, parts: int) -> list["DatasetSource"]:
-        """Equal numbers of rows."""
+        """Return equal numbers of rows."""
         count = self.stop - self.start
         borders = [self.start + count * part // parts for part in range(parts + 1)]
         return [
@@ -90,7 +90,7 @@ class DatasetSource:
         ]
 
     def identity(self, *, times: bool = True) -> list[Any]:
-        """Name, number of rows, and the files of the opened dataset."""
+        """Return name, number of rows, and the files of the opened dataset."""
         files = [Path(each["filename"]) for each in self.rows.cache_files]
         stamps = [
             [path.name, path.stat().st_size, path.stat().st_mtime_ns if times else 0]
@@ -215,7 +215,7 @@ def _datasets_module(name: DatasetName) -> Any:
 
 
 def _stay_offline(module: Any) -> None:
-    """Both packages read these at each use, so it is not too late after their import."""
+    """Set both packages offline; they read these settings at each use, even after import."""
     module.config.HF_HUB_OFFLINE = module.config.HF_DATASETS_OFFLINE = True
     with suppress(ImportError):  # without it nothing could be downloaded
         importlib.import_module("huggingface_hub.constants").__dict__["HF_HUB_OFFLINE"] = True

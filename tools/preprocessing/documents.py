@@ -35,14 +35,14 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class InputFiles(NamedTuple):
-    """The files to read, in reading order, and those in a folder that were passed over."""
+    """The files to read, in reading order, and those of a folder that were skipped."""
 
     files: tuple[Path, ...]
     passed_over: tuple[Path, ...]
 
 
 class DocumentRow(NamedTuple):
-    """One document as it stands in its file, and the line on which it starts (from 1)."""
+    """One document as in its file, and the line on which it starts (from 1)."""
 
     line: int
     data: bytes
@@ -50,7 +50,7 @@ class DocumentRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRule:
-    """How a .txt file is cut into documents.
+    """The rule that cuts a .txt file into documents.
 
     `separator`: at lines that hold nothing but the separator, so a file without one is one
     document; blank lines around a document go. `file`: never. `lines`: each line that is not
@@ -62,7 +62,7 @@ class TextRule:
 
 
 def find_inputs(given: Sequence[str]) -> InputFiles:
-    """Return the files that paths of files and folders stand for; a folder's files in sorted order.
+    """Return the files that the paths name; those of a folder in sorted order.
 
     Links to folders are followed, each folder once; one that leads back to a folder above itself
     is refused, and so is a link to nothing that is named like an input.
@@ -103,12 +103,12 @@ def find_inputs(given: Sequence[str]) -> InputFiles:
 
 
 def is_text(path: Path) -> bool:
-    """Return whether the file holds plain text, not JSON lines."""
+    """Return whether the file has plain text, not JSON lines."""
     return ".txt" in path.suffixes[-2:]
 
 
 class DocumentFile:
-    """One input file, iterated once for its rows; blank JSON lines are passed over."""
+    """One input file, iterated once for its rows; blank JSON lines are skipped."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DocumentFile:
             yield DocumentRow(number, data)
 
     def _joined(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[DocumentRow]:
-        """Documents of several lines: `separator`, `paragraphs` and `file`."""
+        """Yield documents of several lines: `separator`, `paragraphs` and `file`."""
         separator = self._rule.separator.encode()
         first, parts, size = 1, list[bytes](), 0
         for number, data in lines:
@@ -177,7 +177,7 @@ class DocumentFile:
             yield DocumentRow(first, last.strip(b"\r\n"))
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines with their ends, numbered from 1, without a byte-order mark."""
+        """Yield numbered lines from 1 with their ends, without a byte-order mark."""
         try:
             stream = _unpacked(self.path, file)
             number = 0
@@ -216,13 +216,13 @@ def text_of(path: Path, row: DocumentRow) -> str:
 
 
 def fields_of(path: Path, row: DocumentRow, keys: Sequence[str]) -> list[str]:
-    """Return the strings that a JSON row holds under `keys`."""
+    """Return the strings of a JSON row under `keys`."""
     record = record_of(path, row)
     return [_field(f"{path}:{row.line}", record, key) for key in keys]
 
 
 def record_of(path: Path, row: DocumentRow) -> dict[str, object]:
-    """Return the JSON object that a row holds."""
+    """Return the JSON object of a row."""
     place = f"{path}:{row.line}"
     try:
         record = json.loads(text_of(path, row))
@@ -242,7 +242,7 @@ def record_of(path: Path, row: DocumentRow) -> dict[str, object]:
 
 
 def texts(files: Sequence[Path], key: str, rule: TextRule) -> Iterator[tuple[DocumentFile, str]]:
-    """Yield the text of every document of the files, with the file it comes from (for progress)."""
+    """Yield the text of every document of the files, with its file (for progress)."""
     for path in files:
         source = DocumentFile(path, rule, columns=[key])
         for row in source:
@@ -276,7 +276,7 @@ def _field(place: str, record: dict[str, object], key: str) -> str:
 
 
 class _Visited:
-    """Folders by what they are, not by their names: those seen, and those that are being read."""
+    """Folders by identity rather than by name: those seen, and those being read."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[int, int]] = set()
@@ -284,7 +284,7 @@ class _Visited:
 
     @contextmanager
     def enter(self, folder: Path) -> Iterator[bool]:
-        """Whether the folder is new; DataError where it lies above itself."""
+        """Yield whether the folder is new; DataError if it contains itself."""
         status = folder.stat()
         identity = (status.st_dev, status.st_ino)
         if identity in self._open:
@@ -337,7 +337,7 @@ def _unpacked(path: Path, file: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(io.RawIOBase):
-    """Decompressed frames, one after the other; unlike the library's reader it minds the end."""
+    """A stream of decompressed frames that raises an error for an incomplete last frame."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -48,7 +48,7 @@ _PROBES = (
 
 
 class Encoded(NamedTuple):
-    """The ids of several texts, joined, and how many each text has."""
+    """The ids of several texts, joined, and the length of each text."""
 
     tokens: npt.NDArray[np.integer]
     sizes: npt.NDArray[np.int64]
@@ -61,8 +61,11 @@ Build = Callable[[str], Encode]
 def choose_encoder(
     wanted: str, tokenizer: Tokenizer, first_texts: Sequence[str], *, build: Build | None = None
 ) -> str:
-    """Return the encoder to use for `--encoder wanted`, after it gave the exact ids of
-    `first_texts`.
+    """Return the encoder for `--encoder wanted`, once it encodes `first_texts` exactly.
+
+    `auto` is the fastest that is installed and exact, and logs why others were skipped; one chosen
+    by name that cannot be used is an error. `build` makes an encoder by name, for callers that
+    cache it.
 
     `auto` is the fastest that is installed and exact, and says why another was passed over; one
     that was asked for by name and cannot be used is an error. `build` makes an encoder of a name,
@@ -89,9 +92,7 @@ def choose_encoder(
 
 
 def build_encoder(name: str, tokenizer: Tokenizer) -> Encode:
-    """Return what encodes texts by the encoder `name`; ConfigError where it cannot serve
-    `tokenizer`.
-    """
+    """Return the function of the encoder `name`; ConfigError if it cannot use `tokenizer`."""
     exact = functools.partial(_encode_exactly, tokenizer)
     if name == EXACT:
         return exact
@@ -113,9 +114,7 @@ def build_encoder(name: str, tokenizer: Tokenizer) -> Encode:
 
 
 def is_settled(text: str) -> bool:
-    """Return whether every library classes the characters of `text` alike, whatever Unicode
-    it knows.
-    """
+    """Return whether all Unicode versions put the characters of `text` in the same class."""
     if text.isascii() or not _LONG_SETTLED.search(text):
         return True
     return all(map(_is_settled_character, set(text)))
@@ -123,7 +122,7 @@ def is_settled(text: str) -> bool:
 
 @functools.cache
 def _is_settled_character(character: str) -> bool:
-    """Return a letter, digit or space that was one in Unicode 3.2, or a symbol or mark."""
+    """Return whether it is a letter, digit or space since Unicode 3.2, or a symbol or mark."""
     now = unicodedata.category(character)
     if now[0] in "LNZ":
         return unicodedata.ucd_3_2_0.category(character)[0] == now[0]
@@ -135,7 +134,7 @@ def _encode_exactly(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
 
 
 def _encode_settled(fast: Encode, exact: Encode, texts: Sequence[str]) -> Encoded:
-    """By `fast`, except for texts with characters on which libraries may differ."""
+    """Encode by `fast`, except for texts with characters on which libraries may differ."""
     doubtful = [number for number, text in enumerate(texts) if not is_settled(text)]
     if not doubtful:
         return fast(texts)
@@ -153,7 +152,7 @@ def _joined(ids: Sequence[Sequence[int]], dtype: npt.DTypeLike) -> Encoded:
 
 
 def _tiktoken(module: ModuleType, tokenizer: LibraryTokenizer) -> Encode:
-    """Merge in their order; ids are looked up after, since a vocabulary may have any."""
+    """Return an encoder by tiktoken: merges in order, then ids by table, as they may be any."""
     vocab: dict[str, int] = tokenizer.core.get_vocab(with_added_tokens=False)
     merges = json.loads(tokenizer.core.to_str())["model"]["merges"]
     pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in merges)
@@ -176,7 +175,7 @@ def _tiktoken(module: ModuleType, tokenizer: LibraryTokenizer) -> Encode:
 def _require_own_piece(
     tokenizer: LibraryTokenizer, vocab: dict[str, int], pieces: Sequence[str]
 ) -> None:
-    """Refuse vocabularies on which tiktoken's rule is not byte-pair encoding.
+    """Refuse vocabularies on which tiktoken's algorithm is not byte-pair encoding.
 
     It joins neighbours whose joint text is a piece, byte-pair encoding those that a merge names.
     The two are the same where every piece is made once and its own text encodes to it alone.

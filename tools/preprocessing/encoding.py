@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What a worker must know; hashable, so that each process builds one tokenizer for it."""
+    """The settings of a worker; hashable, so that each process builds one tokenizer for them."""
 
     tokenizer: TokenizerSpec
     keys: tuple[str, ...] = ("text",)
@@ -75,7 +75,7 @@ class Column(NamedTuple):
 
 
 class EncodedChunk(NamedTuple):
-    """What becomes of a chunk: one column per key, all of the same documents."""
+    """The result of a chunk: one column per key, all of the same documents."""
 
     columns: tuple[Column, ...]
     dropped: int
@@ -100,7 +100,7 @@ def read_chunks(
     chunk_size: int = 25,
     columns: Sequence[str] = ("text",),
 ) -> Iterator[Chunk]:
-    """Yield the documents of all files in order, `chunk_size` of them (or 4 MiB) at a time.
+    """Yield the documents of all files in order, `chunk_size` (or 4 MiB) at a time.
 
     `columns` are what is read of a .parquet file.
     """
@@ -120,7 +120,7 @@ def read_chunks(
 def encode_in_order(
     chunks: Iterator[Chunk], encode: Callable[[Chunk], Result], *, workers: int
 ) -> Iterator[Result]:
-    """Encode each chunk, in `workers` processes if more than one; results come in input order.
+    """Encode each chunk, in several processes if `workers` > 1; results are in input order.
 
     `encode` may do anything else with a chunk, as long as it and its result can be pickled.
     A process pool's own `map` reads its whole input ahead; here the next chunk is read only when
@@ -173,22 +173,20 @@ def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
 
 
 def texts_of_rows(settings: EncodeSettings, chunk: Chunk) -> list[str]:
-    """Return every text of a chunk, whatever its key; rows that cannot be used are left out."""
+    """Return every text of a chunk, whatever its key, without unusable rows."""
     rows, _ = _texts(dataclasses.replace(settings, skip_bad_lines=True), chunk)
     return list(chain.from_iterable(rows))
 
 
 @functools.cache
 def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
-    """Return the tokenizer of this process for `spec`; reading its files takes a good part
-    of a second.
-    """
+    """Return the tokenizer of `spec`, made once per process: reading takes near a second."""
     return spec.build()
 
 
 @functools.cache
 def encoder_of(spec: TokenizerSpec, name: str) -> Encode:
-    """Return the encoder `name` of this process for `spec`; making one takes as long."""
+    """Return the encoder `name` of `spec`, made once per process: this takes as long."""
     return build_encoder(name, tokenizer_of(spec))
 
 
@@ -199,7 +197,7 @@ def _prepare_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose owner was killed would wait for work forever."""
+    """End this worker when its parent is killed, since it would wait for work forever."""
     owner = parent_process()
     if owner is not None:
         owner.join()
@@ -209,7 +207,7 @@ def _end_with_parent() -> None:
 def _submit(
     pool: ProcessPoolExecutor, encode: Callable[[Chunk], Result], chunk: Chunk
 ) -> Future[Result]:
-    """Ctrl-C reaches every process of a terminal; workers that start here never see it.
+    """Submit a chunk with Ctrl-C blocked, since a terminal sends it to the workers too.
 
     They inherit the blocked signal, and the owner of the pool, which gets it, ends them.
     """
@@ -221,7 +219,7 @@ def _submit(
 
 
 def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], list[str]]:
-    """Return the texts of each usable row, one per key, and what was wrong with each other row."""
+    """Return the texts of each usable row, one per key, and the error of each other row."""
     texts: list[list[str]] = []
     bad: list[str] = []
     for row in chunk.rows:
@@ -238,7 +236,7 @@ def _texts(settings: EncodeSettings, chunk: Chunk) -> tuple[list[list[str]], lis
 
 
 def _documents(settings: EncodeSettings, encode: Encode, texts: list[str]) -> _Documents:
-    """Return the token ids of each item of each text; an item without a token is left out."""
+    """Return the token ids of each item of each text, without empty items."""
     if settings.split_sentences:
         split = settings.splitter.build(keep_newlines=settings.keep_newlines)
         parts = [split(text) for text in texts]

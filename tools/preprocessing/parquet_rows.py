@@ -18,9 +18,7 @@ _TEXT_TYPES = ("string", "large_string")
 
 
 def require_parquet(path: Path) -> ModuleType:
-    """Return the module that reads `path`; ConfigError with the way to get it where it is
-    missing.
-    """
+    """Return the module that reads `path`; ConfigError with the way to install it."""
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -32,7 +30,7 @@ def require_parquet(path: Path) -> ModuleType:
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[bytes, float]]:
-    """Yield each row as a JSON object of `columns`, and the share of all rows read by then."""
+    """Yield each row as a JSON object of `columns`, with the share of rows read so far."""
     module = require_parquet(path)
     try:
         file = module.ParquetFile(path)

@@ -25,7 +25,7 @@ _CHECK_S = 1.0  # at most so often a rank at work looks whether another failed
 
 
 class ToolRanks:
-    """This process among those that were started together; alone, it waits for no other.
+    """The ranks of a tool that were started together; a single one waits for no other.
 
     Use it as a context manager around everything that can fail: leaving it tells the others.
     """
@@ -44,7 +44,7 @@ class ToolRanks:
 
     @classmethod
     def join(cls) -> Self:
-        """Meet the other ranks, where a launcher started more than this one."""
+        """Join the other ranks, if a launcher started several."""
         launch = launch_from_environment()
         if launch.world_size == 1:
             return cls(launch)
@@ -76,27 +76,25 @@ class ToolRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prints, and publishes what all ranks made."""
+        """Whether this rank prints, and publishes the result of all ranks."""
         return self.rank == 0
 
     def gather(self, name: str, value: object) -> list[Any]:
-        """Return what every rank gave under `name`, in their order, on every rank (as JSON
-        has it).
-        """
+        """Return every rank's value under `name`, in rank order and as JSON, on every rank."""
         if self._store is None:
             return [json.loads(json.dumps(value))]
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         return [self._await(f"{name}/{rank}", rank) for rank in range(self.size)]
 
     def gather_at_first(self, name: str, value: object) -> list[Any] | None:
-        """Return as `gather`, on the first rank; None, and no wait, on the others."""
+        """Return the result of `gather` on the first rank; None, without waiting, on others."""
         if self.is_first or self._store is None:
             return self.gather(name, value)
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         return None
 
     def from_first(self, name: str, value: object) -> Any:
-        """Return what the first rank gave under `name`, on every rank."""
+        """Return the first rank's value under `name`, on every rank."""
         if self._store is None:
             return json.loads(json.dumps(value))
         if self.is_first:
@@ -104,14 +102,14 @@ class ToolRanks:
         return self._await(f"{name}/0", 0)
 
     def take(self, name: str) -> int:
-        """Return the next number of a count that all ranks share: 0, 1, 2, each given once."""
+        """Return the next number of a counter shared by all ranks: 0, 1, 2, each once."""
         if self._store is None:
             self._taken[name] = self._taken.get(name, 0) + 1
             return self._taken[name] - 1
         return int(self._store.add(name, 1)) - 1
 
     def check(self) -> None:
-        """Raise PeerError where another rank has failed; costs nothing when called often."""
+        """Raise PeerError if another rank has failed; cheap enough to call often."""
         if self._watch is not None and time.monotonic() - self._looked >= _CHECK_S:
             self._watch.check()
             self._looked = time.monotonic()
@@ -148,7 +146,7 @@ class ToolRanks:
 
 
 class _Heartbeat:
-    """Says every other second that this rank is alive, by a connection of its own."""
+    """Writes every other second that this rank is alive, over its own connection."""
 
     def __init__(self, store: "Store", rank: int) -> None:
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs

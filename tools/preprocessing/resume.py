@@ -25,14 +25,14 @@ _NOTE = ".note.json"  # behind the name of a piece; not a sidecar
 
 
 class CorpusPart(NamedTuple):
-    """A stretch of the input that is finished: how many chunks it took and what they held."""
+    """A finished part of the input: its number of chunks, and its totals."""
 
     chunks: int
     totals: Totals
 
 
 class Journal:
-    """The parts of one run; `fingerprint` names everything that their bytes depend on."""
+    """The parts of one run; `fingerprint` stands for everything that determines their bytes."""
 
     def __init__(self, output_prefix: str, fingerprint: str) -> None:
         self.folder = partial_folder(output_prefix)
@@ -51,15 +51,15 @@ class Journal:
 
     @property
     def chunks(self) -> int:
-        """Chunks of the input that are done."""
+        """Number of finished chunks of the input."""
         return sum(part.chunks for part in self.parts)
 
     def prefixes(self, number: int, keys: int) -> list[str]:
-        """Return where part `number` is or will be, one prefix per key."""
+        """Return the prefixes of part `number`, one per key, whether or not it is written."""
         return [str(self.folder / f"part{number:05d}_{key}") for key in range(keys)]
 
     def written(self, keys: int) -> list[list[str]]:
-        """Return the prefixes of every part that has a document."""
+        """Return the prefixes of every part with documents."""
         return [
             self.prefixes(number, keys)
             for number, part in enumerate(self.parts)
@@ -67,14 +67,14 @@ class Journal:
         ]
 
     def add(self, part: CorpusPart) -> None:
-        """Note a part whose files are on disk."""
+        """Record a part whose files are on disk."""
         self.parts.append(part)
         parts = [{"chunks": part.chunks, "totals": part.totals.to_plain()} for part in self.parts]
         content = {"fingerprint": self._fingerprint, "parts": parts}
         write_text_files({self.folder / _JOURNAL: json.dumps(content, indent=1) + "\n"})
 
     def remove(self) -> None:
-        """Delete the parts, after they have become the output."""
+        """Delete the parts, once they are merged into the output."""
         shutil.rmtree(self.folder)
 
     def _read(self, path: Path) -> None:
@@ -91,7 +91,7 @@ class Journal:
 
 
 class PieceJournal:
-    """The pieces of a run on several ranks: cut once, done in any order, verified before reuse.
+    """The pieces of a run on several ranks: done in any order, verified before reuse.
 
     The first rank calls `begin`, then any rank may look at pieces and add its own. A piece counts
     once its note is on disk, which comes after its corpora.
@@ -103,8 +103,9 @@ class PieceJournal:
         self._keys = keys
 
     def begin(self, pieces: int, *, go_on: bool, forget: bool) -> int:
-        """Return how many pieces there are: `pieces`, or as many as the run had that is gone on
-        with.
+        """Return the number of pieces: `pieces`, or that of the run being resumed.
+
+        Raises ConfigError for finished pieces with neither `go_on` nor `forget`.
 
         Raises ConfigError where finished pieces are there and neither of the two is wanted.
         """
@@ -134,15 +135,15 @@ class PieceJournal:
         return pieces
 
     def prefixes(self, number: int) -> list[str]:
-        """Return where the corpora of a piece are or will be, one prefix per key."""
+        """Return the prefixes of a piece, one per key, whether or not it is written."""
         return [str(self.folder / f"piece{number:05d}_{key}") for key in range(self._keys)]
 
     def add(self, number: int, totals: Totals) -> None:
-        """Note a piece whose files are on disk."""
+        """Record a piece whose files are on disk."""
         write_text_files({self._note(number): json.dumps(totals.to_plain()) + "\n"})
 
     def totals(self, number: int) -> Totals | None:
-        """Return what a finished piece holds; None where it is not finished."""
+        """Return the totals of a finished piece; None if it is not finished."""
         try:
             return Totals(**json.loads(self._note(number).read_text()))
         except FileNotFoundError:
@@ -155,9 +156,7 @@ class PieceJournal:
             ) from error
 
     def verified(self, number: int) -> Totals | None:
-        """Return as `totals`, and None as well where a byte of its corpora is not what was
-        written.
-        """
+        """Return `totals`, or None if a byte of the piece's corpora is not as written."""
         totals = self.totals(number)
         if totals is None or not totals.documents:
             return totals
@@ -172,7 +171,7 @@ class PieceJournal:
         return totals
 
     def remove(self) -> None:
-        """Delete the pieces, after they have become the output."""
+        """Delete the pieces, once they are merged into the output."""
         shutil.rmtree(self.folder)
 
     def _note(self, number: int) -> Path:

@@ -15,30 +15,28 @@ from tools.preprocessing.encoding import Chunk, read_chunks
 
 
 class Source(Protocol):
-    """Rows in an order, whatever holds them."""
+    """Rows in order, from any storage."""
 
     @property
     def size(self) -> int:
         """The sum of `disk_bytes` over all chunks; for a dataset an estimate of its text."""
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """Return all rows, `chunk_size` at a time."""
+        """Yield all rows, `chunk_size` at a time."""
 
     def split(self, parts: int) -> Sequence["Source"]:
-        """At most `parts` consecutive parts of about equal size, none without a chunk."""
+        """Return at most `parts` consecutive parts of about equal size, none of them empty."""
 
     def identity(self, *, times: bool = True) -> list[Any]:
-        """Return what changes when the rows do, for JSON; without `times`, the same on
-        every machine.
-        """
+        """Return JSON that changes with the rows; without `times`, equal on every machine."""
 
     def __str__(self) -> str:
-        """Return how a message names it."""
+        """Return the name of the source for messages."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """The documents of files, in order; `columns` are what is read of a .parquet file."""
+    """The documents of files, in order; `columns` are the fields read of a .parquet file."""
 
     files: tuple[Path, ...]
     rule: TextRule
@@ -46,15 +44,15 @@ class FileSource:
 
     @property
     def size(self) -> int:
-        """Bytes as they lie on disk."""
+        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.files)
 
     def chunks(self, chunk_size: int) -> Iterator[Chunk]:
-        """Return all documents, `chunk_size` at a time and never of two files."""
+        """Yield all documents, `chunk_size` at a time, never of two files."""
         return read_chunks(self.files, self.rule, chunk_size=chunk_size, columns=self.columns)
 
     def split(self, parts: int) -> list["FileSource"]:
-        """Return a file belongs to the part in whose share of all bytes its middle lies."""
+        """Return whole files in parts, each in the part in which its middle byte lies."""
         sizes = [path.stat().st_size for path in self.files]
         total = max(1, sum(sizes))
         groups: dict[int, list[Path]] = {}
@@ -66,7 +64,7 @@ class FileSource:
         return [FileSource(tuple(files), self.rule, self.columns) for files in groups.values()]
 
     def identity(self, *, times: bool = True) -> list[Any]:
-        """Name and size of each file, and when it was written."""
+        """Return name, size and time of modification of each file."""
         files = [(str(path.resolve()), path.stat()) for path in self.files]
         stamps = [[status.st_size, status.st_mtime_ns if times else 0] for _, status in files]
         return [repr(self.rule), [[name, *stamp] for (name, _), stamp in zip(files, stamps)]]

@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 
 
 def refuse_existing_texts(paths: Iterable[Path], *, overwrite: bool) -> None:
-    """Stop before any work when an output is already there and --overwrite was not given."""
+    """Refuse existing outputs before any work, unless --overwrite was given."""
     for path in paths:
         if path.exists() and not overwrite:
             raise ConfigError(
@@ -21,7 +21,7 @@ def refuse_existing_texts(paths: Iterable[Path], *, overwrite: bool) -> None:
 
 
 def write_text_files(contents: Mapping[Path, str]) -> None:
-    """Write every file under a temporary name, force it to disk, then name them all."""
+    """Write every file under a temporary name, sync it, then rename all."""
     temporary = {path: atomic.temporary_name(path) for path in contents}
     try:
         for path, text in contents.items():
@@ -40,7 +40,7 @@ def write_text_files(contents: Mapping[Path, str]) -> None:
 
 
 class AtomicTextFile:
-    """A file that is written bit by bit and appears when the `with` block ends well, or not."""
+    """A file that is written in parts, and appears only if the `with` block succeeds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
