@@ -219,8 +219,7 @@ def warm_up(place: Path, state: State) -> None:
 def order(turn: int) -> list[str]:
     """Return the ways in order, and in reverse order every other time.
 
-    What one leaves behind (a disk that has had its fill, freed blocks) does not always meet the
-    same next.
+    The state that one leaves behind (a full write cache, freed blocks) then affects each of them.
     """
     return list(WAYS) if turn % 2 == 0 else list(WAYS)[::-1]
 

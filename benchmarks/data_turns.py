@@ -1,7 +1,7 @@
 """Contestants in turns, what came of them, and which targets that reaches.
 
-What a reader would get wrong: a target that is missed, or that nothing was measured for, is said
-and is no failure; a contestant that does other work than ours is one.
+What a reader would get wrong: a target that is missed, or that nothing was measured for, is
+reported and is no failure; a contestant that does other work than ours is one.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ def take_turns(
 ) -> list[Row]:
     """Run all contestants `repeats` times, every other time in reverse order.
 
-    `fresh` says that each turn is a process of its own, so that its peak memory means something.
+    With `fresh` each turn is a process of its own, so that its peak memory is meaningful.
     """
     rows = {who: Row(who, amount, unit) for who in contestants}
     for number in range(repeats):

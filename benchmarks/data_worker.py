@@ -1,4 +1,4 @@
-"""A process that measures jobs and answers in JSON, and the side that asks it.
+"""A process that measures jobs and returns JSON, and the client that sends the jobs.
 
 Standard library and NumPy only: the peers' Python runs the serving side too. Time is taken inside
 the process, around the job alone, so starting it costs nothing that is counted. What a reader
@@ -109,7 +109,7 @@ def serve(jobs: Mapping[str, Callable[..., Answer]]) -> None:
 
 def digest_of(arrays: Iterable[Any]) -> str:
     """Return a digest of the numbers in some arrays, independent of their dtype."""
-    import numpy as np  # not for those who only ask
+    import numpy as np  # clients do not need it
 
     digest = hashlib.sha256()
     for array in arrays:

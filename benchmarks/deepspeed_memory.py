@@ -3,7 +3,7 @@
 The kernel's high-water mark of fresh processes (VmHWM) is read after a few steps, at two depths of
 one model. What does not grow with depth (Python, libraries, the activations and buckets of one
 moment) cancels in the difference, and what is left is bytes per parameter. What a reader would get
-wrong: the allocator keeps small blocks that were freed, so it is told to give back all of them.
+wrong: the allocator keeps small blocks that were freed, so it is set to return all of them.
 """
 
 import argparse

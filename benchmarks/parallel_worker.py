@@ -108,7 +108,7 @@ def _ours(run: Workload) -> Contestant:
         report = run.step(text)
         return report.loss, report.grad_norm
 
-    # Whoever asks for the state waits until it is whole.
+    # Reading the state waits until it is complete.
     return Contestant(step, lambda: run.engine.state(optimizer=False))
 
 

@@ -1,4 +1,4 @@
-"""How long pipeline stages wait: schedules run by the executor, beside what theory says.
+"""How long pipeline stages wait: schedules run by the executor, beside the theory.
 
 Every stage is a process over gloo whose forward and backward passes sleep, so that any machine has
 enough cores: what is measured is the order of work and the cost of exchanges, not of computing.
@@ -109,7 +109,7 @@ class _Sleep(torch.autograd.Function):
         return grad, None
 
 
-# Function.apply is untyped in torch; this says what it takes and gives here.
+# Function.apply is untyped in torch; this is its type here.
 _SLEEP: Callable[[Tensor, _Sleeper], Tensor] = _Sleep.apply
 
 
@@ -216,7 +216,7 @@ def _stage(
         weight_gradients=_Queue(sleeper) if case.schedule == ScheduleName.ZERO_BUBBLE else None,
     )
     found = [_step(executor, sleeper, case, group) for _ in range(1 + steps)]
-    answer.send(tuple(min(found[1:])))  # the first says how messages look, too
+    answer.send(tuple(min(found[1:])))  # the first sends headers too
     barrier(group)
     dist.destroy_process_group()
 

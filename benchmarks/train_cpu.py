@@ -125,7 +125,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
         peak = 0.0
         for number in range(flags.warmup + flags.steps):
             text = ours.tokens(number)
-            # Whoever comes second finds other caches: each does so every other time.
+            # The second one finds other caches, so the order alternates.
             for contestant in pair if number % 2 == 0 else pair[::-1]:
                 contestant.take(text)
             # Beside the steps, not before them: under load the peak sinks as the steps do.

@@ -1,4 +1,4 @@
-"""A trained GPT made ready for a task: the model of a checkpoint, spread and used as flags say."""
+"""A trained GPT made ready for a task: the model of a checkpoint, on the layout of the flags."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
 from megatron.tokenizer.tokenizer import Tokenizer
 
-MICRO_BATCH_SIZE = 8  # rows that a replica reads together where no flag says
+MICRO_BATCH_SIZE = 8  # rows that a replica reads together without a flag
 
 
 class LoadedScorer(NamedTuple):
@@ -44,7 +44,7 @@ def load_scorer(
             micro-batch size (`MICRO_BATCH_SIZE` when not given), the length of a window.
 
     Raises:
-        CheckpointError: missing, damaged, not of a GPT, or of another model than flags say.
+        CheckpointError: missing, damaged, not of a GPT, or of another model than the flags'.
         MachineError: there is too little memory for the weights.
     """
     runtime = initialize_for_inference(folder, iteration, given=given)

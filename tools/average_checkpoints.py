@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
     add("--iterations", type=int, nargs="+", help="iterations of the one --load folder")
     add("--save", type=Path, required=True, help="folder to write to, as --save of a run")
     add("--format", default="sharded", help="one of " + ", ".join(registry.writable()))
-    add("--true-vocab-size", type=int, help="tokens, where the sources do not tell padding rows")
+    add("--true-vocab-size", type=int, help="tokens, where the sources do not mark padding rows")
     return parser.parse_args()
 
 

@@ -177,7 +177,7 @@ def our_outputs(
     build = ModelBuild(
         ctx=ParallelContext.single(),
         vocab=VocabSize(sizes.vocab_rows, sizes.vocab_rows),
-        seq_length=sizes.positions,  # the rows of a learned table, where no flag says them
+        seq_length=sizes.positions,  # the rows of a learned table, instead of a flag
         streams=RandomStreams(_SEED, tp_rank=0, dp_rank=0, pp_rank=0),
         precision=PrecisionConfig(),
     )

@@ -5,8 +5,8 @@
 
 FROM is a --save folder, or one checkpoint's own folder: sharded (ours), Megatron-LM, DeepSpeed and
 its universal form, or Hugging Face. Needs memory for the largest tensor, or for one file where a
-format keeps many in one. Exit code 66 when the checkpoint is missing, damaged or cannot be told in
-the other format.
+format keeps many in one. Exit code 66 when the checkpoint is missing, damaged or cannot be written
+in the other format.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.program import run
 from tools.compare_with_transformers import check_export
 
-# What the flag says, and the name in safetensors files.
+# The value of the flag, and the name in safetensors files.
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
@@ -83,7 +83,7 @@ def _arguments() -> argparse.Namespace:
     add("--pipeline-model-parallel-size", type=int, default=1, help="the same")
     add("--num-virtual-stages-per-pipeline-rank", type=int, default=1, help="the same")
     add("--make-vocab-size-divisible-by", type=int, default=128, help="padding of the vocabulary")
-    add("--true-vocab-size", type=int, help="tokens, where the source does not tell padding rows")
+    add("--true-vocab-size", type=int, help="tokens, where the source does not mark padding rows")
     add("--tokenizer", type=Path, help="folder of tokenizer files to put beside the weights")
     add("--no-copy-tokenizer", action="store_true", help="huggingface: weights and config alone")
     add("--dtype", choices=tuple(_DTYPES), help="huggingface: round the weights (default: keep)")

@@ -1,8 +1,8 @@
 """From nothing to a trained and sampled GPT: what `make pretrain` runs, step by step.
 
-Each step is a command that a user could type, is shown as one, and is passed over when what it
-makes is already there; so a second run resumes an interrupted training, or says that it is done.
-Without --data the corpus is the Python standard library's own text, so nothing is downloaded.
+Each step is a command that a user could type, is shown as one, and is skipped when its output is
+already there; so a second run resumes an interrupted training, or reports that it is done. Without
+--data the corpus is the Python standard library's own text, so nothing is downloaded.
 """
 
 import argparse

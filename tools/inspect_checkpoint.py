@@ -1,11 +1,11 @@
-"""Says what a checkpoint holds and, with --verify, whether every byte is as it was written.
+"""Print the content of a checkpoint and, with --verify, check every byte.
 
     python tools/inspect_checkpoint.py SAVE [--iteration N] [--verify] [--json]
 
 SAVE is what --load takes: a folder, or an address such as s3://BUCKET/FOLDER. Checkpoints of our
-own format need no torch, and no tensor is read unless asked to verify. Those of other formats
-(Megatron-LM, DeepSpeed, Hugging Face; in folders alone) are told by the names and shapes that they
-would have here. Exit code 66 when the checkpoint is missing or damaged.
+own format need no torch, and no tensor is read without --verify. Those of other formats
+(Megatron-LM, DeepSpeed, Hugging Face; in folders alone) are printed with the names and shapes that
+they would have here. Exit code 66 when the checkpoint is missing or damaged.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Says what a corpus holds; verifies it, shows samples of it, or adopts it from another tool.
+"""Print the content of a corpus; verify it, show samples of it, or adopt it from another tool.
 
     python tools/inspect_dataset.py PREFIX [--verify] [--sample N --tokenizer-type TYPE ...]
                                     [--write-sidecar] [--json]
 
 Needs no torch. Exit code 65 when the corpus is missing or damaged. `--write-sidecar` declares the
-bytes as they are now to be right: nothing can say whether they were damaged before.
+bytes as they are now to be right: earlier damage cannot be detected.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def _write_sidecar(
     metadata = corpus.metadata
     to_describe = not metadata.pair_id if metadata is not None else tokenizer is not None
     if checksums is not None and not to_describe:
-        adopt(corpus.prefix)  # refuses, and says what to do instead
+        adopt(corpus.prefix)  # raises an error with the fix
     if tokenizer is not None:
         _require_vocabulary(corpus, tokenizer)
     if checksums is None:
@@ -282,7 +282,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sample", type=int, default=0, metavar="N", help="show the beginning of N items [0]")
     add("--write-sidecar", action="store_true", help="add checksums to a corpus that has none")
     add("--json", action="store_true", help="print JSON for programs")
-    group = parser.add_argument_group("tokenizer, for text and for what a sidecar says")
+    group = parser.add_argument_group("tokenizer, for text and for the sidecar")
     add = group.add_argument
     add("--tokenizer-type", metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     for name in ("vocab-file", "merge-file", "tokenizer-model", "tokenizer-name-or-path"):

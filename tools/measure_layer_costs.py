@@ -86,8 +86,6 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
     """Return the median time of every layer, in order: that of the slowest rank, on all ranks.
 
     The last layer's includes the loss.
-
-    The last layer's has the loss in it.
     """
     specs = gpt_layers(config.model, build)
     blocks = blocks_of(specs)

@@ -2,7 +2,7 @@
 
 Items and documents stay in the order of the inputs. Every pair is opened and checked before
 anything is written, and the result appears whole or not at all. A reader would expect sidecars to
-be optional here as elsewhere; they are, but then nothing can say whether the tokenizers agree.
+be optional here as elsewhere; they are, but without them the tokenizers cannot be compared.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
     if without:
         log.warning(
             f"{len(without)} of {len(corpora)} inputs have no sidecar (.meta.json), the first "
-            f"{without[0]}: nothing says which tokenizer made them, and the output gets none"
+            f"{without[0]}: their tokenizers are unknown, and the output gets none"
         )
         return None
     metadata = known[0].metadata
@@ -179,7 +179,7 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
     if metadata is not None and len(keys) > 1:
         log.warning(
             f"the inputs were made from different JSON keys ({', '.join(keys)}); the sidecar of "
-            f"the output says {metadata.json_key}"
+            f"the output records {metadata.json_key}"
         )
     return None if metadata is None else replace(metadata, sentence_splitter=_splitters(known))
 
@@ -199,7 +199,7 @@ def _require_agreement(first: MMapIndexedDataset, other: MMapIndexedDataset) -> 
     found = [getattr(each, name) for name in different[:1] for each in (one, two)]
     found = [str(value) if isinstance(value, ItemLevel) else value for value in found]
     if not different and one is not None and two is not None:
-        # Older sidecars do not say which files the tokenizer was read from.
+        # Older sidecars do not record the files of the tokenizer.
         found = [sorted(each.tokenizer_files.items()) for each in (one, two)]
         contents = [sorted(each.tokenizer_files.values()) for each in (one, two)]
         different = ["tokenizer_files"] if all(contents) and contents[0] != contents[1] else []

@@ -331,7 +331,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     _check_input_flags(args)
     if args.keep_newlines and not args.split_sentences:
         raise ConfigError(
-            "--keep-newlines says how sentences are split, and nothing is split",
+            "--keep-newlines affects how sentences are split, and nothing is split",
             found="--keep-newlines without --split-sentences",
             fix="add --split-sentences, or leave --keep-newlines out (documents keep everything)",
         )
@@ -356,7 +356,7 @@ def _check_input_flags(args: argparse.Namespace) -> None:
     for flag, value in (punkt | {"--sentence-splitter": splitter}).items():
         if value is not None and not args.split_sentences:
             raise ConfigError(
-                f"{flag} says how sentences are split, and nothing is split",
+                f"{flag} affects how sentences are split, and nothing is split",
                 found=f"{flag} {value} without --split-sentences",
                 fix=f"add --split-sentences, or leave {flag} out",
             )

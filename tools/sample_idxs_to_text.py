@@ -3,7 +3,7 @@
 Takes the flags of the run and replays its order: sample N is the N-th that all ranks together
 consumed, whatever the number of ranks. A reader would expect the order to depend on data and seed
 alone; the length of the run (--train-iters, --train-samples, batch sizes) belongs to it too.
-Standard output holds samples and nothing else; whatever else is said goes to standard error.
+Standard output holds samples and nothing else; all else goes to standard error.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     start, stop = _range(config)
     samples = sys.stdout
-    with redirect_stdout(sys.stderr):  # what the library says on the way is no sample
+    with redirect_stdout(sys.stderr):  # messages of the library are no samples
         if config.extra["output_file"]:
             output = Path(config.extra["output_file"])
             refuse_existing_texts([output], overwrite=config.extra["overwrite"])

@@ -120,7 +120,7 @@ def train_wordpiece(
             fix="give more text (--input)",
         )
     # Letters inside a word would get their ids in an order that differs from run to run, and with
-    # them which of two equally frequent pairs is joined: so they are given theirs beforehand.
+    # them which of two equally frequent pairs is joined: so their ids are set beforehand.
     special = [*SPECIAL_TOKENS, *letters, *(f"##{letter}" for letter in letters)]
     if vocab_size <= len(special):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A GPT pretrained for minutes on Shakespeare, and what the tasks say of it beside plain loops.
+"""A GPT pretrained for minutes on Shakespeare, and its scores by the tasks beside plain loops.
 
 `python benchmarks/quality/gpt_text.py --text FILE --wikitext TOKENS --lambada LINES --out FOLDER`:
 every step is a command of this project, and one that was stopped goes on with the same words. The
@@ -193,7 +193,7 @@ def check_equal(found: dict[str, Found]) -> None:
             raise NumericsError(
                 "a task and a plain loop do not score the same model alike",
                 found=f"{first}: {ours}; {name}: {other}",
-                fix="trust neither before it is known which of them is wrong",
+                fix="use neither before it is clear which of them is wrong",
             )
 
 

@@ -1,8 +1,8 @@
 """The commands of a quality run: shown as a user could have typed them, timed, and run once.
 
 What a command makes is kept, so a run that was stopped goes on where it was; seconds of a command
-that was passed over are those of when it ran. CPU seconds are of a whole process tree, and so say
-what a run costs on cores that others use too.
+that was skipped are those of its run. CPU seconds are of a whole process tree, and so are the cost
+of a run on cores that others use too.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""EleutherAI's lm-eval-harness asks our models, through its public interface."""
+"""Our models as models of EleutherAI's lm-eval-harness, through its public interface."""

@@ -1,8 +1,7 @@
-"""Our GPTs as lm-eval-harness wants models: log-likelihoods of continuations, and text.
+"""Our GPTs in the interface of lm-eval-harness: log-likelihoods of continuations, and text.
 
 Every rank of the grid runs the whole harness with the same requests, and the scorer shares the rows
-out; so the harness is told of one process. What it asks for is checked before, what it is told
-after.
+out; so the harness sees one process. Its requests are checked before, its results after.
 """
 
 import math
@@ -36,7 +35,7 @@ _CLOSE = 1e-5  # of numbers that were computed twice, in other batches
 class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     """A loaded GPT as a model of the harness.
 
-    Rows longer than the model are cut from the left.
+    Rows that are longer than the model's positions are cut from the left.
     """
 
     def __init__(self, loaded: LoadedScorer, template: ChatTemplate | None = None) -> None:
@@ -226,7 +225,7 @@ def check_canary(adapter: MegatronLM) -> None:
     )
     if not same:
         raise NumericsError(
-            "the harness gets other answers from the model than the model gives",
+            "the harness receives other results than the model computes",
             found=f"{told}, expected {expected}",
             fix="use the version of lm-eval that this adapter was tested with",
         )

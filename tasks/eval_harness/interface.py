@@ -54,7 +54,7 @@ def check_interface(template: type) -> None:
                 problems.append(f"{name}({', '.join(found)}), expected ({', '.join(parameters)})")
     if problems:
         raise MachineError(
-            "lm-eval-harness asks models in another way than this adapter answers",
+            "lm-eval-harness calls models in another way than this adapter implements",
             found="; ".join(problems),
             fix=f"pip install lm-eval=={TESTED}",
         )

@@ -24,7 +24,7 @@ from tasks.results import check_output, write_result
 from tasks.zeroshot.program import add_row_flags
 from tools.flags.model import add_model_flags, read_flags
 
-# Of the scripts of bigscience that evaluate; what they ask for happens here anyway.
+# Flags of bigscience's evaluation scripts, whose effects are the default here.
 _NO_EFFECT = {
     "--adaptive_seq_len": "rows are as long as their texts",
     "--intermed_results": "results are written once, whole",
@@ -93,7 +93,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         "--gen_kwargs",
         nargs="+",
         metavar="NAME=VALUE",
-        help="how the model writes, where the task says otherwise: max_gen_toks=64 temperature=0",
+        help="settings of generation that override the task's: max_gen_toks=64 temperature=0",
     )
     add(
         "--apply-chat-template",

@@ -1,7 +1,7 @@
-"""How a task of lm-eval-harness wants the model to write: read from its dictionary, or refused.
+"""The generation settings of a task of lm-eval-harness: read from its dictionary, or refused.
 
-The harness hands every task's own words through. A wish that is not known here is an error: the
-text would be another one than the task asks for.
+The harness passes on the task's dictionary as it is. A setting that is unknown here is an error:
+the generated text would differ from the one that the task is defined for.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.generation.sampling import SamplingParams
 
-MOST_NEW = 256  # tokens, where a task does not say
+MOST_NEW = 256  # tokens, where a task has no limit
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KNOWN = frozenset({"until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS})
 
@@ -43,7 +43,7 @@ def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
     unknown = sorted(set(asked) - _KNOWN)
     if unknown:
         raise ConfigError(
-            "a task wants the model to write in a way that is not here",
+            "a task has a setting of generation that is not supported",
             found=", ".join(f"{name}={asked[name]!r}" for name in unknown),
             fix=f"set it otherwise with --gen-kwargs; known are {', '.join(sorted(_KNOWN))}",
         )
@@ -71,7 +71,7 @@ def fitting(tokens: list[int], wishes: GenerationRequest, longest: int) -> list[
     room = longest - wishes.new_tokens
     if room < 1:
         raise DataError(
-            "a task wants longer texts than the model can write",
+            "a task needs longer texts than the model can generate",
             found=f"{wishes.new_tokens} new tokens, a model of {longest} positions",
             fix=f"add --gen-kwargs max_gen_toks={max(longest // 2, 1)}",
         )

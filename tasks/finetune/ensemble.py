@@ -1,7 +1,7 @@
 """Several models' predictions of the same examples, joined into one. Pure.
 
-Files are joined only when they speak of the same examples in the same order, with the same answers
-and labels: anything else would give numbers that mean nothing.
+Files are joined only when they have the same examples in the same order, with the same answers and
+labels: anything else would give numbers that mean nothing.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """The flags of fine-tuning: its own, and which of pretraining's mean nothing here.
 
-Launch scripts that were written for other Megatrons go through unchanged where what they ask for
-exists: a flag that changes nothing is said to, and one that would is refused with its reason.
+Launch scripts that were written for other Megatrons run unchanged where their features exist: a
+flag without effect is noted, and one that would change results is refused with the reason.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, Finding, PreflightError
 from megatron.lengths import curriculum
 
-# What a launch script for another Megatron may say, and why it changes nothing.
+# Flags in launch scripts for other Megatrons, and why they have no effect.
 _JUDGED_WHOLE = "all of --valid-data is judged after each epoch"
 NO_EFFECT: Mapping[str, str] = {
     "--eval-interval": _JUDGED_WHOLE,
@@ -23,7 +23,7 @@ NO_EFFECT: Mapping[str, str] = {
     "--split": "examples are read, not a corpus",
 }
 
-_LENGTH = "--epochs, which say how long fine-tuning is"
+_LENGTH = "--epochs, the length of fine-tuning"
 _EXAMPLES = "--train-data and --valid-data, with the files of the task"
 _WHOLE_ROWS = "rows of --seq-length; leave it out"
 _BEST = "--save, which holds the best epoch; --keep-last limits how many earlier ones"

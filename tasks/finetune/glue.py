@@ -27,7 +27,7 @@ class GlueTask:
     Attributes:
         texts: names of the columns with the text, or the two texts; several spellings by "|".
         label: the column with the label.
-        header: the names of the columns where files have none; their number tells.
+        header: the names of the columns where files have none; chosen by their number.
     """
 
     question: ClassificationQuestion

@@ -83,7 +83,7 @@ def finetuning_config(
     config: RunConfig, start: Start, *, launch: Launch, epochs: int, examples: int
 ) -> RunConfig:
     """Return the run's flags with the length and the --load of a fine-tuning."""
-    replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks say what is wrong
+    replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks report errors
     batches = batch_schedule(config.training, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
     checkpoint = replace(

@@ -1,8 +1,8 @@
 """The flags of programs that use a trained GPT: which one, spread how, in which numbers.
 
 Model and tokenizer are the checkpoint's own. All flags of pretrain_gpt.py are understood beside the
-program's, so that scripts written for other Megatrons start: what they say of the model is compared
-with the checkpoint, and what only training listens to is named.
+program's, so that scripts written for other Megatrons start: flags of the model are compared with
+the checkpoint, and those that only affect training are named.
 """
 
 import argparse
@@ -22,8 +22,8 @@ _FIELDS = (
     *("seq_length", "device"),
 )
 EPILOG = (
-    "All flags of pretrain_gpt.py are understood here too. What they say of the model has to be "
-    "what the checkpoint says, or is taken from them where it says nothing; --fp16, --bf16 or "
+    "All flags of pretrain_gpt.py are understood here too. Flags of the model have to agree with "
+    "the checkpoint, or fill in what it does not record; --fp16, --bf16 or "
     "--fp32 chooses the precision, and flags of the tokenizer where its files lie."
 )
 

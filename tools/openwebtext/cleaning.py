@@ -35,7 +35,7 @@ class CleaningSteps:
     key: str = "text"
     repair_unicode: bool = True
     tidy_white_space: bool = False
-    javascript_below: int = 0  # characters; shorter documents that speak of JavaScript go
+    javascript_below: int = 0  # characters; shorter documents that mention JavaScript go
     min_length: int = 128  # in units of `length_unit`
     length_unit: str = "words"
     tokenizer: TokenizerSpec | None = None
@@ -123,8 +123,8 @@ def clean_chunk(steps: CleaningSteps, chunk: Chunk) -> CleanedChunk:
 def tidied(text: str) -> str:
     """Replace runs of spaces by one, runs of blank lines by one, and strip the ends.
 
-    Unlike Megatron's cleaning, which puts every line break that follows a word out of the way,
-    this leaves lines and paragraphs as they are.
+    Unlike Megatron's cleaning, which removes every line break that follows a word, this leaves
+    lines and paragraphs as they are.
     """
     return _BREAKS.sub("\n\n", _AROUND_BREAK.sub("\n", _SPACES.sub(" ", text))).strip()
 
@@ -153,7 +153,7 @@ def _check_languages(languages: tuple[str, ...]) -> None:
         if language not in known:
             near = difflib.get_close_matches(language, known, n=1, cutoff=0.3)
             raise ConfigError(
-                "the language is none that can be told from others",
+                "the language is none that can be detected",
                 found=f"--language {language}",
                 fix=f"use an ISO 639 code such as {near[0] if near else 'en'}; "
                 f"known are {' '.join(known)}",

@@ -130,7 +130,7 @@ def _add_step_flags(group: "argparse._ArgumentGroup") -> None:
         type=int,
         default=0,
         metavar="CHARACTERS",
-        help="refuse shorter documents that speak of JavaScript, as error pages do; Megatron: "
+        help="refuse shorter documents that mention JavaScript, as error pages do; Megatron: "
         "256 [0: none]",
     )
     add(
@@ -158,7 +158,7 @@ def _add_step_flags(group: "argparse._ArgumentGroup") -> None:
         "--language-below",
         type=int,
         metavar="CHARACTERS",
-        help="ask for the language of shorter documents only [of all]",
+        help="detect the language of shorter documents only [of all]",
     )
 
 

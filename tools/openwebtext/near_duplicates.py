@@ -139,8 +139,6 @@ def shingles_of(text: str, width: int) -> Shingles:
     """Return a hash of every distinct run of `width` characters, or of a shorter text.
 
     Case and white space do not count.
-
-    Case and white space do not count.
     """
     text = " ".join(text.lower().split())
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.uint64)

@@ -1,8 +1,8 @@
 """Which URLs are worth fetching for text: a name that can be looked up, and no listed site or file.
 
 A listed domain stands for its subdomains too; one without a dot (`youtube`) stands for every host
-that has it as a label before the last. What a reader would get wrong: only the path says what kind
-of file a URL is, never the query behind it, so `page.php?image=a.jpg` is a page.
+that has it as a label before the last. What a reader would get wrong: only the path determines the
+kind of file of a URL, never the query behind it, so `page.php?image=a.jpg` is a page.
 """
 
 import ipaddress

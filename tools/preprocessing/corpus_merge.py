@@ -1,7 +1,7 @@
 """Several corpora written as one, by one process or by all ranks at once: the same bytes.
 
 Together, each rank writes its range of the one `.bin` at planned offsets, cut at borders of
-checksum blocks, so that it knows the checksums of what it wrote; the first rank adds the index and
+checksum blocks, so that it has the checksums of what it wrote; the first rank adds the index and
 publishes. What a reader would get wrong: ranges do not follow the inputs, so ranks have equal work
 whatever the sizes of the inputs are. Whether inputs belong together is left to the caller.
 """

@@ -1,8 +1,8 @@
 """Rows of a HuggingFace dataset as JSON lines, by the optional package `datasets`.
 
 A folder of `save_to_disk`, a file, a folder of files, or a name that is in the cache. What a reader
-would get wrong: nothing is downloaded, whatever the environment says; and the size is an estimate
-from a few rows, since a dataset does not know how much text it holds.
+would get wrong: nothing is downloaded, whatever the environment has; and the size is an estimate
+from a few rows, since a dataset does not record the size of its text.
 """
 
 import difflib
@@ -112,7 +112,7 @@ class DatasetSource:
             ) from error
         cells = zip(*(batch[name] for name in self.columns))
         for number, row in enumerate(cells, start=start + 1):
-            # ASCII, so that half of a surrogate pair arrives at whoever refuses it.
+            # ASCII, so that half of a surrogate pair arrives where it is refused.
             data = json.dumps(dict(zip(self.columns, row))).encode()
             if len(data) > MAX_DOCUMENT_BYTES:
                 raise DataError(
@@ -167,7 +167,7 @@ def _loaded(module: Any, name: DatasetName) -> Any:
         suffix = next((each for each in path.suffixes if each in _KINDS), None)
         if suffix is None:
             raise ConfigError(
-                "the name of the file does not say what is in it",
+                "the name of the file does not show its format",
                 found=str(path),
                 fix=f"rename it to end in one of {', '.join(_KINDS)}",
             )

@@ -1,9 +1,9 @@
 """Which documents the input files of a tool hold, read as a stream with their line numbers.
 
-`.jsonl` and `.json` files hold one JSON object a line; how a `.txt` file is cut into documents is
-a `TextRule`. Both may be compressed (`.gz`, `.zst`). A compressed file that ends too early is an
+`.jsonl` and `.json` files hold one JSON object a line; how a `.txt` file is cut into documents is a
+`TextRule`. Both may be compressed (`.gz`, `.zst`). A compressed file that ends too early is an
 error here, though the libraries would end it quietly. Rows of a `.parquet` file become such JSON
-lines (`parquet_rows`). Parsing is left to whoever has the row, in whatever process.
+lines (`parquet_rows`). Parsing is left to the receiver of the row, in any process.
 """
 
 import difflib
@@ -90,7 +90,7 @@ def find_inputs(given: Sequence[str]) -> InputFiles:
             )
         elif not path.name.endswith(SUFFIXES):
             raise ConfigError(
-                "the name of the input does not say what is in it",
+                "the name of the input does not show its format",
                 found=str(path),
                 fix=f"rename it to end in one of {', '.join(SUFFIXES)}",
             )

@@ -1,8 +1,9 @@
 """Faster ways to the ids of a GPT-2 vocabulary, each held against the exact one before its use.
 
 The exact encoder is the tokenizer itself (`tokenizers`). A faster one is used for GPT2BPETokenizer
-where its package is installed. What a reader would get wrong: libraries know different editions of
-Unicode, so a text with a letter that some of them may not know yet always goes to the exact one.
+where its package is installed. What a reader would get wrong: libraries implement different
+editions of Unicode, so a text with a letter that some of them may lack always goes to the exact
+one.
 """
 
 import functools
@@ -66,10 +67,6 @@ def choose_encoder(
     `auto` is the fastest that is installed and exact, and logs why others were skipped; one chosen
     by name that cannot be used is an error. `build` makes an encoder by name, for callers that
     cache it.
-
-    `auto` is the fastest that is installed and exact, and says why another was passed over; one
-    that was asked for by name and cannot be used is an error. `build` makes an encoder of a name,
-    for a caller who keeps it.
     """
     build = build or functools.partial(build_encoder, tokenizer=tokenizer)
     if wanted == EXACT:

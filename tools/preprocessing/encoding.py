@@ -141,7 +141,7 @@ def encode_in_order(
             yield on_their_way.popleft().result()
     except BrokenProcessPool as error:
         raise MachineError(
-            "a worker process died without a word, as when memory runs out",
+            "a worker process died without an error, as when memory runs out",
             found=f"--workers {workers}",
             fix="look for 'Out of memory' in dmesg; use fewer --workers or cut long documents",
         ) from error

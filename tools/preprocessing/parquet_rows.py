@@ -54,7 +54,7 @@ def _as_json(columns: Sequence[str], row: Sequence[bytes | None]) -> bytes:
     try:
         texts = [None if cell is None else cell.decode("utf-8") for cell in row]
     except UnicodeDecodeError:
-        return b"".join(cell or b"" for cell in row)  # refused by whoever decodes it
+        return b"".join(cell or b"" for cell in row)  # refused when it is decoded
     return json.dumps(dict(zip(columns, texts)), ensure_ascii=False).encode()
 
 

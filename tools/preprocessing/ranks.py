@@ -1,8 +1,8 @@
 """Several processes of one tool, and how they hand each other small results: the launcher's store.
 
 No process group and no GPU is used. What a reader would get wrong: every wait here ends, because
-each rank beats while it lives; a rank that fails says why, and the others raise that as PeerError
-wherever they wait or call `check`, so that they can clean up before they end.
+each rank sends heartbeats; a rank that fails sends the reason, and the others raise that as
+PeerError wherever they wait or call `check`, so that they can clean up before they end.
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _BEAT_S = 2.0
-_SILENCE_S = 120.0  # after this, a rank that was not heard of counts as dead
+_SILENCE_S = 120.0  # after this, a rank without a heartbeat counts as dead
 _POLL_S = 0.05
 _CHECK_S = 1.0  # at most so often a rank at work looks whether another failed
 
@@ -27,7 +27,7 @@ _CHECK_S = 1.0  # at most so often a rank at work looks whether another failed
 class ToolRanks:
     """The ranks of a tool that were started together; a single one waits for no other.
 
-    Use it as a context manager around everything that can fail: leaving it tells the others.
+    Use it as a context manager around everything that can fail: leaving it notifies the others.
     """
 
     def __init__(self, launch: Launch, store: "Store | None" = None) -> None:
@@ -58,7 +58,7 @@ class ToolRanks:
             raise PeerError(
                 f"the ranks did not meet within {_SILENCE_S:.0f} s",
                 found=str(error).splitlines()[0],
-                fix="start as many ranks as WORLD_SIZE says, and let every machine reach "
+                fix="start WORLD_SIZE ranks, and let every machine reach "
                 "MASTER_ADDR and MASTER_PORT",
             ) from error
         return cls(launch, store)
@@ -125,8 +125,8 @@ class ToolRanks:
                     heard, last = time.monotonic(), report_progress
                 if time.monotonic() - heard > _SILENCE_S:
                     raise PeerError(
-                        f"rank {rank} was not heard of for {_SILENCE_S:.0f} s",
-                        found="no result, and no sign of life",
+                        f"rank {rank} has sent nothing for {_SILENCE_S:.0f} s",
+                        found="no result, and no heartbeat",
                         fix="look for its last words in its own output, then start all ranks "
                         "again (with --resume where the tool has it)",
                     )

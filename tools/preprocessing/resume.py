@@ -106,8 +106,6 @@ class PieceJournal:
         """Return the number of pieces: `pieces`, or that of the run being resumed.
 
         Raises ConfigError for finished pieces with neither `go_on` nor `forget`.
-
-        Raises ConfigError where finished pieces are there and neither of the two is wanted.
         """
         plan = self.folder / _PLAN
         done = len(list(self.folder.glob(f"piece*{_NOTE}")))

@@ -128,7 +128,7 @@ def test_what_is_no_probability_is_not_handed_over() -> None:
 
 def test_a_harness_that_asks_otherwise_dies_at_the_canary() -> None:
     check_canary(adapter_of(-1.0, -2.0, -1.0, -2.0))
-    with pytest.raises(NumericsError, match="other answers from the model than the model gives"):
+    with pytest.raises(NumericsError, match="other results than the model computes"):
         check_canary(adapter_of(-1.0, -2.0, -2.0, -1.0))
 
 

@@ -28,7 +28,7 @@ def test_another_signature_is_seen() -> None:
         @abc.abstractmethod
         def score_all(self) -> None: ...
 
-    with pytest.raises(MachineError, match="asks models in another way") as said:
+    with pytest.raises(MachineError, match="calls models in another way") as said:
         check_interface(Changed)
     assert "score_all is new" in str(said.value)
     assert "tok_encode(self, string), expected" in str(said.value)

@@ -176,7 +176,7 @@ def test_the_outputs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> N
         (("--min-length", "-1"), "--min-length is at least 0"),
         (("--javascript-below", "-1"), "--javascript-below is at least 0"),
         (("--language-below", "0"), "--language-below is at least 1"),
-        (("--language", "english"), "none that can be told from others"),
+        (("--language", "english"), "none that can be detected"),
         (("--language", "any", "en"), "cannot both be meant"),
         (("--length-unit", "tokens"), "a tokenizer is named for counting tokens"),
         (("--tokenizer-type", "ByteTokenizer"), "a tokenizer is named for counting tokens"),

@@ -164,7 +164,7 @@ def test_inputs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the input does not exist"):
         find_inputs([str(tmp_path / "none.txt")])
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(ConfigError, match="does not say what is in it"):
+    with pytest.raises(ConfigError, match="does not show its format"):
         find_inputs([str(tmp_path / "a.csv")])
     with pytest.raises(DataError, match="holds no file that can be read"):
         find_inputs([str(tmp_path)])

@@ -110,7 +110,7 @@ def _one_is_killed(ranks: ToolRanks) -> Any:
 
 def test_a_rank_that_fell_silent_is_given_up() -> None:
     (first,) = on_ranks(2, _one_is_killed, killed=True)
-    assert first.startswith("PeerError: rank 1 was not heard of for 4 s")
+    assert first.startswith("PeerError: rank 1 has sent nothing for 4 s")
 
 
 def test_ranks_that_do_not_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
