@@ -44,9 +44,9 @@ def gpt_task() -> PretrainTask:
         """Return the loader's batch as the arguments of the model and of the loss."""
         data = options.data
         cut = decoder_batch(raw, data, eod=options.tokenizer.eod)
-        # Positions that simply count up are cheaper for the model to make than to be told.
-        told = data.reset_position_ids or cut.document_ids is not None
-        positions = cut.position_ids if told else None
+        # Positions that simply count up are cheaper to make in the model than to pass.
+        needs_position_ids = data.reset_position_ids or cut.document_ids is not None
+        positions = cut.position_ids if needs_position_ids else None
         return MicroBatch(
             inputs=gpt_carry(cut.tokens, positions, cut.document_ids),
             labels=(cut.labels, cut.loss_mask),

@@ -1,7 +1,7 @@
 """The command line: flags from the config groups, Megatron's older spellings, all errors at once.
 
-Nothing here knows what a flag is for; that stands in the config group that owns it. What scripts
-of other Megatrons say stands in `config.spellings`.
+The meaning of a flag stands in the config group that owns it, the spellings of other Megatrons'
+scripts in `config.spellings`.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def parse_args(
     groups: dict[str, Any] = {}
     for name, group in GROUPS.items():
         if any(given.get(field, 0) is None for field in field_names(group)):
-            continue  # a value could not be read, and `problems` already says so
+            continue  # a value could not be read, and is in `problems`
         try:
             groups[name] = from_flags(group, values)
         except FieldsError as several:
@@ -94,11 +94,8 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
     For programs that load the run of a checkpoint and let flags override it. Spellings and refusals
     are those of `parse_args`; the caller checks whether the values go together.
 
-    For programs that take the run of a checkpoint and let flags speak beside it. Spellings and
-    refusals are those of `parse_args`; whether values go together is left to the caller.
-
     Args:
-        beside: flags that the program has read itself; one that is mistyped is told of them too.
+        beside: flags that the program has read itself; an error about a typo suggests them too.
 
     Raises:
         CommandLineError: with all that is wrong.
@@ -181,7 +178,7 @@ def _translate(
         elif word in ALIASES:
             words += ALIASES[word]
         elif word in EXPLAINED:
-            continue  # `_from_dependent` says what it means beside the others
+            continue  # `_from_dependent` reads it together with the others
         elif word in NO_EFFECT:
             values, because, only = NO_EFFECT[word]
             if values == -1:

@@ -69,7 +69,7 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint of `progress.iteration`, if the run has a --save folder.
 
-    `sources` is what the files of the data hold (`data.corpus.sources`), for whoever resumes.
+    `sources` is the content of the data files (`data.corpus.sources`), compared on resume.
     All ranks call this together; on return it is durable, or the same error is raised on all. Under
     --async-save it is only copied, and `saves` writes it beside the training.
     """
@@ -256,7 +256,7 @@ def _refuse_another_model(
     saved = opened.manifest.config
     if not opened.is_native and "num_layers" not in saved.get("model", {}):
         log.warning(
-            f"{opened.directory} does not say which model it is of: only names and shapes are "
+            f"{opened.directory} does not record its model's flags: only names and shapes are "
             "compared"
         )
         return
@@ -308,9 +308,9 @@ def _differences(
         theirs = to_plain(saved)
         return [(n, theirs[n], ours[n]) for n in config.model.fields_that_differ(saved)]
     if not opened.is_native:
-        ours = {name: ours[name] for name in theirs}  # of other flags it knows nothing
+        ours = {name: ours[name] for name in theirs}  # it records no other flags
     for name in ours.keys() - theirs.keys():
-        # A version that did not have the flag behaved as its default says.
+        # A version without the flag behaved as its default does.
         theirs[name] = plain_default(GROUPS[group], name)
     return [
         (name, theirs.get(name), ours.get(name))

@@ -57,7 +57,7 @@ def select(kind: str, local_rank: int = 0) -> torch.device:
 
 
 def current() -> torch.device:
-    """Return the device of this process; the CPU until `select` says otherwise."""
+    """Return the device of this process; the CPU until `select` sets another."""
     return _CURRENT.device
 
 

@@ -1,7 +1,7 @@
 """What can go wrong in a run, by who has to act on it.
 
 Every message has three parts: the problem, what was found (spelled as flags or paths), and a fix
-that works. The exit code tells a scheduler whether to start the same command again.
+that works. From the exit code a scheduler decides whether to start the same command again.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class MegatronError(Exception):
-    """An error whose message says what is wrong, what was found, and what to do about it."""
+    """An error whose message has a problem, what was found, and a fix."""
 
     exit_code: int = 1
     retryable: bool = False  # may a scheduler start the same command again, unchanged?
@@ -35,13 +35,13 @@ def _rebuild(kind: type[MegatronError], problem: str, found: object, fix: str) -
 
 
 class ConfigError(MegatronError):
-    """The flags contradict each other, the model they describe, or the machines they ask for."""
+    """The flags contradict each other, the model they describe, or the available machines."""
 
     exit_code = 64
 
 
 class DataError(MegatronError):
-    """A dataset on disk is missing, damaged, or not what the flags say it is."""
+    """A dataset on disk is missing, damaged, or not what the flags describe."""
 
     exit_code = 65
 

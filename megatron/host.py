@@ -1,7 +1,7 @@
 """What this process may use of its host: CPUs, memory, and memory shared between processes.
 
 What a reader would get wrong: a container that may use 4 CPUs and 8 GiB still shows all of the
-host's, and only its cgroup says so. Nothing here raises: a system that does not tell has no limit.
+host's, and only its cgroup has the limits. Nothing here raises: an unknown limit is none.
 """
 
 import os
@@ -106,7 +106,7 @@ def _quota(folder: Path) -> float | None:
         cpus = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):
         return None  # "max", or no quota here
-    return cpus if cpus > 0 else None  # v1 says -1 for none
+    return cpus if cpus > 0 else None  # -1 in v1 is none
 
 
 def _room(folder: Path) -> int | None:

@@ -1,6 +1,6 @@
 """A trained model made ready for use without training: its checkpoint's flags, and those beside it.
 
-What a checkpoint says of its run is read before any process group is there, and what flags say is
+The flags of a checkpoint's run are read before any process group is there, and flags given are
 compared with it (`checkpoint.load.inference_config`); then this process is initialised for that
 model on a grid of its own, and weights are read from whatever layout and format they have.
 """
@@ -64,7 +64,7 @@ def load_model_for_inference(
     """Build the GPT of a checkpoint from the flags stored in it, and fill in its weights.
 
     Initialises this process (all ranks call it together). Weights are in the precision they were
-    trained in unless flags say otherwise, whatever the layout was.
+    trained in unless flags choose another, whatever the layout was.
 
     Args:
         iteration: which checkpoint of `folder`; the latest when not given.
@@ -125,7 +125,7 @@ def load_weights(
 ) -> None:
     """Fill a model, or this rank's stage of it, from a checkpoint of any layout and format.
 
-    Weights are rounded to the precision of the run, which is theirs unless flags chose another.
+    Weights are rounded to the precision of the run: their own unless flags chose another.
     """
     opened = open_on_all_ranks(
         folder,
@@ -141,7 +141,7 @@ def load_weights(
 def stored_config(folder: str | Path, iteration: int | None = None) -> RunConfig:
     """Return the flags of the run that wrote a checkpoint, read without touching its tensors.
 
-    Of another format: what it knows of them, and our defaults for the rest.
+    Of another format: the flags that it records, and our defaults for the rest.
     """
     return _stored(folder, iteration).config
 

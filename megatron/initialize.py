@@ -59,7 +59,7 @@ from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
 _ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
-_TELL_S = 10.0  # how long a rank that may not start looks for others, to tell them why
+_TELL_S = 10.0  # how long a rank that cannot start tries to reach the others, to send the reason
 
 
 def initialize_megatron(
@@ -112,7 +112,7 @@ def initialize_megatron(
         device.select(_device_kind(config.launch.device), launch.device_index)
         set_library_environment(launch)
         context = _join(config, launch, undo)
-        # Unchecked: ranks that disagree about --check-collectives must be able to say so.
+        # Unchecked: ranks with different --check-collectives must be able to report it.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
         streams = _seeded(config.training.seed, context)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
@@ -134,8 +134,6 @@ def with_findings_of_checks(
     """Return a command line's errors, with findings of the checks for its readable part.
 
     A user who mistyped a flag then learns of a missing file at the same start.
-
-    So that a user who mistyped a flag does not learn of a missing file at the next start only.
     """
     if wrong.config is None:
         return wrong
@@ -213,7 +211,7 @@ def _choose_threads(config: RunConfig, launch: Launch) -> None:
         log.info(
             f"{fair} CPU {'thread' if fair == 1 else 'threads'} for each of the "
             f"{launch.local_world_size} ranks of this node, which share its cores: the launcher "
-            "set no OMP_NUM_THREADS (--num-threads says otherwise)"
+            "set no OMP_NUM_THREADS (--num-threads sets another number)"
         )
     threads = asked or fair
     if threads is not None:

@@ -1,7 +1,7 @@
 """The types of JSON values, for what is read from files and recorded in them.
 
-Check for objects with `isinstance(value, Mapping)`: after a check with `dict`, mypy no longer knows
-the types of what it holds.
+Check for objects with `isinstance(value, Mapping)`: after a check with `dict`, mypy no longer has
+the types of its values.
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,7 +20,7 @@ class Launch:
     """One process among those that were started together.
 
     Attributes:
-        has_rendezvous: whether a launcher said where the ranks meet.
+        has_rendezvous: whether a launcher set the address of the rendezvous.
         meets_at: HOST:PORT, where that is not in MASTER_ADDR and MASTER_PORT.
         has_own_device: of the devices of its node this process sees one, which no other rank has.
     """
@@ -50,7 +50,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     """Read what torchrun, DeepSpeed's launcher or srun set; the first two win over Slurm.
 
     torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; DeepSpeed's launcher LOCAL_SIZE
-    for the last; srun its own names, and no place to meet.
+    for the last; srun its own names, and no address.
 
     Raises:
         ConfigError: if only some of them are set, they are not consistent numbers, or a launcher
@@ -58,7 +58,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     """
     given = os.environ if environment is None else environment
     if "RANK" not in given and "WORLD_SIZE" not in given:
-        # In a batch script outside of srun there is one process, whatever SLURM_NTASKS says.
+        # In a batch script outside of srun there is one process, whatever SLURM_NTASKS is.
         if "SLURM_STEP_NUM_TASKS" in given:
             return _launch_of_srun(given)
         _refuse_mpi(given)
@@ -100,7 +100,7 @@ def fair_threads(launch: Launch, environment: Mapping[str, str] | None = None) -
         return None
     cores = len(os.sched_getaffinity(0))
     if "SLURM_CPUS_PER_TASK" in given:
-        # As asked of sbatch; since Slurm 22.05 the tasks of srun may have been given fewer.
+        # As given to sbatch; since Slurm 22.05 the tasks of srun may have been given fewer.
         return max(1, min(cores, _number(given, "SLURM_CPUS_PER_TASK")))
     return max(1, cores // launch.local_world_size)
 
@@ -113,7 +113,7 @@ def _launch_of_srun(given: Mapping[str, str]) -> Launch:
     missing = [name for name in names if name not in given]
     if missing:
         raise ConfigError(
-            "srun set only part of what ranks need to know of themselves",
+            "srun set only some of the variables that a rank needs",
             found="no " + ", no ".join(missing),
             fix="start with srun inside of the job, and do not unset what it sets",
         )
@@ -143,7 +143,7 @@ def _rendezvous_address(given: Mapping[str, str], *, nodes: int) -> str:
         nodelist = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST")
         if not nodelist:
             raise ConfigError(
-                "ranks that srun started do not know where to meet",
+                "ranks that srun started have no address for their rendezvous",
                 found="no MASTER_ADDR, no SLURM_STEP_NODELIST",
                 fix="export MASTER_ADDR with the name of the job's first node",
             )
@@ -156,7 +156,7 @@ def _rendezvous_address(given: Mapping[str, str], *, nodes: int) -> str:
         )
     if "MASTER_PORT" in given:
         return f"{host}:{_number(given, 'MASTER_PORT')}"
-    # Two jobs on one node, and two steps of one job, have to meet at different ports.
+    # Two jobs on one node, and two steps of one job, need different ports.
     job, step = (_number(given, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
     return f"{host}:{_PORTS[(job + 997 * step) % len(_PORTS)]}"
 
@@ -175,7 +175,7 @@ def _tasks_per_node(given: Mapping[str, str]) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ConfigError(
-                "srun says how many tasks a node has in a way that is not known here",
+                "srun gives the number of tasks per node in an unknown form",
                 found=f"SLURM_STEP_TASKS_PER_NODE={text}",
                 fix="start with torchrun on every node, and report this with your Slurm's version",
             )
@@ -188,7 +188,7 @@ def _refuse_mpi(given: Mapping[str, str]) -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if given.get(name, "1") != "1":
             raise ConfigError(
-                "several processes were started by mpirun, which does not say who they are here",
+                "mpirun started several processes, without the variables that set their ranks",
                 found=f"{name}={given[name]}, no RANK, no WORLD_SIZE",
                 fix="start with torchrun, deepspeed or srun; or set RANK, WORLD_SIZE, LOCAL_RANK, "
                 "MASTER_ADDR and MASTER_PORT for each process",

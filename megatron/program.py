@@ -1,7 +1,7 @@
 """The outermost frame of a program: which rank prints, how a failure is shown, exit codes.
 
 A known error is printed once, without a traceback; a bug is printed with one. Either way the other
-ranks are told, and this process ends at once: waiting for peers at exit is how jobs hang.
+ranks are notified, and this process ends at once: waiting for peers at exit is how jobs hang.
 """
 
 import os

@@ -237,7 +237,7 @@ class Duration:
 
     def __post_init__(self) -> None:
         counted = self.train_tokens is None or self.tokens is not None
-        assert counted  # noqa: S101  # invariant: whoever limits tokens says how they are counted
+        assert counted  # noqa: S101  # invariant: a limit of tokens comes with their count
         asked = (self.train_iters is None) + (self.train_samples is None)
         assert asked == 1  # noqa: S101  # invariant: TrainingConfig has exactly one of the two
         if self.total_iterations < 1:
@@ -267,7 +267,7 @@ class Duration:
         """Return whether the run has no further iteration.
 
         A run in samples looks at the samples, not at the iterations: after a change of batch size
-        between two starts it still ends where it was told to.
+        between two starts it still ends at that number.
         """
         if self.train_tokens is not None and progress.consumed_tokens >= self.train_tokens:
             return True
@@ -277,7 +277,7 @@ class Duration:
         return progress.iteration >= (self.train_iters or 0)
 
 
-@lru_cache(maxsize=16)  # asked at every step, always with the same
+@lru_cache(maxsize=16)  # called at every step with the same arguments
 def _iterations_until(tokens: TokenCount, wanted: int, most: int) -> int:
     """Return how many iterations consume `wanted` tokens, at most `most`."""
     below, enough = 0, most

@@ -1,4 +1,4 @@
-"""The one interface the training loop knows, and the values that cross it.
+"""The interface between the training loop and engines, and the values that cross it.
 
 The unit of work is a whole global batch. The caller decides every number (learning rate, weight
 decay, micro-batches) and an engine obeys; what comes back holds the same numbers on every rank.
@@ -68,7 +68,7 @@ class DatasetRequest(NamedTuple):
     wait: Callable[[], None]  # returns once the builders are done
     report_progress: Callable[[str], None] = lambda doing: (
         None
-    )  # says to those that wait what is being done
+    )  # reports progress to the ranks that wait
 
 
 class BatchOptions(NamedTuple):
@@ -84,7 +84,7 @@ class PretrainTask:
 
     Attributes:
         name: the kind of model, which checkpoints record and are compared by (`gpt`, `bert` ..).
-        reads: which kind of dataset the flags ask for, as the checks before training know it.
+        reads: which kind of dataset the flags ask for, as the checks before training read it.
         datasets: makes the three datasets.
         layers: the model as a list (`gpt_layers`).
         batch: turns a raw batch of the loader into a `MicroBatch` (any device).

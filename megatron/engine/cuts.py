@@ -45,7 +45,7 @@ def stage_ranges(
         return plan_stages(costs, num_stages, num_chunks=pipeline.num_chunks, blocks=blocks)
     if blocks.size == sum(pipeline.counts):
         return ranges_of_counts(pipeline.counts, blocks=blocks, num_layers=len(specs))
-    # A list whose blocks are not marked, or not as many as the flag says: all layers count.
+    # A list whose blocks are not marked, or differ in number from the flag: all layers count.
     if pipeline.counts != even_counts(
         sum(pipeline.counts), num_stages, num_chunks=pipeline.num_chunks
     ):

@@ -1,4 +1,4 @@
-"""From what a program reads to its three datasets, as the loop asks for them."""
+"""From what a program reads to its three datasets, in the form that the loop takes."""
 
 from collections.abc import Callable
 

@@ -1,8 +1,8 @@
 """Whether rows that are only scored fit into memory: an estimate before, and an agreement after.
 
 What is estimated not to fit is refused before it is tried, with what would fit. Where memory runs
-out all the same, ranks go on with fewer rows at a time only when all of them know of it: inside of
-a model that is spread over ranks they cannot agree, so there memory is tried out beforehand.
+out all the same, ranks go on with fewer rows at a time only when all of them are notified: inside
+of a model that is spread over ranks they cannot agree, so there memory is tried out beforehand.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
 
 _UNKNOWN = 2**62  # bytes, where the free memory is unknown
-# What torch's allocator on CPUs says; it has no exception of its own.
+# Messages of torch's allocator on CPUs; it has no exception of its own.
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
 

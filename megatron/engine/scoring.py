@@ -1,8 +1,8 @@
 """How likely a model finds given tokens: log-likelihoods of rows, on any tp x pp x dp grid.
 
-Whoever evaluates without training asks here. Each row is scored exactly once, whatever the batch
-and the number of replicas; logits are never gathered, and the softmax is over the true vocabulary
-in fp32 or wider. Text, tokens and what a score means are the caller's business.
+For evaluation without training. Each row is scored exactly once, whatever the batch and the number
+of replicas; logits are never gathered, and the softmax is over the true vocabulary in fp32 or
+wider. Text, tokens and what a score means are the caller's business.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ class Scorer:
 
     Args:
         micro_batch_size: rows that one replica looks at together, at most.
-        memory: what says whether rows fit; without it they are taken to.
+        memory: estimates whether rows fit; without it they are assumed to.
         model: the whole model, where it is there already and there is no pipeline; it is `stage`.
     """
 
@@ -96,9 +96,6 @@ class Scorer:
 
         When a replica that is one rank runs out of memory, all of them warn and continue with half
         the rows at a time; scores do not depend on it.
-
-        A replica that is one rank and runs out of memory makes all of them go on with half the
-        rows at a time, which is said; scores do not depend on it.
 
         Raises:
             ConfigError: a row is longer than the model's positions.
@@ -181,7 +178,7 @@ class Scorer:
         unknown = [token for token in tokens if not 0 <= token < self._build.vocab.true]
         if unknown:
             raise DataError(
-                "a row holds a token that the model does not know",
+                "a row holds a token outside of the model's vocabulary",
                 found=f"row {at}: token {unknown[0]}, a vocabulary of {self._build.vocab.true}",
                 fix="use the tokenizer that the model was trained with",
             )

@@ -42,10 +42,10 @@ def generate(
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens` tokens; a row ends early at `eod`.
 
-    It also ends with the token after which `stop` of its new tokens is true; all ranks ask alike.
-    The model computes in evaluation mode and gets its mode back. The cache takes
-    2 x layers x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for
-    the length of the call.
+    It also ends with the token after which `stop` of its new tokens is true; all ranks decide
+    alike. The model computes in evaluation mode and gets its mode back. The cache takes 2 x layers
+    x rows x groups/tp x (longest prompt + max_new_tokens) x head width elements for the length of
+    the call.
 
     Raises:
         ConfigError: no prompt, an empty one, a token outside the vocabulary, or more positions

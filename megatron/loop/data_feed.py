@@ -95,7 +95,7 @@ class DataFeed:
     def validate(self, engine: Engine, progress: Progress, report: StepLog) -> Progress:
         """Evaluate on each group of validation data; the next call continues with later samples.
 
-        Groups advance alike, so one counter says where all of them are.
+        Groups advance alike, so one counter is the position of all of them.
         """
         groups = _by_name(self._datasets.valid, "validation")
         if not groups or not self._config.training.eval_iters:

@@ -53,7 +53,7 @@ class CheckNumbers:
     training: TrainingConfig
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
-        """Raise NumericsError, on every rank alike, where --nonfinite-policy says so."""
+        """Raise NumericsError, on every rank alike, under --nonfinite-policy."""
         check_numbers(step.result, progress, self.training)
         return progress
 

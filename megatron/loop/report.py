@@ -1,8 +1,8 @@
-"""What a run says of itself: step lines, a progress bar, TensorBoard, throughput, MFU and memory.
+"""The reports of a run: step lines, a progress bar, TensorBoard, throughput, MFU and memory.
 
 A step has two lines: a short one to read, with the time, and that of Megatron-DeepSpeed, which
 other people's scripts parse; tokens/s, MFU and memory follow at its end. The TensorBoard tags are
-Megatron-DeepSpeed's too. The last rank speaks and writes.
+Megatron-DeepSpeed's too. The last rank prints and writes.
 """
 
 import math
@@ -94,7 +94,7 @@ class StepLog:
             is_writer: whether this rank (the last) prints and writes.
             purge_step: events at or after this iteration, of an earlier run that got further than
                 its last checkpoint, are hidden.
-            with_length: whether the length of samples is said, for it changes.
+            with_length: whether the length of samples is reported, since it changes.
             losses: the names of the model's losses.
         """
         self._losses = losses

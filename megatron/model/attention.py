@@ -2,7 +2,7 @@
 
 Rows of the query/key/value matrix stand group by group, [q .. q k v] per query group, so that an
 even split of the rows gives each tp rank whole groups. Masks and angles are data that `geometry`
-makes; nothing here asks which kind of positions the model has.
+makes; nothing here depends on the kind of positions.
 """
 
 from contextlib import AbstractContextManager, nullcontext

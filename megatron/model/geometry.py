@@ -1,8 +1,8 @@
 """Which token may look at which, and how far apart they are: computed once per forward pass.
 
 All blocks of a model share one `AttentionGeometry`. What it makes depends on the length of the
-sequence and on the id tensors of the carry alone, so the blocks of one pass ask again and again
-and get the same object. In plain causal training without rotation there is nothing to make.
+sequence and on the id tensors of the carry alone, so all blocks of one pass get the same object. In
+plain causal training without rotation there is nothing to make.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Geometry:
     """Positions and mask of the tokens of one forward pass, as attention needs them.
 
     `mask` is None for plain causal attention, and for that of everything to everything (`causal`
-    tells them apart); otherwise it says all there is to say: booleans [b, 1, s, k] (True: may
-    look) or numbers to add to the scores [1 or b, a/tp, s, k].
+    distinguishes them); otherwise it is complete: booleans [b, 1, s, k] (True: may attend) or
+    numbers to add to the scores [1 or b, a/tp, s, k].
     """
 
     mask: Tensor | None = None
@@ -136,8 +136,8 @@ class AttentionGeometry:
     def _bias(self, distance: Tensor, allowed: Tensor) -> Tensor:
         """Return -slope x distance where attention is allowed, else -inf: [1 or b, a/tp, s, k].
 
-        Distances rather than key positions (which softmax cannot tell apart): near tokens, which
-        matter most, then have small numbers that half precision holds exactly.
+        Distances rather than key positions (equal under softmax): near tokens, which matter most,
+        then have small numbers that half precision holds exactly.
         """
         assert self._slopes is not None  # noqa: S101  # invariant: only asked for with ALiBi
         # Not in float64 for its own sake: for long sequences this is the largest tensor of all.

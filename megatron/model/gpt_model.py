@@ -33,9 +33,9 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
     There are `num_layers` + 3 of them.
 
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
-    (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without
-    position ids tokens stand at 0..s-1; document ids say who may look at whom. Under sequence
-    parallelism hidden is [s/tp, b, h] and everything else as without.
+    (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without position
+    ids tokens stand at 0..s-1; tokens attend only to equal document ids. Under sequence parallelism
+    hidden is [s/tp, b, h] and everything else as without.
 
     The geometry is shared by the blocks built from one list: build one list per process.
     """
@@ -96,7 +96,7 @@ class GPTModel(nn.Module):
             tokens: [b, s] int64.
             position_ids: [b, s] int64; None: 0..s-1 in every row.
             document_ids: [b, s] int64, equal for tokens that may see each other; needs
-                `position_ids`, because only the caller knows whether they start again.
+                `position_ids`, because the caller decides whether they restart.
             labels: [b, s] int64; negative: ignored.
             loss_mask: [b, s], 1 where a token counts; None: all count.
         """

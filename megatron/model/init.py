@@ -42,13 +42,13 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
     Names must be global ones, as `PipelineStage` and `GPTModel` give them.
 
     Raises:
-        MegatronError: a parameter does not say how it starts.
+        MegatronError: a parameter has no rule for its initial values.
     """
     for name, parameter in _named_parameters(model):
         init = init_of(parameter)
         if init is None:
             raise MegatronError(
-                "internal error: a parameter does not say what values it starts from",
+                "internal error: a parameter has no rule for its initial values",
                 found=name,
                 fix="give it an Init with megatron.mpu.partition.describe() where it is made",
             )

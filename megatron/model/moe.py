@@ -2,7 +2,8 @@
 
 All tokens of an expert are one matrix, in the order in which they stand in the batch. Each expert
 is split over tp as a dense MLP is; the router is whole on every rank. What is summed over tp in
-backward is the gradient of the input and of the shares, since both meet split weights.
+backward is the gradient of the input and of the shares, since both are multiplied with split
+weights.
 """
 
 from collections.abc import Callable, Sequence

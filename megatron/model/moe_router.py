@@ -116,7 +116,7 @@ class _RouterContext(FunctionContext):
 class _WithLoss(torch.autograd.Function):
     """Passes `shares` on; backward gives `loss` the gradient that the engine has set.
 
-    There `balance` is noted too: a layer that is recomputed comes by once, as any other.
+    It notes `balance` there, since a recomputed layer too has only one backward pass.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
 
 
 def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
-    """Return the normalisation that `config` asks for, over the hidden dimension."""
+    """Return the normalisation of `config` over the hidden dimension."""
     kind = RMSNorm if config.normalization is Normalization.RMS_NORM else LayerNorm
     return kind(
         config.hidden_size,

@@ -23,7 +23,7 @@ class LearnedPositions(nn.Module):
     """A table with one trained vector per position, replicated over tp.
 
     Args:
-        sequence_parallel: it is asked for this rank's tokens only, so its gradient is a summand.
+        sequence_parallel: it is used for this rank's tokens only, so its gradient is a summand.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LearnedPositions(nn.Module):
         """Return the vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
 
         Args:
-            part: the tokens that are asked for; None: all of them.
+            part: the tokens whose vectors are returned; None: all of them.
 
         Raises:
             ConfigError: the sequence is longer than the table.

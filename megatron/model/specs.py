@@ -32,13 +32,13 @@ class LayerSpec:
     """A layer not built yet: its global name, and how to build it.
 
     A module is built once per stage under its name; a later spec of the same name uses that one.
-    `call` says which method this position in the list uses.
+    `call` is the method that this position in the list uses.
 
     `tied` is the global name of the module whose weights this layer shares with every other layer
     of the same `tied`: the parameters whose names start with it are one set of weights, wherever
     the layers are built.
 
-    `memory` does with what blocks save for backward as the run asks: recompute it, offload it.
+    `memory` carries out the run's policy for what blocks save: recompute it, offload it.
 
     `block` marks the layers that `--num-layers` counts, which pipeline stages share out.
     """
@@ -55,8 +55,8 @@ class LayerSpec:
 class RouterLoss:
     """The channel between the engine and the routers of this rank.
 
-    `value` is what the losses of routers are multiplied by, set before a step, since only there is
-    known what the loss of the task is divided by; None: nobody has.
+    `value` is the factor on the losses of routers. The engine sets it before a step, when the
+    divisor of the task's loss is known; None: not set.
     """
 
     value: float | None = None

@@ -1,4 +1,4 @@
-"""One pre-norm transformer block, and the parts of it that selective recomputation knows.
+"""One pre-norm transformer block, and the parts of it for selective recomputation.
 
 The residual stream is the model's dtype, or fp32 on request; attention and the MLP always get
 and give the model's dtype.

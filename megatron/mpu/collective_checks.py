@@ -2,7 +2,7 @@
 
 Ranks write down their call in the rendezvous store and read the others'. A store rather than a
 process group: it is there whatever the backend is, needs no ranks to take part at once, and so can
-tell who has not come. Nothing of this is made, or asked for, when the flag is off.
+name the missing ranks. Nothing of this is made when the flag is off.
 """
 
 import json
@@ -147,12 +147,12 @@ class CollectiveChecks:
         if missing:
             absent = {rank: self._last(rank) for rank in missing}
             said = json.dumps({"waiting": self._rank, "absent": absent, "s": self._seconds})
-        # Whoever writes first decides for all: a rank that comes just now must not go on alone.
+        # The first to write decides for all: a rank that arrives just now must not go on alone.
         verdict = self._store.compare_set(meeting.verdict, "", said if missing else _GO).decode()
         if verdict != _GO:
             raise _missing(meeting, json.loads(verdict), late=self._rank)
         if missing:
-            self._wait(meeting, deadline + self._seconds)  # they are all there, says the verdict
+            self._wait(meeting, deadline + self._seconds)  # by the verdict they are all there
         return {
             rank: _Post.read(self._store.get(meeting.key_of(rank)))
             for rank in sorted(meeting.ranks)

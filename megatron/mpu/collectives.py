@@ -192,7 +192,7 @@ def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
 def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group) -> None:
     """Do as `checked` for a batch of messages: (is it sent, index of the peer, tensor).
 
-    Messages of two ranks meet in the order of the batches, and of the messages in a batch.
+    Messages of two ranks are matched in the order of batches, and of messages in a batch.
     """
     if group.checks is not None:
         group.checks.messages(

@@ -2,9 +2,9 @@
 
 Parameters are created empty, on torch's default device, with `split_by` and `init` attributes;
 filling them is model initialisation's work. Without sequence parallelism parameters that are not
-split (a row layer's bias) get equal gradients on all tp ranks by construction: nobody may reduce
-them over tp again. With it, hidden states between layers are [s/tp, b, h] and those gradients are
-summands: such parameters say so (`is_sequence_parallel`), and are summed once per step.
+split (a row layer's bias) get equal gradients on all tp ranks by construction, which must not be
+reduced over tp again. With it, hidden states between layers are [s/tp, b, h] and those gradients
+are summands: such parameters are marked (`is_sequence_parallel`), and summed once per step.
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         padded_size: rows of the whole table, a multiple of tp.
-        true_size: rows that tokens may ask for; those beyond are padding and stay zero.
+        true_size: rows of tokens; those beyond are padding and stay zero.
         sequence_parallel: the output is this rank's part of the sequence, the ids' first dimension.
 
     Raises:

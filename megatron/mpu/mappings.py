@@ -116,7 +116,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather(grad, ctx.group, dim=0), None
 
 
-# Function.apply is untyped in torch; these say what it takes and gives here.
+# Function.apply is untyped in torch; these are its types here.
 _Mapping = Callable[[Tensor, Group], Tensor]
 _COPY: _Mapping = _Copy.apply
 _REDUCE: _Mapping = _Reduce.apply

@@ -1,9 +1,9 @@
 """How a parameter is split over a grid axis, and where its values come from: arithmetic only.
 
-A parameter says both in two attributes, `split_by` (absent: every rank holds the whole) and
-`init`; a third, `sequence_parallel`, says that its gradient is a part of a sum. Initialisation,
-clipping, the optimizer and checkpoints read them here and need to know nothing else about parallel
-layers. `copy.deepcopy` of a parameter loses all of them: build models anew.
+Both are attributes of a parameter, `split_by` (absent: every rank holds the whole) and `init`; a
+third, `sequence_parallel`, marks a gradient that is a part of a sum. Initialisation, clipping, the
+optimizer and checkpoints read them here and depend on nothing else of parallel layers.
+`copy.deepcopy` of a parameter loses all of them: build models anew.
 """
 
 from collections.abc import Sequence

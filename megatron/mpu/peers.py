@@ -24,7 +24,7 @@ _FAILURE = "megatron/first_failure"
 _CLOSED = "megatron/closed"
 _POLL_S = 1.0
 _GRACE_S = 2.0  # for the main thread to end by itself, with a traceback of its own
-_LINGER_S = 5.0  # how long a rank whose end the others must not take for theirs waits for them
+_LINGER_S = 5.0  # how long a rank waits for the others, if its end would look like their failure
 _PRECEDENCE_S = 0.5  # the rank that failed ends first, since launchers call the first the cause
 _LINGER_POLL_S = 0.05
 _LONGEST_MESSAGE = 4000
@@ -70,8 +70,8 @@ class PeerWatch:
         said = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
         try:
             self._store.compare_set(_FAILURE, "", said)
-        except RuntimeError as error:  # the store is gone, and with it whoever could read this
-            log.error(f"could not tell the other ranks about this failure: {error}")
+        except RuntimeError as error:  # the store is gone, so no rank can read this
+            log.error(f"could not notify the other ranks of this failure: {error}")
 
     def check(self) -> None:
         """Raise PeerError if another rank has failed: for waits without a collective.
@@ -86,7 +86,8 @@ class PeerWatch:
         """Stop watching. Rank 0, and one that announced its failure, wait a few seconds for others.
 
         Rank 0 may host the store, and ranks still at work would take its normal end for a failure.
-        A launcher kills all ranks as soon as one ends badly, so that one lets the others hear why.
+        A launcher kills all ranks as soon as one ends badly, so that one waits until the others
+        have the reason.
         """
         if self._closing.is_set():
             return
@@ -101,7 +102,7 @@ class PeerWatch:
                 time.sleep(_LINGER_POLL_S)
                 closed = self._store.add(_CLOSED, 0)
             if self._rank == 0 and self._announced:
-                time.sleep(3 * _LINGER_POLL_S)  # for others that still ask who has closed
+                time.sleep(3 * _LINGER_POLL_S)  # for others that still poll who has closed
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
@@ -125,7 +126,7 @@ class PeerWatch:
             return None
         return PeerError(
             f"rank {failure.rank} failed, so this rank ends too",
-            found=f"rank {failure.rank} said: {failure.message}",
+            found=f"rank {failure.rank}: {failure.message}",
             fix=f"act on the message of rank {failure.rank}",
         )
 

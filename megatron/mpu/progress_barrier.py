@@ -1,4 +1,4 @@
-"""A barrier for work of any length: whoever works says so, and the others wait while it does.
+"""A barrier for work of any length: the others wait while a rank reports progress.
 
 A collective that waits for a rank fails after minutes, and verifying or indexing a large corpus
 takes hours. So ranks meet in the store that they share. What a reader would get wrong: only making
@@ -21,7 +21,7 @@ from megatron.errors import MachineError
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.context import Group
 
-_BEAT_S = 5.0  # between two words to the store, however often a rank says that it works
+_BEAT_S = 5.0  # between two writes to the store, however often a rank reports progress
 _SAY_S = 30.0  # between two messages of a rank that waits
 _LOOK_S = 5.0  # between two looks at what the others do
 _POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are there
@@ -81,8 +81,8 @@ class ProgressBarrier:
                 raise MachineError(
                     "the ranks did not meet in time",
                     found=f"waited {now - started:.0f} s, the last {now - heard_at:.0f} s of it "
-                    f"without a word, for {_named(heard)}",
-                    fix="see what those ranks say; if they still work, allow more "
+                    f"without a report, for {_named(heard)}",
+                    fix="read the logs of those ranks; if they still work, allow more "
                     "--distributed-timeout-minutes",
                 )
             if now - spoken >= _SAY_S:

@@ -1,9 +1,9 @@
 """Random streams of one rank, and seeds that are stable hashes of names.
 
-Dropout on a tensor that every tp rank holds whole must draw the same numbers on all of them, and
-on a tensor that is split it must not: hence two named streams. A stream is a saved state of the
-device's default generator, swapped in by `fork` and back out, because dropout kernels read no
-other generator. Nothing here is global; a `RandomStreams` is passed to whoever draws.
+Dropout on a tensor that every tp rank holds whole must draw the same numbers on all of them, and on
+a tensor that is split it must not: hence two named streams. A stream is a saved state of the
+device's default generator, swapped in by `fork` and back out, because dropout kernels read no other
+generator. Nothing here is global; a `RandomStreams` is passed to the code that draws.
 """
 
 import hashlib

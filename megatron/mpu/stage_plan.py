@@ -2,7 +2,7 @@
 
 Ranges stand in the order of the model, one per virtual stage: number `chunk * num_stages + stage`
 is the part `chunk` of `stage`. Layers are the specs of a model's list, so that embedding, final
-norm and head count too; `blocks` says which of them are the transformer layers that flags count.
+norm and head count too; `blocks` is the range of the transformer layers that flags count.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Which rank holds which coordinate of the parallel grid: arithmetic only, no processes.
 
 The order is Megatron's: tp varies fastest, so that it stays within a node, then dp, then pp. An
-axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here knows how
-many axes there are, so a context- or expert-parallel axis is one more name in each.
+axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here depends on
+the number of axes, so a context- or expert-parallel axis is one more name in each.
 """
 
 from dataclasses import dataclass

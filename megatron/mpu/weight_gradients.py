@@ -1,6 +1,6 @@
 """Gradients of weights that are computed later than those of their inputs (zero-bubble schedules).
 
-A linear layer's backward pass asks `defer_or_compute` for the gradient of its weight. Usually it
+A linear layer's backward pass calls `defer_or_compute` for the gradient of its weight. Usually it
 gets it at once. While a queue is collecting it gets nothing: what the product is made of is kept,
 and `compute` makes it later and hands it to autograd as a gradient of the leaf, so that gradient
 buffers see what they always see. Everything else (biases, norms, embeddings) is never late.
@@ -89,7 +89,8 @@ def is_deferrable(weight: Tensor) -> bool:
 def comes_later(weight: Tensor) -> bool:
     """Return whether the present backward pass has deferred the gradient of `weight`.
 
-    Autograd calls hooks of a leaf also where a layer gave it no gradient; this tells them apart.
+    Autograd calls hooks of a leaf also where a layer gave it no gradient; this distinguishes the
+    cases.
     """
     queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
     return queue is not None and queue.has_kept(weight)

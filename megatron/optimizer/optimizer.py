@@ -192,8 +192,8 @@ class MegatronOptimizer(ABC):
 
         Kinds are `exp_avg` and `exp_avg_sq` (adam), `momentum_buffer` (sgd) and `master` (the fp32
         weights of half-precision parameters). Each has the local shape and the partition of its
-        parameter, or is one-dimensional where `owned_ranges` says that it is a part. They are the
-        live tensors, not copies.
+        parameter, or is one-dimensional where `owned_ranges` makes it a part. They are the live
+        tensors, not copies.
         """
         return {slot.name: self._state_of(slot) for slot in self._slots}
 
@@ -211,7 +211,7 @@ class MegatronOptimizer(ABC):
     def load_state(self, named: Mapping[str, Mapping[str, Tensor]], scalars: JsonObject) -> None:
         """Restore the state from `named_state` and `scalars` of an equal optimizer, by copying.
 
-        The model's own weights are not touched: whoever loads masters loads them too.
+        The model's own weights are not touched: a caller that loads masters loads them too.
 
         Raises:
             CheckpointError: a tensor is missing, unknown or of another shape; nothing was changed.

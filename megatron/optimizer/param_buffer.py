@@ -2,7 +2,7 @@
 
 The layout is that of the gradients, so a rank owns the same elements of both. A parameter's `data`
 becomes a view of its buffer: build optimizers after this, and give a parameter no other `data`.
-While a gather is under way the shares of other ranks must not be read; `wait_for` says when.
+While a gather is under way the shares of other ranks must not be read; call `wait_for` before.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """torch's update rules as the flags ask for them, with the state they begin from.
 
-Whoever owns the weights (this package's optimizer, or an engine that shards them) builds its rule
-here, so that there is one answer to what `--optimizer adam` means.
+The owner of the weights (this package's optimizer, or an engine that shards them) builds its rule
+here, so that `--optimizer adam` has one meaning.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
         for kind, kept in state_kinds(config).items()
     }
     if config.optimizer is OptimizerKind.ADAM:
-        # float32 counts exactly to 2^24 updates; fused rules want it beside the weight
+        # float32 counts exactly to 2^24 updates; fused rules need it on the weight's device
         where = weight.device if _has_fused_rules(weight) else torch.device("cpu")
         state["step"] = torch.zeros((), dtype=torch.float32, device=where)
     return state

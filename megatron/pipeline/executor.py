@@ -126,7 +126,7 @@ class Executor:
         self._timers = timers or Timers()
         self._last = group.size * work.num_chunks - 1
         self._outgoing: dict[_Edge, Signature] = {}
-        self._announced: set[_Edge] = set()  # those of the outgoing whose receiver knows
+        self._announced: set[_Edge] = set()  # outgoing ones whose receiver has the header
         self._incoming: dict[_Edge, Signature] = {}
 
     def train(

@@ -1,8 +1,8 @@
 """Tensors between pipeline stages: all messages of a batch are posted together, then waited for.
 
 Posted one at a time, two stages that both send first would wait for each other. Messages have no
-names: between two stages they meet in the order in which they were posted. What is in them, and
-what a receiver must have room for, is the caller's business.
+names: between two stages they are matched in the order in which they were posted. What is in them,
+and what a receiver must have room for, is the caller's business.
 """
 
 from collections.abc import Sequence

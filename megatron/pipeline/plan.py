@@ -1,6 +1,6 @@
 """From flags to a pipeline: its schedule, its chunks and the layers of each, or why there is none.
 
-Whoever builds a model and whoever checks flags before anything is built ask here, so that they
+The builder of a model and the checks of flags before anything is built both use this, so that they
 cannot disagree.
 """
 

@@ -1,7 +1,7 @@
 """Runs the schedules of all stages on a clock instead of on ranks, and finds what is wrong in them.
 
 Communication is as strict as it can be: a stage waits until its whole batch is done, a message is
-done once both ends have posted it, and messages between two stages have no names: they meet in the
+done once both ends have posted it, and messages between two stages have no names: they match in the
 order in which they were posted. What completes here completes on any transport.
 """
 
@@ -201,7 +201,7 @@ class _Clock:
         self.now = [0.0] * self.count
         self.work: list[list[Work]] = [[] for _ in schedules]
         self._at = [0] * self.count  # the next step of each stage
-        self._open = [0] * self.count  # messages of the current batch that have not met
+        self._open = [0] * self.count  # messages of the current batch without a match
         self._sent: dict[tuple[int, int], deque[_Posted]] = {}
         self._received: dict[tuple[int, int], deque[_Posted]] = {}
         self._ready = list(range(self.count))
@@ -223,7 +223,7 @@ class _Clock:
             step = self.steps[stage][self._at[stage]]
             if step[0].kind in COMMUNICATION:
                 self._post(stage, step)
-                return  # the last message to meet puts the stage back among the ready ones
+                return  # the last message to match puts the stage back among the ready ones
             start = self.now[stage]
             self.now[stage] = start + self.durations.of(step[0].kind)
             self.work[stage].append(Work(step[0], start, self.now[stage]))

@@ -1,4 +1,4 @@
-"""What the literature promises of a schedule: its bubble, and how many activations are alive.
+"""The literature's formulas for a schedule: its bubble, and how many activations are alive.
 
 Closed formulas, to hold simulations and runs against. All assume stages of equal cost and messages
 that take no time.
@@ -17,8 +17,9 @@ def bubble_share(
 
     - GPipe and 1F1B: (p - 1) / (m + p - 1), for any times of forward and backward.
     - interleaved: (p - 1) / (v m + p - 1), for m >= p and any times (Narayanan et al. 2021, section
-      2.2.2; theirs assumes that p divides m, ours does not, see `orders.microbatch_groups`). For
-      m < p each chunk waits p slots: (v m + (v - 1)(p - m) + p - 1) slots for v m of work.
+      2.2.2; their formula assumes that p divides m, this one does not, see
+      `orders.microbatch_groups`). For m < p each chunk waits p slots: (v m + (v - 1)(p - m) + p -
+      1) slots for v m of work.
     - zero-bubble: (p - 1) / (3 m + p - 1), for m >= p, and where forward, input gradient and
       weight gradient take equally long (Qi et al. 2023, table 2: a bubble of
       (p - 1)(T_F + T_B - T_W)). For m < p there are too few weight gradients to fill the end.

@@ -49,7 +49,7 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
     evaluates = training.eval_iters and training.eval_interval
     if not evaluates or not flags.save_interval:
         yield ConfigError(
-            "the best checkpoints cannot be told from others",
+            "the best checkpoints cannot be determined",
             found=f"--keep-best {flags.keep_best} with --eval-iters {training.eval_iters}, "
             f"--eval-interval {training.eval_interval}, --save-interval {flags.save_interval}",
             fix="give --save-interval, --eval-iters and --eval-interval, or drop --keep-best",

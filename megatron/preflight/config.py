@@ -162,7 +162,7 @@ def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
     longest = grows.all_lengths[-1]
     if longest > whole:
         yield ConfigError(
-            "a curriculum asks for longer samples than there are",
+            "a curriculum needs longer samples than there are",
             found=f"{grows}; --seq-length {whole}",
             fix=f"let it end at {whole}, or use --seq-length {longest}",
         )
@@ -186,7 +186,7 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
     try:
         batches = batch_schedule(training, plan.data_parallel_size)
     except ConfigError:
-        return  # batch_splits_into_microbatches says so
+        return  # batch_splits_into_microbatches reports it
     yield from learning_rate_problems(
         plan.config.schedule,
         total_samples=duration(plan.config, batches).total_samples,

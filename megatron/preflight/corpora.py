@@ -1,4 +1,4 @@
-"""The corpora of a run as its checks see them: each opened once, however many checks ask.
+"""The corpora of a run for its checks: each opened once, however many checks use it.
 
 A corpus that cannot be opened is remembered with its error. What a reader would get wrong: nothing
 here reads tokens, so the checksums of blocks are left to the datasets, which open anew.

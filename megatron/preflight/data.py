@@ -129,7 +129,7 @@ def _warn_of_other_files(prefix: str, metadata: CorpusMetadata, tokenizer: Token
         log.warning_once(
             f"tokenizer files {prefix}",
             f"{prefix} was made with other files of its tokenizer than this run's ({names}): "
-            "unless they say the same in another way, its tokens mean something else",
+            "unless they define the same vocabulary, its tokens mean something else",
         )
 
 
@@ -144,7 +144,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
         parse_split(data.split)
         _tokens_of_a_sample(data, plan.reads.kind(data))
     except ConfigError:
-        return  # other checks say so
+        return  # other checks report it
     if data.has_weighted_splits:
         yield from _groups_without_supply(plan, wanted, batches.global_batch_size)
         return
@@ -180,7 +180,7 @@ def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
         else:
             parts = parse_data_path(data.data_path or data.train_data_path or ())
     except ConfigError:
-        return  # other checks say so
+        return  # other checks report it
     yield from draw_problems(
         [part.prefix for part in parts], [part.weight for part in parts], wanted
     )
@@ -192,7 +192,7 @@ def _groups_without_supply(
     try:
         splits = weighted_splits(plan.config.data)
     except ConfigError:
-        return  # corpora_open_and_are_whole says so
+        return  # corpora_open_and_are_whole reports it
     for name, groups, samples in zip(SPLITS, splits or (), wanted):
         for group in groups if samples else ():
             yield from _group_problems(plan, f"{name} group {group.name}", group, global_batch_size)
@@ -205,7 +205,7 @@ def _group_problems(
     for part in group.ranges:
         corpus = plan.corpora.find(plan.config.data, part.prefix)
         if isinstance(corpus, MegatronError):
-            return  # corpora_open_and_are_whole says why
+            return  # corpora_open_and_are_whole reports it
         start, stop = part.items(corpus.num_documents)
         parts.append((corpus, start, stop))
         if start == stop:
@@ -232,7 +232,7 @@ def _supply_problems(
     try:
         prefixes = dict.fromkeys(part.prefix for part in parse_data_path(words))
     except ConfigError:
-        return  # corpora_open_and_are_whole says so
+        return  # corpora_open_and_are_whole reports it
     parts: list[tuple[Corpus, int, int]] = []
     for prefix in prefixes:
         corpus = plan.corpora.find(data, prefix)
@@ -243,7 +243,7 @@ def _supply_problems(
             start, stop = split_ranges(data.split, corpus.num_documents)[index : index + 2]
         parts.append((corpus, start, stop))
     if not parts:
-        return  # none could be opened; corpora_open_and_are_whole says why
+        return  # none could be opened; corpora_open_and_are_whole reports it
     documents = sum(stop - start for _, start, stop in parts)
     tokens, samples = _supply(plan, parts)
     if not documents:

@@ -31,7 +31,7 @@ _NATIVE_ALONE = {
     "check_collectives": "comms_logger in the JSON, which lists DeepSpeed's communication",
 }
 
-# Flags that say where pipeline stages begin; without DeepSpeed's own method both engines obey them.
+# Flags that set where pipeline stages begin; without DeepSpeed's own method both engines use them.
 _CUTS = (
     "pipeline_layer_counts",
     "decoder_first_pipeline_num_layers",

@@ -1,4 +1,4 @@
-"""Whether this machine can do what was asked: device, backend, dtype, a folder to save in."""
+"""Whether this machine can run what the flags ask for: device, backend, dtype, a save folder."""
 
 import sys
 from collections.abc import Iterator

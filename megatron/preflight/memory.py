@@ -62,7 +62,7 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     try:
         rows = vocabulary(config, plan.tokenizer).padded
     except ConfigError:
-        return  # vocabulary_pads_to_an_even_size says it
+        return  # vocabulary_pads_to_an_even_size reports it
     on_host = config.launch.device is DeviceKind.CPU or not device.cuda_is_available()
     room = (
         host.available_memory_bytes()

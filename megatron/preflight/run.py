@@ -19,9 +19,9 @@ from megatron.tokenizer.tokenizer import Tokenizer
 class RunPlan:
     """The flags and the ranks of a run, before anything is built.
 
-    `tokenizer` is None when it could not be built; `tokenizer_error` then says why. `reads`
-    is what the program makes of the flags about data. `corpora` is what checks have opened so far,
-    so that no corpus is opened twice.
+    `tokenizer` is None when it could not be built; `tokenizer_error` is then the error. `reads` is
+    what the program makes of the flags about data. `corpora` is what checks have opened so far, so
+    that no corpus is opened twice.
     """
 
     config: RunConfig

@@ -1,7 +1,7 @@
 """Digests of the code that this process runs, so that ranks can compare them.
 
-A version number says nothing of a checkout that was edited on one node and not on the others. What
-is hashed is the text on disk: edits after a process began are not what it runs, and are hashed too.
+A version number does not show that a checkout was edited on one node and not on the others. What is
+hashed is the text on disk: edits after a process began are not what it runs, and are hashed too.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """By what a tokenizer is known again: how many tokens it has, and how its vocabulary spells them.
 
 A checkpoint remembers this of its run's, so that one whose files lie elsewhere, or are of another
-kind, can be told from one of another vocabulary. How text is cut into pieces is not looked at.
+kind, can be distinguished from one of another vocabulary. The splitting of text is not compared.
 """
 
 import xxhash

@@ -1,9 +1,9 @@
 """Tokenizers that the `tokenizers` library runs: `tokenizer.json`, and the core of two others.
 
 A reader would expect `encode` of the library as it is; three of its habits lose or add text
-without a word and are turned off or caught here: truncation and padding stored in the file, the
-[CLS]/<s> that a post-processor adds, and byte-pair models that drop text they have no piece for.
-Names written in the text (`<|im_start|>`) become their ids, as in that library.
+silently and are turned off or caught here: truncation and padding stored in the file, the [CLS]/<s>
+that a post-processor adds, and byte-pair models that drop text they have no piece for. Names
+written in the text (`<|im_start|>`) become their ids, as in that library.
 """
 
 import json
@@ -25,7 +25,7 @@ from megatron.tokenizer.protocol import (
     extra_names,
 )
 
-# Names by which families of models know their special tokens, tried where no file says which.
+# Names of special tokens in families of models, tried where no file declares them.
 _NAMES = {
     "eos_token": (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"),
     "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
@@ -44,7 +44,7 @@ class LibraryTokenizer(SpecialIds):
     vocab_size: int
     core: tokenizers.Tokenizer = field(repr=False)
     absent_bytes: bytes = b""  # bytes that a byte-level vocabulary has no piece for
-    may_drop_characters: bool = False  # a model that skips what it does not know
+    may_drop_characters: bool = False  # a model that skips what is not in its vocabulary
 
     def tokenize(self, text: str) -> list[int]:
         encoding = self.core.encode(text, add_special_tokens=False)
@@ -55,7 +55,7 @@ class LibraryTokenizer(SpecialIds):
         return list(encoding.ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self.may_drop_characters:  # only the slower call says which characters were seen
+        if self.may_drop_characters:  # only the slower call returns which characters were seen
             return [self.tokenize(text) for text in texts]
         if self.absent_bytes:
             for text in texts:

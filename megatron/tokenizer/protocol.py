@@ -1,7 +1,7 @@
 """What every tokenizer can do, whatever file it came from.
 
 `vocab_size` is the true size, one more than the highest id that `tokenize` or an added token can
-give; the padding that tensor parallelism wants is `padded_vocab_size()`. An id that a tokenizer
+give; the padding that tensor parallelism needs is `padded_vocab_size()`. An id that a tokenizer
 does not have is `None`, never -1 and never 0. Reading the files is left to the other modules.
 """
 

@@ -1,4 +1,4 @@
-"""SentencePiece models, under the three names that Megatron knows them by.
+"""SentencePiece models, under their three names in Megatron.
 
 They differ in more than name. SentencePieceTokenizer adds <CLS> <SEP> <EOD> <MASK> and missing
 <PAD> <BOS> <EOS> behind the model's pieces, in that order, and ends documents with <EOD>.
@@ -68,7 +68,7 @@ def build(name: str, *, tokenizer_model: str, vocab_extra_ids: int = 0) -> Token
     """Read a `.model` file; `name` selects the tokens added behind it."""
     path = existing_file(tokenizer_model, "--tokenizer-model")
     processor = _read_model(path)
-    # SentencePiece says -1 for a token that the model was trained without.
+    # SentencePiece has -1 for a token that the model was trained without.
     own = {
         role: (token if token >= 0 else None)
         for role, token in (

@@ -1,9 +1,9 @@
 """Where one sentence ends and the next begins, by rules that fit on this page.
 
-No trained model: the rules know the punctuation of the Latin, Greek, Cyrillic, Arabic, Indic and
+No trained model: the rules contain the punctuation of the Latin, Greek, Cyrillic, Arabic, Indic and
 East Asian scripts and a list of English abbreviations. They err towards too few boundaries, which
-costs BERT's data a long sentence and never a broken one. No character is lost: with
-`keep_newlines` the parts join to the text again; without, only white space between them goes.
+costs BERT's data a long sentence and never a broken one. No character is lost: with `keep_newlines`
+the parts join to the text again; without, only white space between them goes.
 """
 
 import regex

@@ -1,7 +1,7 @@
 """Which sentence splitter a run uses: the rules of this package, or nltk's Punkt where asked for.
 
-What a reader would get wrong: the default never depends on what is installed. `auto` does, says
-which one it took, and a corpus records it (`Splitter.description`), as it does for every splitter.
+What a reader would get wrong: the default never depends on what is installed. `auto` does, logs its
+choice, and a corpus records it (`Splitter.description`), as it does for every splitter.
 """
 
 import functools
@@ -39,7 +39,8 @@ def choose_splitter(
     """Return the splitter for `--sentence-splitter wanted`.
 
     `language` and `folder` (--lang, --nltk-data) choose a model of Punkt: ConfigError with the
-    rules, which have none. `auto` is Punkt where nltk and the model are there, and says so.
+    rules, which have none. `auto` is Punkt where nltk and the model are installed, and logs its
+    choice.
     """
     if wanted == "rules":
         for flag, value in (("--lang", language), ("--nltk-data", folder)):

@@ -80,7 +80,7 @@ class TokenizerSpec:
     def files(self) -> list[Path]:
         """Return the existing tokenizer files that are read, also those of a folder.
 
-        A corpus records their digests and a run compares them, so both ask here.
+        A corpus records their digests and a run compares them, so both use this.
         """
         files: list[Path] = []
         for given in (getattr(self, field) for field in _FILES):
@@ -107,7 +107,7 @@ class TokenizerSpec:
             raise ConfigError(
                 f"{self.tokenizer_type} does not read {', '.join(map(_flag, given))}",
                 found=_spelled(given),
-                fix="leave it out, or ask for the --tokenizer-type that reads it",
+                fix="leave it out, or choose the --tokenizer-type that reads it",
             )
         if self.vocab_extra_ids < 0 or (self.vocab_extra_ids and not kind.takes_extra_ids):
             raise ConfigError(

@@ -143,7 +143,7 @@ def test_what_does_not_fit_together_is_refused(
         ({"MASTER_PORT": "port"}, "not a number", "MASTER_PORT=port"),
         (
             {"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None},
-            "do not know where to meet",
+            "no address for their rendezvous",
             "no MASTER_ADDR",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The parallel groups as DeepSpeed asks for them: the methods of Megatron's old `mpu` module.
+"""The parallel groups in DeepSpeed's interface: the methods of Megatron's old `mpu` module.
 
 DeepSpeed takes the norm of a gradient over the "model" group, which is one whole replica, and
 shards over the data-parallel group.

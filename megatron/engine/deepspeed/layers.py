@@ -25,7 +25,7 @@ from megatron.model.stage import PipelineStage, parameters_of_layers, run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.stage_plan import LayerRange
 
-# Scripts for Megatron-DeepSpeed say type:transformer, and DeepSpeed knows this very name.
+# Scripts for Megatron-DeepSpeed use type:transformer, and DeepSpeed matches this name.
 _BLOCK_CLASS = "ParallelTransformerLayerPipe"
 
 
@@ -99,7 +99,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         self._set_bounds(start=self.parts[here], stop=self.parts[here + 1])
 
     def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():  # or torch warns at every backward pass of what it was never asked
+        with torch.no_grad():  # or torch warns at every backward pass
             super()._synchronize_tied_weights()
 
     def _count_layer_params(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Writes the numbers of a step to DeepSpeed's monitors (CSV files, Weights & Biases, Comet).
 
-DeepSpeed itself tells them of learning rate and loss scale. The loss that it sees is scaled for the
+DeepSpeed itself writes learning rate and loss scale. The loss that it has is scaled for the
 backward pass, and of one replica, so the true one comes from here. TensorBoard needs none of this:
 it is written by the loop.
 """

@@ -92,7 +92,7 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
     def _expect(self, batches: Sequence[MicroBatch]) -> None:
         """Reset the message shapes where those of the next messages may differ.
 
-        DeepSpeed asks for shapes with the first message and believes in them from then on.
+        DeepSpeed sends shapes with the first message and assumes them from then on.
         """
         shapes = {tuple((t.shape, t.dtype) for t in batch.inputs) for batch in batches}
         self.dynamic_shape = len(shapes) > 1  # a header goes before every message

@@ -206,7 +206,7 @@ def _cut(
     """Return the stage boundaries: the native engine's, unless DeepSpeed's method is chosen."""
     pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     _refuse_what_deepspeed_cannot(pipeline)
-    ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # also says what is wrong with the flags
+    ranges = stage_ranges(specs, pipeline, ctx.pp.size)  # raises the errors of the flags too
     if method is None or method == "best":  # DeepSpeed's default in JSON, which it never reads
         return StageCut(ranges)
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):

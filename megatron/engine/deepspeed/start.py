@@ -21,7 +21,7 @@ from megatron.config.deepspeed.version import version_problem
 from megatron.errors import MachineError
 from megatron.mpu.context import ParallelContext
 
-# What DeepSpeed says at every start of a run that is as it should be.
+# Messages of DeepSpeed at every normal start of a run.
 _EXPECTED = (
     "untested optimizer",
     "ZeRO leaf module configuration did not match",
@@ -34,11 +34,11 @@ def start_deepspeed(context: ParallelContext) -> ModuleType:
     """Import DeepSpeed, and let it use the groups of `context`; may be called again.
 
     Raises:
-        MachineError: it is not there, of a version that nobody has tested, or for another device.
+        MachineError: it is not installed, of an untested version, or for another device.
     """
     deepspeed = import_deepspeed()
     _log_through_ours()
-    # Its probe of what could be compiled asks the compiler; "nothing" keeps shm_comm from it.
+    # Its probe of what could be compiled runs the compiler; "nothing" keeps shm_comm from it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = defaultdict(bool)
     _check_accelerator(deepspeed)
     if context.world.handle is None:
@@ -102,7 +102,7 @@ def _log_through_ours() -> None:
     speaker = logging.getLogger("DeepSpeed")
     speaker.handlers = [_ToOurLog()]
     speaker.setLevel(logging.WARNING)
-    # torch 2.13 warns of every call by an old name; DeepSpeed knows no other.
+    # torch 2.13 warns of every call by an old name; DeepSpeed uses no other.
     warnings.filterwarnings("ignore", message=_OLD_NAMES, category=FutureWarning)
 
 
@@ -110,7 +110,7 @@ def _check_accelerator(deepspeed: ModuleType) -> None:
     wanted, chosen = device.current().type, deepspeed.get_accelerator().device_name()
     if chosen == wanted:
         return
-    if wanted == "cpu":  # DeepSpeed takes a GPU where there is one, whatever --device says
+    if wanted == "cpu":  # DeepSpeed takes a GPU where there is one, whatever --device is
         cpu = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
         importlib.import_module("deepspeed.accelerator").set_accelerator(cpu())
         return

@@ -95,7 +95,7 @@ def updates_for(
         cpu_adam: DeepSpeed's class, where offloaded weights are to be updated by it.
 
     Raises:
-        ConfigError: ZeRO cannot keep the optimizer's state as the flags ask.
+        ConfigError: ZeRO cannot keep the optimizer's state as the flags require.
     """
     if stage == 0:
         return NativeUpdates(config, named, context)
@@ -191,7 +191,7 @@ class ZeroUpdates:
         _refuse_narrow_state(config.optimizer)
         self._named, self._context = named, context
         self._config = config.optimizer
-        # A parameter of stage 3 is empty while it is not in use, so its own shape says nothing.
+        # A parameter of stage 3 is empty while it is not in use, so its own shape is meaningless.
         self._groups = param_groups(named, dimensions=_dimensions)
         self._scaler = build_scaler(config.precision)
         self._is_cpu_adam = cpu_adam is not None
@@ -367,8 +367,8 @@ class FrozenLossScale:
 def _reduce_in_buckets(runtime: DeepSpeedRuntime) -> None:
     """Make `reduce_bucket_size` apply at stage 1 in bf16 too.
 
-    There DeepSpeed sums gradients of 500 million weights at once, whatever the size says, and makes
-    a copy of all of them for that.
+    There DeepSpeed sums gradients of 500 million weights at once, whatever the size is, and makes a
+    copy of all of them for that.
     """
     size, reduce = runtime.zero_reduce_bucket_size(), runtime.allreduce_no_retain
 

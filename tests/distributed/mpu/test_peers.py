@@ -75,7 +75,7 @@ def test_a_rank_that_stalls_shows_where(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 of 2 died with exit code 76"):
         run_on_ranks(2, one_stalls_and_one_gives_up_on_it, str(tmp_path / "said"))
     said = (tmp_path / "said").read_text()
-    assert "rank 1 said: timed out while waiting for rank 0" in said
+    assert "rank 1: timed out while waiting for rank 0" in said
     assert "this rank was here:" in said
     assert "in read_a_file_that_hangs" in said
 

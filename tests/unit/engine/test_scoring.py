@@ -83,7 +83,9 @@ def test_a_row_needs_context_and_something_to_score(row: ScoringRow) -> None:
 
 
 def test_an_unknown_token_is_refused() -> None:
-    with pytest.raises(DataError, match="a row holds a token that the model does not know") as said:
+    with pytest.raises(
+        DataError, match="a row holds a token outside of the model's vocabulary"
+    ) as said:
         scorer_of(run_of()).score([ROWS[0], ScoringRow((1, 50), 1)])
     assert "row 1: token 50, a vocabulary of 50" in str(said.value)
 

@@ -108,6 +108,6 @@ def test_biases_are_zero_and_gains_one() -> None:
 def test_a_parameter_without_a_rule_is_an_error_that_names_it() -> None:
     model = nn.Module()
     model.add_module("stray", nn.Linear(2, 2))
-    with pytest.raises(MegatronError, match="does not say what values it starts from") as raised:
+    with pytest.raises(MegatronError, match="has no rule for its initial values") as raised:
         initialize_parameters(model, seed=1, ctx=CTX)
     assert "stray.weight" in str(raised.value)

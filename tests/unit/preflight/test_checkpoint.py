@@ -124,6 +124,6 @@ def test_the_best_checkpoints_need_losses_to_compare() -> None:
     assert found(best_checkpoints_can_be_told, plan(**keep, **good)) == []
     for missing in ({"eval_iters": 0}, {"eval_interval": 0}, {"save_interval": None}):
         asked = plan(**keep, **{**good, **missing})
-        only(found(best_checkpoints_can_be_told, asked), "cannot be told", "--keep-best 2")
+        only(found(best_checkpoints_can_be_told, asked), "cannot be determined", "--keep-best 2")
     asked = plan(**keep, **{**good, "save_interval": 15})
     only(found(best_checkpoints_can_be_told, asked), "is not known", "--save-interval 15")
