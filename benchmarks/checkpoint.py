@@ -237,13 +237,13 @@ def measure(place: Path, state: State, target: State, turn: int) -> Round:
         folder, way = place / name, WAYS[name]
         folder.mkdir()
         os.sync()  # nothing of the others is left to be written
-        save[name] = _taken(lambda: way.save(folder, state))  # noqa: B023  # called now
+        save[name] = _timed(lambda: way.save(folder, state))  # noqa: B023  # called now
         for loads, is_cold in ((load, True), (again, False)):
             for tensor in target.values():
                 tensor.zero_()
             if is_cold:
                 forget(folder)
-            loads[name] = _taken(lambda: way.load(folder, target))  # noqa: B023
+            loads[name] = _timed(lambda: way.load(folder, target))  # noqa: B023
             differing = [n for n, tensor in state.items() if not torch.equal(tensor, target[n])]
             if differing:
                 raise ValueError(f"{name} loads other values than it saved: {differing[:3]}")
@@ -251,7 +251,7 @@ def measure(place: Path, state: State, target: State, turn: int) -> Round:
     return Round(save, load, again, stall(place / "beside", state))
 
 
-def _taken(call: Callable[[], None]) -> Taken:
+def _timed(call: Callable[[], None]) -> Taken:
     began, used = time.perf_counter(), time.process_time()
     call()
     return Taken(time.perf_counter() - began, time.process_time() - used)
@@ -336,14 +336,15 @@ def table(summary: Summary, size: int, rounds: int) -> list[str]:
     return [
         *lines,
         "",
-        f"save: {_told(save >= WRITE_TARGET)}: {save:.0%} of raw writes, {WRITE_TARGET:.0%} wanted",
-        f"load: {_told(load >= READ_TARGET)}: {load:.0%} of raw reads, {READ_TARGET:.0%} wanted",
-        f"--async-save: {_told(worst <= STALL_TARGET)}: training stands still for {worst:.0%} of "
-        f"the time of a save, {STALL_TARGET:.0%} allowed; {late:.0%} without memory made before",
+        f"save: {_outcome(save >= WRITE_TARGET)}: {save:.0%} of raw writes, "
+        f"{WRITE_TARGET:.0%} wanted",
+        f"load: {_outcome(load >= READ_TARGET)}: {load:.0%} of raw reads, {READ_TARGET:.0%} wanted",
+        f"--async-save: {_outcome(worst <= STALL_TARGET)}: training stands still for {worst:.0%} "
+        f"of the time of a save, {STALL_TARGET:.0%} allowed; {late:.0%} without memory made before",
     ]
 
 
-def _told(reached: bool) -> str:
+def _outcome(reached: bool) -> str:
     return "reached" if reached else "missed"
 
 

@@ -138,7 +138,7 @@ def _one_process(setting: Setting, material: Material, section: Section) -> None
         jobs["bare tiktoken"] = ("bare_tiktoken", {"documents": documents, **files})
     rows = take_turns(
         {
-            who: in_fresh(setting.ours, partial(_ask, job, arguments))
+            who: in_fresh(setting.ours, partial(_send_job, job, arguments))
             for who, (job, arguments) in jobs.items()
         },
         repeats=setting.flags.repeats,
@@ -152,7 +152,7 @@ def _one_process(setting: Setting, material: Material, section: Section) -> None
     )
 
 
-def _ask(job: str, arguments: dict[str, object], worker: Worker) -> Answer:
+def _send_job(job: str, arguments: dict[str, object], worker: Worker) -> Answer:
     return worker.ask(job, **arguments)
 
 
@@ -183,13 +183,13 @@ def _run(command: list[str]) -> Answer:
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None  # noqa: S101  # invariant: a pipe
-        said = process.stdout.read()
+        output = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.perf_counter() - started
     if process.returncode:
         raise WorkerError(f"exit status {process.returncode}: {' '.join(command)}")
-    _, found, encoder = said.partition(", encoder ")
+    _, found, encoder = output.partition(", encoder ")
     return {
         "wall": wall,
         "cpu": used.ru_utime + used.ru_stime,

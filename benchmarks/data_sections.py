@@ -58,9 +58,9 @@ class Setting(NamedTuple):
         with Worker(self.flags.peer_python, PEERS) as worker:
             yield worker
 
-    def cache(self, whose: str) -> str:
+    def cache(self, owner: str) -> str:
         """Return the folder of sample indices of one of the two."""
-        folder = self.folder / f"index-{whose}"
+        folder = self.folder / f"index-{owner}"
         folder.mkdir(exist_ok=True)
         return str(folder)
 
@@ -94,9 +94,9 @@ def samples(setting: Setting) -> Section:
             peer.ask("open_samples", name=PEER, cache=setting.cache("peer"), seed=SEED, **shape)
             count = min(_COMPARED_SAMPLES, total)
             compared = {"start": 0, "count": count, "digest": True}
-            mine = ours.ask("read_samples", name="touched", **compared)
-            theirs = peer.ask("read_samples", name=PEER, **compared)
-            require_equal(f"the first {count} samples", mine["digest"], theirs["digest"])
+            our_answer = ours.ask("read_samples", name="touched", **compared)
+            peer_answer = peer.ask("read_samples", name=PEER, **compared)
+            require_equal(f"the first {count} samples", our_answer["digest"], peer_answer["digest"])
             readers[PEER] = ("read_samples", PEER, peer)
             readers[f"{PEER}, tokens alone"] = ("read_tokens", PEER, peer)
         else:
@@ -125,21 +125,21 @@ def blending(setting: Setting) -> Section:
         def build(worker: Worker, arguments: dict[str, object] = arguments) -> Answer:
             return worker.ask("blending", **arguments)
 
-        mine, theirs = f"ours, {sets} sets", f"{PEER}, {sets} sets"
-        contestants: dict[str, Turn] = {mine: in_fresh(setting.ours, build)}
+        our_name, peer_name = f"ours, {sets} sets", f"{PEER}, {sets} sets"
+        contestants: dict[str, Turn] = {our_name: in_fresh(setting.ours, build)}
         if flags.peer_python is not None:
-            contestants[theirs] = in_fresh(setting.peer, build)
+            contestants[peer_name] = in_fresh(setting.peer, build)
             _require_same_answer(setting, "blending", arguments, f"the order of {sets} sets")
         rows = take_turns(
             contestants, repeats=flags.repeats, amount=flags.samples, unit="samples", fresh=True
         )
         section.rows += rows
-        found = ratio(row_of(rows, theirs), row_of(rows, mine))
+        found = ratio(row_of(rows, peer_name), row_of(rows, our_name))
         section.targets.append(Target(f"{sets} sets, {PEER} / ours in CPU s", found, wanted))
-        found = ratio(row_of(rows, theirs), row_of(rows, mine), "wall")
+        found = ratio(row_of(rows, peer_name), row_of(rows, our_name), "wall")
         section.notes += [] if found is None else [f"{sets} sets, in wall s: {found:.2f}"]
     section.notes += [NO_PEER] if flags.peer_python is None else []
-    _say_what_served(section)
+    _note_implementations(section)
     return section
 
 
@@ -173,7 +173,7 @@ def sample_index(setting: Setting) -> Section:
     found = ratio(row_of(section.rows, "ours"), row_of(section.rows, PEER))
     section.targets.append(Target(f"ours / {PEER} in CPU s", found, below=1.2))
     section.notes += [NO_PEER] if flags.peer_python is None else []
-    _say_what_served(section)
+    _note_implementations(section)
     for path in files.values():
         path.unlink()
     return section
@@ -189,20 +189,20 @@ def first_batch(setting: Setting) -> Section:
     )
     prefix = corpus(setting)
 
-    def ask(worker: Worker, whose: str) -> Answer:
+    def ask(worker: Worker, owner: str) -> Answer:
         return worker.ask(
             "first_batch",
             started=worker.started,
             prefix=prefix,
-            cache=setting.cache(whose),
+            cache=setting.cache(owner),
             seq_length=flags.seq_length,
             seed=SEED,
             micro_batch=MICRO_BATCH,
         )
 
-    contestants: dict[str, Turn] = {"ours": in_fresh(setting.ours, partial(ask, whose="ours"))}
+    contestants: dict[str, Turn] = {"ours": in_fresh(setting.ours, partial(ask, owner="ours"))}
     if flags.peer_python is not None:
-        contestants[PEER] = in_fresh(setting.peer, partial(ask, whose="peer"))
+        contestants[PEER] = in_fresh(setting.peer, partial(ask, owner="peer"))
     for turn in contestants.values():
         turn()  # builds the index
     section.rows = take_turns(contestants, repeats=flags.repeats, amount=1, unit="first batch")
@@ -252,14 +252,14 @@ def document_sizes(documents: int, tokens: int, rng: np.random.Generator) -> npt
 
 
 def in_fresh(
-    make: Callable[[], AbstractContextManager[Worker | None]], ask: Callable[[Worker], Answer]
+    make: Callable[[], AbstractContextManager[Worker | None]], job: Callable[[Worker], Answer]
 ) -> Turn:
-    """Return a turn that runs `ask` in a new process, which `make` starts."""
+    """Return a turn that runs `job` in a new process, which `make` starts."""
 
     def turn() -> Answer:
         with make() as worker:
             assert worker is not None  # noqa: S101  # invariant: asked only where there is one
-            return ask(worker)
+            return job(worker)
 
     return turn
 
@@ -331,7 +331,7 @@ def _require_same_answer(
     require_equal(what, found[0], found[-1])
 
 
-def _say_what_served(section: Section) -> None:
+def _note_implementations(section: Section) -> None:
     compiled = all(t["compiled"] for row in section.rows for t in row.turns if "compiled" in t)
     if not compiled:
         section.notes.append("our C++ module is not built: these are the twins in Python")

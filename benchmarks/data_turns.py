@@ -58,7 +58,7 @@ class Section:
     """One table with its targets and the notes needed to read it."""
 
     name: str
-    says: str
+    description: str
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -95,19 +95,19 @@ def row_of(rows: list[Row], who: str) -> Row | None:
     return next((row for row in rows if row.who == who), None)
 
 
-def require_equal(what: str, ours: object, theirs: object) -> None:
+def require_equal(what: str, ours: object, peers: object) -> None:
     """Raise an error unless both contestants computed the same."""
-    if ours != theirs:
+    if ours != peers:
         raise NumericsError(
             f"ours and the peer's differ: {what}",
-            found=f"ours {ours}, the peer's {theirs}",
+            found=f"ours {ours}, the peer's {peers}",
             fix="compare the two outputs before how fast they are made",
         )
 
 
 def table(section: Section) -> str:
     """Return the section as a table."""
-    lines = [f"== {section.name}: {section.says}"]
+    lines = [f"== {section.name}: {section.description}"]
     if section.rows:
         width = max(len(row.who) for row in section.rows)
         peaks = any(row.peak_mb is not None for row in section.rows)
@@ -123,12 +123,12 @@ def table(section: Section) -> str:
             for value in (row.cpu, row.wall)
         )
         lines.append(f"{row.who:<{width}}{rate}{seconds}{peak}  {row.unit}")
-    lines += [f"  {_said(target)}" for target in section.targets]
+    lines += [f"  {_target_line(target)}" for target in section.targets]
     lines += [f"  note: {note}" for note in section.notes]
     return "\n".join(lines) + "\n"
 
 
-def _said(target: Target) -> str:
+def _target_line(target: Target) -> str:
     wanted = f">= {target.at_least:g}" if target.at_least is not None else f"< {target.below:g}"
     if target.found is None:
         return f"target {wanted}: {target.what}: not measured"

@@ -91,10 +91,10 @@ def run_suite(peak_tflops: float | None) -> dict[str, Any]:
     device.select("cuda")
     report["device"] = device.name()
     device.select("cpu")  # this process only waits: the parts have the memory for themselves
-    _say("tests/gpu")
+    _print_result("tests/gpu")
     report["tests"] = _run_tests()
     for one in TRAININGS:
-        _say(f"training {one.preset}")
+        _print_result(f"training {one.preset}")
         result = _measure_apart(one, peak_tflops)
         kind = "trainings" if "why" not in result else "not_measured"
         report[kind].append(result)
@@ -294,7 +294,7 @@ def _stated_peak(name: str) -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
-def _say(part: str) -> None:
+def _print_result(part: str) -> None:
     print(f"--- {part} ...", file=sys.stderr, flush=True)
 
 

@@ -77,7 +77,7 @@ class Team:
     def _ask(self, job: str, **arguments: Any) -> list[Answer]:
         part = self.samples // len(self.workers)
         with ThreadPoolExecutor(len(self.workers)) as pool:
-            asked = [
+            calls = [
                 pool.submit(
                     worker.ask,
                     job,
@@ -88,7 +88,7 @@ class Team:
                 )
                 for rank, worker in enumerate(self.workers)
             ]
-            return [one.result() for one in asked]
+            return [one.result() for one in calls]
 
 
 def ring_bytes(kind: str, whole: float, ranks: int) -> float:
@@ -203,13 +203,13 @@ def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) 
         "efficiency": efficiency | {DDP: ratio(plain, ddp, "wall")},
         "cpu_efficiency": {who: ratio(base, row_of(rows, who)) for who in OURS}
         | {DDP: ratio(plain, ddp)},
-        "beside_ddp": {who: _beside(rows, who) for who in OURS},
+        "beside_ddp": {who: _relative_efficiency(rows, who) for who in OURS},
         "ddp_over_ours": {who: ratio(ddp, row_of(rows, who), "wall") for who in OURS},
         "gain_of_overlap": ratio(row_of(rows, "ours"), row_of(rows, "ours, overlap"), "wall"),
     }
 
 
-def _beside(rows: list[Row], who: str) -> float:
+def _relative_efficiency(rows: list[Row], who: str) -> float:
     """Return our efficiency over DDP's: the median over rounds of all four contestants."""
     by_name = {row.who: [turn["wall"] for turn in row.turns] for row in rows}
     turns = zip(*(by_name[name] for name in (ALONE, who, PLAIN_ALONE, DDP)))

@@ -184,15 +184,16 @@ def table(report: dict[str, Any]) -> str:
 
 def check_equal_work(dtype: str, ours: Contestant, plain: Contestant) -> None:
     """Check that both compute the same, so that their speeds can be compared."""
-    for what, mine, theirs, tolerance in (
+    for what, our_value, plain_value, tolerance in (
         ("first loss", ours.losses[0], plain.losses[0], TOLERANCE[dtype]),
         ("first gradient norm", ours.norms[0], plain.norms[0], NORM_TOLERANCE[dtype]),
         ("last loss", ours.losses[-1], plain.losses[-1], DRIFT * TOLERANCE[dtype]),
     ):
-        if not abs(mine - theirs) <= tolerance * abs(theirs):  # also catches what is not a number
+        # Negated, so that NaN is refused too.
+        if not abs(our_value - plain_value) <= tolerance * abs(plain_value):
             raise NumericsError(
                 f"the two contestants do not compute the same {what}",
-                found=f"{dtype}: ours {mine:.7f}, plain {theirs:.7f}, relative tolerance "
+                found=f"{dtype}: ours {our_value:.7f}, plain {plain_value:.7f}, relative tolerance "
                 f"{tolerance:g}",
                 fix="make both models compute the same before comparing how fast they are",
             )

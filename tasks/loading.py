@@ -59,7 +59,7 @@ def load_scorer(
         model.eval()
     scorer = Scorer(runtime.config, build, micro_batch_size=size, memory=memory, model=model)
     load_weights(scorer.stage, folder, iteration, runtime)
-    asked = given.get("seq_length")
-    asked = None if asked == -1 else asked
-    length = runtime.config.data.seq_length if asked is None else asked
-    return LoadedScorer(scorer, model, runtime.tokenizer, length, runtime.context, asked)
+    seq_length = given.get("seq_length")
+    seq_length = None if seq_length == -1 else seq_length
+    length = runtime.config.data.seq_length if seq_length is None else seq_length
+    return LoadedScorer(scorer, model, runtime.tokenizer, length, runtime.context, seq_length)

@@ -69,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             for text, g in zip(repeated, generations)
         ]
 
-    speaks = loaded.ctx.rank == 0
+    is_first = loaded.ctx.rank == 0
     batches: Iterator[Sequence[str]]
     if args.interactive:
-        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.tp), speaks)
+        batches = _questions(lambda text: broadcast_object(text, loaded.ctx.tp), is_first)
     else:
         batches = (
             prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     shown: list[str] = []
     for index, batch in enumerate(batches):
         for continuation in continue_(batch, index):
-            if speaks:
+            if is_first:
                 shown.append(_text_of(continuation, as_json=args.json))
                 print(shown[-1], flush=True)
-    if speaks and args.output is not None:
+    if is_first and args.output is not None:
         _write(Path(args.output), "".join(f"{text}\n" for text in shown))
 
 
@@ -164,11 +164,13 @@ def _tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.eod]
 
 
-def _questions(agree: Callable[[str | None], str | None], speaks: bool) -> Iterator[Sequence[str]]:
+def _questions(
+    agree: Callable[[str | None], str | None], is_first: bool
+) -> Iterator[Sequence[str]]:
     """Yield the user's lines on rank 0, sent to every rank, until the end of input."""
     while True:
         typed = None
-        if speaks:
+        if is_first:
             try:
                 typed = input(INTERACTIVE_PROMPT)
             except EOFError:

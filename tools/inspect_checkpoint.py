@@ -79,12 +79,12 @@ def _directory(path: Place, iteration: int | None) -> Place:
     return directory
 
 
-def _foreign(path: Path, arguments: argparse.Namespace, no_ours: CheckpointError) -> None:
+def _foreign(path: Path, arguments: argparse.Namespace, not_native: CheckpointError) -> None:
     """Print the content of a checkpoint of another format, under our names."""
     try:
         from megatron.checkpoint.formats import registry  # needs torch, which ours does not
     except ModuleNotFoundError:
-        raise no_ours from None
+        raise not_native from None
 
     with registry.open_source(path, arguments.iteration) as source:
         if arguments.verify:

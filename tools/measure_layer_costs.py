@@ -186,8 +186,8 @@ def _timed(
 
 def _slowest(passes: Sequence[tuple[float, float]], build: ModelBuild) -> tuple[float, float]:
     """Return the medians in milliseconds of the slowest rank."""
-    mine = [1e3 * median(column) for column in zip(*passes)]
-    both = torch.tensor(mine, dtype=torch.float64, device=device.current())
+    own_medians = [1e3 * median(column) for column in zip(*passes)]
+    both = torch.tensor(own_medians, dtype=torch.float64, device=device.current())
     forward, backward = all_reduce(both, build.ctx.world, op="max").tolist()
     return forward, backward
 

@@ -93,7 +93,7 @@ def merge(prefixes: Sequence[str], output: str) -> None:
             bar.update(size)
             if bar.disable:
                 print(f"{number} of {len(corpora)} | {size} bytes | {corpus.prefix}", flush=True)
-    _say(len(corpora), output, time.perf_counter() - started)
+    _log_result(len(corpora), output, time.perf_counter() - started)
 
 
 def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> None:
@@ -106,7 +106,7 @@ def merge_together(ranks: ToolRanks, prefixes: Sequence[str], output: str) -> No
     own = sum(corpus.num_tokens * corpus.dtype.itemsize for corpus in corpora) // ranks.size
     with _bar(own) as bar:
         merge_on_ranks(ranks, [Merge(output, prefixes, metadata)], progress=bar.update)
-    _say(len(corpora), output, time.perf_counter() - started)
+    _log_result(len(corpora), output, time.perf_counter() - started)
 
 
 def _checked(
@@ -128,7 +128,7 @@ def _bar(total: int) -> "tqdm[object]":
     return tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
 
 
-def _say(inputs: int, output: str, seconds: float) -> None:
+def _log_result(inputs: int, output: str, seconds: float) -> None:
     merged = MMapIndexedDataset(output)
     print(
         f"merged {inputs} corpora into {len(merged.doc_idx) - 1} documents, {len(merged)} "

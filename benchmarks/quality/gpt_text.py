@@ -123,7 +123,7 @@ def pretrain(steps: Steps, documents: Path, recipe: Pretraining, *, ranks: int) 
 
 def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
     """Return the scores of the WIKITEXT103 and LAMBADA commands."""
-    said: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     jobs = {
         "WIKITEXT103": ("WIKITEXT103", "--valid-data", text, "--overlapping-eval", step),
         "LAMBADA": ("LAMBADA", "--valid-data", passages),
@@ -137,8 +137,8 @@ def by_tasks(steps: Steps, text: Path, passages: Path, *, step: int) -> Found:
                 "tasks.main", "--task", *words, "--load", steps.folder / "gpt", "--output", output
             ),
         )
-        said[name] = json.loads(output.read_text())
-    wiki, loose, strict = said.values()
+        results[name] = json.loads(output.read_text())
+    wiki, loose, strict = results.values()
     return Found(
         loss=wiki["loss"],
         tokens=wiki["tokens"],

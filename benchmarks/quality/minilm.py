@@ -73,19 +73,19 @@ def compare(folder: Path) -> Iterator[str]:
         ours = our_outputs(
             source, rows.inputs, source.sizes, dict.fromkeys(source.tensors, torch.float32)
         )
-        theirs = their_outputs(folder, rows.inputs, source.sizes)
+        expected_outputs = their_outputs(folder, rows.inputs, source.sizes)
         architecture = source.family.architecture_of(source.sizes)
         yield f"{architecture}, {len(source.tensors)} tensors of ours"
         yield (
             f"sentences: {len(SENTENCES)}, {rows.true} tokens in {rows.inputs.tokens.numel()} "
             "places; the same ids from both tokenizers"
         )
-        for name, expected in theirs.items():
+        for name, expected in expected_outputs.items():
             apart = float((ours[name] - expected).abs().max())
             largest = float(expected.abs().max())
             yield f"{name}: at most {apart:.1e} apart, the largest is {largest:.3g}"
             _refuse(apart > SAME, f"{name} are {apart:.1e} apart", folder)
-        vectors = [_vectors(found["hidden states"], rows) for found in (ours, theirs)]
+        vectors = [_vectors(found["hidden states"], rows) for found in (ours, expected_outputs)]
         apart = float((vectors[0] - vectors[1]).abs().max())
         yield f"mean vectors of sentences, of length 1: at most {apart:.1e} apart"
         _refuse(apart > SAME, f"mean vectors are {apart:.1e} apart", folder)
@@ -118,10 +118,10 @@ def _rows(tokenizer: Tokenizer, folder: Path) -> Rows:
     """Encode each sentence as `transformers` does: [CLS], tokens, [SEP], padded to the longest."""
     import transformers
 
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    reference = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     rows = [[tokenizer.cls, *tokenizer.tokenize(text), tokenizer.sep] for text in SENTENCES]
     for text, row in zip(SENTENCES, rows):
-        _refuse(theirs(text)["input_ids"] != row, f"other token ids of {text!r}", folder)
+        _refuse(reference(text)["input_ids"] != row, f"other token ids of {text!r}", folder)
     length = max(map(len, rows))
     tokens = torch.full((len(rows), length), tokenizer.pad or 0)
     mask = torch.zeros_like(tokens)

@@ -54,9 +54,9 @@ def plain_loss(
         windows = torch.stack([text[start : start + length + 1] for start in group])
         for start, targets, found in zip(group, windows[:, 1:], logits(windows[:, :-1])):
             fresh = slice(seen - start - 1, None)
-            said = found[fresh].double().log_softmax(dim=-1).gather(-1, targets[fresh, None])
-            losses += (-said[:, 0]).tolist()
-            seen += len(said)
+            scores = found[fresh].double().log_softmax(dim=-1).gather(-1, targets[fresh, None])
+            losses += (-scores[:, 0]).tolist()
+            seen += len(scores)
     return PlainLoss(math.fsum(losses) / len(losses), len(losses))
 
 

@@ -100,19 +100,21 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
                 fix="spread it with --tensor-model-parallel-size instead",
             )
         texts = [
-            (self.tok_encode(context) or [self.eot_token_id], generation_request(wishes))
-            for context, wishes in (request.args for request in requests)
+            (self.tok_encode(context) or [self.eot_token_id], generation_request(settings))
+            for context, settings in (request.args for request in requests)
         ]
-        prompts = [fitting(tokens, wishes, self._length) for tokens, wishes in texts]
+        prompts = [fitting(tokens, settings, self._length) for tokens, settings in texts]
         self.truncated += sum(len(tokens) > len(p) for (tokens, _), p in zip(texts, prompts))
-        batches = self._batches([wishes for _, wishes in texts], prompts)
+        batches = self._batches([settings for _, settings in texts], prompts)
         replicas = self._loaded.ctx.dp
-        mine: dict[int, str] = {}
+        own_texts: dict[int, str] = {}
         for which in batches[replicas.rank :: replicas.size]:
-            wishes = texts[which[0]][1]
-            mine |= zip(which, self._written(model, [prompts[at] for at in which], wishes, which))
+            settings = texts[which[0]][1]
+            own_texts |= zip(
+                which, self._written(model, [prompts[at] for at in which], settings, which)
+            )
         everyone: dict[int, str] = {}
-        for part in all_gather_object(mine, self._loaded.ctx.world):
+        for part in all_gather_object(own_texts, self._loaded.ctx.world):
             everyone |= part
         return [everyone[at] for at in range(len(requests))]
 
@@ -152,18 +154,18 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return f"{self._loaded.tokenizer.name} {self.chat_template() or ''}".strip()
 
     def _batches(
-        self, wishes: Sequence[GenerationRequest], prompts: Sequence[list[int]]
+        self, settings: Sequence[GenerationRequest], prompts: Sequence[list[int]]
     ) -> list[list[int]]:
         """Return batches of requests: greedy ones of equal settings sorted by length, others alone.
 
         What is drawn depends on the rows beside it, so that each is drawn alone.
         """
-        order = sorted(range(len(wishes)), key=lambda at: (-len(prompts[at]), at))
+        order = sorted(range(len(settings)), key=lambda at: (-len(prompts[at]), at))
         greedy: dict[GenerationRequest, list[int]] = {}
         alone = []
         for at in order:
-            if wishes[at].params.greedy:
-                greedy.setdefault(wishes[at], []).append(at)
+            if settings[at].params.greedy:
+                greedy.setdefault(settings[at], []).append(at)
             else:
                 alone.append([at])
         size = self._loaded.scorer.micro_batch_size
@@ -177,21 +179,21 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         self,
         model: GPTModel,
         prompts: list[list[int]],
-        wishes: GenerationRequest,
+        settings: GenerationRequest,
         which: Sequence[int],
     ) -> list[str]:
         spell = self._loaded.tokenizer.detokenize
         done = generate(
             model,
             prompts,
-            max_new_tokens=wishes.new_tokens,
-            params=wishes.params,
+            max_new_tokens=settings.new_tokens,
+            params=settings.params,
             eod=self.eot_token_id,
             seed=which[0],
             ctx=self._loaded.ctx,
-            stop=(lambda new: wishes.is_over(spell(new))) if wishes.until else None,
+            stop=(lambda new: settings.is_over(spell(new))) if settings.until else None,
         )
-        return [wishes.cut(spell(one.tokens)) for one in done]
+        return [settings.cut(spell(one.tokens)) for one in done]
 
     def _row(self, at: int, context: Sequence[int], continuation: Sequence[int]) -> ScoringRow:
         row, is_cut = row_of(context, continuation, self._length, at=at)
@@ -209,23 +211,24 @@ def check_canary(adapter: MegatronLM) -> None:
     Raises:
         NumericsError: another number, order or count came back.
     """
-    asked = [
+    requests = [
         Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=at)
         for at, pair in enumerate(_CANARY)
     ]
-    told = adapter.loglikelihood(asked, disable_tqdm=True)
+    results = adapter.loglikelihood(requests, disable_tqdm=True)
     rows = []
     for context, continuation in _CANARY:
         whole, before = adapter.tok_encode(context + continuation), adapter.tok_encode(context)
         rows.append(ScoringRow(tuple(whole), len(before)))
     expected = [adapter._scored([row])[0] for row in rows]
-    same = len(told) == len(expected) and all(
-        math.isclose(mine[0], theirs[0], rel_tol=_CLOSE, abs_tol=_CLOSE) and mine[1] == theirs[1]
-        for mine, theirs in zip(told, expected)
+    same = len(results) == len(expected) and all(
+        math.isclose(result[0], expected_result[0], rel_tol=_CLOSE, abs_tol=_CLOSE)
+        and result[1] == expected_result[1]
+        for result, expected_result in zip(results, expected)
     )
     if not same:
         raise NumericsError(
             "the harness receives other results than the model computes",
-            found=f"{told}, expected {expected}",
+            found=f"{results}, expected {expected}",
             fix="use the version of lm-eval that this adapter was tested with",
         )

@@ -61,7 +61,7 @@ def main(name: str, argv: Sequence[str]) -> None:
             fewshot_as_multiturn=template is not None,
         )
         if loaded.ctx.rank == 0:
-            _say(results, adapter)
+            _log_results(results, adapter)
             write_result(flags.output, results)
     finally:
         shutdown_megatron()
@@ -145,13 +145,13 @@ def _tasks(named: Sequence[str], known: set[str]) -> list[str]:
     return tasks
 
 
-def _say(results: dict[str, Any], adapter: MegatronLM) -> None:
+def _log_results(results: dict[str, Any], adapter: MegatronLM) -> None:
     for task, metrics in results["results"].items():
-        said = " | ".join(
+        line = " | ".join(
             f"{metric}: {value:.4f}"
             for metric, value in metrics.items()
             if isinstance(value, float)
         )
-        log.info(f" {task} | {said} |")
+        log.info(f" {task} | {line} |")
     if adapter.truncated:
         log.warning(f"{adapter.truncated} rows were longer than the model and were cut in front")

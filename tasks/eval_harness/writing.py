@@ -34,45 +34,45 @@ class GenerationRequest:
         return text[: min(ends)] if ends else text
 
 
-def generation_request(asked: Mapping[str, Any]) -> GenerationRequest:
+def generation_request(given: Mapping[str, Any]) -> GenerationRequest:
     """Return the settings of a request, by default greedy with `MOST_NEW` tokens.
 
     Raises:
         ConfigError: a wish that is not known here, or whose value has no meaning.
     """
-    unknown = sorted(set(asked) - _KNOWN)
+    unknown = sorted(set(given) - _KNOWN)
     if unknown:
         raise ConfigError(
             "a task has a setting of generation that is not supported",
-            found=", ".join(f"{name}={asked[name]!r}" for name in unknown),
+            found=", ".join(f"{name}={given[name]!r}" for name in unknown),
             fix=f"set it otherwise with --gen-kwargs; known are {', '.join(sorted(_KNOWN))}",
         )
-    until = asked.get("until") or ()
+    until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else tuple(until)
-    new = int(next((asked[name] for name in _LENGTHS if asked.get(name) is not None), MOST_NEW))
-    temperature = float(asked.get("temperature") or 0.0)
-    does_sample = asked.get("do_sample")
+    new = int(next((given[name] for name in _LENGTHS if given.get(name) is not None), MOST_NEW))
+    temperature = float(given.get("temperature") or 0.0)
+    does_sample = given.get("do_sample")
     if does_sample is None:
         does_sample = temperature > 0
     params = SamplingParams(greedy=True)
-    if does_sample and "temperature" in asked and temperature == 0:
+    if does_sample and "temperature" in given and temperature == 0:
         does_sample = False  # the harness's word for greedy choice
     if does_sample:
         params = SamplingParams(
             temperature=temperature or 1.0,
-            top_k=int(asked.get("top_k") or 0),
-            top_p=float(asked.get("top_p") or 0.0),
+            top_k=int(given.get("top_k") or 0),
+            top_p=float(given.get("top_p") or 0.0),
         )
     return GenerationRequest(tuple(stop for stop in until if stop), new, params)
 
 
-def fitting(tokens: list[int], wishes: GenerationRequest, longest: int) -> list[int]:
+def fitting(tokens: list[int], settings: GenerationRequest, longest: int) -> list[int]:
     """Return the end of a context that leaves room for the new tokens."""
-    room = longest - wishes.new_tokens
+    room = longest - settings.new_tokens
     if room < 1:
         raise DataError(
             "a task needs longer texts than the model can generate",
-            found=f"{wishes.new_tokens} new tokens, a model of {longest} positions",
+            found=f"{settings.new_tokens} new tokens, a model of {longest} positions",
             fix=f"add --gen-kwargs max_gen_toks={max(longest // 2, 1)}",
         )
     return tokens[-room:]

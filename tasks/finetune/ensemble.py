@@ -40,8 +40,8 @@ def check_alike(files: Sequence[Predictions], question: ClassificationQuestion) 
         if len(other.rows) != len(first.rows):
             counts = f"{first.path}: {len(first.rows)}, {other.path}: {len(other.rows)}"
             raise _differ("numbers of examples", counts)
-        for number, (mine, theirs) in enumerate(zip_longest(first.rows, other.rows), start=2):
-            for what, one, two in _compared(mine, theirs):
+        for number, (one_row, other_row) in enumerate(zip_longest(first.rows, other.rows), start=2):
+            for what, one, two in _compared(one_row, other_row):
                 if one != two:
                     lines = f"{first.path}:{number}: {one!r}, {other.path}:{number}: {two!r}"
                     raise _differ(what, lines)
@@ -119,11 +119,11 @@ def _mean(each: Sequence[Sequence[float]], shares: Sequence[float]) -> tuple[flo
     )
 
 
-def _compared(mine: Prediction, theirs: Prediction) -> Iterator[tuple[str, object, object]]:
-    yield "examples", mine.uid, theirs.uid
-    yield "texts of an example", mine.digest, theirs.digest
-    yield "labels", mine.label, theirs.label
-    yield "numbers of scores", len(mine.scores), len(theirs.scores)
+def _compared(one_row: Prediction, other_row: Prediction) -> Iterator[tuple[str, object, object]]:
+    yield "examples", one_row.uid, other_row.uid
+    yield "texts of an example", one_row.digest, other_row.digest
+    yield "labels", one_row.label, other_row.label
+    yield "numbers of scores", len(one_row.scores), len(other_row.scores)
 
 
 def _differ(what: str, found: str) -> DataError:

@@ -34,17 +34,17 @@ _THRESHOLDS = ("--calc-threshold", "--one-threshold", "--threshold", "--labels")
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read predictions, check that they match, combine them, evaluate, and write."""
-    asked = _parsed(name, argv)
-    check_output(asked.output)
-    files = [read_predictions(_file_of(path, asked.prediction_name)) for path in asked.paths]
+    flags = _parsed(name, argv)
+    check_output(flags.output)
+    files = [read_predictions(_file_of(path, flags.prediction_name)) for path in flags.paths]
     question = _question_of(files[0])
     check_alike(files, question)
-    weights = asked.weights
+    weights = flags.weights
     if weights is not None:
         check_weights(weights, files)
-    combine = Combine(asked.combine)
+    combine = Combine(flags.combine)
     joined = combined(files, question, combine=combine, weights=weights)
-    _check_labels(joined, is_wanted=asked.eval)
+    _check_labels(joined, is_wanted=flags.eval)
     result: dict[str, Any] = {"task": files[0].task, "examples": len(joined)}
     for file in files:
         alone = _judged(question, file.rows)
@@ -54,12 +54,12 @@ def main(name: str, argv: Sequence[str]) -> None:
         f" {name} of {len(files)} by {combine} | {files[0].task} | examples: {len(joined)} | "
         f"{format_metrics(together) or 'no labels to compare with'} |"
     )
-    if asked.outdir is not None:
-        Path(asked.outdir).mkdir(parents=True, exist_ok=True)
+    if flags.outdir is not None:
+        Path(flags.outdir).mkdir(parents=True, exist_ok=True)
         table = written(files[0].task, question, joined)
-        write_text_files({Path(asked.outdir) / asked.prediction_name: table})
+        write_text_files({Path(flags.outdir) / flags.prediction_name: table})
     models = [{"file": file.path, **_judged(question, file.rows)} for file in files]
-    write_result(asked.output, result | together | {"models": models})
+    write_result(flags.output, result | together | {"models": models})
 
 
 def _parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:

@@ -80,11 +80,11 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
         rest += ["--keep-last", own.keep_last]
     elif own.keep_last is not None:
         log.info("--keep-last has no effect here: the last batch of an epoch is never left out")
-    said = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    for flag in dict.fromkeys(said):
+    given_flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    for flag in dict.fromkeys(given_flags):
         if flag in NO_EFFECT:
             log.info(f"{flag} has no effect here: {NO_EFFECT[flag]}")
-    problems = list(_problems(own, said))
+    problems = list(_problems(own, given_flags))
     if problems:
         raise PreflightError(Finding("flags_of_the_task", problem) for problem in problems)
     config = parse_args(
@@ -155,8 +155,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return made
 
 
-def _problems(own: argparse.Namespace, said: Sequence[str]) -> Iterator[ConfigError]:
-    for flag in dict.fromkeys(said):
+def _problems(own: argparse.Namespace, given_flags: Sequence[str]) -> Iterator[ConfigError]:
+    for flag in dict.fromkeys(given_flags):
         if flag in REFUSED:
             yield ConfigError(
                 "a flag of pretraining means nothing for fine-tuning",

@@ -56,7 +56,7 @@ def evaluate_examples(
     """Score every example once, equally on all ranks, and compare with known labels."""
     size = micro_batch_size * context.dp.size
     order = batches_of_epoch(len(rows), batch_size=size, seed=0, epoch=None)
-    mine = [
+    own_batches = [
         share_of_replica(
             batch,
             micro_batch_size=micro_batch_size,
@@ -66,14 +66,14 @@ def evaluate_examples(
         )[0]
         for batch in order
     ]
-    raw = (rows.take(each, size=micro_batch_size) for each in mine)
-    found = engine.measure(raw, len(mine), scores_of)
-    told: dict[int, list[float]] = {}
+    raw = (rows.take(each, size=micro_batch_size) for each in own_batches)
+    found = engine.measure(raw, len(own_batches), scores_of)
+    own_scores: dict[int, list[float]] = {}
     if found and context.tp.is_first:
-        for which, (scores, _) in zip(mine, found, strict=True):
-            told |= dict(zip(which, scores.view(micro_batch_size, -1).tolist()))
+        for which, (scores, _) in zip(own_batches, found, strict=True):
+            own_scores |= dict(zip(which, scores.view(micro_batch_size, -1).tolist()))
     everyone: dict[int, list[float]] = {}
-    for part in all_gather_object(told, context.world):
+    for part in all_gather_object(own_scores, context.world):
         assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: replicas share out
         everyone |= part
     assert len(everyone) == len(rows)  # noqa: S101  # invariant: each example is in one share
@@ -97,8 +97,8 @@ def metrics_of(
     """Return the question's metrics over the examples with labels; empty without any."""
     known = (labels != UNKNOWN).tolist()
     true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
-    said = [decision for decision, is_known in zip(decisions, known) if is_known]
-    return {name: METRICS[name](true, said) for name in question.metrics} if true else {}
+    decided = [decision for decision, is_known in zip(decisions, known) if is_known]
+    return {name: METRICS[name](true, decided) for name in question.metrics} if true else {}
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

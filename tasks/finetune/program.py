@@ -56,7 +56,7 @@ def main(name: str, argv: Sequence[str]) -> None:
             for part in (train, valid)
             if part
         ]
-        _say_truncation(made)
+        _warn_of_truncation(made)
         tuning, rows = FineTuning(config, runtime, question, start), made[-1]
         outcome = None
         if own.epochs:
@@ -64,7 +64,7 @@ def main(name: str, argv: Sequence[str]) -> None:
             if outcome.stopped is not None:
                 log.info(f"stopped: {outcome.stopped}; --load of the same --save goes on")
                 return
-            _say_best(name, outcome)
+            _log_best(name, outcome)
         judged = tuning.judge(rows) if outcome is None else outcome.best
         metrics = format_metrics(judged.metrics) or "no labels to compare with"
         log.info(f" {name} | examples: {len(rows)} | {metrics} |")
@@ -96,7 +96,7 @@ def _read_parts(
     return examples, tuple(parts)
 
 
-def _say_truncation(parts: Sequence[Rows]) -> None:
+def _warn_of_truncation(parts: Sequence[Rows]) -> None:
     cut, total = (
         sum(part.truncated for part in parts),
         sum(part.text[..., 0].numel() for part in parts),
@@ -108,9 +108,9 @@ def _say_truncation(parts: Sequence[Rows]) -> None:
         )
 
 
-def _say_best(name: str, outcome: FineTuningResult) -> None:
-    said = format_metrics(outcome.best.metrics)
-    log.info(f" best of {name}: epoch {outcome.best_epoch} | {said} |")
+def _log_best(name: str, outcome: FineTuningResult) -> None:
+    metrics = format_metrics(outcome.best.metrics)
+    log.info(f" best of {name}: epoch {outcome.best_epoch} | {metrics} |")
 
 
 def _write(

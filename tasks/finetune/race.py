@@ -95,10 +95,10 @@ def _example(record: Record, article: str, at: int) -> Example:
                 fix="repair the file",
             )
         label = "ABCD".index(answers[at])
-    asked = [_asked(question, str(option)) for option in options]
-    if not all(text.strip() for text in asked):
+    questions = [_with_answer(question, str(option)) for option in options]
+    if not all(text.strip() for text in questions):
         raise _empty(where, f"question {at}")
-    return Example(f"{where}#{at}", tuple(TextPair(text, article) for text in asked), label)
+    return Example(f"{where}#{at}", tuple(TextPair(text, article) for text in questions), label)
 
 
 def _empty(where: str, what: str) -> DataError:
@@ -107,6 +107,6 @@ def _empty(where: str, what: str) -> DataError:
     )
 
 
-def _asked(question: str, option: str) -> str:
+def _with_answer(question: str, option: str) -> str:
     """Return the question with the answer in its gap, or appended."""
     return question.replace("_", option) if "_" in question else f"{question} {option}"

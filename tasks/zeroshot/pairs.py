@@ -156,8 +156,8 @@ def evaluate_choices(
         for choice in question.choices
     ]
     scores, truncated = _scored(loaded, pairs)
-    told = iter(scores)
-    values = [tuple(next(told).log_likelihood for _ in q.choices) for q in questions]
+    remaining = iter(scores)
+    values = [tuple(next(remaining).log_likelihood for _ in q.choices) for q in questions]
     by_length = [
         tuple(value / len(choice) for value, choice in zip(each, question.choices))
         for each, question in zip(values, questions)

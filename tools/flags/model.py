@@ -68,11 +68,11 @@ def read_flags(
         if value is not None:
             given[name] = DeviceKind(value) if name == "device" else value
     if own.fp32:
-        asked = [f"--{name}" for name in PRECISIONS if given.get(name)]
-        if asked:
+        chosen = [f"--{name}" for name in PRECISIONS if given.get(name)]
+        if chosen:
             raise ConfigError(
                 "more than one precision was asked for",
-                found=f"--fp32 {' '.join(asked)}",
+                found=f"--fp32 {' '.join(chosen)}",
                 fix="keep one of them",
             )
         given |= dict.fromkeys(PRECISIONS, False)

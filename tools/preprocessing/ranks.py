@@ -116,14 +116,14 @@ class ToolRanks:
 
     def _await(self, key: str, rank: int) -> Any:
         assert self._store is not None  # noqa: S101  # invariant: alone, nothing is awaited
-        heard, last = time.monotonic(), b""
+        changed_at, last = time.monotonic(), b""
         try:
             while not self._store.check([key]):
                 self.check()
                 report_progress = self._beat_of(rank)
                 if report_progress != last:
-                    heard, last = time.monotonic(), report_progress
-                if time.monotonic() - heard > _SILENCE_S:
+                    changed_at, last = time.monotonic(), report_progress
+                if time.monotonic() - changed_at > _SILENCE_S:
                     raise PeerError(
                         f"rank {rank} has sent nothing for {_SILENCE_S:.0f} s",
                         found="no result, and no heartbeat",
