@@ -56,17 +56,17 @@ def parse_args(
     """
     problems: list[ConfigError] = []
     parser = _parser(problems)
-    known_to_us = {action.dest for action in parser._actions}
+    own_fields = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = _with_extra_flags(parser, extra_args_provider)
     argv = sys.argv[1:] if argv is None else argv
     given = _read(parser, argv, problems)
-    extra = {name: given.pop(name) for name in sorted(given) if name not in known_to_us}
+    extra = {name: given.pop(name) for name in sorted(given) if name not in own_fields}
     defaults = dict(args_defaults or {})
     for name in [name for name in extra if name in defaults]:
         default = defaults.pop(name)
         extra[name] = default if extra[name] is None else extra[name]
-    problems += _unknown_defaults(set(defaults) - known_to_us)
+    problems += _unknown_defaults(set(defaults) - own_fields)
     typed = {name: value for name, value in given.items() if value is not None}
     preset = _preset(typed.pop("model_preset", None), problems)
     values = defaults | preset | _from_deepspeed(typed, problems) | typed
@@ -263,16 +263,16 @@ def _from_deepspeed(typed: Mapping[str, object], problems: list[ConfigError]) ->
     if not isinstance(path, str) or not typed.get("deepspeed"):
         return {}
     try:
-        said = flags_from_json(read_json(path), typed)
+        from_json = flags_from_json(read_json(path), typed)
     except FieldsError as several:
         problems += several.errors
         return {}
     except ConfigError as error:
         problems.append(error)
         return {}
-    for name, value in said.items():
+    for name, value in from_json.items():
         log.info(f"{flag_name(name)} {value}: from {path}, as the flag is not given")
-    return said
+    return from_json
 
 
 def _from_dependent(

@@ -43,7 +43,7 @@ from megatron.tokenizer import fingerprint
 NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
 # Groups whose changes are logged when a run is resumed.
-_SAID_IF_CHANGED = (
+_WARN_IF_CHANGED = (
     "training", "optimizer", "schedule", "precision", "data", "tokenizer", "engine",
 )  # fmt: skip
 
@@ -161,7 +161,7 @@ def load_checkpoint(
         return Progress()
     if flags.load_rng:
         _restore_generators(opened, runtime)
-    _say_what_changed(opened, config, {**sources, **_vocabulary_source(runtime)})
+    _warn_of_changes(opened, config, {**sources, **_vocabulary_source(runtime)})
     return Progress.from_plain(dict(opened.manifest.progress))
 
 
@@ -241,12 +241,12 @@ def _refuse_other_heads(
 
     Every rank compares the heads of all ranks, since one pipeline rank holds only some of them.
     """
-    mine = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
-    told = run_on_all_ranks(
-        opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(mine)
+    own_names = [tensor.name for tensor in tensors if selection.takes(tensor.name)]
+    heads_of_ranks = run_on_all_ranks(
+        opened.ctx, "naming the heads of the model", lambda: model_kind.heads_of(own_names)
     )
     saved = filter(selection.takes, opened.manifest.tensors)
-    model_kind.refuse_heads(saved, frozenset().union(*told), where=opened.directory)
+    model_kind.refuse_heads(saved, frozenset().union(*heads_of_ranks), where=opened.directory)
 
 
 def _refuse_another_model(
@@ -261,9 +261,9 @@ def _refuse_another_model(
         )
         return
     differing = [
-        f"--{name.replace('_', '-')} {theirs} in the checkpoint, {ours} here"
+        f"--{name.replace('_', '-')} {saved} in the checkpoint, {present} here"
         for group in ("model", "data")
-        for name, theirs, ours in _differences(opened, config, group)
+        for name, saved, present in _differences(opened, config, group)
         if name == "seq_length" or (group == "model" and name not in _FREE_MODEL_FIELDS)
     ]
     if differing and is_partial:
@@ -280,14 +280,14 @@ def _only_seq_length(differing: list[str]) -> bool:
     return all(text.startswith("--seq-length ") for text in differing)
 
 
-def _say_what_changed(
+def _warn_of_changes(
     opened: OpenedCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
     """Warn about changed flags and data: the run is resumed, but its numbers will differ."""
     changed = [
-        f"--{name.replace('_', '-')} {theirs} -> {ours}"
-        for group in _SAID_IF_CHANGED
-        for name, theirs, ours in _differences(opened, config, group)
+        f"--{name.replace('_', '-')} {saved} -> {present}"
+        for group in _WARN_IF_CHANGED
+        for name, saved, present in _differences(opened, config, group)
     ]
     if changed:
         log.warning(f"resuming with other flags than the checkpoint's: {', '.join(changed)}")

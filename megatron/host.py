@@ -32,8 +32,8 @@ def available_memory_bytes() -> int | None:
     The less of what the kernel calls available and what the cgroup leaves. Pages of files count as
     free, since they are given up when memory is short.
     """
-    told = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMORY) or "", flags=re.MULTILINE)
-    both = (int(told[1]) * 1024 if told else None, cgroup_memory_bytes(_MOUNT, _MEMBERSHIP))
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMORY) or "", flags=re.MULTILINE)
+    both = (int(found[1]) * 1024 if found else None, cgroup_memory_bytes(_MOUNT, _MEMBERSHIP))
     return min((size for size in both if size is not None), default=None)
 
 

@@ -59,7 +59,7 @@ from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
 _ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
-_TELL_S = 10.0  # how long a rank that cannot start tries to reach the others, to send the reason
+_NOTIFY_S = 10.0  # how long a rank that cannot start tries to reach the others, to send the reason
 
 
 def initialize_megatron(
@@ -103,8 +103,8 @@ def initialize_megatron(
     )
     _choose_threads(config, launch)
     tokenizer, tokenizer_error = _try_tokenizer(config)
-    tell = partial(_notify_waiting_ranks, launch)
-    _ON_SHUTDOWN.append(program.on_failure(tell))
+    notify = partial(_notify_waiting_ranks, launch)
+    _ON_SHUTDOWN.append(program.on_failure(notify))
     run_preflight(RunPlan(config, launch, tokenizer, tokenizer_error, reads), checks)
     if tokenizer is None:
         raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
@@ -139,8 +139,9 @@ def with_findings_of_checks(
         return wrong
     tokenizer, tokenizer_error = _try_tokenizer(wrong.config)
     plan = RunPlan(wrong.config, launch_of_process(), tokenizer, tokenizer_error, reads)
-    said = {str(finding.error) for finding in wrong.findings}  # DeepSpeed's file is read by both
-    more = [each for each in collect_findings(plan, checks) if str(each.error) not in said]
+    # DeepSpeed's file is read by both.
+    reported = {str(finding.error) for finding in wrong.findings}
+    more = [each for each in collect_findings(plan, checks) if str(each.error) not in reported]
     return PreflightError([*wrong.findings, *more])
 
 
@@ -206,14 +207,14 @@ def launch_of_process() -> Launch:
 
 def _choose_threads(config: RunConfig, launch: Launch) -> None:
     """Set the number of CPU threads; by default the ranks of a node share its cores."""
-    asked, fair = config.training.num_threads, fair_threads(launch)
-    if asked is None and fair is not None:
+    wanted, fair = config.training.num_threads, fair_threads(launch)
+    if wanted is None and fair is not None:
         log.info(
             f"{fair} CPU {'thread' if fair == 1 else 'threads'} for each of the "
             f"{launch.local_world_size} ranks of this node, which share its cores: the launcher "
             "set no OMP_NUM_THREADS (--num-threads sets another number)"
         )
-    threads = asked or fair
+    threads = wanted or fair
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -225,10 +226,10 @@ def _try_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, MegatronError |
         return None, error
 
 
-def _device_kind(asked: DeviceKind) -> str:
-    if asked is DeviceKind.AUTO:
+def _device_kind(wanted: DeviceKind) -> str:
+    if wanted is DeviceKind.AUTO:
         return "cuda" if device.cuda_is_available() else "cpu"
-    return asked.value
+    return wanted.value
 
 
 def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext:
@@ -294,7 +295,7 @@ def _notify_waiting_ranks(launch: Launch, reason: str) -> None:
     if launch.world_size == 1 or dist.is_initialized():
         return
     try:
-        store = _rendezvous(launch, timedelta(seconds=_TELL_S))
+        store = _rendezvous(launch, timedelta(seconds=_NOTIFY_S))
         _notify(PeerWatch(store, launch.rank, launch.world_size), reason)
     except (RuntimeError, ValueError):
         log.debug("no other rank was notified of this failure")
@@ -322,10 +323,10 @@ def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
 def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
     """Seed Python, NumPy, torch and the named streams: equal over tp, different over dp and pp."""
     at = context.topology.coord(context.world.rank)
-    mine = hash_seed(seed, "process", at.pp, at.dp)
-    random.seed(mine)
-    np.random.seed(mine % 2**32)
-    torch.manual_seed(mine)
+    own_seed = hash_seed(seed, "process", at.pp, at.dp)
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)
+    torch.manual_seed(own_seed)
     return RandomStreams(seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp)
 
 

@@ -34,10 +34,10 @@ def curriculum(config: RunConfig) -> Curriculum | None:
     Raises:
         ConfigError: the two contradict each other, or the block of the JSON is not one.
     """
-    asked = curriculum_of_flags(config.training, seq_length=config.data.seq_length)
+    from_flags = curriculum_of_flags(config.training, seq_length=config.data.seq_length)
     block = user_json(config).get("curriculum_learning") if config.engine.deepspeed else None
     given = curriculum_of_block(block) if isinstance(block, Mapping) else None
-    return one_curriculum(asked, given)
+    return one_curriculum(from_flags, given)
 
 
 def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:

@@ -18,25 +18,25 @@ _ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(slots=True)
-class _Speaker:
+class _Output:
     """The rank of this process and the warnings it has printed."""
 
     rank: int = 0
     world_size: int = 1
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     bars: int = 0  # progress bars on this process's terminal, drawn by this rank or another
 
 
-_SPEAKER = _Speaker()
+_OUTPUT = _Output()
 
 
 class _Terminal(logging.Handler):
     """A handler that writes a record with its time, and rank and level where they matter."""
 
     def format(self, record: logging.LogRecord) -> str:
-        rank: int = getattr(record, "rank", _SPEAKER.rank)
+        rank: int = getattr(record, "rank", _OUTPUT.rank)
         is_error = record.levelno >= logging.ERROR
-        is_named = _SPEAKER.world_size > 1 and is_error
+        is_named = _OUTPUT.world_size > 1 and is_error
         is_named |= rank != 0 and record.name == _RANK.name
         time = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
@@ -44,7 +44,7 @@ class _Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_progress = record.levelno < logging.WARNING and (
-            record.name == _STEPS.name or _SPEAKER.rank == 0
+            record.name == _STEPS.name or _OUTPUT.rank == 0
         )
         # Looked up for every record: programs redirect standard output. An error of writing is not
         # caught: a run whose output cannot be written must not go on without it.
@@ -61,7 +61,7 @@ def configure(
     rank: int, world_size: int, *, level: str = "info", replica_level: str = "error"
 ) -> None:
     """Set the rank of this process, and the lowest level that rank 0 and the other ranks print."""
-    _SPEAKER.rank, _SPEAKER.world_size = rank, world_size
+    _OUTPUT.rank, _OUTPUT.world_size = rank, world_size
     own = level if rank == 0 else replica_level
     _RANK.setLevel(min(_number(own), logging.ERROR))  # errors are always printed
     # above every level on all ranks but the last
@@ -70,7 +70,7 @@ def configure(
 
 def is_rank_zero() -> bool:
     """Return whether this process prints for the whole job."""
-    return _SPEAKER.rank == 0
+    return _OUTPUT.rank == 0
 
 
 def debug(message: str) -> None:
@@ -98,8 +98,8 @@ def warning(message: str) -> None:
 
 def warning_once(key: str, message: str) -> None:
     """Like `warning`, but only the first time in this process for the same `key`."""
-    if key not in _SPEAKER.said:
-        _SPEAKER.said.add(key)
+    if key not in _OUTPUT.warned:
+        _OUTPUT.warned.add(key)
         warning(message)
 
 
@@ -117,7 +117,7 @@ class ProgressBar:
     def __init__(self, total: int, done: int) -> None:
         self._bar: Any = None
         self._is_open = sys.stderr.isatty()
-        _SPEAKER.bars += self._is_open
+        _OUTPUT.bars += self._is_open
         if self._is_open and _STEPS.isEnabledFor(logging.INFO):
             from tqdm import tqdm  # programs that draw no bar do not import it
 
@@ -132,7 +132,7 @@ class ProgressBar:
         """End the bar's line and leave it as it is."""
         if self._bar is not None:
             self._bar.close()
-        _SPEAKER.bars -= self._is_open
+        _OUTPUT.bars -= self._is_open
         self._is_open = False
 
 
@@ -141,11 +141,11 @@ def _number(level: str) -> int:
 
 
 def _log(logger: logging.Logger, level: int, message: str) -> None:
-    logger.log(level, message, extra={"rank": _SPEAKER.rank})
+    logger.log(level, message, extra={"rank": _OUTPUT.rank})
 
 
 def _write(message: str, stream: TextIO) -> None:
-    if _SPEAKER.bars:  # the bar is drawn anew, below the message, when it moves next
+    if _OUTPUT.bars:  # the bar is drawn anew, below the message, when it moves next
         sys.stderr.write(_ERASE_LINE)
         sys.stderr.flush()
     # One write for the line and its end: ranks share a terminal, and would end up on one line.

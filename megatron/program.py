@@ -19,14 +19,14 @@ _MOST_OF_A_TRACEBACK = 3000  # its end, where the error and its worker's traceba
 _ON_FAILURE: list[Callable[[str], None]] = []
 
 
-def on_failure(tell: Callable[[str], None]) -> Callable[[], None]:
+def on_failure(notify: Callable[[str], None]) -> Callable[[], None]:
     """Call `tell(reason)` when this process fails, before it ends (to warn the other ranks).
 
     Returns:
         What takes this back, once.
     """
-    _ON_FAILURE.append(tell)
-    return lambda: _ON_FAILURE.remove(tell)
+    _ON_FAILURE.append(notify)
+    return lambda: _ON_FAILURE.remove(notify)
 
 
 def run(main: Callable[[], object]) -> NoReturn:
@@ -37,10 +37,10 @@ def run(main: Callable[[], object]) -> NoReturn:
         main()
     except MegatronError as error:
         # Flags and files are checked alike on every rank, so only rank 0 prints the errors.
-        said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()
+        printed_by_rank0 = isinstance(error, PreflightError) and not log.is_rank_zero()
         # Notes hold what happened where this rank could not see it: a worker's traceback.
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        if not said_elsewhere:
+        if not printed_by_rank0:
             log.error(text)
         _fail(f"{type(error).__name__}: {text}", error.exit_code)
     except KeyboardInterrupt:
@@ -56,8 +56,8 @@ def run(main: Callable[[], object]) -> NoReturn:
 
 
 def _fail(reason: str, status: int) -> NoReturn:
-    for tell in _ON_FAILURE:
-        tell(reason)
+    for notify in _ON_FAILURE:
+        notify(reason)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # a normal exit would wait for threads that wait for ranks that are gone

@@ -238,8 +238,8 @@ class Duration:
     def __post_init__(self) -> None:
         counted = self.train_tokens is None or self.tokens is not None
         assert counted  # noqa: S101  # invariant: a limit of tokens comes with their count
-        asked = (self.train_iters is None) + (self.train_samples is None)
-        assert asked == 1  # noqa: S101  # invariant: TrainingConfig has exactly one of the two
+        limits = (self.train_iters is None) + (self.train_samples is None)
+        assert limits == 1  # noqa: S101  # invariant: TrainingConfig has exactly one of the two
         if self.total_iterations < 1:
             first = self.batch_schedule.global_batch_size_at(0)
             raise ConfigError(

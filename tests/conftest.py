@@ -43,7 +43,7 @@ def _the_speaker_of_other_tests() -> Iterator[None]:
     """A test that runs a program's code in this process leaves its rank and level behind."""
     yield
     log.configure(0, 1)
-    log._SPEAKER.said.clear()
+    log._OUTPUT.warned.clear()
 
 
 def optional_data_folder() -> Path | None:

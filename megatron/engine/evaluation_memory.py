@@ -89,11 +89,11 @@ class EvaluationMemory:
     def _free_everywhere(self) -> int:
         """Return the free bytes per rank on the rank that has the fewest."""
         free = device.free_memory_bytes()
-        mine = _UNKNOWN if free is None else free
+        free_here = _UNKNOWN if free is None else free
         if device.current().type == "cpu":
-            mine //= self.ranks_of_host
-        told = torch.tensor(mine, dtype=torch.int64, device=device.current())
-        return int(all_reduce(told, self.build.ctx.world, op="min"))
+            free_here //= self.ranks_of_host
+        free_on_rank = torch.tensor(free_here, dtype=torch.int64, device=device.current())
+        return int(all_reduce(free_on_rank, self.build.ctx.world, op="min"))
 
     def _can_be_taken(self, rows: int, length: int) -> bool:
         """Return whether this rank can allocate the memory; it is freed again."""
@@ -148,4 +148,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` reports that an allocation failed."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in _CPU_MESSAGES
+    )

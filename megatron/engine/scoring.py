@@ -113,15 +113,17 @@ class Scorer:
             longest = len(rows[waiting[0]].tokens) - 1
             if self._memory is not None:
                 size = self._memory.agreed_rows(min(size, len(waiting)), longest)
-            told = all_gather_object(self._score_some(rows, waiting, size), self._build.ctx.world)
-            for part in told:
+            gathered = all_gather_object(
+                self._score_some(rows, waiting, size), self._build.ctx.world
+            )
+            for part in gathered:
                 if part is not None:
                     assert not everyone.keys() & part.keys()  # noqa: S101  # invariant: shared out
                     everyone |= part
             waiting = [at for at in waiting if at not in everyone]
             if waiting:
                 size = halve_until_it_fits(
-                    size, longest, [at for at, part in enumerate(told) if part is None]
+                    size, longest, [at for at, part in enumerate(gathered) if part is None]
                 )
         return [everyone[at] for at in range(len(rows))]
 
@@ -131,12 +133,12 @@ class Scorer:
         """Return the scores of this rank's share of some rows; None when out of memory."""
         replicas = self._build.ctx.dp
         batches = [which[start : start + size] for start in range(0, len(which), size)]
-        mine = batches[replicas.rank :: replicas.size]
+        own_batches = batches[replicas.rank :: replicas.size]
         found: list[Tensor] = []
         try:
-            if mine:  # there may be fewer batches than replicas
-                each = (self._batch(rows, batch) for batch in mine)
-                found = self._executor.evaluate(each, len(mine))
+            if own_batches:  # there may be fewer batches than replicas
+                each = (self._batch(rows, batch) for batch in own_batches)
+                found = self._executor.evaluate(each, len(own_batches))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -144,10 +146,10 @@ class Scorer:
                 # The ranks that share the model wait inside of it for what will not come.
                 raise ran_out(size, len(rows[which[0]].tokens) - 1) from error
             return None
-        return dict(_by_row(rows, mine, found)) if self._speaks else {}
+        return dict(_by_row(rows, own_batches, found)) if self._returns_scores else {}
 
     @property
-    def _speaks(self) -> bool:
+    def _returns_scores(self) -> bool:
         """Whether this rank is the one of its replica that returns the scores."""
         return self._build.ctx.pp.is_last and self._build.ctx.tp.is_first
 

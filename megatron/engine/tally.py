@@ -29,8 +29,10 @@ def counts_ahead(
     Raises:
         DataError: one of them counts nothing, so there is nothing to divide by.
     """
-    mine = torch.stack([task.counted(batch.labels).double() for batch in ahead]).sum(0).view(-1)
-    counts = all_reduce(mine, context.dp)
+    own_counts = (
+        torch.stack([task.counted(batch.labels).double() for batch in ahead]).sum(0).view(-1)
+    )
+    counts = all_reduce(own_counts, context.dp)
     check_counts(task, counts.tolist())
     return counts
 
@@ -61,9 +63,9 @@ def balance_of_experts(config: ModelConfig, build: ModelBuild, plan: StepPlan) -
     if config.balance_weight == 0:
         return None
     noted, ctx = build.router_loss.taken(), build.ctx
-    mine = torch.zeros((), dtype=torch.float64, device=device.current())
-    mine = mine if noted is None else noted.double()
-    total = all_reduce(all_reduce(mine, ctx.dp), ctx.pp)
+    own_loss = torch.zeros((), dtype=torch.float64, device=device.current())
+    own_loss = own_loss if noted is None else noted.double()
+    total = all_reduce(all_reduce(own_loss, ctx.dp), ctx.pp)
     if build.sequence_parallel:  # each rank has summands, of its part of the sequences
         total = all_reduce(total, ctx.tp)
     return float(total) / (plan.global_batch_size * config.num_layers)
@@ -80,10 +82,10 @@ class Tally:
         self, sums: Sequence[Tensor], task: PretrainTask, context: ParallelContext
     ) -> None:
         shape = (2, len(task.losses))
-        mine = torch.zeros(shape, dtype=torch.float64, device=device.current())
+        own_sums = torch.zeros(shape, dtype=torch.float64, device=device.current())
         if sums:
-            mine = torch.stack(list(sums)).double().sum(0).view(shape)
-        both = all_reduce(all_reduce(mine, context.dp), context.pp)
+            own_sums = torch.stack(list(sums)).double().sum(0).view(shape)
+        both = all_reduce(all_reduce(own_sums, context.dp), context.pp)
         self.totals, self.counts = both.tolist()
 
     def report(self, done: OptimizerReport, *, balance: float | None = None) -> StepReport:

@@ -41,7 +41,7 @@ class DataFeed:
         self._config, self._context, self._batches = config, context, batches
         self._total_samples = duration.total_samples
         patience_s = 60 * config.launch.distributed_timeout_minutes
-        meeting = ProgressBarrier(context.world, patience_s=patience_s)
+        barrier = ProgressBarrier(context.world, patience_s=patience_s)
         self._datasets = task.datasets(
             DatasetRequest(
                 data=config.data,
@@ -50,8 +50,8 @@ class DataFeed:
                 min_samples=batches.global_batch_size,
                 seed=config.training.seed,
                 is_builder=launch.local_rank == 0,
-                wait=meeting.wait,
-                report_progress=meeting.report_progress,
+                wait=barrier.wait,
+                report_progress=barrier.report_progress,
             )
         )
         announce_worker_budget(
@@ -146,10 +146,12 @@ class DataFeed:
         self, dataset: Any, consumed: int, *, over_and_over: bool = False
     ) -> Iterator[RawBatch]:
         """Return micro-batches over the tensor-parallel group; only its first rank reads."""
-        mine = self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
-        if mine is not None:
-            self._readers.append(mine)
-        return _shared(mine, self._context.tp)
+        own_batches = (
+            self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
+        )
+        if own_batches is not None:
+            self._readers.append(own_batches)
+        return _shared(own_batches, self._context.tp)
 
     def _epochs(
         self, dataset: Any, consumed: int, over_and_over: bool

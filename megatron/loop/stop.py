@@ -59,11 +59,11 @@ class StopConditions:
     def _agreed_reason(self) -> str | None:
         limit, path = self._config.exit_duration_in_mins, self._config.kill_switch_path
         minutes = (time.monotonic() - self._started) / 60
-        seen = {
+        here = {
             "SIGTERM was received; exiting program": self._signalled,
             f"Detected kill switch at {path}. Exiting": path is not None and os.path.exists(path),
             f"exiting program after {limit} minutes": limit is not None and minutes > limit,
         }
-        verdict = torch.tensor(list(map(float, seen.values())), device=device.current())
-        agreed = all_reduce(verdict, self._world, op="max").tolist()
-        return next((reason for reason, said in zip(seen, agreed) if said), None)
+        flags = torch.tensor(list(map(float, here.values())), device=device.current())
+        agreed = all_reduce(flags, self._world, op="max").tolist()
+        return next((reason for reason, holds in zip(here, agreed) if holds), None)

@@ -54,8 +54,8 @@ class AttentionGeometry:
         if kind is PositionEmbedding.ALIBI:
             slopes = alibi_slopes(config.num_attention_heads)
             local = len(slopes) // build.ctx.tp.size
-            mine = slopes[build.ctx.tp.rank * local : (build.ctx.tp.rank + 1) * local]
-            self._slopes = torch.tensor(mine, dtype=torch.float64)
+            own_slopes = slopes[build.ctx.tp.rank * local : (build.ctx.tp.rank + 1) * local]
+            self._slopes = torch.tensor(own_slopes, dtype=torch.float64)
         self._plain = _Remembered()
         self._with_ids = _Remembered()
 

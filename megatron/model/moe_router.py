@@ -33,7 +33,7 @@ class Router(nn.Module):
         self._experts, self._width = config.num_experts or 1, config.hidden_size
         self.taken, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
-        self._has_loss, self._told = config.has_router_loss, build.router_loss
+        self._has_loss, self._router_loss = config.has_router_loss, build.router_loss
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
         # Whole on every tp rank: [experts, h].
         self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
@@ -52,7 +52,7 @@ class Router(nn.Module):
             best, chosen = scores.topk(self.taken, dim=-1)
             shares = torch.softmax(best, dim=-1)
         if self._has_loss and self.training and torch.is_grad_enabled():
-            shares = _WITH_LOSS(shares, *self._losses(scores, chosen), self._told)
+            shares = _WITH_LOSS(shares, *self._losses(scores, chosen), self._router_loss)
         return shares, chosen
 
     def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def z_loss(scores: Tensor, length: int) -> Tensor:
 
 
 class _RouterContext(FunctionContext):
-    told: RouterLoss
+    router_loss: RouterLoss
     balance: Tensor
 
 
@@ -121,22 +121,22 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RouterContext, shares: Tensor, loss: Tensor, balance: Tensor, told: RouterLoss
+        ctx: _RouterContext, shares: Tensor, loss: Tensor, balance: Tensor, router_loss: RouterLoss
     ) -> Tensor:
-        ctx.told, ctx.balance = told, balance
+        ctx.router_loss, ctx.balance = router_loss, balance
         return shares.view_as(shares)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def backward(ctx: _RouterContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        value, balance = ctx.told.value, ctx.balance
+        value, balance = ctx.router_loss.value, ctx.balance
         if value is None:
             raise MegatronError(
                 "internal error: the weight of a router's loss was not set for this step",
                 found="a backward pass with --moe-aux-loss-coeff or --moe-z-loss-coeff",
                 fix="set ModelBuild.router_loss.value before it, as the engines do",
             )
-        ctx.told.note(balance)
+        ctx.router_loss.note(balance)
         return grad, torch.full_like(balance, value), None, None
 
 

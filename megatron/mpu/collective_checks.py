@@ -96,8 +96,8 @@ class CollectiveChecks:
             PeerError: the store is gone.
         """
         called = " ".join(map(str, ranks))
-        self._meet(
-            [self._arrive(f"the group of ranks {called}", ranks, Call.of(operation, tensor))]
+        self._compare(
+            [self._announce(f"the group of ranks {called}", ranks, Call.of(operation, tensor))]
         )
 
     def messages(self, messages: Sequence[MessageRecord]) -> None:
@@ -112,63 +112,65 @@ class CollectiveChecks:
             source, target = (self._rank, peer) if sends else (peer, self._rank)
             call = Call.of("message", tensor)
             arrived.append(
-                self._arrive(f"the messages from rank {source} to {target}", (source, target), call)
+                self._announce(
+                    f"the messages from rank {source} to {target}", (source, target), call
+                )
             )
-        self._meet(arrived)
+        self._compare(arrived)
 
-    def _arrive(self, channel: str, ranks: Sequence[int], mine: Call) -> "_Meeting":
+    def _announce(self, channel: str, ranks: Sequence[int], own: Call) -> "_CheckedCall":
         number = self._calls[channel]
         self._calls[channel] += 1
         key = f"{self._prefix}/{channel}"
-        meeting = _Meeting(channel, number, tuple(ranks), mine, key)
+        checked = _CheckedCall(channel, number, tuple(ranks), own, key)
         try:
-            self._store.set(meeting.key_of(self._rank), json.dumps([*mine, self._done[channel]]))
-            self._store.set(f"{self._prefix}/last/{self._rank}", f"{mine}, in {channel}")
+            self._store.set(checked.key_of(self._rank), json.dumps([*own, self._done[channel]]))
+            self._store.set(f"{self._prefix}/last/{self._rank}", f"{own}, in {channel}")
         except RuntimeError as error:
             raise _store_is_gone(error) from error
-        return meeting
+        return checked
 
-    def _meet(self, meetings: Sequence["_Meeting"]) -> None:
+    def _compare(self, checked_calls: Sequence["_CheckedCall"]) -> None:
         deadline = time.monotonic() + self._seconds
         try:
-            for meeting in meetings:
-                posts = self._gather(meeting, deadline)
+            for checked in checked_calls:
+                posts = self._gather(checked, deadline)
                 calls = {rank: post.call for rank, post in posts.items()}
                 if len({call.compared for call in calls.values()}) > 1:
-                    raise _differing(meeting, calls)
-                self._done[meeting.channel] = meeting.number + 1
-                self._forget(meeting, min(post.done for post in posts.values()))
+                    raise _differing(checked, calls)
+                self._done[checked.channel] = checked.number + 1
+                self._forget(checked, min(post.done for post in posts.values()))
         except RuntimeError as error:
             raise _store_is_gone(error) from error
 
-    def _gather(self, meeting: "_Meeting", deadline: float) -> dict[int, "_Post"]:
+    def _gather(self, checked: "_CheckedCall", deadline: float) -> dict[int, "_Post"]:
         """Return the record of every rank, once all are written and no rank has timed out."""
-        missing = self._wait(meeting, deadline)
+        missing = self._wait(checked, deadline)
         if missing:
             absent = {rank: self._last(rank) for rank in missing}
-            said = json.dumps({"waiting": self._rank, "absent": absent, "s": self._seconds})
+            timeout = json.dumps({"waiting": self._rank, "absent": absent, "s": self._seconds})
         # The first to write decides for all: a rank that arrives just now must not go on alone.
-        verdict = self._store.compare_set(meeting.verdict, "", said if missing else _GO).decode()
+        verdict = self._store.compare_set(checked.verdict, "", timeout if missing else _GO).decode()
         if verdict != _GO:
-            raise _missing(meeting, json.loads(verdict), late=self._rank)
+            raise _missing(checked, json.loads(verdict), late=self._rank)
         if missing:
-            self._wait(meeting, deadline + self._seconds)  # by the verdict they are all there
+            self._wait(checked, deadline + self._seconds)  # by the verdict they are all there
         return {
-            rank: _Post.read(self._store.get(meeting.key_of(rank)))
-            for rank in sorted(meeting.ranks)
+            rank: _Post.read(self._store.get(checked.key_of(rank)))
+            for rank in sorted(checked.ranks)
         }
 
-    def _wait(self, meeting: "_Meeting", deadline: float) -> list[int]:
+    def _wait(self, checked: "_CheckedCall", deadline: float) -> list[int]:
         """Return the ranks without a record at the deadline, or when another rank times out."""
-        missing = [rank for rank in meeting.ranks if rank != self._rank]
+        missing = [rank for rank in checked.ranks if rank != self._rank]
         looks, sleep = 0, _SHORTEST_SLEEP_S
         while missing:
-            missing = [rank for rank in missing if not self._store.check([meeting.key_of(rank)])]
+            missing = [rank for rank in missing if not self._store.check([checked.key_of(rank)])]
             looks += 1
             if not missing or time.monotonic() > deadline:
                 break
             if looks > _EAGER_LOOKS:
-                if self._store.check([meeting.verdict]):
+                if self._store.check([checked.verdict]):
                     break
                 time.sleep(sleep)
                 sleep = min(2 * sleep, _LONGEST_SLEEP_S)
@@ -178,23 +180,23 @@ class CollectiveChecks:
         key = f"{self._prefix}/last/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else "none yet"
 
-    def _forget(self, meeting: "_Meeting", until: int) -> None:
+    def _forget(self, checked: "_CheckedCall", until: int) -> None:
         """Delete the records that every rank had read when it wrote its last one."""
-        for number in range(self._forgotten[meeting.channel], until):
-            old = meeting._replace(number=number)
+        for number in range(self._forgotten[checked.channel], until):
+            old = checked._replace(number=number)
             self._store.delete_key(old.key_of(self._rank))
-            if self._rank == min(meeting.ranks):
+            if self._rank == min(checked.ranks):
                 self._store.delete_key(old.verdict)
-        self._forgotten[meeting.channel] = until
+        self._forgotten[checked.channel] = until
 
 
-class _Meeting(NamedTuple):
+class _CheckedCall(NamedTuple):
     """One call of a group, or one message between two ranks."""
 
     channel: str
     number: int
     ranks: tuple[int, ...]
-    mine: Call
+    own: Call
     prefix: str
 
     @property
@@ -245,26 +247,26 @@ def _place(frame: FrameType) -> str:
     return f"{shown}:{frame.f_lineno}"
 
 
-def _differing(meeting: _Meeting, calls: dict[int, Call]) -> CollectiveError:
+def _differing(checked: _CheckedCall, calls: dict[int, Call]) -> CollectiveError:
     (usual, count), *others = Counter(call.compared for call in calls.values()).most_common()
     odd = [rank for rank, call in calls.items() if call.compared != usual]
     if others and others[0][1] == count:  # no majority, so no rank is taken to be right
         odd = list(calls)
-    said = "".join(f"\n    rank {rank}: {call}" for rank, call in calls.items())
+    listing = "".join(f"\n    rank {rank}: {call}" for rank, call in calls.items())
     who = f"{'ranks' if len(odd) > 1 else 'rank'} {', '.join(map(str, odd))}"
     return CollectiveError(
         "ranks that communicate do not do the same",
-        found=f"call {meeting.number + 1} of {meeting.channel}: {who} "
-        f"{'differ' if len(odd) > 1 else 'differs'}{said}",
+        found=f"call {checked.number + 1} of {checked.channel}: {who} "
+        f"{'differ' if len(odd) > 1 else 'differs'}{listing}",
         fix="look at the lines named above: all ranks must come to the same calls, with the same "
         "shapes, in the same order",
     )
 
 
-def _missing(meeting: _Meeting, verdict: dict[str, object], *, late: int) -> CollectiveError:
+def _missing(checked: _CheckedCall, verdict: dict[str, object], *, late: int) -> CollectiveError:
     absent = verdict["absent"]
     assert isinstance(absent, dict)  # noqa: S101  # invariant: written by _gather
-    said = "".join(
+    listing = "".join(
         f"\n    rank {rank}, whose last call was {last}" for rank, last in absent.items()
     )
     problem = "a rank has not come to a call that others wait in"
@@ -272,8 +274,8 @@ def _missing(meeting: _Meeting, verdict: dict[str, object], *, late: int) -> Col
         problem = "this rank came to a call after others had given up waiting for it"
     return CollectiveError(
         problem,
-        found=f"call {meeting.number + 1} of {meeting.channel}, {meeting.mine}; after "
-        f"{verdict['s']:g} s rank {verdict['waiting']} still waited for{said}",
+        found=f"call {checked.number + 1} of {checked.channel}, {checked.own}; after "
+        f"{verdict['s']:g} s rank {verdict['waiting']} still waited for{listing}",
         fix="look at what the missing rank does instead; if it only is slow, raise "
         "--check-collectives-seconds",
     )

@@ -99,11 +99,11 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = N
         return Pending(_put(tensor, out), None)
     assert tensor.is_contiguous()  # noqa: S101  # invariant: a matrix product
     assert tensor.shape[0] % group.size == 0, tensor.shape  # noqa: S101  # invariant: checked
-    mine = out
-    if mine is None:
-        mine = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    own_part = out
+    if own_part is None:
+        own_part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     checked("reduce_scatter", tensor, group)
-    return Pending(mine, _REDUCE_SCATTER(mine, tensor, group=group.handle, async_op=True))
+    return Pending(own_part, _REDUCE_SCATTER(own_part, tensor, group=group.handle, async_op=True))
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -128,10 +128,10 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     if dim % tensor.dim() == 0:  # the parts lie one after the other as they are
         return start_reduce_scatter(tensor.contiguous(), group).wait()
     parts = torch.stack(tensor.chunk(group.size, dim=dim))
-    mine = torch.empty_like(parts[0])
+    own_part = torch.empty_like(parts[0])
     checked(f"reduce_scatter(dim={dim})", tensor, group)
-    _REDUCE_SCATTER(mine.view(-1), parts.view(-1), group=group.handle)
-    return mine
+    _REDUCE_SCATTER(own_part.view(-1), parts.view(-1), group=group.handle)
+    return own_part
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:

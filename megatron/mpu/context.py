@@ -175,5 +175,5 @@ class _GroupMaker:
         for ranks in groups:
             if ranks not in self._handles:
                 self._handles[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
-        mine = next(ranks for ranks in groups if me in ranks)
-        return Group(mine, mine.index(me), self._handles[mine], self._checks)
+        own_ranks = next(ranks for ranks in groups if me in ranks)
+        return Group(own_ranks, own_ranks.index(me), self._handles[own_ranks], self._checks)

@@ -67,9 +67,9 @@ class PeerWatch:
     def announce(self, error_text: str) -> None:
         """Announce to the other ranks that this one fails; only the first announcement counts."""
         self._announced = True
-        said = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
+        record = json.dumps({"rank": self._rank, "message": error_text[:_LONGEST_MESSAGE]})
         try:
-            self._store.compare_set(_FAILURE, "", said)
+            self._store.compare_set(_FAILURE, "", record)
         except RuntimeError as error:  # the store is gone, so no rank can read this
             log.error(f"could not notify the other ranks of this failure: {error}")
 

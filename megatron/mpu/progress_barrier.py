@@ -22,7 +22,7 @@ from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.context import Group
 
 _BEAT_S = 5.0  # between two writes to the store, however often a rank reports progress
-_SAY_S = 30.0  # between two messages of a rank that waits
+_LOG_S = 30.0  # between two messages of a rank that waits
 _LOOK_S = 5.0  # between two looks at what the others do
 _POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are there
 
@@ -64,32 +64,32 @@ class ProgressBarrier:
         self._rounds += 1
         self._store.set(f"at/{self._rounds}/{self._rank}", "1")
         self._store.add(f"at/{self._rounds}", 1)
-        started = looked = spoken = heard_at = time.monotonic()
+        started = looked = logged = changed_at = time.monotonic()
         pause, longest = _POLL_S
-        heard: list[_Absent] = []
+        absent: list[_Absent] = []
         while self._store.add(f"at/{self._rounds}", 0) < len(self._ranks):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
             now = time.monotonic()
             if now - looked < min(_LOOK_S, self._patience_s / 4):
                 continue
-            looked, before = now, heard
-            heard = self._what_others_do(self._store)
-            if heard != before:
-                heard_at = now
-            if now - heard_at >= self._patience_s:
+            looked, before = now, absent
+            absent = self._reports_of_absent(self._store)
+            if absent != before:
+                changed_at = now
+            if now - changed_at >= self._patience_s:
                 raise MachineError(
                     "the ranks did not meet in time",
-                    found=f"waited {now - started:.0f} s, the last {now - heard_at:.0f} s of it "
-                    f"without a report, for {_named(heard)}",
+                    found=f"waited {now - started:.0f} s, the last {now - changed_at:.0f} s of it "
+                    f"without a report, for {_named(absent)}",
                     fix="read the logs of those ranks; if they still work, allow more "
                     "--distributed-timeout-minutes",
                 )
-            if now - spoken >= _SAY_S:
-                spoken = now
-                log.info(f"waiting for {_named(heard)}, for {now - started:.0f} s now")
+            if now - logged >= _LOG_S:
+                logged = now
+                log.info(f"waiting for {_named(absent)}, for {now - started:.0f} s now")
 
-    def _what_others_do(self, store: Store) -> "list[_Absent]":
+    def _reports_of_absent(self, store: Store) -> "list[_Absent]":
         """Return the last report of each rank that has not arrived."""
         found = []
         for place, rank in enumerate(self._ranks):

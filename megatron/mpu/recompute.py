@@ -108,8 +108,8 @@ def _own_part(tensor: Tensor, tp: Group) -> Tensor:
     """Return [ceil(n / tp)] of the n elements, in its own memory; the last part is padded."""
     flat = tensor.reshape(-1)
     each = -(-flat.numel() // tp.size)
-    mine = flat[tp.rank * each : (tp.rank + 1) * each]
-    return pad(mine, (0, each - mine.numel())) if mine.numel() < each else mine.clone()
+    own = flat[tp.rank * each : (tp.rank + 1) * each]
+    return pad(own, (0, each - own.numel())) if own.numel() < each else own.clone()
 
 
 class _Replay:

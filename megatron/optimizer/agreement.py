@@ -24,18 +24,18 @@ def check_bitwise_equal(named: Iterable[tuple[str, Tensor]], group: Group, *, pr
     """
     if group.size == 1:
         return
-    mine = [(name, _digest(tensor)) for name, tensor in named]
-    everyone = all_gather_object(mine, group)
+    own = [(name, _digest(tensor)) for name, tensor in named]
+    everyone = all_gather_object(own, group)
     differing = [
         name
-        for index, (name, _) in enumerate(mine)
-        if any(len(other) != len(mine) or other[index] != everyone[0][index] for other in everyone)
+        for index, (name, _) in enumerate(own)
+        if any(len(other) != len(own) or other[index] != everyone[0][index] for other in everyone)
     ]
     if differing:
-        odd = [rank for rank, theirs in zip(group.ranks, everyone) if theirs != everyone[0]]
+        odd = [rank for rank, digests in zip(group.ranks, everyone) if digests != everyone[0]]
         raise NumericsError(
             problem,
-            found=f"{len(differing)} of {len(mine)} parameters, "
+            found=f"{len(differing)} of {len(own)} parameters, "
             f"{', '.join(differing[:_NAMES_SHOWN])}, on ranks {odd} against "
             f"rank {group.ranks[0]}",
             fix="resume from the last checkpoint; if it comes back on the same rank, take that "

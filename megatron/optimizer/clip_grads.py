@@ -76,7 +76,8 @@ def parameters_norm(
     """Return the L2 norm of all parameters; gathers over pp, sums over the model group."""
     counts = owned_by_this_rank(named_parameters, ctx)
     return global_norm(
-        [parameter.detach() for (_, parameter), mine in zip(named_parameters, counts) if mine], ctx
+        [parameter.detach() for (_, parameter), is_own in zip(named_parameters, counts) if is_own],
+        ctx,
     )
 
 

@@ -114,7 +114,9 @@ class MegatronOptimizer(ABC):
         self._ctx = ctx
         self._steps = 0
         pairs = [pair for group in self._groups for pair in group.parameters]
-        counted = {name for (name, _), mine in zip(pairs, owned_by_this_rank(pairs, ctx)) if mine}
+        counted = {
+            name for (name, _), is_own in zip(pairs, owned_by_this_rank(pairs, ctx)) if is_own
+        }
         by_group = [
             [slot for pair in group.parameters if (slot := self._slot_of(*pair)) is not None]
             for group in self._groups
@@ -152,7 +154,7 @@ class MegatronOptimizer(ABC):
         """
         loss_scale = self.loss_scale
         gradients = [self._gradient(slot) for slot in self._slots]
-        counted = [gradient for gradient, mine in zip(gradients, self._counted) if mine]
+        counted = [gradient for gradient, is_own in zip(gradients, self._counted) if is_own]
         factor = grad_multiplier / loss_scale
         sharded = self._shards is not None
         norm = global_norm(counted, self._ctx, over_replicas=sharded) * factor
@@ -216,12 +218,12 @@ class MegatronOptimizer(ABC):
         Raises:
             CheckpointError: a tensor is missing, unknown or of another shape; nothing was changed.
         """
-        mine = self.named_state()
-        _check_same_tensors(mine, named)
+        own_state = self.named_state()
+        _check_same_tensors(own_state, named)
         counts = read_scalars(scalars)
         self._scaler.load_state_dict(counts.loss_scaler)
         with torch.no_grad():
-            for name, tensors in mine.items():
+            for name, tensors in own_state.items():
                 for kind, tensor in tensors.items():
                     tensor.copy_(named[name][kind])
         self._steps = counts.steps
@@ -393,7 +395,7 @@ def build_optimizer(
 
 
 def _check_same_tensors(
-    mine: Mapping[str, Mapping[str, Tensor]], given: Mapping[str, Mapping[str, Tensor]]
+    own: Mapping[str, Mapping[str, Tensor]], given: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     def shapes(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[int, ...]]:
         return {
@@ -402,11 +404,11 @@ def _check_same_tensors(
             for kind, tensor in tensors.items()
         }
 
-    ours, theirs = shapes(mine), shapes(given)
+    own_shapes, given_shapes = shapes(own), shapes(given)
     wrong = [
-        f"{key}: {theirs.get(key, 'missing')} for {ours.get(key, 'none')}"
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key)
+        f"{key}: {given_shapes.get(key, 'missing')} for {own_shapes.get(key, 'none')}"
+        for key in sorted(own_shapes.keys() | given_shapes.keys())
+        if own_shapes.get(key) != given_shapes.get(key)
     ]
     if wrong:
         more = len(wrong) - _NAMES_SHOWN

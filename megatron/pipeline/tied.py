@@ -56,7 +56,7 @@ class TiedParameters:
         """Sum the gradients of tied parameters over their stages, after the last backward pass."""
         trained = [shared for shared in self._shared if shared.parameter.requires_grad]
         gradients = [_main_grad(shared.parameter) for shared in trained]
-        for gradient, parts in zip(gradients, self._everyones(trained, gradients)):
+        for gradient, parts in zip(gradients, self._from_all_holders(trained, gradients)):
             total = parts[0]
             for part in parts[1:]:
                 total = total + part
@@ -71,7 +71,7 @@ class TiedParameters:
         weights = [shared.parameter.detach() for shared in self._shared]
         differing = [
             shared.name
-            for shared, parts in zip(self._shared, self._everyones(self._shared, weights))
+            for shared, parts in zip(self._shared, self._from_all_holders(self._shared, weights))
             if not all(_equal_bits(part, parts[0]) for part in parts)
         ]
         found = {name for names in all_gather_object(differing, self._group) for name in names}
@@ -83,19 +83,21 @@ class TiedParameters:
                 "a defect: please report it with your flags",
             )
 
-    def _everyones(self, shared: list[_Shared], mine: list[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Return for each tensor of `mine` those of all its stages, in the order of the stages."""
+    def _from_all_holders(
+        self, shared: list[_Shared], own: list[Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Return for each tensor of `own` those of all its stages, in the order of the stages."""
         me = self._group.rank
-        whole = [tensor.contiguous() for tensor in mine]
+        whole = [tensor.contiguous() for tensor in own]
         found: list[dict[int, Tensor]] = []
         messages = []
         for (name, _, holders), tensor in zip(shared, whole):
-            theirs = {stage: torch.empty_like(tensor) for stage in holders if stage != me}
-            messages += [PipelineMessage(True, stage, (tensor,), name) for stage in theirs]
+            received = {stage: torch.empty_like(tensor) for stage in holders if stage != me}
+            messages += [PipelineMessage(True, stage, (tensor,), name) for stage in received]
             messages += [
-                PipelineMessage(False, stage, (room,), name) for stage, room in theirs.items()
+                PipelineMessage(False, stage, (room,), name) for stage, room in received.items()
             ]
-            found.append(theirs | {me: tensor})
+            found.append(received | {me: tensor})
         self._exchanger.exchange(messages)
         return (tuple(by_stage[stage] for stage in sorted(by_stage)) for by_stage in found)
 

@@ -65,12 +65,12 @@ def _difference(facts: Mapping[str, str], world: Group, *, may_lack: str | None 
 
     Facts whose names begin with `may_lack` are compared between the ranks that have them.
     """
-    told: list[Mapping[str, str]] = all_gather_object(dict(facts), world)
+    facts_of_ranks: list[Mapping[str, str]] = all_gather_object(dict(facts), world)
     lines = []
-    for name in sorted({name for one in told for name in one}):
+    for name in sorted({name for one in facts_of_ranks for name in one}):
         optional = may_lack is not None and name.startswith(may_lack)
         holders: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(facts_of_ranks):
             if optional and name not in one:
                 continue
             holders.setdefault(one.get(name, "(nothing)"), []).append(rank)

@@ -78,24 +78,24 @@ def corpora_fit_the_tokenizer(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def _vocabulary_problems(
-    file: MMapIndexedDataset, tokenizer: Tokenizer, asked: TokenizerConfig
+    file: MMapIndexedDataset, tokenizer: Tokenizer, flags: TokenizerConfig
 ) -> Iterator[MegatronError]:
     prefix, metadata = file.prefix, file.metadata
     if metadata is not None and metadata.vocab_size not in _sizes_with_the_same_ids(tokenizer):
         yield DataError(
             "a corpus was made with another vocabulary than this run's",
             found=f"{prefix}: {metadata.tokenizer_type} with {metadata.vocab_size} tokens; "
-            f"--tokenizer-type {asked.tokenizer_type} with {tokenizer.vocab_size}",
+            f"--tokenizer-type {flags.tokenizer_type} with {tokenizer.vocab_size}",
             fix="use the tokenizer that the corpus was preprocessed with, or preprocess again",
         )
         return
     if metadata is not None:
-        _warn_of_other_files(prefix, metadata, asked)
+        _warn_of_other_files(prefix, metadata, flags)
     highest = _highest_token_of_a_few_items(file)
     if highest >= tokenizer.vocab_size:
         yield DataError(
             "a corpus holds tokens that the tokenizer does not have",
-            found=f"{prefix}: token {highest}; --tokenizer-type {asked.tokenizer_type} has "
+            found=f"{prefix}: token {highest}; --tokenizer-type {flags.tokenizer_type} has "
             f"{tokenizer.vocab_size} tokens",
             fix="use the tokenizer that the corpus was preprocessed with",
         )

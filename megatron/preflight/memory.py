@@ -73,12 +73,12 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
         return
     ranks = plan.launch.local_world_size if on_host else 1
     parameters = parameter_count(config.model, rows, config.data.seq_length)
-    mine = parameters // plan.model_ranks
+    parameters_of_rank = parameters // plan.model_ranks
     shared = config.parallel.use_distributed_optimizer
-    kept = kept_bytes(config, mine, optimizer_shards=replicas if shared else 1)
+    kept = kept_bytes(config, parameters_of_rank, optimizer_shards=replicas if shared else 1)
     if ranks * kept.total <= room:
         return
-    least = kept_bytes(config, mine, optimizer_shards=replicas)
+    least = kept_bytes(config, parameters_of_rank, optimizer_shards=replicas)
     enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",

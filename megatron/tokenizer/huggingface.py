@@ -222,9 +222,9 @@ def _special_ids(declared: JsonObject, vocab: dict[str, int], path: Path) -> dic
         present = [str(name)] if is_known else [known for known in names if known in vocab]
         found[role.removesuffix("_token")] = vocab[present[0]] if len(present) == 1 else None
         if role == "eos_token":
-            said = f"{role} {name!r} of {path.parent}" if name else " ".join(names)
+            candidates = f"{role} {name!r} of {path.parent}" if name else " ".join(names)
             seen = ", ".join(present) if present else "none"
-            found["eod_note"] = f"looked for {said} in {path}: {seen}" + (
+            found["eod_note"] = f"looked for {candidates} in {path}: {seen}" + (
                 "; name one as eos_token in tokenizer_config.json" if len(present) != 1 else ""
             )
     found["eod"] = found.pop("eos")

@@ -140,20 +140,20 @@ def build_tokenizer(
     ).build()
 
 
-def true_vocab_size(vocab_size: int, asked: int | None) -> int:
+def true_vocab_size(vocab_size: int, wanted: int | None) -> int:
     """Return the rows of real tokens: the tokenizer's size, or --true-vocab-size.
 
     Padding rows come after them, are zero, and take no part in a probability; these do.
     """
-    if asked is None:
+    if wanted is None:
         return vocab_size
-    if asked < vocab_size:
+    if wanted < vocab_size:
         raise ConfigError(
             "the model has fewer rows of vocabulary than the tokenizer has tokens",
-            found=f"--true-vocab-size {asked}, a tokenizer of {vocab_size} tokens",
+            found=f"--true-vocab-size {wanted}, a tokenizer of {vocab_size} tokens",
             fix=f"use at least --true-vocab-size {vocab_size}, or leave it out",
         )
-    return asked
+    return wanted
 
 
 def padded_vocab_size(

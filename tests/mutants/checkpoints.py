@@ -44,7 +44,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "state of other shapes is refused",
             "megatron/optimizer/optimizer.py",
-            "        _check_same_tensors(mine, named)\n",
+            "        _check_same_tensors(own_state, named)\n",
             "",
             "tests/unit/optimizer/test_optimizer.py::test_state_of_another_precision_is_refused",
         ),

@@ -210,9 +210,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "weights that differ between replicas are named",
             "megatron/optimizer/agreement.py",
-            "any(len(other) != len(mine) or other[index] != everyone[0][index] for other in "
+            "any(len(other) != len(own) or other[index] != everyone[0][index] for other in "
             "everyone)",
-            "any(len(other) != len(mine) for other in everyone)",
+            "any(len(other) != len(own) for other in everyone)",
             "tests/distributed/optimizer/test_agreement.py::"
             "test_one_bit_is_found_on_every_rank_and_at_most_five_names_are_given",
         ),
@@ -517,8 +517,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "reported losses are summed over replicas",
             "megatron/engine/tally.py",
-            "both = all_reduce(all_reduce(mine, context.dp), context.pp)",
-            "both = all_reduce(mine, context.pp)",
+            "both = all_reduce(all_reduce(own_sums, context.dp), context.pp)",
+            "both = all_reduce(own_sums, context.pp)",
             "tests/distributed/engine/test_native.py::test_replicas_act_as_one",
         ),
         Mutant(

@@ -103,8 +103,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a rank keeps its share of the model",
             "megatron/preflight/memory.py",
-            "mine = parameters // plan.model_ranks",
-            "mine = parameters",
+            "parameters_of_rank = parameters // plan.model_ranks",
+            "parameters_of_rank = parameters",
             "tests/unit/preflight/test_memory.py::test_ranks_of_one_host_share_its_memory",
         ),
         Mutant(
@@ -155,8 +155,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a failure is told to the other ranks",
             "megatron/program.py",
-            "    for tell in _ON_FAILURE:\n",
-            "    for tell in ():\n",
+            "    for notify in _ON_FAILURE:\n",
+            "    for notify in ():\n",
             "tests/unit/test_program.py::test_others_are_told_of_a_failure_before_the_end",
         ),
         Mutant(
@@ -169,8 +169,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "rank 0 speaks for findings before training",
             "megatron/program.py",
-            "said_elsewhere = isinstance(error, PreflightError) and not log.is_rank_zero()",
-            "said_elsewhere = False",
+            "printed_by_rank0 = isinstance(error, PreflightError) and not log.is_rank_zero()",
+            "printed_by_rank0 = False",
             "tests/unit/test_program.py::test_what_every_rank_finds_is_said_by_rank_zero_alone",
         ),
     ),

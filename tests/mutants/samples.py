@@ -229,8 +229,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a true size below the tokenizer's is refused",
             "megatron/tokenizer/tokenizer.py",
-            "    if asked < vocab_size:\n",
-            "    if asked < 0:\n",
+            "    if wanted < vocab_size:\n",
+            "    if wanted < 0:\n",
             "tests/unit/tokenizer/test_tokenizer.py::"
             "test_a_model_may_have_more_rows_than_the_tokenizer_has_tokens",
         ),

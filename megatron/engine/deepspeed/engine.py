@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         self._batch_options = BatchOptions(config.data, tokenizer)
         with quietly():
             self._deepspeed = start_deepspeed(build.ctx)
-        _say_what_has_no_effect(config, self.plan)
+        _log_flags_without_effect(config, self.plan)
         model = self._build_model()
         self.named: tuple[tuple[str, Parameter], ...] = self._named_of(model)
         mark_tensor_parallel(parameter for _, parameter in self.named)
@@ -203,9 +203,9 @@ class DeepSpeedEngine:
 
         Reduces over the model group.
         """
-        mine = owned_by_this_rank(self.named, self._context)
+        is_own = owned_by_this_rank(self.named, self._context)
         shared = self.plan.stage == 3
-        counted = [self._values(p) for (_, p), here in zip(self.named, mine) if here]
+        counted = [self._values(p) for (_, p), here in zip(self.named, is_own) if here]
         return global_norm(counted, self._context, over_replicas=shared)
 
     def check_replicas(self) -> None:
@@ -275,7 +275,7 @@ def json_for_deepspeed(plan: DeepSpeedPlan) -> dict[str, JsonValue]:
     return copy.deepcopy(dict(plan.json))
 
 
-def _say_what_has_no_effect(config: RunConfig, plan: DeepSpeedPlan) -> None:
+def _log_flags_without_effect(config: RunConfig, plan: DeepSpeedPlan) -> None:
     if config.logging.log_num_zeros_in_grad and plan.stage > 0:
         log.warning(
             "--log-num-zeros-in-grad has no effect with a ZeRO stage above 0: gradients are gone "

@@ -51,8 +51,10 @@ def live_run(
         named: the parameters of this rank under our names.
         own: our optimizer, where it steps instead of DeepSpeed's (stage 0).
     """
-    theirs = {parameter: name for name, parameter in runtime.module.named_parameters()}
-    known = {theirs[p]: _describe(name, p, theirs[p], context) for name, p in named}
+    deepspeed_names = {parameter: name for name, parameter in runtime.module.named_parameters()}
+    described = {
+        deepspeed_names[p]: _describe(name, p, deepspeed_names[p], context) for name, p in named
+    }
     groups = param_groups(named, dimensions=lambda p: len(_shape(p)))
     ordered = [pair for group in groups for pair in group.parameters]
 
@@ -62,14 +64,18 @@ def live_run(
         with _through(runtime, writer), _plain_scale(runtime.optimizer, loss_scale, precision):
             runtime.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
 
-    return Live(known, tuple(theirs[p] for _, p in ordered), write)
+    return Live(described, tuple(deepspeed_names[p] for _, p in ordered), write)
 
 
 def _describe(
-    name: str, parameter: Parameter, theirs: str, context: ParallelContext
+    name: str, parameter: Parameter, deepspeed_name: str, context: ParallelContext
 ) -> KnownParameter:
     return describe_parameter(
-        name, parameter, _shape(parameter), tp=context.tp.size, tied=theirs.startswith(_TIED)
+        name,
+        parameter,
+        _shape(parameter),
+        tp=context.tp.size,
+        tied=deepspeed_name.startswith(_TIED),
     )
 
 

@@ -58,12 +58,12 @@ def import_deepspeed() -> ModuleType:
     problem = version_problem()
     if problem is not None:
         raise problem
-    speaker = logging.getLogger("DeepSpeed")
-    speaker.disabled = True  # its import sets level and stream, and logs
+    logger = logging.getLogger("DeepSpeed")
+    logger.disabled = True  # its import sets level and stream, and logs
     try:
         return importlib.import_module("deepspeed")
     finally:
-        speaker.disabled = False
+        logger.disabled = False
 
 
 @contextmanager
@@ -99,9 +99,9 @@ class _ToOurLog(logging.Handler):
 
 
 def _log_through_ours() -> None:
-    speaker = logging.getLogger("DeepSpeed")
-    speaker.handlers = [_ToOurLog()]
-    speaker.setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.handlers = [_ToOurLog()]
+    logger.setLevel(logging.WARNING)
     # torch 2.13 warns of every call by an old name; DeepSpeed uses no other.
     warnings.filterwarnings("ignore", message=_OLD_NAMES, category=FutureWarning)
 

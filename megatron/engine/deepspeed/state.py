@@ -121,23 +121,26 @@ class ZeroShards:
         for at, (flat, order) in enumerate(zip(flats, orders)):
             offsets = None if is_bf16 else optimizer.round_robin_bit16_offsets[at]
             rank = torch.distributed.get_rank(optimizer.real_dp_process_group[at])
-            mine = ElementRange(rank * flat.numel(), (rank + 1) * flat.numel())
-            yield FlatShard(flat, tuple(self._spans(order, offsets, mine)))
+            own_range = ElementRange(rank * flat.numel(), (rank + 1) * flat.numel())
+            yield FlatShard(flat, tuple(self._spans(order, offsets, own_range)))
 
     def _spans(
-        self, order: Sequence[Parameter], offsets: Sequence[int] | None, mine: ElementRange
+        self, order: Sequence[Parameter], offsets: Sequence[int] | None, own_range: ElementRange
     ) -> Iterator[_Span]:
-        """Yield the overlap of `mine` with each parameter, laid out at `offsets` or end to end."""
+        """Yield the overlap of `own_range` with parameters at `offsets`, or end to end."""
         done = 0
         for at, parameter in enumerate(order):
             begin = done if offsets is None else offsets[at]
             done = begin + parameter.numel()
-            start, stop = max(begin, mine.start), min(done, mine.stop)
+            start, stop = max(begin, own_range.start), min(done, own_range.stop)
             owned = (
                 ElementRange(start - begin, stop - begin) if start < stop else ElementRange(0, 0)
             )
             yield _Span(
-                self._names[parameter], parameter, owned, start - mine.start if owned.size else 0
+                self._names[parameter],
+                parameter,
+                owned,
+                start - own_range.start if owned.size else 0,
             )
 
     def _find_partitioned(self) -> Iterator[FlatShard]:

@@ -99,7 +99,7 @@ def test_silence_ends_the_wait_and_the_last_word_is_said() -> None:
 
 
 def say_what_is_waited_for() -> list[str]:
-    meetings._BEAT_S = meetings._SAY_S = 0.0
+    meetings._BEAT_S = meetings._LOG_S = 0.0
     said: list[str] = []
     meetings.log.info = said.append  # type: ignore[assignment]
     group = world()

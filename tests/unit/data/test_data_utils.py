@@ -78,7 +78,7 @@ def test_each_wrong_path_has_its_own_message(words, message):
 
 
 def test_a_corpus_named_twice_is_announced(capsys, monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     parse_data_path(("1", "a", "2", "a"))
     assert "names a more than once" in capsys.readouterr().err
 
@@ -336,7 +336,7 @@ def test_a_blend_says_its_real_shares_and_epochs_once(tmp_path, capsys):
 def test_a_corpus_too_rare_to_be_drawn_stops_training_and_is_announced_in_evaluation(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     a = write_corpus(tmp_path / "a", [10] * 100)
     b = write_corpus(tmp_path / "b", [10] * 100)
     path = ("1", a, "1e-3", b)

@@ -225,7 +225,7 @@ def test_a_corpus_of_sentences_is_refused_when_its_sidecar_says_so(tmp_path):
 def test_a_corpus_that_may_be_of_sentences_is_announced(tmp_path, capsys, monkeypatch):
     from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
 
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     with MMapIndexedDatasetBuilder(tmp_path / "c") as builder:
         builder.add_document(np.arange(20), [10, 10])
     make(MMapIndexedDataset(tmp_path / "c"), tmp_path)

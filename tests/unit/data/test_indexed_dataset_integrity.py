@@ -121,7 +121,7 @@ def test_a_sidecar_of_another_corpus_of_equal_counts_is_refused(tmp_path):
 
 
 def test_a_corpus_without_checksums_is_read_after_one_warning(prefix, capsys, monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     os.unlink(checksum_file_path(prefix))
     for integrity in DataIntegrity:
         corpus = MMapIndexedDataset(prefix, integrity=integrity)

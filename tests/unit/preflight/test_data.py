@@ -102,7 +102,7 @@ def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
     for content, announced in ((None, False), (b"#version: 0.2\n", True)):
         if content is not None:
             files["merge_file"].write_bytes(content)
-        monkeypatch.setattr(log._SPEAKER, "said", set())
+        monkeypatch.setattr(log._OUTPUT, "warned", set())
         data = dataclasses.replace(asked.config.data, data_path=(str(tmp_path / "c"),))
         config = dataclasses.replace(asked.config, data=data)
         assert not found(rules.corpora_fit_the_tokenizer, dataclasses.replace(asked, config=config))

@@ -162,7 +162,7 @@ def test_copies_are_the_same_wherever_they_lie(prefix, tmp_path):
 def test_validation_on_a_corpus_of_training_is_announced_under_any_name(
     prefix, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     other = write_corpus(tmp_path / "other", [7])
     (tmp_path / "copies").mkdir()
     for suffix in (".bin", ".idx", ".sums"):

@@ -23,7 +23,7 @@ FLAG = "--valid-weighted-split-paths"
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
 
 
 def weighted_data(**paths):

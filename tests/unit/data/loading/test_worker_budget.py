@@ -37,7 +37,7 @@ def test_without_workers_nothing_is_too_much() -> None:
 def test_a_warning_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     monkeypatch.setattr(worker_budget, "usable_cpus", lambda: 1.0)
     for _ in range(2):
         announce_worker_budget(LOAD)

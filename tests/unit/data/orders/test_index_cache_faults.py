@@ -27,7 +27,7 @@ SOON = LeaseTiming(renew_s=0.05, lease_s=0.4, poll_s=0.01, say_s=0.1, give_up_s=
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
 
 
 class NoRoom:

@@ -19,7 +19,7 @@ STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "report_progress":
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
 
 
 def test_a_lock_says_its_holder_while_it_is_held_and_is_gone_afterwards(tmp_path: Path):

@@ -249,7 +249,7 @@ def test_without_a_compiled_module_the_twin_serves_and_says_so(monkeypatch, caps
         INTERFACE = 0
 
     monkeypatch.setattr(sample_maps, "_built", None if built == "none" else Old())
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     sizes, doc_idx = np.array([2, 3], np.int32), np.array([0, 1], np.int32)
     for _ in range(2):
         rows = build_sample_idx(sizes, doc_idx, seq_length=2, num_epochs=1, tokens_per_epoch=5)

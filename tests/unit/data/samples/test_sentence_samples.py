@@ -102,7 +102,7 @@ def test_a_corpus_whose_sidecar_says_document_is_refused(tmp_path):
 
 
 def test_a_corpus_of_one_item_a_document_is_announced(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(log._SPEAKER, "said", set())
+    monkeypatch.setattr(log._OUTPUT, "warned", set())
     corpus = write_sentences(tmp_path / "c", [[5]] * 60)
     make(corpus, tmp_path, rule=dataclasses.replace(RULE, min_sentences=1))
     assert "one item in each of its 60 documents" in capsys.readouterr().err
