@@ -339,8 +339,13 @@ def test_wrong_flags_end_the_program_before_torch_is_imported(prefix: str, tmp_p
     words = [sys.executable, "-X", "importtime", PRETRAIN, *flags]
     ended = run_program(words, cwd=tmp_path, within_s=ENDS_WITHIN_S)
     assert ended.status == ConfigError.exit_code
-    said = ["3 checks failed", "did you mean --num-layers?", "--num-attention-heads 3", "--lr fast"]
-    assert_said(ended.text, said)
+    expected = [
+        "3 checks failed",
+        "did you mean --num-layers?",
+        "--num-attention-heads 3",
+        "--lr fast",
+    ]
+    assert_said(ended.text, expected)
     assert "| torch" not in ended.err
     assert not list(tmp_path.iterdir())
 
@@ -508,8 +513,8 @@ def test_data_that_one_rank_does_not_see_ends_all_and_is_named(
         ended = all_ended(ranks, within_s=ENDS_WITHIN_S)
     assert ended[without].status == DataError.exit_code, ended[without].text
     other = ended[1 - without]
-    said = [f"rank {without} failed, so this rank ends too", "cannot be opened"]
-    assert_refused(other, PeerError, said)
+    expected = [f"rank {without} failed, so this rank ends too", "cannot be opened"]
+    assert_refused(other, PeerError, expected)
     assert f"[rank {1 - without}] ERROR: " in other.err
 
 

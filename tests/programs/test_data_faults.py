@@ -128,8 +128,8 @@ def assert_both_say(ended: list[Ended], status: int, words: str) -> None:
     assert {one.status for one in ended} <= {status, PeerError.exit_code}
     assert status in {one.status for one in ended}
     for one in ended:
-        for said in (words, "Traceback (most recent call last)", "__getitem", "worker"):
-            assert said in one.text, one.text
+        for text in (words, "Traceback (most recent call last)", "__getitem", "worker"):
+            assert text in one.text, one.text
 
 
 def test_ranks_with_other_files_of_weighted_paths_do_not_start(

@@ -56,6 +56,6 @@ def test_all_contradictions_are_one_report(prefix: str, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_is_said_once_with_all_else(
     prefix: str, tmp_path: Path, text: str, words: str
 ) -> None:
-    said = refused(prefix, tmp_path, text, "--hidden-dropout", "0.1", "--overlap-grad-reduce")
-    assert said.count(words) == 1
-    assert "--overlap-grad-reduce with --deepspeed" in said
+    message = refused(prefix, tmp_path, text, "--hidden-dropout", "0.1", "--overlap-grad-reduce")
+    assert message.count(words) == 1
+    assert "--overlap-grad-reduce with --deepspeed" in message

@@ -192,8 +192,8 @@ def test_the_readme_lists_every_example_with_its_variables() -> None:
         )
     }
     assert sorted(rows) == SCRIPTS
-    for name, said in rows.items():
+    for name, row in rows.items():
         script = (EXAMPLES / name).read_text()
         variables = set(re.findall(r"^([A-Z_]+)=\$\{", script, re.M)) - {"PYTHON"}
-        assert set(re.findall(r"`([A-Z_]+)`", said)) == variables, name
+        assert set(re.findall(r"`([A-Z_]+)`", row)) == variables, name
         assert os.access(EXAMPLES / name, os.X_OK), f"{name} cannot be executed"

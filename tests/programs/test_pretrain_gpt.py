@@ -223,18 +223,18 @@ def test_an_exit_interval_ends_a_run_that_then_resumes_and_is_done(
     prefix: str, tmp_path: Path
 ) -> None:
     flags = small_run(prefix, "--save", "save", "--load", "save", "--exit-interval", "3")
-    said = []
+    outputs = []
     for _ in range(3):
         ended = run_program(pretrain_words(*flags), cwd=tmp_path)
         assert ended.status == 0, ended.text
-        said.append(ended.out)
-    assert "save has never held a checkpoint: starting from random weights" in said[0]
-    assert "stopped: exiting program at iteration 3" in said[0]
-    assert "successfully loaded checkpoint from save/iter_0000003" in said[1]
-    assert "stopped: training is complete at iteration 4" in said[1]
-    assert " iteration        4/       4 |" in said[1]
-    assert "stopped: training is complete at iteration 4" in said[2]
-    assert not any(MEGATRON_LINE.match(line) for line in said[2].splitlines())
+        outputs.append(ended.out)
+    assert "save has never held a checkpoint: starting from random weights" in outputs[0]
+    assert "stopped: exiting program at iteration 3" in outputs[0]
+    assert "successfully loaded checkpoint from save/iter_0000003" in outputs[1]
+    assert "stopped: training is complete at iteration 4" in outputs[1]
+    assert " iteration        4/       4 |" in outputs[1]
+    assert "stopped: training is complete at iteration 4" in outputs[2]
+    assert not any(MEGATRON_LINE.match(line) for line in outputs[2].splitlines())
 
 
 FOREVER = ("--train-iters", "1000000", "--eval-iters", "0", "--save", "save")

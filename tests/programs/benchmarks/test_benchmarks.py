@@ -250,10 +250,10 @@ def test_the_data_benchmark_does_only_the_sections_asked_for_and_keeps_its_folde
     flags = [*TINY_DATA, "--folder", str(tmp_path / "kept"), "--only", "samples"]
     for made in (True, False):
         data.main(flags)
-        said = capsys.readouterr().out
-        assert ("made a corpus of 20,000 tokens" in said) == made
-        assert said.count("== ") == 1
-        assert "touched beside off, % more CPU s" in said
+        output = capsys.readouterr().out
+        assert ("made a corpus of 20,000 tokens" in output) == made
+        assert output.count("== ") == 1
+        assert "touched beside off, % more CPU s" in output
 
 
 def test_the_peers_side_of_the_data_benchmark_imports_nothing_of_ours() -> None:

@@ -171,8 +171,8 @@ def test_the_plain_loop_scores_each_token_once_with_all_the_context_that_its_win
     losses = []
     for at in range(1, count):
         start = 0 if at <= length else math.ceil((at - length) / step) * step
-        said = model(tokens[None, start:at])[0, -1].log_softmax(-1)
-        losses.append(-float(said[tokens[at]]))
+        scores = model(tokens[None, start:at])[0, -1].log_softmax(-1)
+        losses.append(-float(scores[tokens[at]]))
     found = plain_loss(model, tokens.tolist(), length=length, step=step, batch=2)
     assert found.tokens == count - 1
     assert found.loss == pytest.approx(math.fsum(losses) / len(losses), rel=SAME)

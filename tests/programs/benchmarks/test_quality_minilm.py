@@ -35,10 +35,10 @@ def test_a_bert_that_is_read_rightly_passes(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     minilm.main(["--folder", str(folder)])
-    said = capsys.readouterr().out
-    assert "the same ids from both tokenizers" in said
-    assert "hidden states: at most" in said
-    assert "the same keys and bits" in said
+    output = capsys.readouterr().out
+    assert "the same ids from both tokenizers" in output
+    assert "hidden states: at most" in output
+    assert "the same keys and bits" in output
 
 
 def test_a_difference_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

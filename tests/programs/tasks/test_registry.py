@@ -17,6 +17,6 @@ def test_every_line_leads_to_a_program(name: str) -> None:
 
 def test_a_missing_package_is_named_when_its_task_is_chosen() -> None:
     lacking = Task("tasks.main:main", "", packages=(("sys", "sys"), ("no_such", "no-such-thing")))
-    with pytest.raises(MachineError, match="needs a package that is not installed") as said:
+    with pytest.raises(MachineError, match="needs a package that is not installed") as raised:
         lacking.load("X")
-    assert "pip install no-such-thing" in str(said.value)
+    assert "pip install no-such-thing" in str(raised.value)

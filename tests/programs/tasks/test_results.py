@@ -12,9 +12,9 @@ from tasks.results import check_output, write_result
 def test_a_place_without_a_folder_is_refused(tmp_path: Path) -> None:
     check_output(None)
     check_output(str(tmp_path / "a.json"))
-    with pytest.raises(ConfigError, match="results cannot be written there") as said:
+    with pytest.raises(ConfigError, match="results cannot be written there") as raised:
         check_output(str(tmp_path / "none" / "a.json"))
-    assert f"there is no folder {tmp_path / 'none'}" in str(said.value.found)
+    assert f"there is no folder {tmp_path / 'none'}" in str(raised.value.found)
     with pytest.raises(ConfigError, match="it is a folder"):
         check_output(str(tmp_path))
 

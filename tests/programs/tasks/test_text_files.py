@@ -16,9 +16,9 @@ def test_a_text_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").touch()
-    with pytest.raises(DataError, match="does not exist") as said:
+    with pytest.raises(DataError, match="does not exist") as raised:
         read_text(tmp_path / "vald.txt")
-    assert "valid.txt" in str(said.value)
+    assert "valid.txt" in str(raised.value)
     with pytest.raises(DataError, match="does not exist"):
         read_text(tmp_path / "no" / "such")
 
@@ -38,18 +38,18 @@ def test_records_are_lines_of_json_and_keep_every_character(tmp_path: Path) -> N
     assert (second.value("label"), second.where) == (3, f"{file}:3")
     with pytest.raises(DataError, match="a field is not a text"):
         second.text("label")
-    with pytest.raises(DataError, match="lacks a field") as said:
+    with pytest.raises(DataError, match="lacks a field") as raised:
         second.value("lable")
-    assert said.value.fix == "call it 'lable', or read 'label' by its flag"
+    assert raised.value.fix == "call it 'lable', or read 'label' by its flag"
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", "5", '"text"'])
 def test_another_line_is_refused_with_its_place(line: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(f"{{}}\n{line}\n")
-    with pytest.raises(DataError, match="a line is not a JSON object") as said:
+    with pytest.raises(DataError, match="a line is not a JSON object") as raised:
         read_records([str(file)])
-    assert f"{file}:2" in str(said.value.found)
+    assert f"{file}:2" in str(raised.value.found)
 
 
 def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:

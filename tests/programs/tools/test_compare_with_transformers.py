@@ -120,13 +120,13 @@ def test_an_export_that_computes_something_else_fails(tmp_path: Path) -> None:
 
 def test_without_transformers_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, folder = exported("gpt2", tmp_path)
-    real, said = importlib.util.find_spec, []
+    real, messages = importlib.util.find_spec, []
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
     )
-    monkeypatch.setattr(log, "warning", said.append)
+    monkeypatch.setattr(log, "warning", messages.append)
     with ShardedSource(ours) as source:
         assert check_export(source, folder) is None
-    assert "were not compared" in said[0]
+    assert "were not compared" in messages[0]
     with pytest.raises(ConfigError, match="nothing to compare with"):
         main(["--load", str(ours), "--huggingface", str(folder)])

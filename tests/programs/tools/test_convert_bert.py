@@ -57,8 +57,8 @@ def test_programs_for_other_models_say_both_kinds(folder: Path, tmp_path: Path) 
     written = (tmp_path / "gpt2", "--format", "huggingface")
     done = tool("convert_checkpoint", "--load", folder, "--save", *written, "--family", "gpt2")
     assert done.status == 66, done.text
-    told = "holds a BERT (kind bert), and the family gpt2 takes a GPT (kind gpt)"
-    assert told in done.text
+    message = "holds a BERT (kind bert), and the family gpt2 takes a GPT (kind gpt)"
+    assert message in done.text
     done = tool("generate_text", "--load", folder, "--prompt", "the", "--device", "cpu")
     assert done.status == 66, done.text
     assert "holds a BERT (kind bert), and this program takes a GPT (kind gpt)" in done.text

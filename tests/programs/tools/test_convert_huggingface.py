@@ -55,13 +55,13 @@ def test_there_and_back_and_text_from_both(folder: Path, tmp_path: Path) -> None
     ids = tokenizer(PROMPT, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     for load in (ours, back):
-        said = run_program(
+        output = run_program(
             [sys.executable, GENERATE, "--load", str(load), "--prompt", PROMPT, "--greedy",
              "--num-tokens", "8", "--json", "--device", "cpu"],
             cwd=ROOT,
         )  # fmt: skip
-        assert said.status == 0, said.text
-        line = next(line for line in said.out.splitlines() if line.startswith("{"))
+        assert output.status == 0, output.text
+        line = next(line for line in output.out.splitlines() if line.startswith("{"))
         assert json.loads(line)["tokens"] == expected[0, ids["input_ids"].shape[1] :].tolist()
 
 

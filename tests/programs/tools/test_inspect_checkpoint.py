@@ -192,10 +192,12 @@ def test_what_any_format_holds_is_told_alike(tmp_path, monkeypatch, capsys, name
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["inspect", str(tmp_path / "to"), "--verify"])
     inspect_checkpoint.main()
-    told = capsys.readouterr().out
-    assert "    layers.1.mlp.fc2.weight  F32 [8, 32]  1,024" in told
-    assert ("      layers.1.mlp.fc2.weight  F32 [8, 32]  1,024" in told) == (name != "huggingface")
-    assert "verified" in told
+    output = capsys.readouterr().out
+    assert "    layers.1.mlp.fc2.weight  F32 [8, 32]  1,024" in output
+    assert ("      layers.1.mlp.fc2.weight  F32 [8, 32]  1,024" in output) == (
+        name != "huggingface"
+    )
+    assert "verified" in output
 
 
 def test_a_folder_of_something_else_is_said(tmp_path):

@@ -52,7 +52,7 @@ def flip(path: str, at: int) -> None:
 
 def test_it_says_what_a_corpus_holds(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([prefix])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         f"{prefix}.bin  34 bytes",
         "3 items in 3 documents, 17 tokens of uint16",
@@ -61,16 +61,16 @@ def test_it_says_what_a_corpus_holds(prefix: str, capsys: pytest.CaptureFixture[
         'tokenizer_type: "ByteTokenizer"',
         "checksums: 1 blocks of 262,144 bytes, pair id ",
     ):
-        assert text in said
+        assert text in output
 
 
 def test_samples_are_text_with_a_tokenizer_and_ids_without(
     prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([prefix, "--sample", "5", *BYTES])
-    said = capsys.readouterr().out
-    assert 'item 0 (6 tokens): "first<|endoftext|>"' in said
-    assert 'item 2 (11 tokens): "zweites \u00e9<|endoftext|>"' in said
+    output = capsys.readouterr().out
+    assert 'item 0 (6 tokens): "first<|endoftext|>"' in output
+    assert 'item 2 (11 tokens): "zweites \u00e9<|endoftext|>"' in output
     main([prefix, "--sample", "1"])
     assert f"item 0 (6 tokens): {tokens_of('first')}" in capsys.readouterr().out
 
@@ -110,9 +110,9 @@ def test_a_corpus_without_checksums_cannot_be_verified(
     bare: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([bare])
-    said = capsys.readouterr().out
-    assert "no sidecar; by its borders each item is a document" in said
-    assert "no checksums: changed tokens cannot be found" in said
+    output = capsys.readouterr().out
+    assert "no sidecar; by its borders each item is a document" in output
+    assert "no checksums: changed tokens cannot be found" in output
     with pytest.raises(DataError, match="has no checksums, so its tokens cannot be verified"):
         main([bare, "--verify"])
 

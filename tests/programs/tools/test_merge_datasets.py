@@ -89,11 +89,11 @@ def test_progress_and_the_result_are_said(
     parts = [corpus(tmp_path, "a", ["one"]), corpus(tmp_path, "b", ["three"])]
     capsys.readouterr()
     merge([*parts, parts[0]], tmp_path / "out")
-    said = capsys.readouterr()
-    assert f"2 of 3 | 10 bytes | {parts[1]}" in said.out
-    assert "merged 3 corpora into 3 documents, 3 items, 11 tokens" in said.out
-    assert f"--data-path {tmp_path / 'out'}" in said.out
-    assert f"{parts[0]} is merged 2 times over" in said.err
+    printed = capsys.readouterr()
+    assert f"2 of 3 | 10 bytes | {parts[1]}" in printed.out
+    assert "merged 3 corpora into 3 documents, 3 items, 11 tokens" in printed.out
+    assert f"--data-path {tmp_path / 'out'}" in printed.out
+    assert f"{parts[0]} is merged 2 times over" in printed.err
 
 
 def test_the_output_may_not_be_an_input_by_name_or_by_link(tmp_path: Path) -> None:

@@ -67,10 +67,10 @@ def test_each_document_is_an_item_ended_by_its_token(
     assert texts_of(tmp_path / "new" / "out") == [
         "first<|endoftext|>", "zweites \u00e9<|endoftext|>",
     ]  # fmt: skip
-    said = capsys.readouterr().out
-    assert f"--data-path {tmp_path}/new/out_text_document" in said
-    assert "dropped 1 documents" in said
-    assert ["text", "2", "2", "17", "34"] in [line.split() for line in said.splitlines()]
+    output = capsys.readouterr().out
+    assert f"--data-path {tmp_path}/new/out_text_document" in output
+    assert "dropped 1 documents" in output
+    assert ["text", "2", "2", "17", "34"] in [line.split() for line in output.splitlines()]
     metadata = json.loads((tmp_path / "new" / "out_text_document.meta.json").read_text())
     assert metadata["tokenizer_type"] == "ByteTokenizer"
     assert (metadata["eod"], metadata["num_tokens"]) == (256, 17)
@@ -165,12 +165,12 @@ def test_bad_lines_are_skipped_counted_and_named_when_that_is_asked_for(
     flags = ("--on-bad-line", "skip", "--workers", workers, "--chunk-size", "3")
     preprocess(source, tmp_path / "out", *BYTES, *flags)
     assert texts_of(tmp_path / "out") == ["first", "last"]
-    said = capsys.readouterr().err
-    assert "skipped 7 bad lines" in said
+    output = capsys.readouterr().err
+    assert "skipped 7 bad lines" in output
     for _, place, problem in BAD_LINES[:5]:
-        assert any(f"{source}:{place}" in line and problem in line for line in said.splitlines())
-    assert "and 2 more" in said
-    assert f"{source}:7" not in said
+        assert any(f"{source}:{place}" in line and problem in line for line in output.splitlines())
+    assert "and 2 more" in output
+    assert f"{source}:7" not in output
 
 
 def test_bad_lines_leave_several_keys_aligned(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def test_only_the_answers_and_their_ends_are_learned(
     assert corpus.lengths[0] == tokens
     assert corpus.tokens.metadata is not None
     assert corpus.tokens.metadata.eod == 256
-    said = capsys.readouterr()
-    assert "2 dialogues, " in said.out
-    assert said.out.splitlines()[-1] == str(tmp_path / "new" / "out")
-    assert ("spells '<|im_end|>' with 10 tokens" in said.err) == (template == "chatml")
+    printed = capsys.readouterr()
+    assert "2 dialogues, " in printed.out
+    assert printed.out.splitlines()[-1] == str(tmp_path / "new" / "out")
+    assert ("spells '<|im_end|>' with 10 tokens" in printed.err) == (template == "chatml")
 
 
 def test_compressed_input_and_another_key(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_bad_lines_can_be_left_out_and_are_counted(
     source = write_lines(tmp_path / "a.jsonl", [*rows, {"messages": GOOD}])
     preprocess(source, tmp_path / "out", *BYTES, "--on-bad-line", "skip")
     assert learned_texts(tmp_path / "out") == ["Hello \u00e9<|im_end|>"]
-    said = capsys.readouterr().err
-    assert "left out 5 lines" in said
-    assert f"{source}:1" in said
+    output = capsys.readouterr().err
+    assert "left out 5 lines" in output
+    assert f"{source}:1" in output
 
 
 def test_nothing_but_bad_lines_is_an_error(tmp_path: Path) -> None:

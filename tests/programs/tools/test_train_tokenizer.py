@@ -45,11 +45,11 @@ def test_a_small_text_says_how_many_pieces_it_gave(
     text = tmp_path / "a.txt"
     text.write_text("ab ab ab")
     main(["--input", str(text), "--output", str(tmp_path), "--vocab-size", "1000"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     size = build_tokenizer(
         tokenizer_type="HFTokenizer", tokenizer_name_or_path=str(tmp_path)
     ).vocab_size
-    assert f"too small for --vocab-size 1000: the vocabulary has {size}" in said
+    assert f"too small for --vocab-size 1000: the vocabulary has {size}" in output
     assert 256 < size < 270
 
 

@@ -44,15 +44,15 @@ def asked(folder: str, grid: dict[str, int]) -> dict[str, Any]:
         "truncated": adapter.truncated,
     }
     if "pipeline_model_parallel_size" not in grid:
-        wishes = {"until": ["\n", "t"], "max_gen_toks": 8}
+        settings = {"until": ["\n", "t"], "max_gen_toks": 8}
         found["written"] = adapter.generate_until(
             requests(
                 "generate_until",
                 [
-                    ("the cat ", wishes),
+                    ("the cat ", settings),
                     ("", {"max_gen_toks": 4}),
                     ("a dog", {"max_gen_toks": 6, "do_sample": True, "temperature": 0.9}),
-                    ("it was " * 9, wishes),
+                    ("it was " * 9, settings),
                 ],
             )
         )
@@ -74,8 +74,8 @@ def test_every_grid_answers_alike(checkpoint: str) -> None:
     assert "t" not in alone["written"][0]
     for grid in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
         for found in run_on_ranks(2, asked, checkpoint, grid):
-            for (mine, greedy), (theirs, expected) in zip(found["pairs"], alone["pairs"]):
-                assert mine == pytest.approx(theirs, rel=SAME)
+            for (actual, greedy), (reference, expected) in zip(found["pairs"], alone["pairs"]):
+                assert actual == pytest.approx(reference, rel=SAME)
                 assert greedy == expected
             assert found["texts"] == pytest.approx(alone["texts"], rel=SAME)
             assert found.get("written", alone["written"]) == alone["written"]
@@ -84,12 +84,12 @@ def test_every_grid_answers_alike(checkpoint: str) -> None:
 @pytest.mark.parametrize(("count", "length"), [(1, 4), (4, 4), (9, 4), (12, 5), (3, 1)])
 def test_windows_are_those_of_the_harness(count: int, length: int) -> None:
     tokens = list(range(100, 100 + count))
-    theirs = [
+    reference = [
         make_disjoint_window(pair)
         for pair in get_rolling_token_windows(tokens, 7, max_seq_len=length, context_len=1)
     ]
     ours = rolling_windows(tokens, prefix=7, length=length)
-    assert [(list(r.tokens[: r.first]), list(r.tokens[r.first :])) for r in ours] == theirs
+    assert [(list(r.tokens[: r.first]), list(r.tokens[r.first :])) for r in ours] == reference
 
 
 class FakeScorer:
@@ -169,9 +169,9 @@ def test_messages_are_written_as_they_were_learned() -> None:
 
 
 def test_messages_without_a_template_that_can_write_them_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no template was chosen") as said:
+    with pytest.raises(ConfigError, match="no template was chosen") as raised:
         templated(None).apply_chat_template(TURNS)
-    assert said.value.fix == "add --apply-chat-template chatml"
+    assert raised.value.fix == "add --apply-chat-template chatml"
     assert templated(PLAIN).apply_chat_template(TURNS[:2]).endswith("### Assistant:\n")
     with pytest.raises(ConfigError, match="ends answers with a token that is no text"):
         templated(PLAIN).apply_chat_template(TURNS)

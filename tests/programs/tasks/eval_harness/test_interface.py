@@ -28,9 +28,9 @@ def test_another_signature_is_seen() -> None:
         @abc.abstractmethod
         def score_all(self) -> None: ...
 
-    with pytest.raises(MachineError, match="calls models in another way") as said:
+    with pytest.raises(MachineError, match="calls models in another way") as raised:
         check_interface(Changed)
-    assert "score_all is new" in str(said.value)
-    assert "tok_encode(self, string), expected" in str(said.value)
+    assert "score_all is new" in str(raised.value)
+    assert "tok_encode(self, string), expected" in str(raised.value)
     with pytest.raises(MachineError, match="eot_token_id is gone"):
         check_interface(type("Empty", (), {}))

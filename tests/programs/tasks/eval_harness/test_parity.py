@@ -104,10 +104,10 @@ class OneAtATime(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         found = []
-        for _, given, said in requests:
-            tokens = [*given, *said][-LENGTH - 1 :]
-            logits = self.model(torch.tensor([tokens[:-1]])).logits[0, -len(said) :]
-            scores, wanted = logits.log_softmax(-1), torch.tensor(said)
+        for _, given, continuation in requests:
+            tokens = [*given, *continuation][-LENGTH - 1 :]
+            logits = self.model(torch.tensor([tokens[:-1]])).logits[0, -len(continuation) :]
+            scores, wanted = logits.log_softmax(-1), torch.tensor(continuation)
             total = float(scores.gather(1, wanted.unsqueeze(1)).sum())
             found.append((total, bool((scores.argmax(-1) == wanted).all())))
         return found
@@ -125,15 +125,15 @@ class OneAtATime(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     @torch.no_grad()
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         texts = []
-        for context, wishes in (request.args for request in requests):
-            new = wishes["max_gen_toks"]
+        for context, settings in (request.args for request in requests):
+            new = settings["max_gen_toks"]
             prompt = torch.tensor([self.tok_encode(context)[-(LENGTH - new) :]])
             out = self.model.generate(
                 prompt, max_new_tokens=new, do_sample=False, eos_token_id=self.eot_token_id,
                 pad_token_id=self.eot_token_id,
             )  # fmt: skip
             text = self.inner.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
-            for stop in wishes["until"]:
+            for stop in settings["until"]:
                 text = text.split(stop)[0]
             texts.append(text)
         return texts
@@ -205,17 +205,17 @@ def test_the_harness_hears_what_transformers_says(
         task_manager=manager,
         bootstrap_iters=0,
     )
-    theirs = responses(expected)
+    reference = responses(expected)
     for ranks, grid in ((2, ["--tensor-model-parallel-size", 2]), (2, [])):
         found = asked(ranks, models, tasks, tmp_path / "out", "--tasks", ",".join(TASKS), *grid)
         ours = responses(found)
-        for mine, other in zip(ours["t_choice"], theirs["t_choice"], strict=True):
-            for (score, greedy), (value, is_greedy) in zip(mine, other, strict=True):
+        for actual, other in zip(ours["t_choice"], reference["t_choice"], strict=True):
+            for (score, greedy), (value, is_greedy) in zip(actual, other, strict=True):
                 assert score == pytest.approx(value, abs=5 * PER_TOKEN)  # at most five tokens
                 assert greedy == is_greedy
-        for (score,), (value,), text in zip(ours["t_rolling"], theirs["t_rolling"], TEXTS):
+        for (score,), (value,), text in zip(ours["t_rolling"], reference["t_rolling"], TEXTS):
             assert score == pytest.approx(value, abs=len(text.split()) * PER_TOKEN)
-        assert ours["t_writing"] == theirs["t_writing"]
+        assert ours["t_writing"] == reference["t_writing"]
         for name, metrics in expected["results"].items():
             for metric, value in metrics.items():
                 if isinstance(value, float):
@@ -236,9 +236,9 @@ def test_the_harness_agrees_with_our_own_evaluator(
     assert choice["acc"] == metrics["acc,none"]
     assert choice["acc_norm"] == metrics["acc_norm,none"]
     samples = sorted(found["samples"]["t_choice"], key=lambda one: one["doc_id"])
-    for mine, sample in zip(choice["log_likelihoods"], samples, strict=True):
+    for scores, sample in zip(choice["log_likelihoods"], samples, strict=True):
         values = [value for value, _ in sample["filtered_resps"]]
-        assert mine == pytest.approx(values, abs=5 * PER_TOKEN)
+        assert scores == pytest.approx(values, abs=5 * PER_TOKEN)
     # A text in one window, given the end of a document; and given its own first word.
     lines, text = tmp_path / "lines.jsonl", tmp_path / "text.txt"
     first, rest = TEXTS[0][:3], TEXTS[0][3:]

@@ -71,7 +71,7 @@ def test_a_task_of_local_files_is_evaluated_on_two_ranks_as_on_one(
 
 
 def test_a_task_that_is_not_there_is_refused(folder: Path) -> None:
-    (said,) = run_on_ranks(1, evaluate, words_of(folder, "--tasks", "tiny_chice"))
-    assert "the harness has no such task" in said
-    assert "did you mean tiny_choice?" in said
-    assert "--include-path" in said
+    (message,) = run_on_ranks(1, evaluate, words_of(folder, "--tasks", "tiny_chice"))
+    assert "the harness has no such task" in message
+    assert "did you mean tiny_choice?" in message
+    assert "--include-path" in message

@@ -8,43 +8,43 @@ from tasks.eval_harness.writing import MOST_NEW, fitting, generation_request
 
 
 def test_without_words_it_is_greedy() -> None:
-    wishes = generation_request({})
-    assert wishes.params == SamplingParams(greedy=True)
-    assert (wishes.until, wishes.new_tokens) == ((), MOST_NEW)
+    settings = generation_request({})
+    assert settings.params == SamplingParams(greedy=True)
+    assert (settings.until, settings.new_tokens) == ((), MOST_NEW)
     usual = generation_request({"until": ["\n\n"], "do_sample": False, "temperature": 0.0})
     assert usual.params.greedy
     assert generation_request({"do_sample": True, "temperature": 0.0}).params.greedy
 
 
 def test_chance_is_as_bold_as_asked() -> None:
-    asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "max_new_tokens": 7}
-    wishes = generation_request(asked)
-    assert wishes.params == SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
-    assert wishes.new_tokens == 7
+    given = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "max_new_tokens": 7}
+    settings = generation_request(given)
+    assert settings.params == SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
+    assert settings.new_tokens == 7
     assert generation_request({"temperature": 0.5}).params == SamplingParams(temperature=0.5)
     assert generation_request({"do_sample": True}).params == SamplingParams()
 
 
 def test_a_text_ends_before_the_first_of_its_stops() -> None:
-    wishes = generation_request({"until": ["\n", "b"]})
-    assert wishes.cut("aab\nc") == "aa"
-    assert wishes.is_over("ab")
-    assert not wishes.is_over("aa")
+    settings = generation_request({"until": ["\n", "b"]})
+    assert settings.cut("aab\nc") == "aa"
+    assert settings.is_over("ab")
+    assert not settings.is_over("aa")
     assert generation_request({"until": "stop"}).until == ("stop",)
     assert generation_request({"until": [""]}).cut("abc") == "abc"
 
 
 def test_wishes_that_are_not_known_are_refused() -> None:
-    with pytest.raises(ConfigError, match="write in a way that is not here") as said:
+    with pytest.raises(ConfigError, match="write in a way that is not here") as raised:
         generation_request({"num_beams": 4, "until": []})
-    assert said.value.found == "num_beams=4"
-    assert "--gen-kwargs" in said.value.fix
+    assert raised.value.found == "num_beams=4"
+    assert "--gen-kwargs" in raised.value.fix
 
 
 def test_a_context_leaves_room_for_what_is_written() -> None:
-    wishes = generation_request({"max_gen_toks": 3})
-    assert fitting([1, 2, 3, 4, 5], wishes, 6) == [3, 4, 5]
-    assert fitting([1], wishes, 6) == [1]
-    with pytest.raises(DataError, match="longer texts than the model can write") as said:
-        fitting([1], wishes, 3)
-    assert said.value.fix == "add --gen-kwargs max_gen_toks=1"
+    settings = generation_request({"max_gen_toks": 3})
+    assert fitting([1, 2, 3, 4, 5], settings, 6) == [3, 4, 5]
+    assert fitting([1], settings, 6) == [1]
+    with pytest.raises(DataError, match="longer texts than the model can write") as raised:
+        fitting([1], settings, 3)
+    assert raised.value.fix == "add --gen-kwargs max_gen_toks=1"

@@ -107,7 +107,9 @@ def read(output: Path) -> dict[str, Any]:
 def scores_of(file: Path) -> list[tuple[str, str, list[float]]]:
     """uid, prediction and scores of each line of predictions."""
     lines = [line.split("\t") for line in file.read_text().splitlines()[1:]]
-    return [(uid, said, [float(x) for x in scores.split()]) for uid, said, scores, *_ in lines]
+    return [
+        (uid, decision, [float(x) for x in scores.split()]) for uid, decision, scores, *_ in lines
+    ]
 
 
 def finetune_and_fail(argv: Sequence[str]) -> str:

@@ -53,9 +53,9 @@ def test_scores_are_those_of_the_native_engine(
     spread = max(scores[0] for _, _, scores in expected) - min(s[0] for _, _, s in expected)
     for of in engines:
         assert read(tmp_path / f"{of}.json") == native
-        for mine, theirs in zip(scores_of(tmp_path / f"{of}.tsv"), expected, strict=True):
-            assert mine[:2] == theirs[:2]
-            assert mine[2] == pytest.approx(theirs[2], rel=FP32, abs=FP32 * spread)
+        for actual, reference in zip(scores_of(tmp_path / f"{of}.tsv"), expected, strict=True):
+            assert actual[:2] == reference[:2]
+            assert actual[2] == pytest.approx(reference[2], rel=FP32, abs=FP32 * spread)
 
 
 @pytest.mark.slow
@@ -89,8 +89,8 @@ def test_the_best_epoch_is_judged_again_by_either_engine(
     expected = scores_of(tmp_path / "a.tsv")
     for name in "bc":
         assert read(tmp_path / f"{name}.json")["accuracy"] == read(tmp_path / "a.json")["accuracy"]
-        for mine, theirs in zip(scores_of(tmp_path / f"{name}.tsv"), expected, strict=True):
-            assert mine[2] == pytest.approx(theirs[2], rel=FP32, abs=FP32)
+        for actual, reference in zip(scores_of(tmp_path / f"{name}.tsv"), expected, strict=True):
+            assert actual[2] == pytest.approx(reference[2], rel=FP32, abs=FP32)
 
 
 def test_what_it_cannot_do_is_refused_by_name(prepared: Prepared) -> None:
@@ -105,5 +105,5 @@ def test_what_it_cannot_do_is_refused_by_name(prepared: Prepared) -> None:
         ({"deepspeed": True, "checkpoint_format": "deepspeed"}, "saves in our own format alone"),
     ]
     for flags, words in cases:
-        said = said_of(words_of(prepared, **(FLAGS | flags)))
-        assert words in said.replace("-", "_") or words in said, said
+        message = said_of(words_of(prepared, **(FLAGS | flags)))
+        assert words in message.replace("-", "_") or words in message, message

@@ -101,11 +101,11 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_what_is_not_alike_is_not_joined(what: str) -> None:
     check_alike([predictions("a", 0), predictions("b", 1)], QUESTION)
-    with pytest.raises(DataError, match=f"predictions are of different {what}\n") as said:
+    with pytest.raises(DataError, match=f"predictions are of different {what}\n") as raised:
         check_alike([predictions("a", 0), DIFFERENT[what]], QUESTION)
-    assert "b" in str(said.value.found)
+    assert "b" in str(raised.value.found)
     if DIFFERENT[what].rows[1:2] != predictions("b", 1).rows[1:2]:
-        assert "a:3: " in str(said.value.found)  # the line, with the header as the first
+        assert "a:3: " in str(raised.value.found)  # the line, with the header as the first
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("inf")]])

@@ -44,8 +44,10 @@ def test_two_files_are_joined_and_judged(tmp_path: Path) -> None:
     assert [model["accuracy"] for model in found["models"]] == [0.5, 0.5]
     assert (found["task"], found["examples"]) == ("RTE", 4)
     joined = read_predictions(out / "predictions.tsv")
-    said = [line.split("\t")[1] for line in (out / "predictions.tsv").read_text().splitlines()[1:]]
-    assert said == [RTE.answers[answer] for answer in TRUE]
+    decisions = [
+        line.split("\t")[1] for line in (out / "predictions.tsv").read_text().splitlines()[1:]
+    ]
+    assert decisions == [RTE.answers[answer] for answer in TRUE]
     # What it writes may be joined again: with its first model, that one counts for more.
     again = tmp_path / "again.json"
     run("--paths", out, folders[0], "--weights", 1, 20, "--output", again)

@@ -39,9 +39,9 @@ def test_the_scripts_of_megatron_are_understood(capsys: pytest.CaptureFixture[st
     assert (own.epochs, own.pretrained_checkpoint) == (5, "p")
     assert config.training.activations.method is not None
     assert (config.schedule.lr_warmup_fraction, config.optimizer.weight_decay) == (0.065, 0.1)
-    said = capsys.readouterr().out
-    assert "--eval-interval has no effect here" in said
-    assert "--eval-iters has no effect here" in said
+    output = capsys.readouterr().out
+    assert "--eval-interval has no effect here" in output
+    assert "--eval-iters has no effect here" in output
     own, config = read("RACE", RACE)
     assert own.train_data == ["R/train/middle", "R/train/high"]
     assert config.tokenizer.tokenizer_type == "BertWordPieceLowerCase"
@@ -49,14 +49,14 @@ def test_the_scripts_of_megatron_are_understood(capsys: pytest.CaptureFixture[st
 
 def test_older_spellings_are_named_with_their_successors() -> None:
     old = ["--batch-size", "8", "--model-parallel-size", "1", "--warmup", "0.065"]
-    with pytest.raises(PreflightError) as said:
+    with pytest.raises(PreflightError) as raised:
         read("MNLI", MNLI, *old)
     for successor in (
         "--micro-batch-size",
         "--tensor-model-parallel-size",
         "--lr-warmup-fraction",
     ):
-        assert f"use {successor}" in str(said.value)
+        assert f"use {successor}" in str(raised.value)
 
 
 def test_keep_last_is_megatrons_alone_and_ours_with_a_number(
@@ -70,10 +70,10 @@ def test_keep_last_is_megatrons_alone_and_ours_with_a_number(
 
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_means_nothing_here_is_refused_with_what_does(flag: str) -> None:
-    with pytest.raises(PreflightError, match="means nothing for fine-tuning") as said:
+    with pytest.raises(PreflightError, match="means nothing for fine-tuning") as raised:
         read("MNLI", MNLI, flag)
-    assert f"found: {flag}" in str(said.value)
-    assert REFUSED[flag] in str(said.value)
+    assert f"found: {flag}" in str(raised.value)
+    assert REFUSED[flag] in str(raised.value)
     assert flag not in NO_EFFECT
     with pytest.raises(PreflightError, match="means nothing for fine-tuning"):
         read("MNLI", MNLI, f"{flag}=1")
@@ -110,7 +110,7 @@ def test_a_curriculum_of_deepspeeds_json_is_refused_as_one_of_flags_is(tmp_path:
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(PreflightError) as said:
+    with pytest.raises(PreflightError) as raised:
         read_flags("RTE", ["--epochs", "-1", "--train-iters", "3"])
     for problem in ("epochs are negative", "there is nothing to judge by", "--train-iters"):
-        assert problem in str(said.value)
+        assert problem in str(raised.value)

@@ -66,30 +66,32 @@ def test_every_task_of_glue_is_there() -> None:
 
 
 def wrong(folder: Path, name: str, *lines: str, file: str = "dev.tsv") -> str:
-    with pytest.raises(DataError) as said:
+    with pytest.raises(DataError) as raised:
         read_glue(TASKS[name], write(folder, *lines, name=file))
-    return str(said.value)
+    return str(raised.value)
 
 
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path: Path) -> None:
     header = "index\tsentence1\tsentence2\tlabel"
-    said = wrong(tmp_path, "RTE", "index\tsentence_1\tsentence2\tlabel", "0\tA.\tB.\tentailment")
-    assert "a file lacks a column of its task" in said
-    assert "wanted sentence1; nearest: sentence_1" in said
-    said = wrong(tmp_path, "RTE", header, "0\tA.\tB.\tentails")
-    assert "a label is not one of its task" in said
-    assert "dev.tsv:2: 'entails'; wanted one of entailment, not_entailment; nearest: entail" in said
-    said = wrong(tmp_path, "RTE", header, "0\tA.\t \tentailment")
-    assert "an example has an empty text" in said
-    assert "dev.tsv:2: nothing in column sentence2" in said
-    said = wrong(tmp_path, "RTE", header, "0\tA.\tB.\tC.\tentailment")
-    assert "a line has another number of columns than the file's header" in said
-    assert "5 columns, wanted 4" in said
+    message = wrong(tmp_path, "RTE", "index\tsentence_1\tsentence2\tlabel", "0\tA.\tB.\tentailment")
+    assert "a file lacks a column of its task" in message
+    assert "wanted sentence1; nearest: sentence_1" in message
+    message = wrong(tmp_path, "RTE", header, "0\tA.\tB.\tentails")
+    assert "a label is not one of its task" in message
+    assert (
+        "dev.tsv:2: 'entails'; wanted one of entailment, not_entailment; nearest: entail" in message
+    )
+    message = wrong(tmp_path, "RTE", header, "0\tA.\t \tentailment")
+    assert "an example has an empty text" in message
+    assert "dev.tsv:2: nothing in column sentence2" in message
+    message = wrong(tmp_path, "RTE", header, "0\tA.\tB.\tC.\tentailment")
+    assert "a line has another number of columns than the file's header" in message
+    assert "5 columns, wanted 4" in message
     assert "there is no example" in wrong(tmp_path, "RTE", header)
     for grade in ("much", "-1", "5.5", "nan"):
-        said = wrong(tmp_path, "STS-B", "sentence1\tsentence2\tscore", f"A.\tB.\t{grade}")
-        assert "a grade is not a number of its task" in said
-        assert f"'{grade}'; wanted 0 to 5" in said
+        message = wrong(tmp_path, "STS-B", "sentence1\tsentence2\tscore", f"A.\tB.\t{grade}")
+        assert "a grade is not a number of its task" in message
+        assert f"'{grade}'; wanted 0 to 5" in message
     for line in ("{", "[1]"):
         assert "a line is not a JSON object" in wrong(tmp_path, "SNLI", line, file="dev.jsonl")
     row = json.dumps({"sentence1": "A.", "sentence2": "B.", "gold_label": 0})
@@ -98,9 +100,9 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path: Path) -> None:
 
 def test_training_needs_labels(tmp_path: Path) -> None:
     files = write(tmp_path, "index\tsentence1\tsentence2\tgold_label", "0\tA.\tB.\tneutral")
-    with pytest.raises(DataError, match="a file lacks a column of its task") as said:
+    with pytest.raises(DataError, match="a file lacks a column of its task") as raised:
         read_glue(TASKS["RTE"], files, needs_labels=True)
-    assert "wanted label; nearest: gold_label" in str(said.value)
+    assert "wanted label; nearest: gold_label" in str(raised.value)
     row = {"sentence1": "A.", "sentence2": "B.", "gold_label": None}
     files = write(tmp_path, json.dumps(row), name="train.jsonl")
     assert read_glue(TASKS["SNLI"], files)[0].label is None

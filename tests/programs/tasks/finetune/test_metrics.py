@@ -9,10 +9,10 @@ from tasks.finetune.metrics import METRICS
 
 
 def test_the_metrics_are_those_of_their_names() -> None:
-    true, said = [1, 0, 1, 1], [1, 0, 0, 1]
-    assert METRICS["accuracy"](true, said) == 0.75
-    assert METRICS["f1"](true, said) == pytest.approx(2 * 1.0 * (2 / 3) / (1 + 2 / 3))
-    assert METRICS["matthews"](true, said) == pytest.approx(2 / math.sqrt(3 * 2 * 1 * 2))
+    true, decided = [1, 0, 1, 1], [1, 0, 0, 1]
+    assert METRICS["accuracy"](true, decided) == 0.75
+    assert METRICS["f1"](true, decided) == pytest.approx(2 * 1.0 * (2 / 3) / (1 + 2 / 3))
+    assert METRICS["matthews"](true, decided) == pytest.approx(2 / math.sqrt(3 * 2 * 1 * 2))
     assert METRICS["pearson"]([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
     assert METRICS["spearman"]([1, 2, 3], [1, 4, 2]) == pytest.approx(0.5)
 

@@ -33,10 +33,10 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text(written("RTE", QUESTION, rows))
     found = read_predictions(tmp_path / "a.tsv")
     assert (found.task, found.answers) == ("RTE", ("no", "yes"))
-    for mine, row in zip(found.rows, rows, strict=True):
-        assert mine[:4] == row[:4]
-        assert mine.scores == pytest.approx(row.scores, rel=DIGITS)
-        assert mine.probabilities == pytest.approx(softmax(row.scores), rel=DIGITS)
+    for own, row in zip(found.rows, rows, strict=True):
+        assert own[:4] == row[:4]
+        assert own.scores == pytest.approx(row.scores, rel=DIGITS)
+        assert own.probabilities == pytest.approx(softmax(row.scores), rel=DIGITS)
     assert [row.label for row in found.rows] == ["yes", ""]
     assert [row.uid for row in found.rows] == ["7", "8 9"]
     assert [decision_of(QUESTION, row) for row in found.rows] == [1.0, 0.0]
@@ -85,8 +85,8 @@ def test_what_is_no_file_of_predictions_is_refused(problem: str, tmp_path: Path)
     if text is not None:
         assert text != GOOD
         (tmp_path / "a.tsv").write_text(text)
-    with pytest.raises(DataError, match=problem) as said:
+    with pytest.raises(DataError, match=problem) as raised:
         read_predictions(tmp_path / "a.tsv")
-    assert "a.tsv" in str(said.value.found)
+    assert "a.tsv" in str(raised.value.found)
     (tmp_path / "good.tsv").write_text(GOOD)
     assert len(read_predictions(tmp_path / "good.tsv").rows) == 2

@@ -40,9 +40,9 @@ def test_every_grid_learns_and_judges_the_same(prepared: Prepared, tmp_path: Pat
             ranks, tmp_path / "b.json", words_of(prepared, predictions=tmp_path / "b.tsv", **grid)
         )
         assert found == alone
-        for mine, theirs in zip(scores_of(tmp_path / "b.tsv"), expected):
-            assert mine[:2] == theirs[:2]
-            assert mine[2] == pytest.approx(theirs[2], rel=WRITTEN)
+        for actual, reference in zip(scores_of(tmp_path / "b.tsv"), expected):
+            assert actual[:2] == reference[:2]
+            assert actual[2] == pytest.approx(reference[2], rel=WRITTEN)
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_several_files_are_judged_together_and_each_by_itself(
     places = [line[5] for line in lines]
     assert places == ["v"] * EXAMPLES + ["mismatched"] * 13
     for name, part in files.items():
-        said = [line[1] == line[3] for line in lines if line[5] == name]
-        assert part["accuracy"] == pytest.approx(sum(said) / len(said))
+        correct = [line[1] == line[3] for line in lines if line[5] == name]
+        assert part["accuracy"] == pytest.approx(sum(correct) / len(correct))
 
 
 def test_weights_may_be_in_another_precision_than_they_were_pretrained(
@@ -132,14 +132,14 @@ def test_weights_may_be_in_another_precision_than_they_were_pretrained(
 
 def test_examples_that_training_needs_have_labels(prepared: Prepared) -> None:
     for flags in ({"train_data": prepared.test}, {"valid_data": prepared.test}):
-        said = said_of(words_of(prepared, **flags))
-        assert "a file lacks a column of its task" in said
-        assert "wanted label; nearest" in said
+        message = said_of(words_of(prepared, **flags))
+        assert "a file lacks a column of its task" in message
+        assert "wanted label; nearest" in message
 
 
 def test_a_new_head_is_never_judged(prepared: Prepared) -> None:
-    said = said_of(words_of(prepared, epochs=0, train_data=None))
-    assert "another kind of model" in said
+    message = said_of(words_of(prepared, epochs=0, train_data=None))
+    assert "another kind of model" in message
 
 
 def test_wrong_flags_are_said_before_anything_is_built(prepared: Prepared) -> None:
@@ -159,6 +159,6 @@ def test_wrong_flags_are_said_before_anything_is_built(prepared: Prepared) -> No
 
 
 def test_a_model_of_another_shape_is_refused(prepared: Prepared) -> None:
-    said = said_of([*words_of(prepared), "--num-layers", "3"])
-    assert "the checkpoint is of another model than the flags describe" in said
-    assert "--num-layers 2 in the checkpoint, 3 here" in said
+    message = said_of([*words_of(prepared), "--num-layers", "3"])
+    assert "the checkpoint is of another model than the flags describe" in message
+    assert "--num-layers 2 in the checkpoint, 3 here" in message

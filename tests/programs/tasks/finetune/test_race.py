@@ -72,9 +72,9 @@ def test_files_that_are_not_of_race_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a line is not a JSON object"):
         read_race([str(broken)])
     unknown = {key: value for key, value in PASSAGE.items() if key != "answers"}
-    with pytest.raises(DataError, match="a passage of RACE lacks a part") as said:
+    with pytest.raises(DataError, match="a passage of RACE lacks a part") as raised:
         read_race([str(write(tmp_path / "d.txt", unknown))], needs_labels=True)
-    assert "wanted answers" in str(said.value.found)
+    assert "wanted answers" in str(raised.value.found)
     nothing: dict[str, Any] = {"questions": [], "options": [], "answers": []}
     with pytest.raises(DataError, match="there is no question"):
         read_race([str(write(tmp_path / "c.txt", PASSAGE | nothing))])

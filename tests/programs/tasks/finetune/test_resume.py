@@ -117,17 +117,17 @@ def test_a_signal_saves_the_state_and_the_next_start_goes_on(
 def test_it_goes_on_with_batches_of_the_same_size(prepared: Prepared, tmp_path: Path) -> None:
     flags = {"save": tmp_path, "load": tmp_path}
     run_on_ranks(1, finetune_all, [words_of(prepared, **flags, exit_interval=STOP_AT)])
-    said = said_of(words_of(prepared, **flags, global_batch_size=4))
-    assert "goes on with batches of the size that it began with" in said
-    assert "64 samples in 8 iterations, and 4 in each here" in said
-    assert "--global-batch-size as it was (8)" in said
+    message = said_of(words_of(prepared, **flags, global_batch_size=4))
+    assert "goes on with batches of the size that it began with" in message
+    assert "64 samples in 8 iterations, and 4 in each here" in message
+    assert "--global-batch-size as it was (8)" in message
 
 
 def test_there_has_to_be_something_to_go_on_from(prepared: Prepared, tmp_path: Path) -> None:
     save = tmp_path / "save"
     flags = {"save": save, "load": save, "pretrained_checkpoint": None}
-    said = said_of(words_of(prepared, **flags))
-    assert "there is no interrupted fine-tuning to go on with" in said
+    message = said_of(words_of(prepared, **flags))
+    assert "there is no interrupted fine-tuning to go on with" in message
 
 
 def test_a_state_without_its_optimizer_is_not_kept(prepared: Prepared, tmp_path: Path) -> None:

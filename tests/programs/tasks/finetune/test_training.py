@@ -85,8 +85,8 @@ def printed(argv: Sequence[str]) -> str:
 
 def test_the_norm_of_the_parameters_is_reported(prepared: Prepared, tmp_path: Path) -> None:
     flags = {"epochs": 1, "log_interval": 1, "tensorboard_dir": tmp_path}
-    (said,) = run_on_ranks(1, printed, words_of(prepared, **flags, log_params_norm=True))
-    lines = [line for line in said.splitlines() if line.startswith(" iteration ")]
+    (message,) = run_on_ranks(1, printed, words_of(prepared, **flags, log_params_norm=True))
+    lines = [line for line in message.splitlines() if line.startswith(" iteration ")]
     assert len(lines) == PER_EPOCH
     assert all("| params norm: " in line for line in lines)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -94,14 +94,14 @@ def test_the_norm_of_the_parameters_is_reported(prepared: Prepared, tmp_path: Pa
     assert len(norms) == PER_EPOCH
     assert min(norms) > 0
     assert events.Tags()["tensors"] == ["flags/text_summary"]
-    assert "classifier with " in said  # parameters, ranks, samples to go
+    assert "classifier with " in message  # parameters, ranks, samples to go
 
 
 def test_the_json_of_deepspeed_is_announced_and_stored(prepared: Prepared, tmp_path: Path) -> None:
     flags = {"fp64": False, "deepspeed": True, "zero_stage": 1, "epochs": 1}
     words = words_of(prepared, **flags, tensorboard_dir=tmp_path)
-    (said,) = run_on_ranks(1, printed, words, deepspeed=True, timeout_s=120)
-    assert "DeepSpeed's JSON, complete:" in said
-    assert '"train_batch_size": 8' in said
+    (message,) = run_on_ranks(1, printed, words, deepspeed=True, timeout_s=120)
+    assert "DeepSpeed's JSON, complete:" in message
+    assert '"train_batch_size": 8' in message
     stored = EventAccumulator(str(tmp_path)).Reload().Tags()["tensors"]
     assert "deepspeed/text_summary" in stored

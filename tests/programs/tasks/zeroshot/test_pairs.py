@@ -69,9 +69,9 @@ def test_a_context_that_is_too_long_is_cut_in_front_and_a_continuation_is_not() 
     with pytest.raises(DataError, match="a continuation is longer than the model") as caught:
         row_of([1], [2, 3, 4], 2, at=7)
     assert caught.value.found == "row 7: 3 tokens, 2 positions"
-    for given, said in (([], [1]), ([1], [])):
+    for given, continuation in (([], [1]), ([1], [])):
         with pytest.raises(DataError, match="a continuation has no token"):
-            row_of(given, said, 4, at=0)
+            row_of(given, continuation, 4, at=0)
 
 
 class Fixed:

@@ -64,7 +64,10 @@ def pairs(models: Exported) -> Path:
 def tokenized(models: Exported) -> list[tuple[list[int], list[int]]]:
     """The tokens of the pairs, cut in front to what the model can read."""
     (pairs,) = run_on_ranks(1, tokens_of, str(models.ours))
-    return [(given[max(0, len(given) + len(said) - 33) :], said) for given, said in pairs]
+    return [
+        (given[max(0, len(given) + len(continuation) - 33) :], continuation)
+        for given, continuation in pairs
+    ]
 
 
 def tokens_of(folder: str) -> list[tuple[list[int], list[int]]]:
@@ -72,10 +75,10 @@ def tokens_of(folder: str) -> list[tuple[list[int], list[int]]]:
     return [encode_pair(tokenizer, pair) for pair in PAIRS]
 
 
-def log_likelihood(logits: Tensor, given: list[int], said: list[int]) -> float:
+def log_likelihood(logits: Tensor, given: list[int], continuation: list[int]) -> float:
     """Of logits [s, v] for all tokens but the last."""
     scores = logits.float().log_softmax(-1)[len(given) - 1 :]
-    return float(scores.gather(1, torch.tensor(said).unsqueeze(1)).sum())
+    return float(scores.gather(1, torch.tensor(continuation).unsqueeze(1)).sum())
 
 
 def of_transformers(models: Exported) -> list[float]:
@@ -85,8 +88,10 @@ def of_transformers(models: Exported) -> list[float]:
     ).eval()
     with torch.no_grad():
         return [
-            log_likelihood(model(torch.tensor([given + said[:-1]])).logits[0], given, said)
-            for given, said in tokenized(models)
+            log_likelihood(
+                model(torch.tensor([given + continuation[:-1]])).logits[0], given, continuation
+            )
+            for given, continuation in tokenized(models)
         ]
 
 
@@ -96,13 +101,13 @@ def naive(folder: str, pairs: Sequence[tuple[list[int], list[int]]]) -> list[flo
     with torch.no_grad():
         return [
             log_likelihood(
-                loaded.model(torch.tensor([given + said[:-1]]))[  # type: ignore[index]
+                loaded.model(torch.tensor([given + continuation[:-1]]))[  # type: ignore[index]
                     :, 0, : loaded.tokenizer.vocab_size
                 ],
                 given,
-                said,
+                continuation,
             )
-            for given, said in pairs
+            for given, continuation in pairs
         ]
 
 
@@ -123,23 +128,23 @@ def evaluated(ranks: int, output: Path, *words: object) -> dict[str, Any]:
 
 
 def assert_per_token(found: dict[str, Any], expected: Sequence[float]) -> None:
-    for mine, theirs in zip(found["pairs"], expected, strict=True):
-        apart = abs(mine["log_likelihood"] - theirs) / mine["num_tokens"]
-        assert apart < PER_TOKEN, (mine, theirs)
+    for actual, reference in zip(found["pairs"], expected, strict=True):
+        apart = abs(actual["log_likelihood"] - reference) / actual["num_tokens"]
+        assert apart < PER_TOKEN, (actual, reference)
 
 
 @pytest.mark.slow
 def test_every_grid_says_what_transformers_says(
     models: Exported, pairs: Path, tmp_path: Path
 ) -> None:
-    theirs = of_transformers(models)
+    reference = of_transformers(models)
     (alone,) = run_on_ranks(1, naive, str(models.ours), tokenized(models))
-    assert max(theirs) - min(theirs) > 1  # so that rows cannot have been exchanged
-    assert alone == pytest.approx(theirs, abs=PER_TOKEN)
+    assert max(reference) - min(reference) > 1  # so that rows cannot have been exchanged
+    assert alone == pytest.approx(reference, abs=PER_TOKEN)
     for name, (ranks, grid) in GRIDS.items():
         words = ["--task", "LOGLIKELIHOOD", "--load", models.ours, "--valid-data", pairs]
         found = evaluated(ranks, tmp_path / name, *words, "--micro-batch-size", 2, *grid)
-        assert_per_token(found, theirs)
+        assert_per_token(found, reference)
         assert found["truncated"] == 1
 
 
@@ -147,39 +152,39 @@ def test_every_grid_says_what_transformers_says(
 def test_other_programs_checkpoints_are_evaluated_alike(
     models: Exported, pairs: Path, tmp_path: Path
 ) -> None:
-    theirs = of_transformers(models)
+    reference = of_transformers(models)
     files = [word for name, path in models.vocabulary.items() for word in (f"--{name}", path)]
     files = [word.replace("_", "-") if word.startswith("--") else word for word in files]
     words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, *SCRIPT.split(), *files]
     for folder in (models.megatron, models.huggingface, models.ours):
         found = evaluated(1, tmp_path / "out.json", *words, "--load", folder)
-        assert_per_token(found, theirs)
+        assert_per_token(found, reference)
     words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load", models.huggingface]
-    assert_per_token(evaluated(2, tmp_path / "out.json", *words, *GRIDS["tensors"][1]), theirs)
+    assert_per_token(evaluated(2, tmp_path / "out.json", *words, *GRIDS["tensors"][1]), reference)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_that_was_moved_is_told_where_its_vocabulary_lies(
     models: Exported, pairs: Path, tmp_path: Path
 ) -> None:
-    theirs, moved = of_transformers(models), tmp_path / "moved"
+    reference, moved = of_transformers(models), tmp_path / "moved"
     words = ["--task", "LOGLIKELIHOOD", "--valid-data", str(pairs), "--load", str(models.ours)]
     files = ["--vocab-file", str(moved / "vocab.json"), "--merge-file", str(moved / "merges.txt")]
     there = Path(models.vocabulary["vocab_file"]).parent
     there.rename(there.with_name("hidden"))
     try:
         shutil.copytree(there.with_name("hidden"), moved)
-        (said,) = run_on_ranks(1, evaluate, words, str(tmp_path / "out"))
-        assert "--vocab-file does not name a file" in said
-        assert_per_token(evaluated(1, tmp_path / "out", *words, *files), theirs)
+        (message,) = run_on_ranks(1, evaluate, words, str(tmp_path / "out"))
+        assert "--vocab-file does not name a file" in message
+        assert_per_token(evaluated(1, tmp_path / "out", *words, *files), reference)
     finally:
         there.with_name("hidden").rename(there)
     spelled = json.loads((moved / "vocab.json").read_text())
     first, second = sorted(spelled)[50:52]
     spelled[first], spelled[second] = spelled[second], spelled[first]
     (moved / "vocab.json").write_text(json.dumps(spelled))
-    (said,) = run_on_ranks(1, evaluate, [*words, *files], str(tmp_path / "out"))
-    assert "the tokenizer is not the one that the model was trained with" in said
+    (message,) = run_on_ranks(1, evaluate, [*words, *files], str(tmp_path / "out"))
+    assert "the tokenizer is not the one that the model was trained with" in message
 
 
 @pytest.mark.slow
@@ -190,15 +195,15 @@ def test_flags_that_contradict_the_checkpoint_are_refused(
     script = SCRIPT.replace("--num-layers 2", "--num-layers 24").split()
     for folder in (models.ours, models.megatron):
         argv = [*words, "--load", str(folder), *script]
-        (said,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-        assert "flags and checkpoint describe different models" in said
-        assert "--num-layers 24 given, 2 stored" in said
+        (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
+        assert "flags and checkpoint describe different models" in message
+        assert "--num-layers 24 given, 2 stored" in message
     argv = [*words, "--load", str(models.ours), "--fp32", "--fp16"]
-    (said,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-    assert "more than one precision was asked for" in said
+    (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
+    assert "more than one precision was asked for" in message
     argv = [*words, "--load", str(models.ours), "--num-layer", "2"]
-    (said,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-    assert "did you mean --num-layers?" in said
+    (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
+    assert "did you mean --num-layers?" in message
 
 
 @pytest.mark.slow

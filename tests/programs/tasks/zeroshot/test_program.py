@@ -150,9 +150,9 @@ def test_wrong_inputs_are_said_exactly(checkpoint: Path, passages: Path, tmp_pat
     common = ["--load", checkpoint, "--valid-data"]
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine words"}\n{"txt": "no text"}\n')
-    said = said_of("--task", "LAMBADA", *common, bad)
-    assert "a line lacks a field that the task reads" in said
-    assert "bad.jsonl:2: no 'text'; it has 'txt'" in said
+    message = said_of("--task", "LAMBADA", *common, bad)
+    assert "a line lacks a field that the task reads" in message
+    assert "bad.jsonl:2: no 'text'; it has 'txt'" in message
     bad.write_text('{"text": 5}\n')
     assert "a field is not a text" in said_of("--task", "LAMBADA", *common, bad)
     bad.write_text("[1]\n")
@@ -163,8 +163,8 @@ def test_wrong_inputs_are_said_exactly(checkpoint: Path, passages: Path, tmp_pat
     assert "a file of the task's data does not exist" in missing
     assert "bad.jsonl" in missing
     bad.write_text('{"text": "one"}\n')
-    said = said_of("--task", "LAMBADA", "--strict-lambada", *common, bad)
-    assert "a passage has no last word, or nothing before it" in said
+    message = said_of("--task", "LAMBADA", "--strict-lambada", *common, bad)
+    assert "a passage has no last word, or nothing before it" in message
     bad.write_text("x")
     assert "a text is too short to predict anything of it" in said_of(
         "--task", "PERPLEXITY", *common, bad
@@ -186,6 +186,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, passages: Path
     save = tmp_path / "bert"
     run = tiny_bert_run(write_tiny_sentences(tmp_path), train_iters=1, save=str(save))
     run_on_ranks(1, train_bert_all, [run])
-    said = said_of("--task", "LAMBADA", "--load", save, "--valid-data", passages)
-    assert "the checkpoint is of another kind of model than this program takes" in said
-    assert "bert" in said
+    message = said_of("--task", "LAMBADA", "--load", save, "--valid-data", passages)
+    assert "the checkpoint is of another kind of model than this program takes" in message
+    assert "bert" in message

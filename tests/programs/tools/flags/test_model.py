@@ -33,18 +33,18 @@ def test_a_machine_and_an_iteration() -> None:
 def test_fp32_is_a_precision_beside_the_others() -> None:
     _, choice = read("--load x --fp32")
     assert choice.given == {"fp16": False, "bf16": False, "fp64": False}
-    with pytest.raises(ConfigError, match="more than one precision") as said:
+    with pytest.raises(ConfigError, match="more than one precision") as raised:
         read("--load x --fp32 --bf16")
-    assert said.value.found == "--fp32 --bf16"
+    assert raised.value.found == "--fp32 --bf16"
 
 
 def test_a_flag_that_nobody_has_is_refused_with_the_nearest_of_both() -> None:
-    with pytest.raises(PreflightError) as said:
+    with pytest.raises(PreflightError) as raised:
         read("--load x --promt a")
-    assert "did you mean --prompt?" in str(said.value)
-    with pytest.raises(PreflightError) as said:
+    assert "did you mean --prompt?" in str(raised.value)
+    with pytest.raises(PreflightError) as raised:
         read("--load x --num-layer 3")
-    assert "did you mean --num-layers?" in str(said.value)
-    with pytest.raises(PreflightError, match="1 check failed") as said:
+    assert "did you mean --num-layers?" in str(raised.value)
+    with pytest.raises(PreflightError, match="1 check failed") as raised:
         read("--load x --num-layers three")
-    assert "a flag was given a value of the wrong kind" in str(said.value)
+    assert "a flag was given a value of the wrong kind" in str(raised.value)

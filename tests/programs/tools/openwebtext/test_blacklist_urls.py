@@ -78,10 +78,10 @@ def test_the_order_stays_and_the_reasons_are_counted(
         b"duplicate\thttps://b.example/",
         b"domain\thttps://vimeo.com/1",
     ]
-    said = capsys.readouterr().out
-    assert "kept 3 of 6 URLs" in said
-    assert "  1 malformed\n" in said
-    assert "  0 extension\n" in said
+    printed = capsys.readouterr().out
+    assert "kept 3 of 6 URLs" in printed
+    assert "  1 malformed\n" in printed
+    assert "  0 extension\n" in printed
 
 
 def test_lists_of_ones_own_replace_the_small_ones(tmp_path: Path) -> None:

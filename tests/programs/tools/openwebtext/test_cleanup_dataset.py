@@ -59,11 +59,11 @@ def test_documents_are_kept_repaired_or_refused_for_a_reason(
         ("language", "fr", f"{source}:7"),
     ]
     assert refused[0]["document"] == {"n": 1, "text": GERMAN * 8}
-    said = capsys.readouterr().out
-    assert "kept 2 of 7 documents" in said
-    assert "1 of them with changed text" in said
-    assert "  2 language\n" in said
-    assert "  0 bad line\n" in said
+    output = capsys.readouterr().out
+    assert "kept 2 of 7 documents" in output
+    assert "1 of them with changed text" in output
+    assert "  2 language\n" in output
+    assert "  0 bad line\n" in output
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_a_bad_line_stops_it_or_is_counted(
     assert [(r["reason"], r["place"], r["document"]) for r in refused] == [
         ("bad line", f"{source}:{line}", None) for line in (2, 3, 4)
     ]
-    said = capsys.readouterr()
-    assert "  3 bad line\n" in said.out
-    assert f"{source}:2" in said.err
+    printed = capsys.readouterr()
+    assert "  3 bad line\n" in printed.out
+    assert f"{source}:2" in printed.err
 
 
 def test_the_outputs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:

@@ -64,13 +64,13 @@ def on_ranks(size: int, body: Callable[[ToolRanks], Any], *, killed: bool = Fals
 def _exchange(ranks: ToolRanks) -> Any:
     everybody = ranks.gather("all", ranks.rank * 10)
     first = ranks.gather_at_first("first", [ranks.rank])
-    told = ranks.from_first("told", "word" if ranks.is_first else None)
-    mine = []
+    received = ranks.from_first("told", "word" if ranks.is_first else None)
+    own = []
     while (number := ranks.take("work")) < 20:
-        mine.append(number)
+        own.append(number)
         time.sleep(0.01)
-    done = ranks.gather("done", mine)
-    return everybody, first, told, sorted(number for taken in done for number in taken)
+    done = ranks.gather("done", own)
+    return everybody, first, received, sorted(number for taken in done for number in taken)
 
 
 def test_results_reach_those_who_are_meant_and_work_is_given_once() -> None:
