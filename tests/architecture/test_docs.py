@@ -171,8 +171,8 @@ def test_the_assumptions_page_counts_its_rows() -> None:
     text = (ROOT / "docs" / "assumptions.md").read_text(encoding="utf-8")
     words = re.findall(r"^\| [A-Z]\d+ \| [^|]+ \| (held|partly|not yet)", text, re.MULTILINE)
     count = {word: words.count(word) for word in ("held", "partly", "not yet")}
-    said = ", ".join(f"{number} {word}" for word, number in count.items())
-    assert text.endswith(f"\n{len(words)} assumptions: {said}.\n")
+    counts = ", ".join(f"{number} {word}" for word, number in count.items())
+    assert text.endswith(f"\n{len(words)} assumptions: {counts}.\n")
 
 
 def test_checks_named_in_the_assumptions_page_exist() -> None:

@@ -17,7 +17,7 @@ def disagree_then_agree(corpus: str) -> tuple[str, tuple[int, int], list[float]]
     try:
         initialize_megatron(tiny_run(corpus, lr=0.1, check_collectives=rank == 1))
     except ConfigError as error:
-        said = f"{error.problem}: {error.found}"
+        message = f"{error.problem}: {error.found}"
     assert not is_initialised()
     assert dist.is_initialized(), "the caller's process group stays"
     runtime = initialize_megatron(tiny_run(corpus, tensor_model_parallel_size=2))
@@ -27,18 +27,18 @@ def disagree_then_agree(corpus: str) -> tuple[str, tuple[int, int], list[float]]
         with runtime.streams.fork(name):  # type: ignore[arg-type]
             draws.append(float(torch.rand(())))
     shutdown_megatron()
-    return said, place, draws
+    return message, place, draws
 
 
 def test_ranks_with_other_flags_are_named_and_a_retry_works(tmp_path: Path) -> None:
     results = run_on_ranks(2, disagree_then_agree, write_tiny_corpus(tmp_path))
-    for said, _, _ in results:
-        assert said.startswith("the ranks do not run the same thing: flags: ")
-        assert said.count(" on rank 0") == said.count(" on rank 1") == 1
+    for message, _, _ in results:
+        assert message.startswith("the ranks do not run the same thing: flags: ")
+        assert message.count(" on rank 0") == message.count(" on rank 1") == 1
     assert [place for _, place, _ in results] == [(0, 2), (1, 2)]
-    (shared, mine), (shared_too, other) = (draws for _, _, draws in results)
+    (shared, own), (shared_too, other) = (draws for _, _, draws in results)
     assert shared == shared_too
-    assert mine != other
+    assert own != other
 
 
 def edited_on_one_node(corpus: str) -> str:
@@ -52,6 +52,6 @@ def edited_on_one_node(corpus: str) -> str:
 
 
 def test_ranks_with_other_code_under_one_version_are_named(tmp_path: Path) -> None:
-    for said in run_on_ranks(2, edited_on_one_node, write_tiny_corpus(tmp_path)):
-        assert f"code of megatron: {0:016x} on rank 0, {1:016x} on rank 1" in said
-        assert "same flags, code, Python and torch" in said
+    for message in run_on_ranks(2, edited_on_one_node, write_tiny_corpus(tmp_path)):
+        assert f"code of megatron: {0:016x} on rank 0, {1:016x} on rank 1" in message
+        assert "same flags, code, Python and torch" in message

@@ -101,9 +101,9 @@ def _reduce_scatters_dropped(grid: Topology) -> Iterator[None]:
     def reduce_scatter(out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        mine = tensor.chunk(dist.get_world_size(kwargs["group"]))[dist.get_rank(kwargs["group"])]
+        own = tensor.chunk(dist.get_world_size(kwargs["group"]))[dist.get_rank(kwargs["group"])]
         done = real(torch.empty_like(out), tensor, *args, **kwargs)
-        out.copy_(mine)
+        out.copy_(own)
         return done
 
     with patch.object(collectives, "_REDUCE_SCATTER", reduce_scatter):

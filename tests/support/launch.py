@@ -79,8 +79,8 @@ class Started:
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Without CUDA, a machine that has it runs the same tests as one that has not.
         fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
-        self._said = tempfile.TemporaryDirectory()
-        self._out, self._err = Path(self._said.name, "out"), Path(self._said.name, "err")
+        self._outputs = tempfile.TemporaryDirectory()
+        self._out, self._err = Path(self._outputs.name, "out"), Path(self._outputs.name, "err")
         self._began = time.monotonic()
         deepspeed = "--deepspeed" in words
         if warm_children:
@@ -122,7 +122,7 @@ class Started:
         for pid in left:  # found while their ancestor lived, so they are ours
             if _is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        self._said.cleanup()
+        self._outputs.cleanup()
 
     @property
     def text(self) -> str:

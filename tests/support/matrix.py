@@ -391,12 +391,12 @@ def _differences(
     assert len(set(alone.losses)) == STEPS, "the weights are meant to move"
     for step in range(STEPS):
         for name, of in (("losses", "loss"), ("grad_norms", "gradient norm")):
-            told = [getattr(record, name)[step] for record in records]
+            values = [getattr(record, name)[step] for record in records]
             expected = getattr(alone, name)[step]
-            yield _of_numbers(f"{of} of step {step}", told, expected, precision)
+            yield _of_numbers(f"{of} of step {step}", values, expected, precision)
     for at, evaluation in enumerate(alone.evaluations):
-        told = [record.evaluations[at].mean for record in records]
-        yield _of_numbers(f"loss of evaluation {at}", told, evaluation.mean, precision)
+        values = [record.evaluations[at].mean for record in records]
+        yield _of_numbers(f"loss of evaluation {at}", values, evaluation.mean, precision)
     # Below float64 an optimizer's state is held to what it does to the parameters.
     prefix = "model/" if precision.is_narrow else ""
     try:
@@ -419,8 +419,8 @@ def _differences(
 
 
 def _of_numbers(
-    where: str, told: Sequence[float], expected: float, precision: Precision
+    where: str, values: Sequence[float], expected: float, precision: Precision
 ) -> Difference:
-    size = abs(told[0] - expected) / max(abs(expected), 1e-30)
-    size = size if len(set(told)) == 1 else math.inf  # every rank is told the same
+    size = abs(values[0] - expected) / max(abs(expected), 1e-30)
+    size = size if len(set(values)) == 1 else math.inf  # every rank is told the same
     return Difference(where, size, precision.tolerance, is_relative=True)

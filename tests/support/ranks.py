@@ -136,9 +136,9 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
             raise AssertionError(f"ranks {missing} gave no result within {timeout_s:.0f} s")
         # A rank that died without a word says so by the end of its pipe. Those that failed
         # because of it have said so a moment later, and are listed after it.
-        heard = {waiting.pop(pipe): _receive(pipe) for pipe in ready}  # type: ignore[call-overload]
-        dead = [rank for rank, outcome in heard.items() if outcome is None]
-        ended = {rank: outcome for rank, outcome in heard.items() if outcome is not None}
+        received = {waiting.pop(pipe): _receive(pipe) for pipe in ready}  # type: ignore[call-overload]
+        dead = [rank for rank, outcome in received.items() if outcome is None]
+        ended = {rank: outcome for rank, outcome in received.items() if outcome is not None}
         failed = sorted((o.at, rank) for rank, o in ended.items() if not o.ok)
         if dead:
             ranks[dead[0]].process.join(_LAST_WORDS_S)

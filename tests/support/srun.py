@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
         options[name] = value
     nodes, each = int(options.get("--nodes", "2")), int(options.get("--ntasks-per-node", "1"))
     tasks = [
-        subprocess.Popen(words, env=os.environ | _told(node, local, nodes, each))
+        subprocess.Popen(words, env=os.environ | _slurm_variables(node, local, nodes, each))
         for node in range(nodes)
         for local in range(each)
     ]
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     return max(abs(task.wait()) for task in tasks)
 
 
-def _told(node: int, local: int, nodes: int, each: int) -> dict[str, str]:
+def _slurm_variables(node: int, local: int, nodes: int, each: int) -> dict[str, str]:
     """The environment of one task."""
     return {
         "SLURM_JOB_ID": str(os.getpid()),  # so that two jobs at once meet at two ports

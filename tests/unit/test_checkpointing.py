@@ -215,9 +215,9 @@ def test_a_program_that_begins_with_parts_takes_only_its_own(folder: str, bert_f
     task = dataclasses.replace(bert_task(), name="classifier", begins_with=("bert",))
     flags = {"finetune": True, "load_only": ("layers.*",)}
     assert run_of(task, load=bert_folder, **flags).load() == Progress()
-    with pytest.raises(CheckpointError, match="of another kind of model") as said:
+    with pytest.raises(CheckpointError, match="of another kind of model") as raised:
         run_of(task, load=folder, **flags).load()
-    assert "this run takes a BERT (kind bert)" in str(said.value.found)
+    assert "this run takes a BERT (kind bert)" in str(raised.value.found)
     assert run_of(task, load=bert_folder, fp64=False, **flags).load() == Progress()  # is cast
     with pytest.raises(CheckpointError, match="F64 in the checkpoint and F32 in this run"):
         run_of(bert_task(), load=bert_folder, fp64=False, **flags).load()
@@ -263,11 +263,11 @@ def test_a_checkpoint_from_before_a_flag_was_there_is_the_models_of_its_default(
 
 def test_other_training_flags_are_allowed_and_said(folder: str, capsys: Any) -> None:
     assert run_of(load=folder, lr=0.5, clip_grad=2.0, cpu_torch_adam=True).load() == AT
-    said = capsys.readouterr().err
-    assert "--cpu-torch-adam False -> True" in said
-    assert "WARNING: resuming with other flags than the checkpoint's" in said
-    assert "--clip-grad 0.5 -> 2.0" in said
-    assert "--lr 0.01 -> 0.5" in said
+    output = capsys.readouterr().err
+    assert "--cpu-torch-adam False -> True" in output
+    assert "WARNING: resuming with other flags than the checkpoint's" in output
+    assert "--clip-grad 0.5 -> 2.0" in output
+    assert "--lr 0.01 -> 0.5" in output
 
 
 def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
@@ -281,9 +281,9 @@ def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path, capsys: 
         assert "files of the data" not in capsys.readouterr().err
     changed = {**trained, "index of b": "xxh3_128 9"}
     assert load_checkpoint(resumed.config, resumed.engine, resumed.runtime, changed) == AT
-    said = capsys.readouterr().err
-    assert "resuming with files of the data that are not those the checkpoint was trained" in said
-    assert said.endswith("index of b: xxh3_128 2 -> xxh3_128 9\n")
+    output = capsys.readouterr().err
+    assert "resuming with files of the data that are not those the checkpoint was trained" in output
+    assert output.endswith("index of b: xxh3_128 2 -> xxh3_128 9\n")
 
 
 def test_finetuning_takes_the_weights_and_starts_over(folder: str, capsys: Any) -> None:
@@ -327,8 +327,8 @@ def test_states_that_were_not_saved_are_missed_only_if_wanted(tmp_path: Path, ca
     with pytest.raises(CheckpointError, match="optimizer"):
         run_of(load=str(tmp_path)).load()
     assert run_of(load=str(tmp_path), load_optim=False).load() == AT
-    said = capsys.readouterr().err
-    assert "the checkpoint was saved without random states; dropout goes on from seeds" in said
+    output = capsys.readouterr().err
+    assert "the checkpoint was saved without random states; dropout goes on from seeds" in output
 
 
 def test_another_layout_seeds_anew_and_says_so(
@@ -345,9 +345,9 @@ def test_another_layout_seeds_anew_and_says_so(
         states.append(run.generators())
         assert not same_generators(states[-1], before)
     assert same_generators(*states), "from the seed and the iteration alone"
-    said = capsys.readouterr().err
-    assert "random states were saved at tp=1 pp=1 dp=1, this is tp=1 pp=1 dp=2" in said
-    assert "--seed and iteration 3" in said
+    output = capsys.readouterr().err
+    assert "random states were saved at tp=1 pp=1 dp=1, this is tp=1 pp=1 dp=2" in output
+    assert "--seed and iteration 3" in output
 
 
 def saved_as_megatron(tmp_path: Path, **flags: Any) -> Run:
@@ -401,11 +401,11 @@ def test_from_damaged_files_of_megatron_a_run_goes_back_to_the_ones_before(
 def test_of_megatrons_files_the_older_ones_go_and_others_are_left(tmp_path: Path) -> None:
     run = saved_as_megatron(tmp_path, keep_last=2)
     folder = Path(run.config.checkpoint.save or "")
-    theirs = save_megatron(folder, whole_model(Shape()), Shape(), iteration=1)
+    reference = save_megatron(folder, whole_model(Shape()), Shape(), iteration=1)
     for at in (4, 5, 6):
         run.save(at=at)
     assert iterations(folder) == [1, 5, 6], "nobody vouches for the first"
-    assert theirs.is_dir()
+    assert reference.is_dir()
     (folder / "iter_0000005" / "mp_rank_00" / "a note").touch()
     for at in (7, 8):
         run.save(at=at)
@@ -462,8 +462,8 @@ def test_parts_of_a_foreign_checkpoint_are_loaded_by_pattern(tmp_path: Path) -> 
     before = part.weights()
     part.load()
     names = [name for name, _ in part.engine.stage.named_parameters()]
-    for name, old, new, theirs in zip(names, before, part.weights(), first.weights()):
-        assert torch.equal(new, theirs if name.startswith("layers.1.") else old), name
+    for name, old, new, reference in zip(names, before, part.weights(), first.weights()):
+        assert torch.equal(new, reference if name.startswith("layers.1.") else old), name
 
 
 def test_only_deepspeeds_engine_saves_in_its_layout(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def test_mistakes_are_said_with_what_the_checks_of_this_program_find(
 ) -> None:
     with pytest.raises(PreflightError, match="num-layerz") as raised:
         run_with(monkeypatch, *COMMAND, "--num-layerz", "2")
-    said = str(raised.value)
-    assert "corpus.idx" in said, "a file is missing too"
-    assert "the tokenizer lacks tokens that masking needs" in said, "a BERT's data, not a GPT's"
+    message = str(raised.value)
+    assert "corpus.idx" in message, "a file is missing too"
+    assert "the tokenizer lacks tokens that masking needs" in message, "a BERT's data, not a GPT's"
 
 
 def test_flags_that_cannot_be_read_are_said_alone(monkeypatch: pytest.MonkeyPatch) -> None:

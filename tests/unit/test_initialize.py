@@ -108,8 +108,10 @@ def test_ranks_that_share_cores_are_told_how_many(
         for asked, threads in ((None, 3), (2, 2)):
             initialize_megatron(tiny_run(corpus, num_threads=asked, log_level="info"))
             assert torch.get_num_threads() == threads
-            said = "3 CPU threads for each of the 1 ranks of this node" in capsys.readouterr().out
-            assert said == (asked is None)
+            is_announced = (
+                "3 CPU threads for each of the 1 ranks of this node" in capsys.readouterr().out
+            )
+            assert is_announced == (asked is None)
             shutdown_megatron()
     finally:
         torch.set_num_threads(before)

@@ -329,9 +329,9 @@ def test_what_the_file_says_fills_flags_and_is_said(
     config = read(tmp_path, script, template(bf16={"enabled": True}, gradient_clipping=0.3))
     assert config.precision.precision is Precision.BF16
     assert config.optimizer.clip_grad == 0.3
-    said = capsys.readouterr().out
-    assert f"--clip-grad 0.3: from {tmp_path / 'ds.json'}, as the flag is not given" in said
-    assert "--bf16 True: from " in said
+    output = capsys.readouterr().out
+    assert f"--clip-grad 0.3: from {tmp_path / 'ds.json'}, as the flag is not given" in output
+    assert "--bf16 True: from " in output
 
 
 def test_a_required_flag_may_come_from_the_file(tmp_path: Path) -> None:

@@ -130,11 +130,11 @@ log.info("the end")
 
 def on_a_terminal(rank: int, level: str = "info") -> str:
     """Return what a program with a progress bar writes to a terminal of 80 columns."""
-    ours, theirs = pty.openpty()
+    ours, reference = pty.openpty()
     words = [sys.executable, "-c", BAR, str(rank), level]
-    termios.tcsetwinsize(theirs, (24, 80))
-    done = subprocess.run(words, stdout=theirs, stderr=theirs, timeout=60, check=False)
-    os.close(theirs)
+    termios.tcsetwinsize(reference, (24, 80))
+    done = subprocess.run(words, stdout=reference, stderr=reference, timeout=60, check=False)
+    os.close(reference)
     read = b""
     while chunk := _read(ours):
         read += chunk

@@ -11,15 +11,15 @@ from tests.unit.engine.engines import runtime_of
 
 
 def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> None:
-    said = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+    note = "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
     assert not model_build(runtime_of(tiny_run("nowhere"))).sequence_parallel
-    assert said not in capsys.readouterr().out
+    assert note not in capsys.readouterr().out
     runtime = runtime_of(tiny_run("nowhere", sequence_parallel=True))
     assert not model_build(runtime).sequence_parallel
-    assert said in capsys.readouterr().out
+    assert note in capsys.readouterr().out
     two = dataclasses.replace(runtime, context=second_of_two())
     assert model_build(two).sequence_parallel
-    assert said not in capsys.readouterr().out
+    assert note not in capsys.readouterr().out
 
 
 def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:

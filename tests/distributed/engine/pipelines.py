@@ -100,9 +100,9 @@ def check_equal(records: Sequence[Record], alone: Record, tolerance: float = FP3
 
 def same_bits(one: Record, other: Record) -> bool:
     return one.steps == other.steps and all(
-        torch.equal(mine, theirs)
+        torch.equal(actual, reference)
         for name in one.state
-        for (_, mine), (_, theirs) in zip(one.state[name].pieces, other.state[name].pieces)
+        for (_, actual), (_, reference) in zip(one.state[name].pieces, other.state[name].pieces)
     )
 
 

@@ -36,10 +36,10 @@ def engine_of(tp: int, pp: int = 1, **flags: object) -> NativeEngine:
 def ragged_then_broken() -> tuple[list[StepReport], list[str], float]:
     engine = engine_of(1, eod_mask_loss=True)
     rank = dist.get_rank()
-    said = []
+    messages = []
     # Rank 1 has nothing to count; the mean is over the tokens of rank 0.
-    mine = tiny_batches(1, token=ONLY_ENDS if rank else None)
-    reports = [engine.train_step(iter(mine), PLAN)]
+    own = tiny_batches(1, token=ONLY_ENDS if rank else None)
+    reports = [engine.train_step(iter(own), PLAN)]
     with torch.no_grad():
         kept = engine.stage.get_parameter("final_norm.weight")[0].clone()
         if rank == 1:
@@ -47,7 +47,7 @@ def ragged_then_broken() -> tuple[list[StepReport], list[str], float]:
     try:
         engine.check_replicas()
     except NumericsError as error:
-        said.append(f"{error.problem}: {error.found}")
+        messages.append(f"{error.problem}: {error.found}")
     reports.append(engine.train_step(iter(tiny_batches(1)), PLAN))
     with torch.no_grad():
         engine.stage.get_parameter("final_norm.weight")[0] = kept
@@ -55,19 +55,19 @@ def ragged_then_broken() -> tuple[list[StepReport], list[str], float]:
     try:
         engine.train_step(iter(tiny_batches(1, token=ONLY_ENDS)), PLAN)
     except DataError as error:
-        said.append(error.problem)
-    return reports, said, engine.params_norm()
+        messages.append(error.problem)
+    return reports, messages, engine.params_norm()
 
 
 def test_replicas_act_as_one() -> None:
     zero, one = run_on_ranks(2, ragged_then_broken)
     assert zero[0][0] == one[0][0]
     assert math.isfinite(zero[0][0].loss)
-    for reports, said, _ in (zero, one):
+    for reports, messages, _ in (zero, one):
         assert reports[1].skipped
-        assert "1 of" in said[0]
-        assert "final_norm.weight" in said[0]
-        assert said[1] == "a global batch has no token that counts"
+        assert "1 of" in messages[0]
+        assert "final_norm.weight" in messages[0]
+        assert messages[1] == "a global batch has no token that counts"
     assert zero[2] == one[2]
 
 
@@ -85,9 +85,11 @@ def parted_over_tp() -> str:
 
 
 def test_what_is_not_split_stays_equal_over_tensor_parallel_ranks() -> None:
-    for said in run_on_ranks(2, parted_over_tp):
-        assert "tensor-parallel ranks hold different values of weights that are not split" in said
-        assert "final_norm.weight, on ranks [1] against rank 0" in said
+    for message in run_on_ranks(2, parted_over_tp):
+        assert (
+            "tensor-parallel ranks hold different values of weights that are not split" in message
+        )
+        assert "final_norm.weight, on ranks [1] against rank 0" in message
 
 
 def parted_over_stages() -> str:
@@ -105,9 +107,9 @@ def parted_over_stages() -> str:
 
 
 def test_what_stages_share_stays_equal_over_them() -> None:
-    for said in run_on_ranks(2, parted_over_stages):
-        assert "pipeline stages hold different values of weights that they share" in said
-        assert "embedding.word.weight, on ranks [0, 1]" in said
+    for message in run_on_ranks(2, parted_over_stages):
+        assert "pipeline stages hold different values of weights that they share" in message
+        assert "embedding.word.weight, on ranks [0, 1]" in message
 
 
 def step_of_split_sequences() -> None:

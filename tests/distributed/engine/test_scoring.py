@@ -60,10 +60,10 @@ def test_every_grid_finds_the_same() -> None:
         by_rank = run_on_ranks(world_size, score_on, GRIDS[world_size])
         assert all(ranks == by_rank[0] for ranks in by_rank)
         for found in by_rank[0]:
-            for mine, expected in zip(found, alone):
+            for actual, expected in zip(found, alone):
                 # float64: only the order of additions differs
-                assert mine.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-10)
-                assert mine[1:] == expected[1:]
+                assert actual.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-10)
+                assert actual[1:] == expected[1:]
 
 
 def score_short_of_memory(most: int, ranks: list[int], parallel: dict[str, Any]) -> Any:
@@ -86,10 +86,10 @@ def score_short_of_memory(most: int, ranks: list[int], parallel: dict[str, Any])
         return real(rows, which)
 
     scorer._batch = short  # type: ignore[method-assign]
-    told = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stderr(told):
-            return scorer.score(ROWS), told.getvalue()
+        with redirect_stderr(output):
+            return scorer.score(ROWS), output.getvalue()
     except MachineError as error:
         return str(error)
 
@@ -98,25 +98,25 @@ def test_a_replica_short_of_memory_makes_all_go_on_with_fewer_rows() -> None:
     (expected, silent), _ = run_on_ranks(2, score_short_of_memory, 2, [], {})
     assert silent == ""
     for most in (2, 1):  # of the three rows that are left, each rank takes two at most
-        (found, said), (other, _) = run_on_ranks(2, score_short_of_memory, most, [1], {})
+        (found, message), (other, _) = run_on_ranks(2, score_short_of_memory, most, [1], {})
         assert found == other
-        assert "all ranks go on with 2" in said
-        assert "rank 1 ran out of memory with --micro-batch-size 4" in said
-        for mine, theirs in zip(found, expected):
-            assert mine.log_likelihood == pytest.approx(theirs.log_likelihood, rel=1e-10)
-            assert mine[1:] == theirs[1:]
+        assert "all ranks go on with 2" in message
+        assert "rank 1 ran out of memory with --micro-batch-size 4" in message
+        for actual, reference in zip(found, expected):
+            assert actual.log_likelihood == pytest.approx(reference.log_likelihood, rel=1e-10)
+            assert actual[1:] == reference[1:]
 
 
 def test_memory_that_is_not_enough_for_one_row_ends_the_evaluation_on_all_ranks() -> None:
-    for said in run_on_ranks(2, score_short_of_memory, 0, [0, 1], {}):
-        assert "memory ran out while rows were scored" in said
+    for message in run_on_ranks(2, score_short_of_memory, 0, [0, 1], {}):
+        assert "memory ran out while rows were scored" in message
 
 
 def test_inside_of_a_model_that_is_spread_nobody_goes_on_alone() -> None:
     spread = {"tensor_model_parallel_size": 2}
-    for said in run_on_ranks(2, score_short_of_memory, 3, [0, 1], spread):
-        assert "memory ran out while rows were scored" in said
-        assert "use --micro-batch-size 2" in said
+    for message in run_on_ranks(2, score_short_of_memory, 3, [0, 1], spread):
+        assert "memory ran out while rows were scored" in message
+        assert "use --micro-batch-size 2" in message
 
 
 def reserve_short_of_memory() -> tuple[int, str]:
@@ -125,12 +125,12 @@ def reserve_short_of_memory() -> tuple[int, str]:
     memory = EvaluationMemory(tiny_run("nowhere"), tiny_build(ctx))
     if ctx.rank == 1:
         object.__setattr__(memory, "_can_be_taken", lambda rows, length: rows <= 3)
-    told = io.StringIO()
-    with redirect_stderr(told):
-        return memory.agreed_rows(8, 8), told.getvalue()
+    output = io.StringIO()
+    with redirect_stderr(output):
+        return memory.agreed_rows(8, 8), output.getvalue()
 
 
 def test_ranks_that_share_a_model_agree_before_they_begin() -> None:
-    (first, said), (second, _) = run_on_ranks(2, reserve_short_of_memory)
+    (first, message), (second, _) = run_on_ranks(2, reserve_short_of_memory)
     assert (first, second) == (2, 2)
-    assert "all ranks go on with 4" in said
+    assert "all ranks go on with 4" in message

@@ -17,19 +17,19 @@ from tests.support.ranks import run_on_ranks
 def what_each_rank_hears(folder: str) -> list[str | None]:
     ctx = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=1, pp=1))
     duration = Duration(BatchSchedule(1, 2, 2), train_iters=10)
-    mine = str(Path(folder) / "stop")
-    config = TrainingConfig(micro_batch_size=1, train_iters=10, kill_switch_path=mine)
+    own = str(Path(folder) / "stop")
+    config = TrainingConfig(micro_batch_size=1, train_iters=10, kill_switch_path=own)
     stop = StopConditions(config, duration, ctx.world)
-    heard = []
+    reasons = []
     with stop.listening():
-        heard.append(stop.reason(Progress(), steps_done=1))
+        reasons.append(stop.reason(Progress(), steps_done=1))
         if ctx.rank == 0:  # seen by one rank or by both, depending on the moment
-            Path(mine).touch()
-        heard.append(stop.reason(Progress(), steps_done=1))
+            Path(own).touch()
+        reasons.append(stop.reason(Progress(), steps_done=1))
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        heard.append(stop.reason(Progress(), steps_done=1))
-    return heard
+        reasons.append(stop.reason(Progress(), steps_done=1))
+    return reasons
 
 
 def test_one_rank_that_saw_something_stops_all(tmp_path: Path) -> None:

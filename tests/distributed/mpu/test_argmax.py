@@ -16,8 +16,8 @@ def equals_torchs(tp: int) -> None:
         whole = sample(6, 2, PADDED, seed=true)
         whole[..., true:] = 100.0  # padding has no say
         whole[0, 0, :true] = 7.0  # all equal: the lowest
-        mine = whole.chunk(tp, -1)[ctx.tp.rank]
-        found = vocab_parallel_argmax(mine, ctx=ctx, true_vocab_size=true)
+        own = whole.chunk(tp, -1)[ctx.tp.rank]
+        found = vocab_parallel_argmax(own, ctx=ctx, true_vocab_size=true)
         assert torch.equal(found, whole[..., :true].argmax(-1))
 
 

@@ -80,18 +80,24 @@ def one_is_late_but_in_time(group: Group, odd: bool) -> list[float]:
 
 
 def all_is_well(group: Group, odd: bool) -> list[list[float]]:
-    mine = torch.full((3,), float(group.rank))
-    sums = c.all_reduce(mine.clone(), group)
-    gathered = c.all_gather(mine[:1], group)
-    part = c.reduce_scatter(mine.expand(2, 3), group, dim=1)
+    own = torch.full((3,), float(group.rank))
+    sums = c.all_reduce(own.clone(), group)
+    gathered = c.all_gather(own[:1], group)
+    part = c.reduce_scatter(own.expand(2, 3), group, dim=1)
     c.barrier(group)
-    said = c.broadcast_object(group.rank, group, source=2)
+    received = c.broadcast_object(group.rank, group, source=2)
     peers = [peer for peer in range(RANKS) if peer != group.rank]
     room = [torch.zeros(3) for _ in peers]
-    batch = [PipelineMessage(True, peer, (mine,), "numbers") for peer in peers]
+    batch = [PipelineMessage(True, peer, (own,), "numbers") for peer in peers]
     batch += [PipelineMessage(False, peer, (r,), "numbers") for peer, r in zip(peers, room)]
     GroupExchanger(group).exchange(batch)
-    return [sums.tolist(), gathered.tolist(), part.flatten().tolist(), [said], sum(room).tolist()]
+    return [
+        sums.tolist(),
+        gathered.tolist(),
+        part.flatten().tolist(),
+        [received],
+        sum(room).tolist(),
+    ]
 
 
 def a_message_of_another_shape(group: Group, odd: bool) -> None:

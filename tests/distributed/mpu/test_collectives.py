@@ -13,22 +13,22 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 def collectives_are_arithmetic() -> None:
     ctx = build(tp=2)  # with 4 ranks: two tp groups, (0, 1) and (2, 3)
     tp, low = ctx.tp, ctx.tp.ranks[0]
-    mine, theirs = float(ctx.rank), float(ctx.tp.ranks[1 - tp.rank])
+    own, peer = float(ctx.rank), float(ctx.tp.ranks[1 - tp.rank])
     for dtype in DTYPES:
         for op, expected in (
-            ("sum", mine + theirs),
-            ("max", max(mine, theirs)),
-            ("min", min(mine, theirs)),
+            ("sum", own + peer),
+            ("max", max(own, peer)),
+            ("min", min(own, peer)),
         ):
-            tensor = torch.full((3,), mine, dtype=dtype)
+            tensor = torch.full((3,), own, dtype=dtype)
             assert collectives.all_reduce(tensor, tp, op=op) is tensor
             assert tensor.tolist() == [expected] * 3
         if dtype.is_floating_point:
-            tensor = torch.full((3,), mine, dtype=dtype)
+            tensor = torch.full((3,), own, dtype=dtype)
             assert collectives.all_reduce(tensor, tp, op="mean").tolist() == [low + 0.5] * 3
-        pending = collectives.start_all_reduce(torch.full((3,), mine, dtype=dtype), tp)
-        assert pending.wait().tolist() == [mine + theirs] * 3
-        tensor = torch.full((2,), mine, dtype=dtype)
+        pending = collectives.start_all_reduce(torch.full((3,), own, dtype=dtype), tp)
+        assert pending.wait().tolist() == [own + peer] * 3
+        tensor = torch.full((2,), own, dtype=dtype)
         assert collectives.broadcast(tensor, tp, source=1) is tensor
         assert tensor.tolist() == [low + 1] * 2
 
@@ -46,13 +46,13 @@ def gathering_and_scattering_work_along_any_dimension() -> None:
         assert torch.equal(pending.wait(), whole)
         pending = collectives.start_reduce_scatter(whole, tp)
         assert torch.equal(pending.wait(), 2 * whole.chunk(2)[tp.rank])
-        mine = whole.chunk(2)[tp.rank]
+        own = whole.chunk(2)[tp.rank]
         here = torch.full_like(whole, -1.0)
-        here.chunk(2)[tp.rank].copy_(mine)
+        here.chunk(2)[tp.rank].copy_(own)
         collectives.start_all_gather(here.chunk(2)[tp.rank], tp, out=here).wait()
         assert torch.equal(here, whole)
         collectives.start_reduce_scatter(here, tp, out=here.chunk(2)[tp.rank]).wait()
-        assert torch.equal(here.chunk(2)[tp.rank], 2 * mine)
+        assert torch.equal(here.chunk(2)[tp.rank], 2 * own)
     scalars = collectives.all_gather(torch.tensor(float(tp.rank)), tp)
     assert scalars.tolist() == [0.0, 1.0]
 
@@ -69,9 +69,9 @@ def strided_and_empty_tensors_are_reduced_in_place() -> None:
 
 def objects_travel() -> None:
     ctx = build(tp=2)
-    mine = {"rank": ctx.rank}
-    assert collectives.all_gather_object(mine, ctx.tp) == [{"rank": r} for r in ctx.tp.ranks]
-    assert collectives.broadcast_object(mine, ctx.tp, source=1) == {"rank": ctx.tp.ranks[1]}
+    own = {"rank": ctx.rank}
+    assert collectives.all_gather_object(own, ctx.tp) == [{"rank": r} for r in ctx.tp.ranks]
+    assert collectives.broadcast_object(own, ctx.tp, source=1) == {"rank": ctx.tp.ranks[1]}
     collectives.barrier(ctx.tp)
     collectives.barrier(ctx.world)
 

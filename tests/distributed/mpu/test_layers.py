@@ -151,12 +151,12 @@ def logits_of_a_split_sequence_and_frozen_parts(tp: int) -> None:
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
     whole = sample(LENGTH, 1, 6, seed=3).requires_grad_()
     F.linear(whole, weight.detach()).backward(upstream)
-    mine = whole.detach()[tokens].clone().requires_grad_()
-    scores(mine, table.weight.detach()).backward(own_upstream)
-    close(mine.grad, whole.grad[tokens])
+    own = whole.detach()[tokens].clone().requires_grad_()
+    scores(own, table.weight.detach()).backward(own_upstream)
+    close(own.grad, whole.grad[tokens])
     weight.grad = table.weight.grad = None
     F.linear(whole.detach(), weight).backward(upstream)
-    scores(mine.detach(), table.weight).backward(own_upstream)
+    scores(own.detach(), table.weight).backward(own_upstream)
     close(table.weight.grad, own_part(weight.grad, table.weight, ctx))
 
 

@@ -74,10 +74,10 @@ def read_a_file_that_hangs() -> None:
 def test_a_rank_that_stalls_shows_where(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 of 2 died with exit code 76"):
         run_on_ranks(2, one_stalls_and_one_gives_up_on_it, str(tmp_path / "said"))
-    said = (tmp_path / "said").read_text()
-    assert "rank 1: timed out while waiting for rank 0" in said
-    assert "this rank was here:" in said
-    assert "in read_a_file_that_hangs" in said
+    output = (tmp_path / "said").read_text()
+    assert "rank 1: timed out while waiting for rank 0" in output
+    assert "this rank was here:" in output
+    assert "in read_a_file_that_hangs" in output
 
 
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
@@ -106,15 +106,15 @@ def one_fails_and_one_looks() -> str:
     barrier(ctx.world)
     if ctx.rank == 1:
         watch.announce("the disk is full")
-    said = ""
+    message = ""
     deadline = time.monotonic() + SOON_S
-    while ctx.rank == 0 and not said and time.monotonic() < deadline:
+    while ctx.rank == 0 and not message and time.monotonic() < deadline:
         try:
             watch.check()
         except PeerError as error:
-            said = str(error)
+            message = str(error)
     watch.close()
-    return said
+    return message
 
 
 def test_whoever_looks_hears_of_a_failure_before_the_process_is_ended() -> None:

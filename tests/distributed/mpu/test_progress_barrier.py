@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.errors import MachineError
-from megatron.mpu import progress_barrier as meetings
+from megatron.mpu import progress_barrier
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.progress_barrier import ProgressBarrier
 from megatron.mpu.topology import Topology
@@ -20,15 +20,15 @@ def world() -> Group:
 
 
 def work_for_long(beats: int) -> float:
-    meetings._BEAT_S = 0.0
+    progress_barrier._BEAT_S = 0.0
     group = world()
-    meeting = ProgressBarrier(group, patience_s=PATIENCE_S)
+    barrier = ProgressBarrier(group, patience_s=PATIENCE_S)
     began = time.monotonic()
     if group.is_first:
         for number in range(beats):
             time.sleep(PATIENCE_S / 8)
-            meeting.report_progress(f"counting: {number}")
-    meeting.wait()
+            barrier.report_progress(f"counting: {number}")
+    barrier.wait()
     return time.monotonic() - began
 
 
@@ -39,14 +39,14 @@ def test_ranks_wait_for_one_at_work_for_longer_than_their_patience() -> None:
 
 def meet_often(rounds: int) -> list[float]:
     group = world()
-    meeting = ProgressBarrier(group, patience_s=20.0)
+    barrier = ProgressBarrier(group, patience_s=20.0)
     left = []
     for number in range(rounds):
         arrived = time.monotonic()
         if number % group.size == group.rank:
             time.sleep(0.1)
             arrived = time.monotonic()
-        meeting.wait()
+        barrier.wait()
         left.append(arrived)
         left.append(time.monotonic())
     return left
@@ -65,11 +65,11 @@ def test_nobody_leaves_before_all_are_there_in_any_round_of_any_meeting() -> Non
 def second_meeting_of_the_same_processes() -> float:
     group = world()
     ProgressBarrier(group, patience_s=20.0).wait()
-    meeting = ProgressBarrier(group, patience_s=20.0)
+    barrier = ProgressBarrier(group, patience_s=20.0)
     began = time.monotonic()
     if group.is_first:
         time.sleep(0.5)
-    meeting.wait()
+    barrier.wait()
     return time.monotonic() - began
 
 
@@ -78,38 +78,38 @@ def test_a_second_meeting_does_not_find_the_traces_of_the_first() -> None:
 
 
 def wait_for_one_that_fell_silent() -> str:
-    meetings._BEAT_S = 0.0
+    progress_barrier._BEAT_S = 0.0
     group = world()
-    meeting = ProgressBarrier(group, patience_s=PATIENCE_S)
+    barrier = ProgressBarrier(group, patience_s=PATIENCE_S)
     if group.is_first:
-        meeting.report_progress("verifying P.bin: 1.00 of 9.00 GiB")
+        barrier.report_progress("verifying P.bin: 1.00 of 9.00 GiB")
         time.sleep(2 * PATIENCE_S)
         return ""
     with pytest.raises(MachineError) as raised:
-        meeting.wait()
+        barrier.wait()
     return str(raised.value)
 
 
 def test_silence_ends_the_wait_and_the_last_word_is_said() -> None:
-    _, *told = run_on_ranks(3, wait_for_one_that_fell_silent)
-    for text in told:
+    _, *messages = run_on_ranks(3, wait_for_one_that_fell_silent)
+    for text in messages:
         assert "the ranks did not meet in time" in text
         assert "for rank 0 (verifying P.bin: 1.00 of 9.00 GiB)" in text
         assert "--distributed-timeout-minutes" in text
 
 
 def say_what_is_waited_for() -> list[str]:
-    meetings._BEAT_S = meetings._LOG_S = 0.0
-    said: list[str] = []
-    meetings.log.info = said.append  # type: ignore[assignment]
+    progress_barrier._BEAT_S = progress_barrier._LOG_S = 0.0
+    messages: list[str] = []
+    progress_barrier.log.info = messages.append  # type: ignore[assignment]
     group = world()
-    meeting = ProgressBarrier(group, patience_s=4.0)
+    barrier = ProgressBarrier(group, patience_s=4.0)
     if group.rank == 1:
         for number in range(8):
-            meeting.report_progress(f"counting: {number}")
+            barrier.report_progress(f"counting: {number}")
             time.sleep(0.3)
-    meeting.wait()
-    return said
+    barrier.wait()
+    return messages
 
 
 def test_ranks_that_wait_say_for_whom_and_what_it_does() -> None:
@@ -119,11 +119,11 @@ def test_ranks_that_wait_say_for_whom_and_what_it_does() -> None:
 
 
 def test_one_rank_meets_itself() -> None:
-    meeting = ProgressBarrier(Group(ranks=(0,), rank=0), patience_s=0.0)
-    meeting.report_progress("nothing")
-    meeting.wait()
+    barrier = ProgressBarrier(Group(ranks=(0,), rank=0), patience_s=0.0)
+    barrier.report_progress("nothing")
+    barrier.wait()
 
 
 def test_many_that_are_missing_are_counted() -> None:
-    absent = [meetings._Absent(rank, 0, "") for rank in range(12)]
-    assert meetings._named(absent).endswith("rank 7 and 4 more ranks")
+    absent = [progress_barrier._Absent(rank, 0, "") for rank in range(12)]
+    assert progress_barrier._named(absent).endswith("rank 7 and 4 more ranks")

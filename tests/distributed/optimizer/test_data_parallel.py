@@ -20,16 +20,16 @@ def ragged_batches_equal_one_batch() -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(5, 2).double(), ctx.dp)
     inputs = torch.randn(10, 5, dtype=torch.float64)
-    mine = [slice(0, 1), slice(1, 10)][ctx.dp.rank]
-    for sample in inputs[mine]:
+    own = [slice(0, 1), slice(1, 10)][ctx.dp.rank]
+    for sample in inputs[own]:
         ddp(sample).square().sum().backward()
     ddp.finish()
     plain = nn.Linear(5, 2).double()
     plain.load_state_dict(ddp.module.state_dict())
     plain(inputs).square().sum().backward()
-    for ours, theirs in zip(ddp.module.parameters(), plain.parameters()):
+    for ours, reference in zip(ddp.module.parameters(), plain.parameters()):
         torch.testing.assert_close(
-            ours.main_grad, theirs.grad, rtol=FP64_ROUNDING, atol=FP64_ROUNDING
+            ours.main_grad, reference.grad, rtol=FP64_ROUNDING, atol=FP64_ROUNDING
         )
 
 

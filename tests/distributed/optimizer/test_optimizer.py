@@ -122,9 +122,9 @@ def grids_equal_one_process() -> None:
         ctx = ParallelContext.build(Topology(tp=tp, pp=pp, dp=dp))
         reports, weights, means, norm = steps(ctx, distributed=distributed)
         assert norm == pytest.approx(reference.norm, rel=FP64_ROUNDING)
-        for ours, theirs in zip(reports, reference.reports, strict=True):
-            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=FP64_ROUNDING)
-            assert ours.num_zeros == theirs.num_zeros
+        for ours, wanted in zip(reports, reference.reports, strict=True):
+            assert ours.grad_norm == pytest.approx(wanted.grad_norm, rel=FP64_ROUNDING)
+            assert ours.num_zeros == wanted.num_zeros
         everyone: list[list[OptimizerReport]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, reports)
         assert all(other == reports for other in everyone)

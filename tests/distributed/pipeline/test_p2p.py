@@ -27,14 +27,14 @@ def around_the_ring() -> list[list[Tensor]]:
     group = stages().pp
     exchanger, received = GroupExchanger(group), []
     for size in (0, 3, 100_000):
-        mine = tuple(torch.full((size,), group.rank + 1).to(dtype) for dtype in DTYPES)
-        rooms = [tuple(torch.empty_like(tensor) for tensor in mine) for _ in range(2)]
+        own = tuple(torch.full((size,), group.rank + 1).to(dtype) for dtype in DTYPES)
+        rooms = [tuple(torch.empty_like(tensor) for tensor in own) for _ in range(2)]
         next_, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         exchanger.exchange(
             [
-                PipelineMessage(True, next_, mine, "forward"),
+                PipelineMessage(True, next_, own, "forward"),
                 PipelineMessage(
-                    True, previous, tuple(t.logical_not() for t in mine[-1:]), "backward"
+                    True, previous, tuple(t.logical_not() for t in own[-1:]), "backward"
                 ),
                 PipelineMessage(False, previous, rooms[0], "forward"),
                 PipelineMessage(False, next_, rooms[1][-1:], "backward"),
@@ -74,7 +74,7 @@ def wait_for_nobody() -> tuple[str, float]:
 
 
 def test_a_wait_ends_with_the_name_of_the_stage_that_was_waited_for() -> None:
-    (said, waited), _ = run_on_ranks(2, wait_for_nobody)
-    assert "a message between pipeline stages was not exchanged" in said
-    assert "at stage 0: recv_forward(4) from stage 1 (rank 1)" in said
+    (message, waited), _ = run_on_ranks(2, wait_for_nobody)
+    assert "a message between pipeline stages was not exchanged" in message
+    assert "at stage 0: recv_forward(4) from stage 1 (rank 1)" in message
     assert waited < 10 * TIMEOUT_S

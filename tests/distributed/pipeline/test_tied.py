@@ -46,7 +46,7 @@ def test_gradients_are_summed_over_those_that_hold_the_weight() -> None:
     found = run_on_ranks(3, sum_and_compare)
     three = torch.full((2, 3), 0.1) + torch.full((2, 3), 0.1 * 2) + torch.full((2, 3), 0.1 * 3)
     two = torch.full((2, 3), 0.1) + torch.full((2, 3), 0.1 * 3)
-    for rank, (sums, names, marked, said) in enumerate(found):
+    for rank, (sums, names, marked, message) in enumerate(found):
         held = sorted(name for name, holders in HOLDERS.items() if rank in holders)
         assert sorted(names) == sorted(marked) == [name for name in held if name != "middle"]
         assert torch.equal(sums["all"], three)
@@ -54,8 +54,8 @@ def test_gradients_are_summed_over_those_that_hold_the_weight() -> None:
             assert torch.equal(sums["ends"], two)
         if "middle" in sums:
             assert torch.equal(sums["middle"], torch.full((2, 3), 0.2))
-        assert "different values of weights that they share" in said
-        assert "ends, on ranks [0, 1, 2]" in said
+        assert "different values of weights that they share" in message
+        assert "ends, on ranks [0, 1, 2]" in message
 
 
 def test_a_lone_stage_shares_nothing() -> None:

@@ -22,7 +22,7 @@ def what_each_rank_is_told() -> list[str]:
     ctx = ParallelContext.build(Topology.fill(dist.get_world_size(), tp=1, pp=1))
     agree_on_launch({"torch": "2.13", "flags": "ab"}, ctx.world)
     agree_on_state({"iteration": 3, "loss scale": 1.0}, ctx.world)
-    told = []
+    messages = []
     odd = ctx.rank == 2
     for kind, call in (
         (ConfigError, lambda: agree_on_launch({"torch": "2.1" if odd else "2.13"}, ctx.world)),
@@ -32,8 +32,10 @@ def what_each_rank_is_told() -> list[str]:
         try:
             call()
         except MegatronError as error:
-            told.append(f"{error.problem}: {error.found}" if type(error) is kind else repr(error))
-    return told
+            messages.append(
+                f"{error.problem}: {error.found}" if type(error) is kind else repr(error)
+            )
+    return messages
 
 
 def test_every_rank_is_told_who_differs() -> None:
@@ -106,8 +108,10 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 def test_many_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [{"x": "a"}] * 6 + [{"x": "b"}]
-    monkeypatch.setattr("megatron.preflight.agreement.all_gather_object", lambda facts, world: told)
+    gathered = [{"x": "a"}] * 6 + [{"x": "b"}]
+    monkeypatch.setattr(
+        "megatron.preflight.agreement.all_gather_object", lambda facts, world: gathered
+    )
     with pytest.raises(ConfigError) as caught:
         agree_on_launch({"x": "a"}, Group(ranks=(0,), rank=0))
     assert caught.value.found == "x: a on 6 ranks (0, 1, ... 5), b on rank 6"

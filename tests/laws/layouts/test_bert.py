@@ -93,8 +93,10 @@ def check_equal(
         ]
     assert_close(records[0].losses, alone.losses, tolerance)
     assert_close(records[0].grad_norms, alone.grad_norms, tolerance)
-    for mine, theirs in zip(records[0].steps, alone.steps):
-        assert_close(mine.means or (mine.loss,), theirs.means or (theirs.loss,), tolerance)
+    for actual, reference in zip(records[0].steps, alone.steps):
+        assert_close(
+            actual.means or (actual.loss,), reference.means or (reference.loss,), tolerance
+        )
     for ours, expected in zip(records[0].evaluations, alone.evaluations):
         assert_close(ours.means, expected.means, tolerance)
     state = {name: t for name, t in whole(records).items() if name.startswith("model/")}
@@ -205,6 +207,6 @@ def train_with_nothing_to_guess(config: RunConfig) -> str:
 
 
 def test_a_batch_with_nothing_to_guess_is_an_error(corpus: TinySentences) -> None:
-    (said,) = run_on_ranks(1, train_with_nothing_to_guess, tiny_bert_run(corpus, **SHAPE))
-    assert "a global batch has nothing that one of its losses counts" in said
-    assert "lm loss 0, sop loss 8" in said
+    (message,) = run_on_ranks(1, train_with_nothing_to_guess, tiny_bert_run(corpus, **SHAPE))
+    assert "a global batch has nothing that one of its losses counts" in message
+    assert "lm loss 0, sop loss 8" in message

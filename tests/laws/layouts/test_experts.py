@@ -124,9 +124,9 @@ def train_alone(configs: Sequence[RunConfig]) -> list[Record]:
 
 def balances(record: Record) -> list[float]:
     """What is said of how busy experts are; 1 of those that are equally busy."""
-    said = [step.load_balancing_loss for step in record.steps]
-    assert all(one is not None and one > 0.9 for one in said), said
-    return [one or 0.0 for one in said]
+    balance = [step.load_balancing_loss for step in record.steps]
+    assert all(one is not None and one > 0.9 for one in balance), balance
+    return [one or 0.0 for one in balance]
 
 
 def check_equal(found: Sequence[Record], alone: Record) -> None:

@@ -137,9 +137,9 @@ def test_a_difference_is_named_with_the_command_that_runs_its_case_again() -> No
     wrong = Difference("a.weight", 1e-3, FP64, is_relative=True)
     assert Verdict(case, "fp64", (fine,)).first is None
     assert Verdict(case, "fp64", (fine, nothing)).first is nothing
-    said = str(Verdict(case, "fp64", (fine, wrong)))
-    assert "first in a.weight: 1.0e-03 apart, 1e-09 allowed (1 of 2 differ)" in said
-    assert f'python -m tests.laws.layouts.matrix --precision fp64 --case "{case}"' in said
+    message = str(Verdict(case, "fp64", (fine, wrong)))
+    assert "first in a.weight: 1.0e-03 apart, 1e-09 allowed (1 of 2 differ)" in message
+    assert f'python -m tests.laws.layouts.matrix --precision fp64 --case "{case}"' in message
 
 
 def test_the_table_counts_and_is_written_between_its_marks(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_the_program_says_what_differs_and_ends_with_it(
 
     monkeypatch.setattr(matrix, "train_alone", lambda *_: {})
     monkeypatch.setattr(matrix, "run_cases", judged)
-    for code, said in ((0, "0 differ from one process"), (1, "DIFFERS: fp64 tp1 pp1 dp2 tied")):
+    for code, text in ((0, "0 differ from one process"), (1, "DIFFERS: fp64 tp1 pp1 dp2 tied")):
         with pytest.raises(SystemExit) as ended:
             matrix.main(["--precision", "fp64", "--case", "dp2"])
         assert ended.value.code == code
-        assert said in capsys.readouterr().out
+        assert text in capsys.readouterr().out
     with pytest.raises(SystemExit):
         matrix.main(["--case", "dp2", "--write"])
     assert "not of a part of it" in capsys.readouterr().err

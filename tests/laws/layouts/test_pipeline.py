@@ -87,9 +87,9 @@ def check_equal(records: Sequence[Record], alone: Record, tolerance: float = FP6
 
 def same_bits(one: Record, other: Record) -> bool:
     return (one.losses, one.grad_norms) == (other.losses, other.grad_norms) and all(
-        torch.equal(mine, theirs)
+        torch.equal(actual, reference)
         for name in one.state
-        for (_, mine), (_, theirs) in zip(one.state[name].pieces, other.state[name].pieces)
+        for (_, actual), (_, reference) in zip(one.state[name].pieces, other.state[name].pieces)
     )
 
 

@@ -133,9 +133,9 @@ def test_memory_that_is_not_given_when_asked_for_halves_the_rows(
 
     monkeypatch.setattr(torch, "empty", short)
     assert memory.agreed_rows(8, 8) == 2
-    said = capsys.readouterr().err
-    assert "--micro-batch-size 8 and rows of up to 8 tokens: all ranks go on with 4" in said
-    assert "all ranks go on with 2" in said
+    output = capsys.readouterr().err
+    assert "--micro-batch-size 8 and rows of up to 8 tokens: all ranks go on with 4" in output
+    assert "all ranks go on with 2" in output
     with pytest.raises(MachineError, match="memory ran out while rows were scored") as caught:
         memory.agreed_rows(1, 80)
     assert "shorter --seq-length" in caught.value.fix

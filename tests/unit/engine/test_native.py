@@ -211,11 +211,11 @@ def test_weights_alone_reach_the_masters() -> None:
 
 
 def test_state_that_nobody_shares_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said = "--use-distributed-optimizer has no effect with one replica"
+    note = "--use-distributed-optimizer has no effect with one replica"
     plain = tiny_engine()
-    assert said not in capsys.readouterr().out
+    assert note not in capsys.readouterr().out
     sharded = tiny_engine(use_distributed_optimizer=True, overlap_param_gather=True)
-    assert said in capsys.readouterr().out
+    assert note in capsys.readouterr().out
     reports = [engine.train_step(iter(tiny_batches(4)), PLAN) for engine in (plain, sharded)]
     assert reports[0] == reports[1]
     assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(sharded)))

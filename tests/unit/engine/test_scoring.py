@@ -52,10 +52,10 @@ def naive(config: RunConfig, rows: list[ScoringRow]) -> list[RowScore]:
 def test_batches_and_padding_change_nothing(kind: str, micro_batch_size: int) -> None:
     config = run_of(position_embedding_type=kind)
     scores = scorer_of(config, micro_batch_size=micro_batch_size).score(ROWS)
-    for mine, expected in zip(scores, naive(config, ROWS)):
+    for actual, expected in zip(scores, naive(config, ROWS)):
         # float64, other batch sizes: only the order of additions differs
-        assert mine.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-11)
-        assert mine[1:] == expected[1:]
+        assert actual.log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-11)
+        assert actual[1:] == expected[1:]
 
 
 def test_what_greedy_choice_would_say_is_known_as_such() -> None:
@@ -68,8 +68,8 @@ def test_what_greedy_choice_would_say_is_known_as_such() -> None:
         logits = model(torch.tensor([tokens]))[-1, 0, : TINY_VOCAB.true]
         tokens.append(int(logits.argmax()))
     other = [*tokens[:-1], (tokens[-1] + 1) % TINY_VOCAB.true]
-    said = scorer.score([ScoringRow(tuple(tokens), 2), ScoringRow(tuple(other), 2)])
-    assert [score.is_greedy for score in said] == [True, False]
+    scores = scorer.score([ScoringRow(tuple(tokens), 2), ScoringRow(tuple(other), 2)])
+    assert [score.is_greedy for score in scores] == [True, False]
 
 
 def test_no_rows_have_no_scores() -> None:
@@ -85,9 +85,9 @@ def test_a_row_needs_context_and_something_to_score(row: ScoringRow) -> None:
 def test_an_unknown_token_is_refused() -> None:
     with pytest.raises(
         DataError, match="a row holds a token outside of the model's vocabulary"
-    ) as said:
+    ) as raised:
         scorer_of(run_of()).score([ROWS[0], ScoringRow((1, 50), 1)])
-    assert "row 1: token 50, a vocabulary of 50" in str(said.value)
+    assert "row 1: token 50, a vocabulary of 50" in str(raised.value)
 
 
 def test_a_row_that_is_too_long_is_refused() -> None:

@@ -100,15 +100,15 @@ def test_each_named_group_is_evaluated_alone_and_they_advance_alike() -> None:
     config = tiny_run("nowhere", micro_batch_size=2, global_batch_size=2, eval_iters=1)
     splits = Datasets(Numbers(2), {"V": Numbers(4), "W": Numbers(6)}, {"X": Numbers(2)})
     task = dataclasses.replace(gpt_task(), datasets=lambda _: splits)
-    engine, said = Listening(), Silent()
+    engine, silent = Listening(), Silent()
     progress = Progress()
     for _ in range(2):  # the second as after a resume
         feed = made(task, config)
-        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
-        progress = feed.validate(engine, progress, said)  # type: ignore[arg-type]
-    feed.test(engine, progress, said)  # type: ignore[arg-type]
+        progress = feed.validate(engine, progress, silent)  # type: ignore[arg-type]
+        progress = feed.validate(engine, progress, silent)  # type: ignore[arg-type]
+    feed.test(engine, progress, silent)  # type: ignore[arg-type]
     assert progress.consumed_valid_samples == 8
-    assert said.names == ["V", "W"] * 4 + ["X"]
+    assert silent.names == ["V", "W"] * 4 + ["X"]
     v, w = engine.heard[:8:2], engine.heard[1:8:2]
     assert v == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert w == [[0, 1], [2, 3], [4, 5], [0, 1]]

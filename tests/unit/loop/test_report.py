@@ -276,10 +276,10 @@ def test_each_of_several_losses_has_a_name(
         log.step(at(3), PLAN, StepReport(5.0, 1.0, means=(4.0, 1.0)))
         log.step(at(4), PLAN, StepReport(3.0, 1.0, means=(2.5, 0.5)))
         log.evaluation("validation", EvaluationSum(6.0, 2, (EvaluationSum(1.0, 4),)), at(4))
-    said = capsys.readouterr().out
-    assert "lm loss: 3.250000E+00 | sop loss: 7.500000E-01 |" in said
-    assert "lm loss value: 3.000000E+00" in said
-    assert "sop loss value: 2.500000E-01 | sop loss PPL: 1.284025E+00 | tokens: 2 |" in said
+    output = capsys.readouterr().out
+    assert "lm loss: 3.250000E+00 | sop loss: 7.500000E-01 |" in output
+    assert "lm loss value: 3.000000E+00" in output
+    assert "sop loss value: 2.500000E-01 | sop loss PPL: 1.284025E+00 | tokens: 2 |" in output
     events = EventAccumulator(str(tmp_path)).Reload()
     tags = set(events.Tags()["scalars"])
     assert {

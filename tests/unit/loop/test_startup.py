@@ -52,11 +52,11 @@ def test_a_run_is_announced_with_its_size_and_its_length(
     length = duration(config, batch_schedule(config.training, 1))
     build = model_build(runtime)
     announce_run(engine, config, runtime.context, build, length, Progress(2, 16, 256))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     parameters = parameter_count(config.model, VOCABULARY + 1, config.data.seq_length)
-    assert f"gpt with {parameters:,} parameters in float64; 1 rank (tp 1 x pp 1 x dp 1)" in said
-    assert "global batch 8 in micro-batches of 1; from iteration 2 to 5: 24 samples, 384" in said
-    assert "MFLOP per token, forward and backward, by 6 N + 12 L a d s per token (PaLM" in said
+    assert f"gpt with {parameters:,} parameters in float64; 1 rank (tp 1 x pp 1 x dp 1)" in output
+    assert "global batch 8 in micro-batches of 1; from iteration 2 to 5: 24 samples, 384" in output
+    assert "MFLOP per token, forward and backward, by 6 N + 12 L a d s per token (PaLM" in output
 
 
 def test_flags_and_the_json_of_deepspeed_are_stored(
@@ -70,8 +70,8 @@ def test_flags_and_the_json_of_deepspeed_are_stored(
         task, config, runtime.context, build, length, Progress(), runtime.timers
     ) as step_log:
         announce_deepspeed(config, step_log, replicas=1)
-    said = capsys.readouterr().out.partition("DeepSpeed's JSON, complete:\n")[2]
-    given, _ = json.JSONDecoder().raw_decode(said)
+    output = capsys.readouterr().out.partition("DeepSpeed's JSON, complete:\n")[2]
+    given, _ = json.JSONDecoder().raw_decode(output)
     assert given["train_batch_size"] == 8
     assert set(EventAccumulator(str(tmp_path)).Reload().Tags()["tensors"]) == {
         "flags/text_summary",

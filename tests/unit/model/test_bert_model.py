@@ -144,7 +144,7 @@ def test_the_losses_are_sums_over_guessed_words_and_over_rows() -> None:
     losses = ours(tokens, types, padding, labels, (labels >= 0).long(), swapped)
     assert isinstance(losses, LossSum)
     with torch.no_grad():
-        said = theirs(ours)(
+        reference = theirs(ours)(
             tokens,
             attention_mask=padding,
             token_type_ids=types,
@@ -152,7 +152,7 @@ def test_the_losses_are_sums_over_guessed_words_and_over_rows() -> None:
             next_sentence_label=swapped,
         )
     assert losses.count.tolist() == [int((labels >= 0).sum()), 2]
-    torch.testing.assert_close(losses.mean.sum(), said.loss, **SAME)
+    torch.testing.assert_close(losses.mean.sum(), reference.loss, **SAME)
 
 
 @pytest.mark.parametrize("changes", [{}, ORIGINAL, {"position_embedding_type": "rope"}])

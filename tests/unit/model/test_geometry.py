@@ -92,7 +92,7 @@ def test_of_a_part_of_the_sequence_it_is_that_of_the_whole(
     ids = (None, None) if documents is None else (positions, documents)
     split = AttentionGeometry(config, tiny_build(second_of_two(), sequence_parallel=True))
     whole = AttentionGeometry(config, tiny_build(second_of_two()))
-    mine, expected = split.of(torch.zeros(3, 2, 16), *ids), whole.of(torch.zeros(6, 2, 16), *ids)
+    actual, expected = split.of(torch.zeros(3, 2, 16), *ids), whole.of(torch.zeros(6, 2, 16), *ids)
     torch.testing.assert_close(
-        (mine.mask, mine.rotation), (expected.mask, expected.rotation), rtol=0, atol=0
+        (actual.mask, actual.rotation), (expected.mask, expected.rotation), rtol=0, atol=0
     )

@@ -58,8 +58,8 @@ def test_a_stream_continues_from_fork_to_fork() -> None:
 
 def test_saved_states_continue_bit_for_bit() -> None:
     def draws(streams: RandomStreams) -> list[object]:
-        mine = [draw(streams, "replicated"), draw(streams, "tensor"), torch.rand(3).tolist()]
-        return [*mine, np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
+        own = [draw(streams, "replicated"), draw(streams, "tensor"), torch.rand(3).tolist()]
+        return [*own, np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
 
     outside = RandomStreams(0).state_dict()
     streams = RandomStreams(7)

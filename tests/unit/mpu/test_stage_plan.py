@@ -43,8 +43,8 @@ def test_the_cut_is_the_best_of_all_cuts(costs: list[float], data: st.DataObject
     parts = data.draw(st.integers(1, len(costs)))
     found = plan_stages(costs, parts)
     best = min(cuts(len(costs), parts), key=lambda ranges: rank_of(costs, ranges))
-    mine, wanted = rank_of(costs, found), rank_of(costs, best)
-    assert mine == wanted
+    actual, wanted = rank_of(costs, found), rank_of(costs, best)
+    assert actual == wanted
     assert [each.start for each in found[1:]] == [each.stop for each in found[:-1]]
 
 

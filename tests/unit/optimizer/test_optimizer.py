@@ -126,8 +126,8 @@ def test_float64_updates_and_clipping_equal_torchs(config: OptimizerConfig, clip
         report = run.step(seed, grad_multiplier=1 / 6)
         assert report.applied
         assert report.grad_norm == pytest.approx(float(norm), rel=FP64_ROUNDING)
-        for ours, theirs in zip(run.module.parameters(), plain.parameters()):
-            torch.testing.assert_close(ours, theirs, rtol=FP64_ROUNDING, atol=FP64_ROUNDING)
+        for ours, expected in zip(run.module.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours, expected, rtol=FP64_ROUNDING, atol=FP64_ROUNDING)
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain-sgd"])
@@ -141,8 +141,8 @@ def test_float32_updates_equal_torchs_bit_by_bit(config: OptimizerConfig) -> Non
             loss(plain, 2 * seed + micro_batch).backward()
         reference.step()
         run.step(seed)
-        for ours, theirs in zip(run.module.parameters(), plain.parameters()):
-            assert torch.equal(ours, theirs)
+        for ours, expected in zip(run.module.parameters(), plain.parameters()):
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp16-constant"])

@@ -79,8 +79,8 @@ def plain_loop(depth: int, lengths: Sequence[int], *, steps: int = 1) -> Done:
 
 def assert_same(found: Done, expected: Done, *, bitwise: bool) -> None:
     pairs = list(zip(found.sums, expected.sums, strict=True))
-    for mine, theirs in zip(found.gradients, expected.gradients, strict=True):
-        pairs += list(zip(mine, theirs, strict=True))
+    for actual, reference in zip(found.gradients, expected.gradients, strict=True):
+        pairs += list(zip(actual, reference, strict=True))
     for one, other in pairs:
         if bitwise:
             assert torch.equal(one, other)

@@ -78,10 +78,10 @@ def test_zero_bubble_waits_less_than_1f1b_and_holds_no_more() -> None:
         zero, plain = run((ZERO_BUBBLE, p, m, 1)), run((ONE_F_ONE_B, p, m, 1))
         assert zero.bubble_share < plain.bubble_share
         most = max(stage.peak_activations for stage in plain.stages)
-        for mine, same in zip(zero.stages, plain.stages):
-            assert mine.peak_activations <= most
+        for own, same in zip(zero.stages, plain.stages):
+            assert own.peak_activations <= most
             # What only the input gradient needs goes as early as in 1F1B, stage by stage.
-            assert mine.peak_before_input_gradient == same.peak_activations
+            assert own.peak_before_input_gradient == same.peak_activations
 
 
 @pytest.mark.parametrize("backward", [0.3, 1.0, 3.7])

@@ -106,9 +106,9 @@ def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
         data = dataclasses.replace(asked.config.data, data_path=(str(tmp_path / "c"),))
         config = dataclasses.replace(asked.config, data=data)
         assert not found(rules.corpora_fit_the_tokenizer, dataclasses.replace(asked, config=config))
-        said = capsys.readouterr().err
-        assert ("was made with other files of its tokenizer" in said) == announced
-        assert (files["merge_file"].name in said) == announced
+        output = capsys.readouterr().err
+        assert ("was made with other files of its tokenizer" in output) == announced
+        assert (files["merge_file"].name in output) == announced
 
 
 def test_an_empty_split_that_is_used_is_found(corpus: str) -> None:

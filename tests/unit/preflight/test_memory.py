@@ -71,8 +71,8 @@ def test_memory_that_is_just_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory_bytes", lambda: needed(2) - 1)
-    said = found(CHECK, plan(world_size=2))
-    only(said, "on each of 2 ranks of this host", "fix: add --use-distributed-optimizer")
+    findings = found(CHECK, plan(world_size=2))
+    only(findings, "on each of 2 ranks of this host", "fix: add --use-distributed-optimizer")
     assert found(CHECK, plan(world_size=2, use_distributed_optimizer=True)) == []
     assert found(CHECK, plan(world_size=2, tensor_model_parallel_size=2)) == []
 

@@ -31,13 +31,13 @@ def test_one_changed_byte_a_new_name_and_a_moved_border_are_other_code(tmp_path:
 
 def test_the_program_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "mine.py"
-    said = []
+    digests = []
     for text in ("a = 1\n", "a = 2\n"):
         program.write_text(text)
         monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(program)))
-        said.append(source_digests())
-    assert said[0]["code of megatron"] == said[1]["code of megatron"]
-    assert said[0]["code of the program"] != said[1]["code of the program"]
+        digests.append(source_digests())
+    assert digests[0]["code of megatron"] == digests[1]["code of megatron"]
+    assert digests[0]["code of the program"] != digests[1]["code of the program"]
 
 
 def test_a_process_without_a_program_file_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

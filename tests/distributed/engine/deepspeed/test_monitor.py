@@ -67,8 +67,8 @@ def through_deepspeed(
     """The same numbers through DeepSpeed with this JSON, which are equal on both ranks."""
     path = folder / "ds.json"
     path.write_text(json.dumps(values), encoding="utf-8")
-    asked = {"deepspeed": True, "deepspeed_config": str(path), **flags}
-    one, other = run_on_ranks(2, numbers, corpus, asked, deepspeed=True)
+    all_flags = {"deepspeed": True, "deepspeed_config": str(path), **flags}
+    one, other = run_on_ranks(2, numbers, corpus, all_flags, deepspeed=True)
     assert one == other
     return one
 
@@ -78,10 +78,10 @@ def test_how_zero_communicates_changes_no_number(
     native: Any, tmp_path: Path, zero: dict[str, Any]
 ) -> None:
     corpus, expected = native
-    for mine, theirs in zip(
+    for actual, reference in zip(
         through_deepspeed(corpus, tmp_path, {"zero_optimization": zero}), expected
     ):
-        assert mine == pytest.approx(theirs, rel=FP32)
+        assert actual == pytest.approx(reference, rel=FP32)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -92,14 +92,14 @@ def test_monitors_and_profilers_of_the_file_work_and_hear_the_true_loss(
     values: dict[str, Any] = json.loads(json.dumps(WATCHED))
     values["csv_monitor"]["output_path"] = str(tmp_path)
     values["flops_profiler"]["output_file"] = str(tmp_path / "flops.txt")
-    asked = {"zero_stage": "1", "pipeline_model_parallel_size": stages}
+    flags = {"zero_stage": "1", "pipeline_model_parallel_size": stages}
     if stages > 1:
         del values["flops_profiler"], values["wall_clock_breakdown"]  # refused there
-    mine = through_deepspeed(corpus, tmp_path, values, **asked)
-    assert mine[0] == pytest.approx(losses, rel=FP32)
-    assert _points(tmp_path, "train_loss") == list(zip([8, 16], mine[0]))
-    assert _points(tmp_path, "grad_norm") == list(zip([8, 16], mine[1]))
-    assert mine[1] == pytest.approx(norms, rel=FP32)
+    own = through_deepspeed(corpus, tmp_path, values, **flags)
+    assert own[0] == pytest.approx(losses, rel=FP32)
+    assert _points(tmp_path, "train_loss") == list(zip([8, 16], own[0]))
+    assert _points(tmp_path, "grad_norm") == list(zip([8, 16], own[1]))
+    assert own[1] == pytest.approx(norms, rel=FP32)
     if stages == 1:
         profile = (tmp_path / "flops.txt").read_text(encoding="utf-8")
         assert "DeepSpeed Flops Profiler" in profile

@@ -144,10 +144,10 @@ def test_dropout_is_that_of_the_native_pipeline_and_recomputed_alike(corpus: str
         2, [piped(corpus, grid, 1, drop, ADAMW), piped(corpus, grid, 1, drop, ADAMW, RECOMPUTE)]
     )
     ours = run_on_ranks(2, train_all, [native(corpus, grid, drop, ADAMW)], timeout_s=DEADLINE_S)
-    for one, other, (mine,) in zip(plain, again, ours):
+    for one, other, (own,) in zip(plain, again, ours):
         assert same_bits(one, other)
-        assert_close(one.losses, mine.losses, FP32)
-        assert_close(one.grad_norms, mine.grad_norms, FP32)
+        assert_close(one.losses, own.losses, FP32)
+        assert_close(one.grad_norms, own.grad_norms, FP32)
 
 
 def test_the_number_of_micro_batches_and_their_length_may_grow(corpus: str) -> None:
@@ -225,7 +225,7 @@ def test_a_checkpoint_goes_from_engine_to_engine_and_grid_to_grid(
 def broken_then_mended(corpus: str, stage: int) -> list[StepReport | str]:
     engine = engine_of(piped(corpus, (1, 2, 1), stage))
     plan = StepPlan(2, 8, learning_rate=0.01, weight_decay=0.1, seq_length=TOKENS_PER_SAMPLE)
-    said: list[StepReport | str] = []
+    messages: list[StepReport | str] = []
     name = "embedding.word.weight"
     weight = engine.stage.get_parameter(name)
     with torch.no_grad():
@@ -236,14 +236,14 @@ def broken_then_mended(corpus: str, stage: int) -> list[StepReport | str]:
     try:
         engine.check_replicas()
     except NumericsError as error:
-        said.append(f"{error.problem}: {error.found}")
-    said.append(engine.train_step(iter(tiny_batches(2, size=4)), plan))
+        messages.append(f"{error.problem}: {error.found}")
+    messages.append(engine.train_step(iter(tiny_batches(2, size=4)), plan))
     assert all(torch.equal(p, before[n]) for n, p in engine.named)
     with torch.no_grad():
         weight[0, 0] = kept
-    said.append(engine.train_step(iter(tiny_batches(2, size=4)), plan))
+    messages.append(engine.train_step(iter(tiny_batches(2, size=4)), plan))
     engine.check_replicas()
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -192,7 +192,7 @@ def norm_and_agreement(config: RunConfig) -> tuple[float, str]:
     def looked_at(*args: Any) -> Any:
         engine = build(*args)
         engine.check_replicas()
-        norm, said = engine.params_norm(), ""
+        norm, message = engine.params_norm(), ""
         if dist.get_rank() == 1:
             for tensor in engine.state(optimizer=False).tensors:
                 if tensor.name == "model/final_norm.weight":
@@ -201,8 +201,8 @@ def norm_and_agreement(config: RunConfig) -> tuple[float, str]:
         try:
             engine.check_replicas()
         except NumericsError as error:
-            said = f"{error.problem}: {error.found}"
-        found.append((norm, said))
+            message = f"{error.problem}: {error.found}"
+        found.append((norm, message))
         return engine
 
     build = tiny.REAL_BUILD_ENGINE
@@ -217,10 +217,10 @@ def test_the_norm_of_parameters_and_what_has_parted(corpus: str, tp: int) -> Non
     native = run_on_ranks(2, norm_and_agreement, tiny_run(corpus, **flags))
     for stage in STAGES:
         run = through_deepspeed(corpus, stage, **flags)
-        for norm, said in run_on_ranks(2, norm_and_agreement, run, deepspeed=True):
+        for norm, message in run_on_ranks(2, norm_and_agreement, run, deepspeed=True):
             assert norm == pytest.approx(native[0][0], rel=FP32)
             if stage == "3" and tp == 1:
-                assert not said, "no two replicas hold the same part of a weight"
+                assert not message, "no two replicas hold the same part of a weight"
             else:
-                assert "hold different" in said
-                assert "final_norm.weight, on ranks [1] against rank 0" in said
+                assert "hold different" in message
+                assert "final_norm.weight, on ranks [1] against rank 0" in message

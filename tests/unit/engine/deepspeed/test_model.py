@@ -25,11 +25,11 @@ def test_names_values_and_losses_are_those_of_a_native_stage() -> None:
     model = DeepSpeedModel(specs, task, build, seed=config.training.seed, share=shared.append)
     stage = PipelineStage(specs)
     initialize_parameters(stage, seed=config.training.seed, ctx=build.ctx)
-    mine, native = dict(model.named_parameters()), dict(stage.named_parameters())
-    assert list(mine) == list(native)
-    assert all(torch.equal(mine[name], native[name]) for name in native)
+    own, native = dict(model.named_parameters()), dict(stage.named_parameters())
+    assert list(own) == list(native)
+    assert all(torch.equal(own[name], native[name]) for name in native)
     once = [parameter for layer in shared for parameter in layer.parameters()]
-    assert len(once) == len(set(once)) == len(mine), "each layer is shared out once"
+    assert len(once) == len(set(once)) == len(own), "each layer is shared out once"
     inputs, labels = tiny_engine()._next(iter(tiny_batches(1)))
     total, count = model(inputs, labels)
     expected = task.loss(stage(inputs), labels, build)

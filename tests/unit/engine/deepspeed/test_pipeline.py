@@ -73,14 +73,14 @@ def test_something_else_is_read_off_the_carry_for_a_while() -> None:
 
 
 def test_gradients_are_lent_to_our_own_code_for_a_while() -> None:
-    mine, theirs = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    one, other = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
     own = torch.ones(1)
-    vars(mine)["main_grad"] = own
+    vars(one)["main_grad"] = own
     lent = torch.full((1,), 2.0)
-    with _as_main_grad({mine: own, theirs: lent}):
-        assert vars(theirs)["main_grad"] is lent
-    assert vars(mine)["main_grad"] is own
-    assert "main_grad" not in vars(theirs)
+    with _as_main_grad({one: own, other: lent}):
+        assert vars(other)["main_grad"] is lent
+    assert vars(one)["main_grad"] is own
+    assert "main_grad" not in vars(other)
 
 
 def test_one_stage_shares_nothing() -> None:

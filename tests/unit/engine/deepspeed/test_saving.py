@@ -100,22 +100,22 @@ def test_our_optimizer_is_written_as_deepspeed_writes_one_without_zero(
     state = rank_state(runtime.seen["state"], [], weights, live.order)
     assert state.steps == 1
     for name, kinds in own.named_state().items():
-        theirs = next(n for n, known in live.parameters.items() if known.name == name)
-        assert set(kinds) == set(state.held[theirs].kinds) - {"weight"}
+        deepspeed_name = next(n for n, known in live.parameters.items() if known.name == name)
+        assert set(kinds) == set(state.held[deepspeed_name].kinds) - {"weight"}
         for kind, value in kinds.items():
-            (found,) = state.held[theirs].kinds[kind]
+            (found,) = state.held[deepspeed_name].kinds[kind]
             assert torch.equal(found.values, value.reshape(-1)), (name, kind)
             assert found.values.untyped_storage().nbytes() == value.numel() * 4
 
 
 def test_a_loss_scale_is_one_of_deepspeeds_own_while_it_saves(tmp_path: Path) -> None:
     root = model()
-    mine = SimpleNamespace()
+    own = SimpleNamespace()
     for state, kind in (
         ({}, "LossScaler"),
         ({"scale": 8.0, "good_iterations": 3, "overflows_left": 1}, "DynamicLossScaler"),
     ):
-        runtime = Runtime(root, SimpleNamespace(loss_scaler=mine))
+        runtime = Runtime(root, SimpleNamespace(loss_scaler=own))
         live = live_run(runtime, named(root), ParallelContext.single(), own=None,
                         precision=PrecisionConfig(), loss_scale=LossScale(8.0, state))  # fmt: skip
         live.write(tmp_path, kind, {}, DurableWriter())
@@ -124,4 +124,4 @@ def test_a_loss_scale_is_one_of_deepspeeds_own_while_it_saves(tmp_path: Path) ->
         assert scale.cur_scale == 8.0
         if state:
             assert (scale.cur_iter, scale.cur_hysteresis) == (3, 1)
-        assert runtime.optimizer.loss_scaler is mine
+        assert runtime.optimizer.loss_scaler is own

@@ -80,20 +80,20 @@ def test_a_process_without_groups_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_its_words_go_through_our_log(capsys: pytest.CaptureFixture[str]) -> None:
-    speaker = logging.getLogger("DeepSpeed")
-    kept = speaker.handlers, speaker.level
+    logger = logging.getLogger("DeepSpeed")
+    kept = logger.handlers, logger.level
     try:
         start._log_through_ours()
-        speaker.info("nobody wants to know")
-        speaker.warning("**** You are using ZeRO with an untested optimizer, proceed with caution")
-        speaker.warning("something odd")
-        speaker.error("something wrong")
+        logger.info("nobody wants to know")
+        logger.warning("**** You are using ZeRO with an untested optimizer, proceed with caution")
+        logger.warning("something odd")
+        logger.error("something wrong")
     finally:
-        speaker.handlers, speaker.level = kept
-    said = capsys.readouterr()
-    assert said.out == ""
+        logger.handlers, logger.level = kept
+    printed = capsys.readouterr()
+    assert printed.out == ""
     assert (
-        without_times(said.err)
+        without_times(printed.err)
         == "WARNING: DeepSpeed: something odd\nERROR: DeepSpeed: something wrong\n"
     )
 
