@@ -50,7 +50,8 @@ def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) 
             raise MegatronError(
                 "internal error: a parameter has no rule for its initial values",
                 found=name,
-                fix="give it an Init with megatron.mpu.partition.describe() where it is made",
+                fix="give it an Init with megatron.mpu.partition.set_parameter_metadata() where "
+                "it is made",
             )
         partition = partition_of(parameter)
         index, size = ctx.share(partition)

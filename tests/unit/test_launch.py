@@ -135,10 +135,10 @@ def test_what_does_not_fit_together_is_refused(
 @pytest.mark.parametrize(
     ("changes", "problem", "found"),
     [
-        ({"SLURM_LOCALID": None}, "srun set only part", "no SLURM_LOCALID"),
+        ({"SLURM_LOCALID": None}, "srun set only some", "no SLURM_LOCALID"),
         ({"SLURM_PROCID": "5"}, "contradict each other", "SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=5"),
         ({"SLURM_NODEID": "2"}, "contradict each other", "SLURM_NODEID=2"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "3 2"}, "a way that is not known", "PER_NODE=3 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3 2"}, "an unknown form", "PER_NODE=3 2"),
         ({"MASTER_ADDR": "127.0.0.1"}, "each look for rank 0 on their own", "on 2 nodes"),
         ({"MASTER_PORT": "port"}, "not a number", "MASTER_PORT=port"),
         (
@@ -158,7 +158,7 @@ def test_what_srun_cannot_have_meant_is_refused(
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_of_mpirun_do_not_each_train_alone(name: str) -> None:
-    with pytest.raises(ConfigError, match="started by mpirun") as caught:
+    with pytest.raises(ConfigError, match="mpirun started several") as caught:
         launch_from_environment({name: "4"})
     assert f"{name}=4" in str(caught.value)
     assert launch_from_environment({name: "1"}) == Launch()

@@ -35,7 +35,9 @@ def test_a_text_ends_before_the_first_of_its_stops() -> None:
 
 
 def test_wishes_that_are_not_known_are_refused() -> None:
-    with pytest.raises(ConfigError, match="write in a way that is not here") as raised:
+    with pytest.raises(
+        ConfigError, match="a setting of generation that is not supported"
+    ) as raised:
         generation_request({"num_beams": 4, "until": []})
     assert raised.value.found == "num_beams=4"
     assert "--gen-kwargs" in raised.value.fix
@@ -45,6 +47,6 @@ def test_a_context_leaves_room_for_what_is_written() -> None:
     settings = generation_request({"max_gen_toks": 3})
     assert fitting([1, 2, 3, 4, 5], settings, 6) == [3, 4, 5]
     assert fitting([1], settings, 6) == [1]
-    with pytest.raises(DataError, match="longer texts than the model can write") as raised:
+    with pytest.raises(DataError, match="longer texts than the model can generate") as raised:
         fitting([1], settings, 3)
     assert raised.value.fix == "add --gen-kwargs max_gen_toks=1"

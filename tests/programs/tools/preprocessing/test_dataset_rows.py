@@ -87,7 +87,7 @@ def test_what_a_dataset_does_not_have_is_named(
     with pytest.raises(DataError, match="the column 'id' does not hold text"):
         open_dataset(name, ["id"])
     (tmp_path / "a.xyz").write_text("x")
-    with pytest.raises(ConfigError, match="the name of the file does not say"):
+    with pytest.raises(ConfigError, match="the name of the file does not show"):
         open_dataset(DatasetName(str(tmp_path / "a.xyz")), ["text"])
 
 
