@@ -213,7 +213,7 @@ def _kernels(work: Workload, step_s: float) -> dict[str, Any]:
     rows = []
     for event in seen.key_averages():
         kind = str(event.device_type).rpartition(".")[2].lower()
-        # A range that somebody named (the optimizer's step) would count its kernels twice.
+        # A named range (the optimizer's step) would count its kernels twice.
         if kind == device.current().type and not getattr(event, "is_user_annotation", False):
             own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             rows.append((own / PROFILED_STEPS / 1000, event.count / PROFILED_STEPS, event.key))

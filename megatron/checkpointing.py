@@ -331,6 +331,6 @@ def _restore_generators(opened: OpenedCheckpoint, runtime: Runtime) -> None:
     iteration = opened.manifest.iteration
     reseed(runtime.streams, runtime.config.training.seed, runtime.context, at=iteration)
     log.warning(
-        f"{reason}; dropout goes on from seeds made of --seed and iteration {iteration}, so it "
+        f"{reason}; dropout continues from seeds made of --seed and iteration {iteration}, so it "
         "draws other numbers than an uninterrupted run would"
     )

@@ -1,6 +1,6 @@
 """The main of a pretraining program: flags first, then whatever takes seconds to import.
 
-So `--help` and mistakes are answered at once. What else such a program is stands in its own file.
+So `--help` and errors of flags do not import torch. The rest of such a program is in its own file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pretrain_from_flags(
         tokenizer_type: of scripts that name none.
 
     Raises:
-        PreflightError: with all that is wrong with the flags, and what the checks find in those
+        PreflightError: with all errors of the flags, and the findings of the checks in those
             that can be read.
     """
     try:

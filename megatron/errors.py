@@ -95,7 +95,7 @@ class PreflightError(MegatronError):
     """Everything that is wrong with one launch, reported together.
 
     Findings of one class end the program as that class does; of several, as a ConfigError does,
-    since somebody has to look before the same command may work.
+    since a user has to act before the same command may work.
     """
 
     exit_code = ConfigError.exit_code

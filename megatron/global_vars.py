@@ -1,4 +1,4 @@
-"""The one `Runtime` of this process, for user programs that cannot be handed it.
+"""The one `Runtime` of this process, for user programs that cannot pass it on.
 
 Library code below the training edge never reads from here; it is given what it needs. Set by
 `initialize_megatron`, cleared by `shutdown_megatron`.

@@ -29,8 +29,8 @@ def usable_cpus() -> float:
 def available_memory_bytes() -> int | None:
     """Return bytes that processes may still use without swapping; None if unknown.
 
-    The less of what the kernel calls available and what the cgroup leaves. Pages of files count as
-    free, since they are given up when memory is short.
+    The minimum of the kernel's available memory and the cgroup's rest. Pages of files count as
+    free, since they are dropped when memory is short.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMORY) or "", flags=re.MULTILINE)
     both = (int(found[1]) * 1024 if found else None, cgroup_memory_bytes(_MOUNT, _MEMBERSHIP))

@@ -1,4 +1,4 @@
-"""What the layers of a run's model are built from: `ModelBuild` from its flags and its ranks."""
+"""The inputs of building a run's layers: `ModelBuild` from its flags and its ranks."""
 
 from typing import Protocol
 

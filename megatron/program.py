@@ -20,7 +20,7 @@ _ON_FAILURE: list[Callable[[str], None]] = []
 
 
 def on_failure(notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call `tell(reason)` when this process fails, before it ends (to warn the other ranks).
+    """Call `notify(reason)` when this process fails, before it ends (to warn the other ranks).
 
     Returns:
         What takes this back, once.

@@ -24,7 +24,7 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
-# What is read off the last carry of a micro-batch, given its labels: two tensors of one shape.
+# A function of a micro-batch's last carry and its labels: total and count, of one shape.
 Measure = Callable[[Carry, Carry], LossSum]
 
 
@@ -112,7 +112,7 @@ class PretrainTask:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one optimizer step should do; a pure function of the progress so far."""
+    """The plan of one optimizer step; a pure function of the progress so far."""
 
     num_microbatches: int
     global_batch_size: int
@@ -123,7 +123,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step did: the same numbers on every rank."""
+    """The result of one optimizer step: the same numbers on every rank."""
 
     loss: float  # mean over the counted tokens of the global batch, in nats; of several, the sum
     grad_norm: float  # of that mean's gradient, before clipping
@@ -179,7 +179,7 @@ class Engine(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by before its backward pass."""
+        """The factor on the next loss before its backward pass."""
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
         """Do one optimizer step over `plan.num_microbatches` micro-batches."""
@@ -199,7 +199,7 @@ class Engine(Protocol):
         """Return the model, and the optimizer if asked, as named parts of whole tensors."""
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
-        """Take over what was read into the tensors of `state`, with the scalars beside them."""
+        """Take over the values loaded into the tensors of `state`, and the scalars."""
 
     def live(self) -> Live | None:
         """Return what a save in DeepSpeed's own layout needs; None where another engine trains."""

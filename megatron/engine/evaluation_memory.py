@@ -1,8 +1,9 @@
 """Whether rows that are only scored fit into memory: an estimate before, and an agreement after.
 
-What is estimated not to fit is refused before it is tried, with what would fit. Where memory runs
-out all the same, ranks go on with fewer rows at a time only when all of them are notified: inside
-of a model that is spread over ranks they cannot agree, so there memory is tried out beforehand.
+Rows that are estimated not to fit are refused before the attempt, with a size that fits. Where
+memory runs out all the same, ranks go on with fewer rows at a time only when all of them are
+notified: inside of a model that is spread over ranks they cannot agree, so there memory is tried
+out beforehand.
 """
 
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ class NativeEngine:
                 specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size)
             )
         initialize_parameters(self.stage, seed=config.training.seed, ctx=build.ctx)
-        # Before the buffers, which put what is tied into buckets of its own.
+        # Before the buffers, which put tied parameters into separate buckets.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
         self._executor = Executor(
             # Not a method of this engine: a circle of references would outlive it.
@@ -102,12 +102,12 @@ class NativeEngine:
 
     @property
     def task(self) -> PretrainTask:
-        """What is trained."""
+        """The name of the task."""
         return self._task
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by before its backward pass."""
+        """The factor on the next loss before its backward pass."""
         return self.optimizer.loss_scale
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:

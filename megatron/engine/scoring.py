@@ -58,7 +58,7 @@ class Scorer:
     Its weights are uninitialised: load them into `stage` first.
 
     Args:
-        micro_batch_size: rows that one replica looks at together, at most.
+        micro_batch_size: rows that one replica reads together, at most.
         memory: estimates whether rows fit; without it they are assumed to.
         model: the whole model, where it is there already and there is no pipeline; it is `stage`.
     """
@@ -159,7 +159,7 @@ class Scorer:
         length = max(len(row.tokens) for row in taken) - 1
         if self._build.sequence_parallel:
             length += -length % self._build.ctx.tp.size
-        # What stands behind a row is seen by none of its tokens, so any token may.
+        # No token of a row attends to the padding behind it, so any token may be there.
         inputs = torch.zeros((len(taken), length), dtype=torch.int64)
         targets = torch.full((len(taken), length), _NOT_SCORED, dtype=torch.int64)
         for at, row in enumerate(taken):

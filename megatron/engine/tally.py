@@ -1,4 +1,4 @@
-"""What a step counts and reports: losses and counts over micro-batches, replicas and stages.
+"""Losses and counts of a step, summed over micro-batches, replicas and stages.
 
 One place for all engines, so that they report the same numbers. A model may have several losses;
 each is a mean over what it counts itself, and the sum of the means is minimised.

@@ -1,7 +1,7 @@
 """Which samples come next: the datasets of a run, and iterators over them that survive a resume.
 
 Where a run stands is a count of samples and nothing else. Only the first tensor-parallel rank
-reads, and hands on what it read.
+reads, and sends what it read.
 """
 
 import math

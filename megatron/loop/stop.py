@@ -1,7 +1,7 @@
 """When a run ends: its length, an interval, a clock, a signal or a file, agreed over all ranks.
 
-Every rank sees signals, files and clocks of its own. What each of them saw is reduced to one
-answer before anybody acts on it, so that no rank saves while another trains on.
+Signals, files and clocks differ between ranks. They are reduced to one decision before any rank
+acts on it, so that no rank saves while another trains on.
 """
 
 import os

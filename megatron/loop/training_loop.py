@@ -60,7 +60,7 @@ class TrainingLoop:
         """Train until a stop condition holds; return the progress and the reason to stop.
 
         Args:
-            own_hooks: what the caller does after a step: evaluate, judge. It comes before `save`.
+            own_hooks: the caller's hooks after a step, such as an evaluation; called before `save`.
         """
         flags, first = self.config.training, progress.iteration
         hooks: tuple[Hook, ...] = (
@@ -100,7 +100,7 @@ def training_loop(
     """Prepare a training on all ranks together: its log, stop conditions and saves.
 
     Checks that all ranks begin in the same state and announces the run. On leaving by an error, a
-    save in progress is given up.
+    save in progress is abandoned.
 
     Args:
         engine: with the weights to begin with.

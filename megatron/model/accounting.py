@@ -39,8 +39,8 @@ def flops_per_token(
     is never needed (Megatron-LM has counted half of it since 2025: its numbers are lower for long
     sequences). Norms, softmax and activations do not count.
 
-    With `recompute` the second forward pass of every block is counted too: what the hardware does
-    (HFU), where the number without it is what the model needs (MFU).
+    With `recompute` the second forward pass of every block is counted too: the work of the hardware
+    (HFU), where the number without it is the work of the model (MFU).
     """
     h, width = config.hidden_size, config.head_width
     queries = config.num_attention_heads * width

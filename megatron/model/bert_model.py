@@ -40,7 +40,7 @@ def bert_layers(
     """Return the whole of BERT, in order: embedding, blocks, final norm, heads.
 
     The carry goes in as `bert_carry` makes it and comes out as (word scores [s, b, v/tp], order
-    scores [b, 2]?). Every token looks at every other one of its row that is not padding.
+    scores [b, 2]?). Every token attends to all tokens of its row but padding.
 
     Args:
         order_head: also guess whether the two segments are in their order.
@@ -106,7 +106,7 @@ def bert_carry(tokens: Tensor, types: Tensor, padding_mask: Tensor) -> Carry:
         padding_mask: 1 for tokens, 0 for what fills the row up.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    # Padding is a document of its own: nothing looks at it, and no row of a mask is empty.
+    # Padding is a separate document: no token attends to it, and no row of a mask is empty.
     return (tokens, types, positions.contiguous(), padding_mask)
 
 

@@ -79,7 +79,7 @@ class Embedding(nn.Module):
         """
         tokens, *ids = carry
         types = ids.pop(0) if self.tokentype is not None else None
-        # Transposing the ids costs nothing; transposing what they look up would be a copy.
+        # Transposing the ids costs nothing; transposing the vectors would be a copy.
         hidden: Tensor = self.word(tokens.t())  # [s, b, h] or [s/tp, b, h]
         if self.norm is not None:
             hidden = self.norm(hidden)

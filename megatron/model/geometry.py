@@ -1,4 +1,4 @@
-"""Which token may look at which, and how far apart they are: computed once per forward pass.
+"""The attention mask and the distances of tokens, computed once per forward pass.
 
 All blocks of a model share one `AttentionGeometry`. What it makes depends on the length of the
 sequence and on the id tensors of the carry alone, so all blocks of one pass get the same object. In
@@ -39,7 +39,7 @@ class AttentionGeometry:
     s x s booleans of a window that is shorter than the sequence.
 
     Args:
-        causal: no token looks at one after it; else every token looks at all of its document.
+        causal: no token attends to a later one; else every token attends to all of its document.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, causal: bool = True) -> None:

@@ -58,7 +58,7 @@ class Router(nn.Module):
     def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return each loss summed over the sequences, or this rank's summand of it.
 
-        Beside it the balance alone, without its weight.
+        The second result is the balance alone, without its weight.
         """
         length = scores.shape[0] * (self._tp.size if self._split else 1)
         loss = balance = scores.new_zeros(())

@@ -1,4 +1,4 @@
-"""What a model is made of before anything is built: a list of `LayerSpec`, and what building needs.
+"""A model before it is built: a list of `LayerSpec`, and the inputs of building it.
 
 A layer takes a carry and returns a carry, so that a pipeline may cut the list anywhere.
 """
@@ -17,7 +17,7 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 
 Carry = tuple[Tensor, ...]
-"""What one layer hands to the next; all tensors, so that it can cross a pipeline boundary."""
+"""The tensors that one layer passes to the next; only tensors can cross a pipeline boundary."""
 
 
 class VocabSize(NamedTuple):

@@ -1,7 +1,7 @@
 """Megatron's accessor names, over the one context of this process.
 
-For entry points and user code that cannot be handed a ParallelContext. Nothing below the training
-edge may import this module. Axes that do not exist here (context, expert) have no accessors.
+For entry points and user code that cannot pass a ParallelContext. Nothing below the training edge
+may import this module. Axes that do not exist here (context, expert) have no accessors.
 """
 
 import traceback

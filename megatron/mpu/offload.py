@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.device import HostCopy
 
-Packed: TypeAlias = "Tensor | _View"  # what a graph keeps of a tensor
+Packed: TypeAlias = "Tensor | _View"  # the form in which a graph stores a tensor
 
 
 class Offload:

@@ -23,8 +23,8 @@ from megatron.mpu.context import Group
 
 _BEAT_S = 5.0  # between two writes to the store, however often a rank reports progress
 _LOG_S = 30.0  # between two messages of a rank that waits
-_LOOK_S = 5.0  # between two looks at what the others do
-_POLL_S = (0.01, 1.0)  # first and last pause between two looks at how many are there
+_LOOK_S = 5.0  # between two polls of the others' reports
+_POLL_S = (0.01, 1.0)  # first and last pause between two polls of the count
 
 
 class ProgressBarrier:

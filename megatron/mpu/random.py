@@ -38,7 +38,7 @@ def hash_seed(seed: int, *names: object) -> int:
 class RandomStreams:
     """The generators of one rank: "replicated" is equal over tp, "tensor" differs on every rank.
 
-    Both differ between dp ranks, which see other samples, and between pp ranks, which hold other
+    Both differ between dp ranks, which read other samples, and between pp ranks, which hold other
     layers. Constructing one leaves the default generators as they were.
     """
 

@@ -1,9 +1,9 @@
 """Gradients of weights that are computed later than those of their inputs (zero-bubble schedules).
 
 A linear layer's backward pass calls `defer_or_compute` for the gradient of its weight. Usually it
-gets it at once. While a queue is collecting it gets nothing: what the product is made of is kept,
-and `compute` makes it later and hands it to autograd as a gradient of the leaf, so that gradient
-buffers see what they always see. Everything else (biases, norms, embeddings) is never late.
+gets it at once. While a queue is collecting it gets nothing: the product's inputs are kept, and
+`compute` makes it later and passes it to autograd as a gradient of the leaf, so that gradient
+buffers work as always. Everything else (biases, norms, embeddings) is never late.
 """
 
 from collections.abc import Hashable, Iterable, Iterator

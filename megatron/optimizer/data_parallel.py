@@ -2,7 +2,7 @@
 
 Unlike torch's class of the same name it neither broadcasts parameters (initial values depend on
 seed and name only) nor divides by the number of ranks (losses are sums, divided by a count of
-tokens). `check_replicas_agree` proves the first of the two instead of assuming it.
+tokens). `check_replicas_agree` verifies the first of the two.
 """
 
 from collections.abc import Callable, Collection
@@ -70,7 +70,7 @@ class DistributedDataParallel(nn.Module):
         """Zero the gradients, before the first backward pass of a step.
 
         Args:
-            num_passes: backward passes that every parameter will see, one per micro-batch; None
+            num_passes: backward passes through every parameter, one per micro-batch; None
                 when that is not known, and then nothing is reduced before `finish`.
         """
         self.gradients.start_step(num_passes)

@@ -1,4 +1,4 @@
-"""Optimizer state that lies in fewer bits than updates are computed in.
+"""Optimizer state stored in fewer bits than updates are computed in.
 
 An update rule needs its state in the dtype of the weights. So state is widened for the weights of
 one batch after the other, and rounded back: beside the narrow state there is never more than one

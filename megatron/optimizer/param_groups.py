@@ -1,7 +1,7 @@
 """Which parameters are decayed, by rule over their global names.
 
 Biases and the weights of norms are never decayed: decay pulls towards zero, and a norm's weight
-belongs near one. The rule looks at dimensions, not at classes, so it needs no list of layers.
+belongs near one. The rule depends on dimensions, not on classes, so it needs no list of layers.
 """
 
 from collections.abc import Callable, Iterable

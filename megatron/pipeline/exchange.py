@@ -53,7 +53,7 @@ def with_ticks(
             tick = clock[Place(stage, actions[0])]
             found[stage] += [_Entry(tick, 1, i, 0, action) for i, action in enumerate(actions)]
     for message in _messages(orders, clock, num_chunks):
-        # At both ends forward stands before backward: the order in which one hands to the other.
+        # At both ends forward comes before backward, so that the messages match.
         backward = int(message.sent.action.kind is ActionKind.SEND_BACKWARD)
         for receives, (stage, action) in enumerate((message.sent, message.received)):
             found[stage].append(_Entry(message.tick, 0, receives, backward, action))
@@ -65,7 +65,7 @@ def matched_batches(timed: Sequence[Timed]) -> Iterator[tuple[Action, ...]]:
 
     Of the messages of one tick every end stands in a batch of that tick, so that both ends of all
     of them are in reach once all stages have got there. That allows two exchanges for one batch:
-    first what a message looks like, then the message.
+    first the header, then the message.
     """
     for (_, communicates), run in groupby(timed, key=_batch_key):
         if communicates:

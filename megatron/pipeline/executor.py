@@ -1,8 +1,8 @@
 """Runs a schedule: does one action after the other, and keeps no tensor longer than it is needed.
 
-The order of work is decided elsewhere (`schedule.py`), and what a stage computes is handed in. An
-output is not kept after it was sent: of a forward pass remain its input and the edges of its graph,
-which a received gradient enters. A lone stage runs schedule "none" through the same code.
+The order of work is decided elsewhere (`schedule.py`), and the computations of a stage are given.
+An output is not kept after it was sent: of a forward pass remain its input and the edges of its
+graph, which a received gradient enters. A lone stage runs schedule "none" through the same code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +160,7 @@ class Executor:
             num_microbatches=num_microbatches,
             num_chunks=self._work.num_chunks,
         )
-        # Timers are about training; what is measured here goes nowhere.
+        # Timers are about training; measurements of evaluation are dropped.
         return self._do(plan, _Step(batches, trains=False, timers=Timers()))
 
     def _do(self, plan: Sequence[tuple[Action, ...]], step: _Step) -> list[Tensor]:

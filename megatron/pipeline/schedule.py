@@ -143,7 +143,7 @@ def pipeline_problems(
         num_stages: pipeline-parallel ranks.
         num_microbatches: per step and replica; the fewest there will be, if that changes.
         num_chunks: virtual stages on each rank.
-        num_layers: transformer layers; None: not looked at.
+        num_layers: transformer layers; None: not checked.
     """
     found = list(schedule_problems(name, num_stages=num_stages, num_chunks=num_chunks))
     yield from found

@@ -1,4 +1,4 @@
-"""What a message between stages looks like, so that its receiver can make room for it.
+"""Shapes and dtypes of a message between stages, from which its receiver allocates it.
 
 A receiver learns it from a header of fixed size, once for each kind of micro-batch: later messages
 of that kind must look the same, and their sender checks it.

@@ -1,4 +1,4 @@
-"""Runs the schedules of all stages on a clock instead of on ranks, and finds what is wrong in them.
+"""Simulate the schedules of all stages on a clock instead of on ranks, and check them.
 
 Communication is as strict as it can be: a stage waits until its whole batch is done, a message is
 done once both ends have posted it, and messages between two stages have no names: they match in the

@@ -1,1 +1,1 @@
-"""Checks before a run starts: what is wrong is found at once, together, with a fix for each."""
+"""Checks before a run starts: all errors are reported together, with a fix for each."""

@@ -101,12 +101,12 @@ class DeepSpeedEngine:
 
     @property
     def task(self) -> PretrainTask:
-        """What is trained."""
+        """The name of the task."""
         return self._task
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by before its backward pass."""
+        """The factor on the next loss before its backward pass."""
         return self._updates.loss_scale
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:

@@ -48,7 +48,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
         seed: int,
         loss: Callable[[Carry, Carry], Tensor],
     ) -> None:
-        # What the methods below need, which are called while there is no module yet.
+        # State of the methods below, which are called before the module is initialised.
         self.__dict__.update(_specs=tuple(specs), _ctx=ctx, _cut=cut, _seed=seed)
         grid = ctx.topology
         super().__init__(
@@ -129,7 +129,7 @@ class LayersPipe(PipelineModule):  # type: ignore[misc]  # DeepSpeed has no type
             module = stage.get_submodule(spec.name)
             if spec.tied is not None:
                 shared = stage.get_submodule(spec.tied)
-                # First, so that what is shared goes by this name and not by the layer's.
+                # First, so that shared parameters have this name and not the layer's.
                 self.tied_modules[_key(spec.tied)] = shared
                 self.tied_weight_attrs[_key(spec.tied)] = [n for n, _ in shared.named_parameters()]
             if spec.tied == spec.name:

@@ -102,7 +102,7 @@ def weights_saved_by_reference(stage: int) -> Iterator[None]:
     """Let `F.linear` save a reference to a weight at stage 3, instead of its present memory.
 
     torch keeps a transposed view, which would hold every gathered weight until its backward pass.
-    Backward passes belong inside too: what is recomputed has to save what was saved before.
+    Backward passes belong inside too: a recomputation has to save the same tensors as before.
     """
     if stage < 3:
         yield

@@ -1,9 +1,9 @@
-"""DeepSpeed's `PipelineEngine`, mended where it fails this program's models; it does the work.
+"""DeepSpeed's `PipelineEngine`, corrected where it fails for this program's models.
 
-Order of work, messages, reductions over replicas and the update are DeepSpeed's. Mended are the
+Order of work, messages, reductions over replicas and the update are DeepSpeed's. Corrected are the
 gradients of weights that several stages hold, carries of several floating tensors, activations
-whose shapes change, and memory that it shares between tensors of different types.
-Importing this module imports DeepSpeed: do so where a run asks for it.
+whose shapes change, and memory that it shares between tensors of different types. Importing this
+module imports DeepSpeed: do so where a run asks for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -184,7 +184,7 @@ class _JointContext(FunctionContext):
 class _Joint(torch.autograd.Function):
     """A scalar whose backward pass enters several tensors with given gradients.
 
-    One pass, because a second through what they share would find it freed, or compute it again.
+    One pass, because a second one would find shared parts of the graph freed, or recompute them.
     """
 
     @staticmethod

@@ -95,7 +95,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         with quietly():
             model = LayersPipe(specs, ctx, cut=cut, seed=config.training.seed, loss=self._loss)
         self.stage: PipelineStage = model.stage
-        # Before the buffers of gradients, which put what is tied into buckets of its own.
+        # Before the gradient buffers, which put tied parameters into separate buckets.
         self._tied = TiedGradients(self.stage, ctx)
         return model
 

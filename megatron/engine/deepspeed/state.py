@@ -40,7 +40,7 @@ class ZeroShards:
     """This rank's part of weights and optimizer state under stages 1 to 3.
 
     Args:
-        optimizer: DeepSpeed's, around the rule that was handed to it.
+        optimizer: DeepSpeed's, around the update rule given to it.
         named: the parameters of this rank under their global names.
     """
 

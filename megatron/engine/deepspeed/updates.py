@@ -55,7 +55,7 @@ class Updates(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by until the update."""
+        """The factor on gradients until the update."""
 
     @property
     def loss_factor(self) -> float:
@@ -77,7 +77,7 @@ class Updates(Protocol):
         """Return the rest of the optimizer's state, as JSON values."""
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
-        """Take over what was read into `tensors`; without optimizer state, only the weights."""
+        """Take over the values loaded into `tensors`; without optimizer state, only the weights."""
 
 
 def updates_for(
@@ -127,7 +127,7 @@ class NativeUpdates:
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by until the update."""
+        """The factor on gradients until the update."""
         return self._optimizer.loss_scale
 
     @property
@@ -161,7 +161,7 @@ class NativeUpdates:
         return self._optimizer.scalars()
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
-        """Take over what was read into `tensors`."""
+        """Take over the values loaded into `tensors`."""
         if optimizer:
             self._optimizer.load_state(self._optimizer.named_state(), scalars)
         else:
@@ -214,7 +214,7 @@ class ZeroUpdates:
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by until the update."""
+        """The factor on gradients until the update."""
         return self._scaler.scale
 
     @property
@@ -278,7 +278,7 @@ class ZeroUpdates:
         return scalars | ({"rule": "DeepSpeedCPUAdam"} if self._is_cpu_adam else {})
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
-        """Take over what was read into `tensors`: masters, counts, the loss scale."""
+        """Take over the values loaded into `tensors`: masters, counts, the loss scale."""
         self._shards.refresh(masters=not optimizer or not self._shards.has_masters)
         if not optimizer:
             return
