@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarize(rounds, size)
     print("\n".join(table(summary, size, len(rounds))))
     if flags.json is not None:
-        kept: dict[str, Any] = {"machine": machine(), "bytes": size}
-        kept |= {"rounds": [plain(one) for one in rounds], "summary": plain(summary)}
-        flags.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        record: dict[str, Any] = {"machine": machine(), "bytes": size}
+        record |= {"rounds": [plain(one) for one in rounds], "summary": plain(summary)}
+        flags.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def make_state(size: int, *, seed: int) -> dict[str, Tensor]:
@@ -293,12 +293,12 @@ def summarize(rounds: Sequence[Round], size: int) -> Summary:
     """Return medians of rates, of CPU time, and of ratios to raw within each round."""
     rates, ratios, cpu = {}, {}, {}
     for what in PARTS:
-        taken: list[Mapping[str, Taken]] = [getattr(one, what) for one in rounds]
-        rates[what] = {n: size / MIB / median(one[n].seconds for one in taken) for n in WAYS}
+        times: list[Mapping[str, Taken]] = [getattr(one, what) for one in rounds]
+        rates[what] = {n: size / MIB / median(one[n].seconds for one in times) for n in WAYS}
         ratios[what] = {
-            n: median(one["raw"].seconds / one[n].seconds for one in taken) for n in WAYS
+            n: median(one["raw"].seconds / one[n].seconds for one in times) for n in WAYS
         }
-        cpu[what] = {n: median(one[n].cpu for one in taken) for n in WAYS}
+        cpu[what] = {n: median(one[n].cpu for one in times) for n in WAYS}
     stalls = [[s / one.save["ours"].seconds for s in one.stall] for one in rounds]
     return Summary(rates, ratios, cpu, Stall(*map(median, zip(*stalls, strict=True))))
 

@@ -115,8 +115,9 @@ def total_memory_bytes(index: int) -> int | None:
 def free_memory_bytes() -> int | None:
     """Return bytes free for tensors on the GPU or the host; None where that is unknown."""
     if _CURRENT.device.type == "cuda":
-        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, and unused
-        return torch.cuda.mem_get_info()[0] + held
+        # Reserved by torch, and unused.
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached
     return host.available_memory_bytes()
 
 

@@ -156,16 +156,16 @@ class _Stored(NamedTuple):
 
 def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_GIVEN) -> _Stored:
     """Return the record of a run; flags supply what another tool's checkpoint lacks."""
-    there = place(folder)
-    if isinstance(there, Path) and not registry.format_of(there, iteration).is_native:
-        with registry.open_source(there, iteration) as source:
+    location = place(folder)
+    if isinstance(location, Path) and not registry.format_of(location, iteration).is_native:
+        with registry.open_source(location, iteration) as source:
             config = RunConfig.from_plain(completed_config(source, values_from_command_line(given)))
-            known = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
-            return _Stored(config, source.kind, known)
-    at = storage.latest_iteration(there) if iteration is None else iteration
-    directory = there / storage.iteration_name(at)
+            vocabulary = None if source.seal is None else source.seal.data.get(fingerprint.KEY)
+            return _Stored(config, source.kind, vocabulary)
+    at = storage.latest_iteration(location) if iteration is None else iteration
+    directory = location / storage.iteration_name(at)
     if not directory.is_dir():
-        raise missing_iteration(there, at)
+        raise missing_iteration(location, at)
     content, _ = manifest.load(directory)
     vocabulary = content.data.get(fingerprint.KEY)
     return _Stored(RunConfig.from_plain(content.config), content.kind, vocabulary)
@@ -173,11 +173,11 @@ def _stored(folder: str | Path, iteration: int | None, given: Values = NOTHING_G
 
 def _refuse_another_vocabulary(stored: _Stored, runtime: Runtime) -> None:
     """Refuse a tokenizer with other tokens than the checkpoint's; other files may be named."""
-    here = fingerprint.fingerprint(runtime.tokenizer)
-    if stored.vocabulary is None or stored.vocabulary == here:
+    present = fingerprint.fingerprint(runtime.tokenizer)
+    if stored.vocabulary is None or stored.vocabulary == present:
         return
     raise ConfigError(
         "the tokenizer is not the one that the model was trained with",
-        found=f"{runtime.tokenizer.name}: {here}; the checkpoint's: {stored.vocabulary}",
+        found=f"{runtime.tokenizer.name}: {present}; the checkpoint's: {stored.vocabulary}",
         fix="give the files that the run was started with (tools/inspect_checkpoint.py shows them)",
     )

@@ -157,20 +157,20 @@ class BatchSchedule:
             )
 
     def _check_rampup(self, start: int, increment: int, samples: int) -> None:
-        whole = self.global_batch_size
+        target = self.global_batch_size
         shown = f"--rampup-batch-size {start} {increment} {samples}"
-        if min(start, increment, samples) <= 0 or start >= whole or (whole - start) % increment:
+        if min(start, increment, samples) <= 0 or start >= target or (target - start) % increment:
             raise ConfigError(
                 "the batch-size ramp does not arrive at the global batch size",
-                found=f"{shown}, --global-batch-size {whole}",
+                found=f"{shown}, --global-batch-size {target}",
                 fix=self._working_rampup(start, increment, samples),
             )
         unit = self.samples_per_microbatch
-        odd = [size for size in range(start, whole, increment) if size % unit]
-        if odd:
+        uneven = [size for size in range(start, target, increment) if size % unit]
+        if uneven:
             raise ConfigError(
                 "a step of the batch-size ramp does not divide into whole micro-batches",
-                found=f"{shown} goes through a global batch of {odd[0]}, --micro-batch-size "
+                found=f"{shown} goes through a global batch of {uneven[0]}, --micro-batch-size "
                 f"{self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks "
                 f"({unit} samples at a time)",
                 fix=self._working_rampup(start, increment, samples),
@@ -178,12 +178,12 @@ class BatchSchedule:
 
     def _working_rampup(self, start: int, increment: int, samples: int) -> str:
         """Return a fix: the nearest ramp whose every step divides."""
-        unit, whole = self.samples_per_microbatch, self.global_batch_size
-        starts = range(unit, whole, unit)
+        unit, target = self.samples_per_microbatch, self.global_batch_size
+        starts = range(unit, target, unit)
         if not starts:
             return "drop --rampup-batch-size: the global batch is a single micro-batch"
         near = min(starts, key=lambda size: abs(size - start))
-        rest = whole - near
+        rest = target - near
         steps = [size for size in range(unit, rest + 1, unit) if rest % size == 0]
         step = min(steps, key=lambda size: abs(size - increment))
         return f"use --rampup-batch-size {near} {step} {max(samples, 1)}"

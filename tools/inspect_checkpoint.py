@@ -31,13 +31,13 @@ from megatron.program import run
 def main() -> None:
     """Read the arguments, then print the content of the checkpoint."""
     arguments = _arguments()
-    there = store.place(arguments.folder)
+    location = store.place(arguments.folder)
     try:
-        directory = _directory(there, arguments.iteration)
+        directory = _directory(location, arguments.iteration)
     except CheckpointError as error:
-        if not isinstance(there, Path):  # other formats are read from folders alone
+        if not isinstance(location, Path):  # other formats are read from folders alone
             raise
-        _foreign(there, arguments, error)
+        _foreign(location, arguments, error)
     else:
         _ours(directory, arguments)
 
@@ -90,7 +90,7 @@ def _foreign(path: Path, arguments: argparse.Namespace, not_native: CheckpointEr
         if arguments.verify:
             source.verify()
         described = source.tensors
-        sizes = {name: tensor_bytes(*known) for name, known in described.items()}
+        sizes = {name: tensor_bytes(*tensor) for name, tensor in described.items()}
         if arguments.json:
             facts = {
                 "directory": str(source.directory),
@@ -101,11 +101,11 @@ def _foreign(path: Path, arguments: argparse.Namespace, not_native: CheckpointEr
                 "config": {name: dict(group) for name, group in source.config.items()},
                 "tensors": {
                     name: {
-                        "dtype": known.dtype_code,
-                        "shape": known.global_shape,
+                        "dtype": tensor.dtype_code,
+                        "shape": tensor.global_shape,
                         "bytes": sizes[name],
                     }
-                    for name, known in described.items()
+                    for name, tensor in described.items()
                 },
             }
             print(json.dumps(facts, indent=2))

@@ -166,10 +166,10 @@ def _timed(
     layer: PipelineStage, build: ModelBuild, carry: Carry, labels: Tensor | None
 ) -> tuple[float, float]:
     """Return the seconds of the forward and of the backward pass of one micro-batch."""
-    taken = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carry)
+    inputs = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in carry)
     device.synchronize()
     began = time.perf_counter()
-    left = layer(taken)
+    left = layer(inputs)
     outputs = [tensor for tensor in left if tensor.requires_grad]
     if labels is not None:
         outputs = [gpt_loss(build, left, labels).total]

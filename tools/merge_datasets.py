@@ -164,9 +164,9 @@ def _require_one_dtype(corpora: Sequence[MMapIndexedDataset]) -> None:
 
 def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | None:
     """Return the metadata common to all sidecars; None, with a note, if one is missing."""
-    known = [corpus for corpus in corpora if corpus.metadata is not None]
-    for other in known[1:]:
-        _require_agreement(known[0], other)
+    described = [corpus for corpus in corpora if corpus.metadata is not None]
+    for other in described[1:]:
+        _require_agreement(described[0], other)
     without = [corpus.prefix for corpus in corpora if corpus.metadata is None]
     if without:
         log.warning(
@@ -174,19 +174,19 @@ def _common_metadata(corpora: Sequence[MMapIndexedDataset]) -> CorpusMetadata | 
             f"{without[0]}: their tokenizers are unknown, and the output gets none"
         )
         return None
-    metadata = known[0].metadata
-    keys = sorted({corpus.metadata.json_key for corpus in known if corpus.metadata is not None})
+    metadata = described[0].metadata
+    keys = sorted({corpus.metadata.json_key for corpus in described if corpus.metadata is not None})
     if metadata is not None and len(keys) > 1:
         log.warning(
             f"the inputs were made from different JSON keys ({', '.join(keys)}); the sidecar of "
             f"the output records {metadata.json_key}"
         )
-    return None if metadata is None else replace(metadata, sentence_splitter=_splitters(known))
+    return None if metadata is None else replace(metadata, sentence_splitter=_splitters(described))
 
 
-def _splitters(known: Sequence[MMapIndexedDataset]) -> str:
+def _splitters(described: Sequence[MMapIndexedDataset]) -> str:
     """Return the sentence splitters of all inputs; warn if there are several."""
-    found = {each.metadata.sentence_splitter for each in known if each.metadata is not None}
+    found = {each.metadata.sentence_splitter for each in described if each.metadata is not None}
     names = sorted(found - {""})
     if len(names) > 1:
         log.warning(f"the inputs were split into sentences in different ways: {'; '.join(names)}")

@@ -206,8 +206,10 @@ def _snli(steps: Steps, source: Path, model: Pretraining) -> Judgement:
     for path, rows in zip(sides, parts):
         write_lines(path, rows)
     answers = answers_of(steps, sides, SNLI, model)
-    known = [*parts.train, *parts.valid]
-    hypotheses, labels = ([str(row[key]) for row in known] for key in ("sentence2", "gold_label"))
+    seen_rows = [*parts.train, *parts.valid]
+    hypotheses, labels = (
+        [str(row[key]) for row in seen_rows] for key in ("sentence2", "gold_label")
+    )
     unseen = [str(row["sentence2"]) for row in parts.test]
     answers[f"{WORDS} of the hypothesis"] = [bag_of_words(hypotheses, labels, unseen)]
     images = [image_of(row) for row in parts.test]

@@ -155,9 +155,9 @@ def _there_and_back(source: HuggingFaceSource) -> str:
 def _tensors(folder: Path) -> Mapping[str, Tensor]:
     weights = open_weights(folder)
     found = {}
-    for key, known in weights.tensors.items():
-        found[key] = torch.empty(known.global_shape, dtype=dtype_of(known.dtype_code))
-        weights.read_into(key, whole(known.global_shape), found[key])
+    for key, info in weights.tensors.items():
+        found[key] = torch.empty(info.global_shape, dtype=dtype_of(info.dtype_code))
+        weights.read_into(key, whole(info.global_shape), found[key])
     weights.close()
     return found
 

@@ -155,14 +155,14 @@ class Scorer:
 
     def _batch(self, rows: Sequence[ScoringRow], which: Sequence[int]) -> MicroBatch:
         """Return inputs [b, s] and targets [b, s] of some rows, padded at the end."""
-        taken = [rows[at] for at in which]
-        length = max(len(row.tokens) for row in taken) - 1
+        chosen = [rows[at] for at in which]
+        length = max(len(row.tokens) for row in chosen) - 1
         if self._build.sequence_parallel:
             length += -length % self._build.ctx.tp.size
         # No token of a row attends to the padding behind it, so any token may be there.
-        inputs = torch.zeros((len(taken), length), dtype=torch.int64)
-        targets = torch.full((len(taken), length), _NOT_SCORED, dtype=torch.int64)
-        for at, row in enumerate(taken):
+        inputs = torch.zeros((len(chosen), length), dtype=torch.int64)
+        targets = torch.full((len(chosen), length), _NOT_SCORED, dtype=torch.int64)
+        for at, row in enumerate(chosen):
             tokens = torch.tensor(row.tokens, dtype=torch.int64)
             inputs[at, : len(tokens) - 1] = tokens[:-1]
             targets[at, row.first - 1 : len(tokens) - 1] = tokens[row.first :]

@@ -93,6 +93,6 @@ def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
     likeliest, order = distribution.sort(dim=-1, descending=True)
     # A token stays while those before it do not add up to top_p: the first one always does.
     before = likeliest.cumsum(dim=-1) - likeliest
-    kept = likeliest.masked_fill(before >= top_p, 0.0)
-    kept = kept / kept.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(distribution).scatter_(-1, order, kept)
+    nucleus = likeliest.masked_fill(before >= top_p, 0.0)
+    nucleus = nucleus / nucleus.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(distribution).scatter_(-1, order, nucleus)

@@ -77,11 +77,11 @@ class DataFeed:
         Raises:
             DataError: the samples are read in order, once, and there are fewer than the run takes.
         """
-        held, wanted = len(self._datasets.train), self._total_samples
-        if self._config.data.dataloader_type is DataLoaderKind.SINGLE and held < wanted:
+        available, needed = len(self._datasets.train), self._total_samples
+        if self._config.data.dataloader_type is DataLoaderKind.SINGLE and available < needed:
             raise DataError(
                 "the training data holds fewer samples than the run takes",
-                found=f"{held} samples, read once in order; the run takes {wanted}",
+                found=f"{available} samples, read once in order; the run takes {needed}",
                 fix="train on fewer samples, give more data, or use --dataloader-type cyclic",
             )
         return self._batches_of(self._datasets.train, progress.consumed_samples)

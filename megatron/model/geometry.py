@@ -74,13 +74,13 @@ class AttentionGeometry:
             nothing = self._angles is None and self._slopes is None
             if nothing and self._window_within(length) is None:
                 return Geometry(causal=self._causal)
-            known = self._plain.find(length, device)
-            return known or self._plain.keep(self._make(length, device), length, device)
-        known = self._with_ids.find(length, device, position_ids, document_ids)
-        if known is None:
+            cached = self._plain.find(length, device)
+            return cached or self._plain.keep(self._make(length, device), length, device)
+        cached = self._with_ids.find(length, device, position_ids, document_ids)
+        if cached is None:
             made = self._make(length, device, position_ids, document_ids)
-            known = self._with_ids.keep(made, length, device, position_ids, document_ids)
-        return known
+            cached = self._with_ids.keep(made, length, device, position_ids, document_ids)
+        return cached
 
     @torch.inference_mode(False)  # an inference tensor in here would break the next training step
     @torch.no_grad()

@@ -52,18 +52,18 @@ class Offload:
             return tensor
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = (reference.cdata, tensor._version)
-        known = self._stored.get(key)
-        if known is None:
-            known = (reference, _Stored(tensor))
-            self._stored[key] = known
-        known[1].views += 1
-        return _View(known[1], tensor)
+        stored = self._stored.get(key)
+        if stored is None:
+            stored = (reference, _Stored(tensor))
+            self._stored[key] = stored
+        stored[1].views += 1
+        return _View(stored[1], tensor)
 
     @staticmethod
     @torch.no_grad()
-    def unpack(kept: Packed) -> Tensor:
+    def unpack(packed: Packed) -> Tensor:
         """Return the tensor that was packed, bit for bit and stride for stride."""
-        return kept.tensor() if isinstance(kept, _View) else kept
+        return packed.tensor() if isinstance(packed, _View) else packed
 
 
 class _Stored:

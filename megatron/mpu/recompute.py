@@ -56,10 +56,10 @@ def split_over(tp: Group, *, offload: Offload | None = None) -> Iterator[None]:
         part = _own_part(tensor.detach(), tp)
         return _Part(part if offload is None else offload.pack(part), tensor.shape)
 
-    def unpack(kept: "Packed | _Part") -> Tensor:
-        if not isinstance(kept, _Part):
-            return Offload.unpack(kept)
-        return all_gather(Offload.unpack(kept.part), tp)[: kept.shape.numel()].view(kept.shape)
+    def unpack(saved: "Packed | _Part") -> Tensor:
+        if not isinstance(saved, _Part):
+            return Offload.unpack(saved)
+        return all_gather(Offload.unpack(saved.part), tp)[: saved.shape.numel()].view(saved.shape)
 
     with saved_tensors_hooks(pack, unpack):
         yield
@@ -79,11 +79,11 @@ def forgetting(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
             return tensor
         return _Forgotten(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(kept: "Tensor | _Forgotten") -> Tensor:
-        if not isinstance(kept, _Forgotten):
-            return kept
+    def unpack(saved: "Tensor | _Forgotten") -> Tensor:
+        if not isinstance(saved, _Forgotten):
+            return saved
         with torch.no_grad():
-            return again().as_strided(kept.size, kept.stride, kept.offset)
+            return again().as_strided(saved.size, saved.stride, saved.offset)
 
     with saved_tensors_hooks(pack, unpack):
         yield

@@ -163,8 +163,8 @@ class GradBuffer:
                 shards=self._group.size,
                 bucket_elements=bucket_elements,
             )
-            kept = gradient_dtype if dtype in HALF_DTYPES else dtype
-            data = torch.zeros(plan.elements, dtype=kept, device=device)
+            stored_dtype = gradient_dtype if dtype in HALF_DTYPES else dtype
+            data = torch.zeros(plan.elements, dtype=stored_dtype, device=device)
             flat = Flat(tuple(parameters), plan, data)
             for index, parameter in enumerate(parameters):
                 parameter.main_grad = flat.place(index, data)  # type: ignore[attr-defined]

@@ -39,9 +39,9 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {
         kind: torch.zeros_like(
-            weight, dtype=torch.bfloat16 if kept is StateDtype.BF16 else weight.dtype
+            weight, dtype=torch.bfloat16 if state_dtype is StateDtype.BF16 else weight.dtype
         )
-        for kind, kept in state_kinds(config).items()
+        for kind, state_dtype in state_kinds(config).items()
     }
     if config.optimizer is OptimizerKind.ADAM:
         # float32 counts exactly to 2^24 updates; fused rules need it on the weight's device

@@ -265,11 +265,11 @@ class Executor:
         elif action.kind is ActionKind.SEND_BACKWARD:
             tensors = step.gradients_out.pop(place)
         elif action.kind is ActionKind.RECV_FORWARD:
-            known = self._incoming[self._edge(action, step)]
-            tensors = tuple(one.room(device.current()) for one in known)
+            signature = self._incoming[self._edge(action, step)]
+            tensors = tuple(one.room(device.current()) for one in signature)
         else:
-            known = self._outgoing[self._edge(action, step)]
-            tensors = tuple(one.room(device.current()) for one in known if one.needs_grad)
+            signature = self._outgoing[self._edge(action, step)]
+            tensors = tuple(one.room(device.current()) for one in signature if one.needs_grad)
         return self._to_peer(action, tuple(tensor.contiguous() for tensor in tensors))
 
     def _to_peer(self, action: Action, tensors: Tensors) -> PipelineMessage:
@@ -282,8 +282,8 @@ class Executor:
         if action.kind is ActionKind.RECV_BACKWARD:
             step.gradients_in[place] = tensors
             return
-        for tensor, known in zip(tensors, self._incoming[self._edge(action, step)]):
-            tensor.requires_grad_(known.needs_grad)
+        for tensor, expected in zip(tensors, self._incoming[self._edge(action, step)]):
+            tensor.requires_grad_(expected.needs_grad)
         step.inputs[place] = tensors
 
     def _check_outgoing(self, place: _Place, found: Signature, step: _Step) -> None:

@@ -34,11 +34,11 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
 
 
 def _require_iteration(flags: CheckpointConfig, iteration: int) -> None:
-    there = place(flags.load or "")
-    present = folder.saved_iterations(there)
+    location = place(flags.load or "")
+    present = folder.saved_iterations(location)
     can_fall_back = flags.load_fallback is not None and any(i < iteration for i in present)
     if iteration not in present and not can_fall_back:
-        raise folder.missing_iteration(there, iteration)
+        raise folder.missing_iteration(location, iteration)
 
 
 def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
@@ -93,7 +93,7 @@ def starts_fresh_if_empty(load: str, save: str | None) -> bool:
     """
     if save is None:
         return False
-    there, here = place(load), place(save)
-    if isinstance(there, Path) and isinstance(here, Path):
-        return there.resolve() == here.resolve()
-    return there == here
+    load_place, save_place = place(load), place(save)
+    if isinstance(load_place, Path) and isinstance(save_place, Path):
+        return load_place.resolve() == save_place.resolve()
+    return load_place == save_place

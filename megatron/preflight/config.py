@@ -152,7 +152,7 @@ def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
     if grows is None:
         return
     data = plan.config.data
-    kind, whole = plan.reads.kind(data), data.seq_length
+    kind, seq_length = plan.reads.kind(data), data.seq_length
     if not kind.can_be_cut:
         yield ConfigError(
             "a curriculum cuts the end off samples, where the answers of this kind of data stand",
@@ -160,19 +160,19 @@ def curriculum_fits_the_samples(plan: RunPlan) -> Iterator[MegatronError]:
             fix="train on all of the sequence: leave the curriculum out",
         )
     longest = grows.all_lengths[-1]
-    if longest > whole:
+    if longest > seq_length:
         yield ConfigError(
             "a curriculum needs longer samples than there are",
-            found=f"{grows}; --seq-length {whole}",
-            fix=f"let it end at {whole}, or use --seq-length {longest}",
+            found=f"{grows}; --seq-length {seq_length}",
+            fix=f"let it end at {seq_length}, or use --seq-length {longest}",
         )
     parallel = plan.config.parallel
     tp = parallel.tensor_model_parallel_size
-    odd = [length for length in grows.all_lengths if length % tp]
-    if parallel.sequence_parallel and odd:
+    uneven = [length for length in grows.all_lengths if length % tp]
+    if parallel.sequence_parallel and uneven:
         yield ConfigError(
             "a length of the curriculum cannot be shared out evenly over the tensor-parallel ranks",
-            found=f"{odd[0]} tokens of {grows}; --tensor-model-parallel-size {tp}, "
+            found=f"{uneven[0]} tokens of {grows}; --tensor-model-parallel-size {tp}, "
             "--sequence-parallel",
             fix=f"let all lengths be multiples of {tp}, or leave out --sequence-parallel",
         )

@@ -32,17 +32,17 @@ def build(name: str, *, vocab_file: str, merge_file: str, vocab_extra_ids: int =
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(extra_names(vocab_extra_ids))
-    known: dict[str, int] = core.get_vocab(with_added_tokens=True)
+    id_of_piece: dict[str, int] = core.get_vocab(with_added_tokens=True)
     eod = vocab.get(END_OF_TEXT)
     return LibraryTokenizer(
         name=name,
-        vocab_size=max(known.values()) + 1,
+        vocab_size=max(id_of_piece.values()) + 1,
         core=core,
         absent_bytes=bytes_without_piece(vocab),
         eod=eod,
         eod_note=f"looked for {END_OF_TEXT} in {vocab_path}"
         + ("" if eod is not None else ": not there"),
-        extra_ids=tuple(known[token] for token in extra_names(vocab_extra_ids)),
+        extra_ids=tuple(id_of_piece[token] for token in extra_names(vocab_extra_ids)),
     )
 
 

@@ -82,9 +82,11 @@ def build(name: str, *, tokenizer_model: str, vocab_extra_ids: int = 0) -> Token
         wanted = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
         wanted += [f"<{role.upper()}>" for role, token in own.items() if token is None]
     wanted += extra_names(vocab_extra_ids)
-    known = {processor.id_to_piece(token): token for token in range(processor.get_piece_size())}
-    added = tuple(token for token in wanted if token not in known)
-    ids = known | {token: len(known) + index for index, token in enumerate(added)}
+    id_of_piece = {
+        processor.id_to_piece(token): token for token in range(processor.get_piece_size())
+    }
+    added = tuple(token for token in wanted if token not in id_of_piece)
+    ids = id_of_piece | {token: len(id_of_piece) + index for index, token in enumerate(added)}
     named = ids if name == "SentencePieceTokenizer" else {}
     return SentencePieceTokenizer(
         name=name,

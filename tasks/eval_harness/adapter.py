@@ -218,8 +218,9 @@ def check_canary(adapter: MegatronLM) -> None:
     results = adapter.loglikelihood(requests, disable_tqdm=True)
     rows = []
     for context, continuation in _CANARY:
-        whole, before = adapter.tok_encode(context + continuation), adapter.tok_encode(context)
-        rows.append(ScoringRow(tuple(whole), len(before)))
+        tokens = adapter.tok_encode(context + continuation)
+        context_tokens = adapter.tok_encode(context)
+        rows.append(ScoringRow(tuple(tokens), len(context_tokens)))
     expected = [adapter._scored([row])[0] for row in rows]
     same = len(results) == len(expected) and all(
         math.isclose(result[0], expected_result[0], rel_tol=_CLOSE, abs_tol=_CLOSE)

@@ -27,12 +27,12 @@ ABSTRACT: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def check_version(version: str) -> None:
     """Raise MachineError for an untested version of the harness."""
-    known = tuple(int(part) for part in TESTED.split("."))
+    tested = tuple(int(part) for part in TESTED.split("."))
     try:
         found = tuple(int(part) for part in version.split(".")[:3])
     except ValueError:
         found = ()
-    if not version.startswith(_SERIES) or found < known:
+    if not version.startswith(_SERIES) or found < tested:
         raise MachineError(
             "this version of lm-eval-harness is not known here",
             found=f"lm-eval {version}; tested with {TESTED}",

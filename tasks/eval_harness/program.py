@@ -130,15 +130,15 @@ class _HarnessLog(argparse.Action):
         log.info(f"{given}: accepted, has no effect here because {_NO_EFFECT[str(option)]}")
 
 
-def _tasks(named: Sequence[str], known: set[str]) -> list[str]:
+def _tasks(named: Sequence[str], available: set[str]) -> list[str]:
     """Return the chosen tasks; ConfigError when the harness lacks one."""
     tasks = [task for words in named for task in words.split(",") if task]
-    unknown = [task for task in tasks if task not in known]
+    unknown = [task for task in tasks if task not in available]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.7)
+        near = difflib.get_close_matches(unknown[0], available, n=3, cutoff=0.7)
         raise ConfigError(
             "the harness has no such task",
-            found=f"--tasks {', '.join(unknown)}; {len(known)} are known",
+            found=f"--tasks {', '.join(unknown)}; {len(available)} are known",
             fix=(f"did you mean {' or '.join(near)}? " if near else "")
             + "give the folder of its .yaml with --include-path",
         )

@@ -95,9 +95,9 @@ def metrics_of(
     question: ClassificationQuestion, decisions: Sequence[float], labels: Tensor
 ) -> dict[str, float]:
     """Return the question's metrics over the examples with labels; empty without any."""
-    known = (labels != UNKNOWN).tolist()
-    true = [label for label, is_known in zip(labels.tolist(), known) if is_known]
-    decided = [decision for decision, is_known in zip(decisions, known) if is_known]
+    has_label = (labels != UNKNOWN).tolist()
+    true = [label for label, is_labelled in zip(labels.tolist(), has_label) if is_labelled]
+    decided = [decision for decision, is_labelled in zip(decisions, has_label) if is_labelled]
     return {name: METRICS[name](true, decided) for name in question.metrics} if true else {}
 
 

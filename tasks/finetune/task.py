@@ -54,13 +54,13 @@ def scores_of(carry: Carry, labels: Carry) -> LossSum:
 
 def _loss(question: ClassificationQuestion, scores: Tensor, labels: Tensor) -> LossSum:
     """Return cross entropy, or a grade's squared error, summed over examples with a label."""
-    wide, known = _wide(scores), labels != UNKNOWN
+    wide, has_label = _wide(scores), labels != UNKNOWN
     if question.is_grade:
         each = (wide.view(-1) - labels.to(wide.dtype)).square()
     else:
         by_example = wide.view(len(labels), -1)
         each = F.cross_entropy(by_example, labels.clamp_min(0).long(), reduction="none")
-    weights = known.to(wide.dtype)
+    weights = has_label.to(wide.dtype)
     return LossSum((each * weights).sum(), weights.sum())
 
 

@@ -178,19 +178,19 @@ def encode_pair(tokenizer: Tokenizer, pair: ContextPair) -> tuple[list[int], lis
         ConfigError: nothing is given, and the tokenizer has no end of a document to begin with.
     """
     given = pair.context.rstrip()  # spaces belong to the word behind them
-    whole = list(tokenizer.tokenize(pair.context + pair.continuation))
+    tokens = list(tokenizer.tokenize(pair.context + pair.continuation))
     if pair.context:
-        known = len(tokenizer.tokenize(given))
-        return whole[:known], whole[known:]
+        context_length = len(tokenizer.tokenize(given))
+        return tokens[:context_length], tokens[context_length:]
     if tokenizer.eod is None:
         raise ConfigError(
             "a context is empty, and there is no end of a document to begin with",
             found=f"{tokenizer.name}: {tokenizer.eod_note}",
             fix="give each continuation a context",
         )
-    if whole[:1] == [tokenizer.eod]:  # the text begins with one itself
-        return whole[:1], whole[1:]
-    return [tokenizer.eod], whole
+    if tokens[:1] == [tokenizer.eod]:  # the text begins with one itself
+        return tokens[:1], tokens[1:]
+    return [tokenizer.eod], tokens
 
 
 def row_of(

@@ -50,8 +50,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a curriculum stays within the samples",
             "megatron/preflight/config.py",
-            "    if longest > whole:\n",
-            "    if longest > 2 * whole:\n",
+            "    if longest > seq_length:\n",
+            "    if longest > 2 * seq_length:\n",
             "tests/unit/preflight/test_config.py::test_a_curriculum_that_does_not_fit_is_refused",
         ),
         Mutant(
@@ -201,7 +201,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the kept probabilities sum to one",
             "megatron/generation/sampling.py",
-            "    kept = kept / kept.sum(dim=-1, keepdim=True)\n",
+            "    nucleus = nucleus / nucleus.sum(dim=-1, keepdim=True)\n",
             "",
             "tests/unit/generation/test_sampling.py::"
             "test_top_p_keeps_the_fewest_tokens_that_reach_it",

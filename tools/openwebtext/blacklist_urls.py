@@ -37,14 +37,14 @@ def main(argv: list[str] | None = None) -> None:
     output, listed = Path(args.output), [Path(args.rejected)] if args.rejected else []
     lists = [Path(name) for name in (args.domains, args.extensions) if name]
     check_outputs([output, *listed], [*files, *lists], overwrite=args.overwrite)
-    known = UrlFilter(_blacklist(args))
+    url_filter = UrlFilter(_blacklist(args))
     reasons: Counter[str] = Counter()
     kept = 0
     with AtomicTextFile(output) as kept_file, contextlib.ExitStack() as more:
         rejected_files = [more.enter_context(AtomicTextFile(path)) for path in listed]
         for line in _lines(files):
             url = line.decode("utf-8", "replace")
-            reason = "malformed" if "\ufffd" in url else known.reason(url)
+            reason = "malformed" if "\ufffd" in url else url_filter.reason(url)
             if reason is None:
                 kept += 1
                 kept_file.write(line + b"\n")

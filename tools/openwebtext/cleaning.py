@@ -148,15 +148,15 @@ def _length(text: str, steps: CleaningSteps) -> int:
 
 
 def _check_languages(languages: tuple[str, ...]) -> None:
-    known: list[str] = sorted(set(_identifier().nb_classes))
+    supported: list[str] = sorted(set(_identifier().nb_classes))
     for language in languages:
-        if language not in known:
-            near = difflib.get_close_matches(language, known, n=1, cutoff=0.3)
+        if language not in supported:
+            near = difflib.get_close_matches(language, supported, n=1, cutoff=0.3)
             raise ConfigError(
                 "the language is none that can be detected",
                 found=f"--language {language}",
                 fix=f"use an ISO 639 code such as {near[0] if near else 'en'}; "
-                f"known are {' '.join(known)}",
+                f"known are {' '.join(supported)}",
             )
 
 

@@ -104,8 +104,8 @@ def _split(url: str) -> SplitResult | None:
         port = parts.port  # refuses a port that is no number, or too large
     except ValueError:
         return None
-    known = parts.scheme in ("http", "https") and port != 0
-    return parts if known and _is_name(_host(parts)) else None
+    is_web = parts.scheme in ("http", "https") and port != 0
+    return parts if is_web and _is_name(_host(parts)) else None
 
 
 def _host(parts: SplitResult) -> str:
@@ -125,8 +125,8 @@ def _is_name(host: str) -> bool:
     except ValueError:
         labels = host.split(".")
         # The last label of a name is never a number: that is a broken address.
-        whole = len(labels) > 1 and len(host) <= 253 and not labels[-1].isdigit()
-        return whole and all(_LABEL.fullmatch(label) for label in labels)
+        is_domain = len(labels) > 1 and len(host) <= 253 and not labels[-1].isdigit()
+        return is_domain and all(_LABEL.fullmatch(label) for label in labels)
     return True
 
 

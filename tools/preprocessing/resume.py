@@ -80,13 +80,13 @@ class Journal:
     def _read(self, path: Path) -> None:
         try:
             content = json.loads(path.read_text())
-            known = content["fingerprint"]
+            recorded = content["fingerprint"]
             self.parts = [
                 CorpusPart(part["chunks"], Totals(**part["totals"])) for part in content["parts"]
             ]
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
-        if known != self._fingerprint:
+        if recorded != self._fingerprint:
             raise _of_another_run(self.folder)
 
 
@@ -178,10 +178,10 @@ class PieceJournal:
     def _read_plan(self, path: Path) -> int:
         try:
             content = json.loads(path.read_text())
-            known, pieces = content["fingerprint"], int(content["pieces"])
+            recorded, pieces = content["fingerprint"], int(content["pieces"])
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
-        if known != self._fingerprint:
+        if recorded != self._fingerprint:
             raise _of_another_run(self.folder)
         return pieces
 

@@ -112,8 +112,8 @@ class DeepSpeedEngine:
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
         """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
         with self._timers("batch-generator"):
-            taken = [self._next(batches) for _ in range(plan.num_microbatches)]
-        counts = counts_ahead(self._task, taken, self._context)
+            micro_batches = [self._next(batches) for _ in range(plan.num_microbatches)]
+        counts = counts_ahead(self._task, micro_batches, self._context)
         if plan.global_batch_size != self.runtime.train_batch_size():
             self.runtime.set_train_batch_size(plan.global_batch_size)
         self._updates.begin(
@@ -127,9 +127,9 @@ class DeepSpeedEngine:
         self.runtime.train()
         sums = []
         with weights_saved_by_reference(self.plan.stage):
-            while taken:
-                inputs, labels = taken.pop(0)
-                self.runtime.set_gradient_accumulation_boundary(not taken)
+            while micro_batches:
+                inputs, labels = micro_batches.pop(0)
+                self.runtime.set_gradient_accumulation_boundary(not micro_batches)
                 with self._timers("forward-compute"):
                     total, count = self.runtime(inputs, labels)
                 with self._timers("backward-compute"):
@@ -213,14 +213,16 @@ class DeepSpeedEngine:
 
         At stage 3 no two replicas hold the same part of a weight.
         """
-        held = [(name, self._values(parameter)) for name, parameter in self.named]
+        own_values = [(name, self._values(parameter)) for name, parameter in self.named]
         if self.plan.stage < 3:
             check_bitwise_equal(
-                held, self._context.dp, problem="data-parallel ranks hold different weights"
+                own_values, self._context.dp, problem="data-parallel ranks hold different weights"
             )
             check_replicated_agree(self.named, self._context.tp)
             return
-        unsplit = [pair for pair, (_, p) in zip(held, self.named) if not is_split_over(p, "tp")]
+        unsplit = [
+            pair for pair, (_, p) in zip(own_values, self.named) if not is_split_over(p, "tp")
+        ]
         check_bitwise_equal(
             unsplit,
             self._context.tp,

@@ -137,5 +137,5 @@ def _zero_padding(parameter: nn.Parameter) -> None:
     """Zero the padding of a partition, which DeepSpeed leaves uninitialised."""
     part = partitioned(parameter)
     length, rank = part.partition_numel(), part.ds_zero_partition_rank
-    held = min(max(part.ds_numel - rank * length, 0), length)
-    part.ds_tensor[held:].zero_()
+    used = min(max(part.ds_numel - rank * length, 0), length)
+    part.ds_tensor[used:].zero_()

@@ -49,14 +49,14 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
         count = plan.num_microbatches
         with self._timers("batch-generator"):
-            taken = [self._next(batches) for _ in range(count)]
-        counts = counts_ahead(self._task, taken, self._context)
+            micro_batches = [self._next(batches) for _ in range(count)]
+        counts = counts_ahead(self._task, micro_batches, self._context)
         self._updates.begin(count, learning_rate=plan.learning_rate, weight_decay=plan.weight_decay)
         # DeepSpeed averages over replicas, and its pipeline over micro-batches.
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
         self._weigh_router_losses(plan)
         with self._loss.multiplied_by(factors) as sums:
-            self.runtime.train_on(taken)
+            self.runtime.train_on(micro_batches)
         balance = balance_of_experts(self._config.model, self._build, plan)
         tally = Tally(sums, self._task, self._context)
         report = tally.report(self._updates.outcome(), balance=balance)
@@ -65,18 +65,18 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
-        taken = [self._next(batches) for _ in range(num_microbatches)]
+        micro_batches = [self._next(batches) for _ in range(num_microbatches)]
         with self._loss.multiplied_by(torch.ones(())) as sums:
-            self.runtime.evaluate_on(taken)
+            self.runtime.evaluate_on(micro_batches)
         return Tally(sums, self._task, self._context).evaluation()
 
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure
     ) -> list[Tensor]:
         """Return the values of `measure` for this replica's micro-batches, on the last stage."""
-        taken = [self._next(batches) for _ in range(num_microbatches)]
+        micro_batches = [self._next(batches) for _ in range(num_microbatches)]
         with self._loss.replaced_by(measure) as found:
-            self.runtime.evaluate_on(taken)
+            self.runtime.evaluate_on(micro_batches)
         return found
 
     def check_replicas(self) -> None:
