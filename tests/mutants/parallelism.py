@@ -155,7 +155,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tied gradients wait for the sum over stages",
             "megatron/optimizer/grad_buffer.py",
             "return ReductionTime.ALONE",
-            "return Turn.PROMPT",
+            "return ReductionTime.PROMPT",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own",
         ),
