@@ -64,7 +64,7 @@ def models_in_loop(package: Path) -> Iterator[str]:
 
 
 def outsiders(package: Path) -> Iterator[str]:
-    """Imports of the programs and tests from below: the library does not know who uses it."""
+    """Imports of the programs and tests from below: the library imports none of its users."""
     for source in sources(package):
         for line, name in imports(source):
             if name.partition(".")[0] in PROGRAMS:

@@ -10,7 +10,7 @@ from tests.architecture.test_homes import COLLECTIVES
 RAW = frozenset(COLLECTIVES) - {"torch.distributed.P2POp", "torch.distributed.nn"}
 CHECKS = ("checked", "checked_messages")
 BARRIERS = frozenset({"torch.distributed.barrier", "torch.distributed.monitored_barrier"})
-# Makes the groups: nobody could compare anything before.
+# Makes the groups, without which nothing can be compared.
 WITHOUT_CHECKS = frozenset({"megatron/mpu/context.py"})
 
 

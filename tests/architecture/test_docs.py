@@ -1,4 +1,4 @@
-"""Documents say what the code says, and what they point to exists."""
+"""Documents agree with the code, and their references exist."""
 
 import ast
 import os
@@ -77,7 +77,7 @@ def unknown_flags(document: Path, known: set[str]) -> list[str]:
 
 
 def untested_claims(text: str) -> list[str]:
-    """Assumptions that the table says are held although no test of it breaks them."""
+    """Return assumptions that the table marks as tested although no test breaks them."""
     lines = [line for line in text.splitlines() if re.match(r"\| [MLNAX]\d+ \|", line)]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [row[0] for row in rows if row[2].startswith("held") and "::" not in row[4]]
@@ -96,7 +96,7 @@ def test_the_layers_of_the_architecture_page_are_those_of_the_gate() -> None:
 
 
 def walk(text: str) -> list[tuple[str, str]]:
-    """The numbered list of modules of a page, each with the first name that it says is there."""
+    """The numbered list of modules of a page, each with the first name that it mentions."""
     return re.findall(r"^\d+\. `([\w/]+\.py)`: `(\w+)`", text, flags=re.MULTILINE)
 
 

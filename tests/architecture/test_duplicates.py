@@ -32,7 +32,7 @@ def duplicate_runs(library: Sequence[Source], length: int = RUN_LINES) -> list[s
     for where in places.values():
         for one, other in pairwise(where):
             before = [(at, start - 1) for at, start in (one, other)]
-            if not _same(files, before):  # otherwise the run began earlier and is told there
+            if not _same(files, before):  # otherwise the run began earlier and is reported there
                 first, second = files[one[0]][one[1]], files[other[0]][other[1]]
                 found.append(
                     f"{first.file}:{first.number} and {second.file}:{second.number} go on alike"

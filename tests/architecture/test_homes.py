@@ -1,4 +1,4 @@
-"""Each dangerous power has one home, so that whoever looks for its use looks in one place."""
+"""Each dangerous power has one home, so that its uses are all in one place."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Every module says what it is and has a test where one looks for it."""
+"""Every module has a docstring, and a test in the mirrored place."""
 
 import ast
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LONGEST_DOCSTRING_LINES = 8
 
 
 def without_docstring(package: Path) -> Iterator[str]:
-    """Modules that do not open with a sentence about what they own, and ones that tell a novel."""
+    """Modules that do not open with a sentence about what they own, and ones that are too long."""
     for source in sources(package):
         text = ast.get_docstring(source.tree)
         if not text or text.strip().rstrip(".").isidentifier():

@@ -1,4 +1,4 @@
-"""Two public classes do not share a name: a name in a message or a page says which is meant."""
+"""Two public classes do not share a name: a name in a message or a page is unambiguous."""
 
 import ast
 from collections import defaultdict

@@ -10,7 +10,7 @@ REASON = "# invariant:"
 
 
 def unexplained_asserts(library: Sequence[Source]) -> Iterator[str]:
-    """Asserts that do not say which invariant of our own they state; users get errors instead."""
+    """Asserts without the invariant of ours that they state; users get errors instead."""
     for source in library:
         lines = source.text.splitlines()
         for node in ast.walk(source.tree):

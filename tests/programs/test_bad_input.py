@@ -1,4 +1,4 @@
-"""Every mistake that a user can make: said at once, with what was found and what works instead.
+"""Every mistake that a user can make: reported at once, with what was found and a fix.
 
 Most are met in this process, by the checks that pretrain_gpt.py runs; each class of error is met
 once more as a program that ends. Nothing may be left half-written, and no rank may stay behind.
@@ -78,7 +78,7 @@ def copied(prefix: str, folder: Path) -> str:
 
 
 def refusal(flags: Sequence[str], *, ranks: int = 1) -> PreflightError:
-    """What rank 0 of a launch of `ranks` with `flags` says before it joins the others."""
+    """Return the error of rank 0 of a launch of `ranks` with `flags`, before it joins the others."""
     with pytest.raises(PreflightError) as caught:
         preflight(flags, ranks)
     return caught.value
@@ -108,7 +108,7 @@ def assert_said(text: str, words: Sequence[str]) -> None:
 
 
 def assert_refused(ended: Ended, error: type[MegatronError], words: Sequence[str]) -> None:
-    """It ended by itself with the status of `error`, and said all of `words`."""
+    """It ended by itself with the status of `error`, and printed all of `words`."""
     assert ended.status == error.exit_code, ended.text
     assert_said(ended.text, ["ERROR: ", "found: ", *words])
 

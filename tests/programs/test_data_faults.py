@@ -1,4 +1,4 @@
-"""Data that goes wrong under a run of two ranks: both end, and each says which file and why."""
+"""Data that goes wrong under a run of two ranks: both end, and name the file and the error."""
 
 import os
 import shutil

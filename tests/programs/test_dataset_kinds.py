@@ -16,8 +16,8 @@ from tools import preprocess_data, preprocess_sft, sample_idxs_to_text
 
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 LETTERS = "bcdefghijklmnopqrstuvwxyz"
-# Letters drawn at random cannot be learned: nobody does better than ln 25 = 3.2 nats on them. What
-# is always the same can, so a loss far below that is one of answers alone.
+# Letters drawn at random cannot be learned: no model does better than ln 25 = 3.2 nats. What is
+# always the same can, so a loss far below that is one of answers alone.
 OF_ANSWERS_ALONE = 1.0
 MARKS = ("--fim-prefix-token", "<0x00>", "--fim-suffix-token", "<0x01>")
 MARKS += ("--fim-middle-token", "<0x02>")
@@ -88,7 +88,7 @@ def test_what_is_given_is_read_and_what_is_learned_is_learned(
     assert resumed.status == 0, resumed.text
     found = losses(ended.out) | losses(resumed.out)
     assert list(found) == list(range(1, 41))
-    assert found[1] > 4.5  # ln 257 = 5.55, for a model that knows nothing
+    assert found[1] > 4.5  # ln 257 = 5.55, for an untrained model
     assert found[40] < OF_ANSWERS_ALONE
     (shown,) = samples(*run, "--sample-id-range", "0", "1")
     assert (shown["corpus"], shown["num_tokens"]) == (prefix, 65)

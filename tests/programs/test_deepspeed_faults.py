@@ -1,4 +1,4 @@
-"""What is wrong with a run through DeepSpeed is said by the program at once, all of it together."""
+"""All errors of a run through DeepSpeed are reported together, at the start."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def refused(prefix: str, folder: Path, values: dict[str, Any] | str, *words: str) -> str:
-    """What the program says of this JSON before it ends as after any mistake in a configuration."""
+    """Return the program's output for this JSON; it ends as after any error of configuration."""
     text = values if isinstance(values, str) else json.dumps(values)
     (folder / "ds.json").write_text(text, encoding="utf-8")
     flags = small_run(prefix, "--deepspeed", "--deepspeed_config", "ds.json", *words)

@@ -154,7 +154,7 @@ def test_two_nodes_of_a_hostfile_train_together(work: Path) -> None:
 
 
 def test_a_job_of_slurm_finds_itself_together(work: Path, tmp_path: Path) -> None:
-    """srun is a stand-in, which tells its two tasks on two nodes what Slurm's would."""
+    """A stand-in for srun sets the variables of Slurm for two tasks on two nodes."""
     stand_in = tmp_path / "srun"
     program = ROOT / "tests" / "support" / "srun.py"
     stand_in.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')

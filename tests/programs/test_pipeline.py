@@ -61,7 +61,7 @@ def test_a_stage_that_fails_ends_all_with_its_words(prefix: str, tmp_path: Path)
         prefix,
         *("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zero-bubble"),
         *("--train-iters", "1000", "--micro-batch-size", "1"),
-        # A wait in an exchange would last this long if nobody ended it.
+        # A wait in an exchange would last this long if it were not ended.
         *("--distributed-timeout-minutes", "10"),
     )
     with each_rank(2, flags, cwds=[tmp_path], program=str(program)) as ranks:

@@ -128,7 +128,7 @@ def test_each_iteration_is_said_once_in_a_line_of_megatrons_form(trained: Traine
     assert [int(line[3]) for line in lines] == [8, 16, 24, 32]
     assert [int(line[4]) for line in lines] == [8 * 32, 16 * 32, 24 * 32, 32 * 32]
     losses = [float(line[8]) for line in lines]
-    assert 5.0 < losses[0] < 6.5  # ln 257 = 5.55, for a model that knows nothing
+    assert 5.0 < losses[0] < 6.5  # ln 257 = 5.55, for an untrained model
     assert losses[-1] < losses[0]
 
 
@@ -277,7 +277,7 @@ def test_a_duration_ends_a_run(prefix: str, tmp_path: Path) -> None:
 
 
 def assert_saved_last_iteration(folder: Path, ended: Ended) -> int:
-    """The last iteration that was said is the one, and the only one, that was saved."""
+    """Check that the last logged iteration, and no other, was saved."""
     found = [MEGATRON_LINE.match(line) for line in ended.out.splitlines()]
     last = max(int(line[1]) for line in found if line)
     assert (folder / "save" / TRACKER).read_text() == f"{last}\n"

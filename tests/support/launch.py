@@ -1,4 +1,4 @@
-"""Starts programs as a user or a launcher does, and never waits longer than it was told to.
+"""Starts programs as a user or a launcher does, and never waits longer than its limit.
 
 Output goes to files, so a program that talks much never blocks. A reader might miss that torchrun
 gives every rank a session of its own: what is left at the end is found as descendants in /proc.
@@ -46,7 +46,7 @@ _SMALL = (
 
 
 class Ended(NamedTuple):
-    """How a program ended, and what it said."""
+    """How a program ended, and its output."""
 
     status: int  # minus the signal's number when a signal ended it
     out: str
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All that it said."""
+        """All of its output."""
         return self.out + self.err
 
 
@@ -126,11 +126,11 @@ class Started:
 
     @property
     def text(self) -> str:
-        """All that it has said so far."""
+        """All of its output so far."""
         return self._out.read_text(errors="replace") + self._err.read_text(errors="replace")
 
     def wait_for(self, words: str, *, within_s: float = WITHIN_S) -> None:
-        """Return once it has said `words`; AssertionError when it ends or takes too long."""
+        """Return once it has printed `words`; AssertionError when it ends or takes too long."""
         deadline = time.monotonic() + within_s
         while words not in self.text:
             ended = self.process.poll() is not None and words not in self.text
@@ -188,7 +188,7 @@ def torchrun_words(ranks: int, program: str, *flags: str) -> list[str]:
 def each_rank(
     ranks: int, flags: Sequence[str], *, cwds: Sequence[Path], program: str | None = None
 ) -> Iterator[list[Started]]:
-    """A program on several ranks as Slurm starts them: nobody ends one for another.
+    """A program on several ranks as Slurm starts them: the end of one does not end another.
 
     It is `pretrain_gpt.py` unless another is named.
     """
@@ -253,7 +253,7 @@ def unfinished(folder: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

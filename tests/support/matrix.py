@@ -65,7 +65,7 @@ FREE: Mapping[str, Sequence[str]] = {
 }
 AXES = {**GRID_AXES, **FREE}
 _SIZES = ("tp", "pp", "dp")
-# What a case does without is not said in its words.
+# The words of a case leave out what it does not use.
 _SILENT = frozenset({"no-sp", "no-pipeline", "even", "replicated", "at-end", "keep"})
 
 _FLAGS: Mapping[Any, Mapping[str, Any]] = {
@@ -422,5 +422,5 @@ def _of_numbers(
     where: str, values: Sequence[float], expected: float, precision: Precision
 ) -> Difference:
     size = abs(values[0] - expected) / max(abs(expected), 1e-30)
-    size = size if len(set(values)) == 1 else math.inf  # every rank is told the same
+    size = size if len(set(values)) == 1 else math.inf  # every rank has the same
     return Difference(where, size, precision.tolerance, is_relative=True)

@@ -41,7 +41,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_build(ctx: ParallelContext | None = None, **changes: Any) -> ModelBuild:
-    """float64, 12 positions, one rank unless `ctx` says otherwise; `recompute`: every layer."""
+    """float64, 12 positions, one rank unless `ctx` is given; `recompute`: every layer."""
     if changes.pop("recompute", False):
         changes["activations"] = ActivationPolicy(method=RecomputeMethod.UNIFORM)
     ctx = ctx or ParallelContext.single()

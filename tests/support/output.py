@@ -1,4 +1,4 @@
-"""The log's lines without the part that no test can know."""
+"""The log's lines without the part that differs between runs."""
 
 import re
 

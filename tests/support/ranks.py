@@ -134,8 +134,8 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
         if not ready:
             missing = sorted(waiting.values())
             raise AssertionError(f"ranks {missing} gave no result within {timeout_s:.0f} s")
-        # A rank that died without a word says so by the end of its pipe. Those that failed
-        # because of it have said so a moment later, and are listed after it.
+        # A rank that died without an error is seen by the end of its pipe. Those that failed
+        # because of it report that a moment later, and are listed after it.
         received = {waiting.pop(pipe): _receive(pipe) for pipe in ready}  # type: ignore[call-overload]
         dead = [rank for rank, outcome in received.items() if outcome is None]
         ended = {rank: outcome for rank, outcome in received.items() if outcome is not None}
@@ -188,7 +188,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    # If the test process is killed nobody is left to end this one.
+    # If the test process is killed, no other process ends this one.
     faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S, exit=True)
     torch.set_num_threads(1)
     # Processes that a rank starts (loader workers) start as they would from a program.

@@ -1,4 +1,4 @@
-"""Stands in for Slurm's srun on one machine: starts tasks that see what srun would tell them.
+"""Stands in for Slurm's srun on one machine: starts tasks with the variables that srun sets.
 
 `python srun.py [--nodes=N] [--ntasks-per-node=N] [other options] program words...`; every node is
 this machine, by several names. As with --kill-on-bad-exit=1, a task that fails ends the others.

@@ -202,7 +202,7 @@ def microbatches(lengths: Sequence[int]) -> Iterator[tuple[tuple[Tensor], tuple[
 def executor(
     chunks: Chunks, group: Group, exchanger: ThreadExchanger, schedule: ScheduleName
 ) -> Executor:
-    """An executor over `chunks`, with a queue of weight gradients where the schedule wants one."""
+    """An executor over `chunks`, with a queue of weight gradients where the schedule needs one."""
     queue = None
     if schedule == ScheduleName.ZERO_BUBBLE:
         queue = WeightGradients()

@@ -202,7 +202,7 @@ class RecordingEngine:
 
 
 def train(config: RunConfig, task: PretrainTask | None = None) -> Record:
-    """Run `pretrain` in this process, a rank of `run_on_ranks`, and say what it did.
+    """Run `pretrain` in this process, a rank of `run_on_ranks`, and return its record.
 
     Changes modules of this process: call it only where the process ends with the test.
     """

@@ -207,7 +207,7 @@ def _accept(selector: selectors.BaseSelector, listener: socket.socket) -> Progra
     return None
 
 
-_RUNNING: dict[int, socket.socket] = {}  # process ids, and who wants to know their status
+_RUNNING: dict[int, socket.socket] = {}  # process ids, and the receivers of their status
 
 
 def _tell(pid: int, selector: selectors.BaseSelector, handle: int) -> None:
@@ -222,7 +222,7 @@ def _tell(pid: int, selector: selectors.BaseSelector, handle: int) -> None:
 
 
 def _end(pid: int, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-    """Kill a program of which nobody waits for the end any more."""
+    """Kill a program whose end no process waits for."""
     if pid in _RUNNING:
         selector.unregister(connection)
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The main of a pretraining program: what is trained, and what is said of wrong flags."""
+"""The main of a pretraining program: what is trained, and the errors of wrong flags."""
 
 from typing import Any
 

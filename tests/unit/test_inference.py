@@ -1,4 +1,4 @@
-"""A model is rebuilt from what its checkpoint says; flags speak where it says nothing."""
+"""A model is rebuilt from its checkpoint's flags; given flags fill in what it lacks."""
 
 import argparse
 import shutil

@@ -222,7 +222,7 @@ SEQLEN = {
 
 
 def read(folder: Path, script: str, values: dict[str, Any]) -> RunConfig:
-    """The run that a script and its JSON ask for."""
+    """The run of a script and its JSON."""
     path = folder / "ds.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return parse_args(script.replace("DS", str(path), 1).split() if "=DS" in script else [

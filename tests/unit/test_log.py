@@ -1,4 +1,4 @@
-"""Who says what: rank 0 for all, the last rank its steps, every rank its own errors."""
+"""Which rank prints: rank 0 for all, the last rank its steps, every rank its own errors."""
 
 import io
 import logging

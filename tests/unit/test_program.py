@@ -1,4 +1,4 @@
-"""How a program ends: what it says, on which rank, and with which status."""
+"""How a program ends: with which output, on which rank, and with which status."""
 
 import subprocess
 import sys

@@ -9,7 +9,7 @@ from megatron.timers import Timers
 
 
 class Clock:
-    """A monotonic clock that moves when told to."""
+    """A monotonic clock that is moved by the test."""
 
     now = 100.0
 

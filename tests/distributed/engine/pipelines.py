@@ -82,7 +82,7 @@ def run_piped(size: int, configs: Sequence[RunConfig]) -> list[list[Record]]:
 
 
 def check_equal(records: Sequence[Record], alone: Record, tolerance: float = FP32) -> None:
-    for record in records:  # every rank is told the same numbers
+    for record in records:  # every rank has the same numbers
         assert repr(record.steps) == repr(records[0].steps)  # a norm may be nan
         assert record.evaluations == records[0].evaluations
         assert record.scalars == alone.scalars

@@ -14,7 +14,7 @@ def equals_torchs(tp: int) -> None:
     ctx = build(tp)
     for true in (16, 13, 3):  # 3: at tp = 2 and 4 some ranks hold nothing but padding
         whole = sample(6, 2, PADDED, seed=true)
-        whole[..., true:] = 100.0  # padding has no say
+        whole[..., true:] = 100.0  # padding has no effect
         whole[0, 0, :true] = 7.0  # all equal: the lowest
         own = whole.chunk(tp, -1)[ctx.tp.rank]
         found = vocab_parallel_argmax(own, ctx=ctx, true_vocab_size=true)

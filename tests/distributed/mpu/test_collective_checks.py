@@ -130,7 +130,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def play() -> dict[str, tuple[Any, float]]:
-    """Every scenario in groups of its own: what it returned or was told, and after how long."""
+    """Every scenario in groups of its own: what it returned or raised, and after how long."""
     found = {}
     for name, scenario in SCENARIOS.items():
         ctx = ParallelContext.build(Topology(tp=RANKS), check_seconds=PATIENCE_S)

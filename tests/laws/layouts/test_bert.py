@@ -87,7 +87,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinySentences:
 def check_equal(
     records: list[Record], alone: Record, tolerance: float, *, parameters: float
 ) -> None:
-    for record in records:  # every rank is told the same numbers
+    for record in records:  # every rank has the same numbers
         assert [dataclasses.astuple(step) for step in record.steps] == [
             dataclasses.astuple(step) for step in records[0].steps
         ]

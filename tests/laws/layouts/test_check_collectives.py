@@ -57,7 +57,7 @@ def test_a_run_with_checks_is_the_run_without(corpus: str, layout: str, tmp_path
 
 
 def train_with_one_call_too_many(config: RunConfig) -> str:
-    """What rank 1's one more call in the second step makes each rank say."""
+    """Return each rank's error when rank 1 makes one more call in the second step."""
     real = NativeEngine.train_step
 
     def wrong(self: NativeEngine, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:

@@ -130,10 +130,10 @@ def run_cases(corpus: str, layout: str, cases: Sequence[Case]) -> dict[Case, lis
 
 
 def check_numbers(case: Case, runs: Mapping[Case, list[Record]]) -> None:
-    """All that DeepSpeed and the native engine say."""
+    """Return all output of DeepSpeed and of the native engine."""
     found, expected = runs[case], runs[case._replace(stage=None)]
     tolerance = TOLERANCES[case.precision]
-    for record in found:  # every rank is told the same numbers
+    for record in found:  # every rank has the same numbers
         assert record.steps == found[0].steps
         assert record.progress == expected[0].progress
     assert [step.skipped for step in found[0].steps] == [False] * COMMON["train_iters"]
@@ -202,7 +202,7 @@ def test_deepspeed_trains_what_the_native_engine_trains(corpus: str, layout: str
 
 
 def train_with_default_clipping(configs: Sequence[RunConfig]) -> list[Record]:
-    """DeepSpeed is not told how to clip, and so does what it does by itself."""
+    """Leave out DeepSpeed's setting of clipping, so that its default applies."""
     whole_json = engine.json_for_deepspeed
     engine.json_for_deepspeed = lambda plan: {
         key: value for key, value in whole_json(plan).items() if key != "gradient_clipping"

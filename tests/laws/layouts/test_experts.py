@@ -123,14 +123,14 @@ def train_alone(configs: Sequence[RunConfig]) -> list[Record]:
 
 
 def balances(record: Record) -> list[float]:
-    """What is said of how busy experts are; 1 of those that are equally busy."""
+    """Return the reported balance of experts; 1 where they are equally busy."""
     balance = [step.load_balancing_loss for step in record.steps]
     assert all(one is not None and one > 0.9 for one in balance), balance
     return [one or 0.0 for one in balance]
 
 
 def check_equal(found: Sequence[Record], alone: Record) -> None:
-    for record in found:  # every rank is told the same numbers
+    for record in found:  # every rank has the same numbers
         assert (record.losses, record.grad_norms) == (found[0].losses, found[0].grad_norms)
     assert_close(found[0].losses, alone.losses, FP64)
     assert_close(found[0].grad_norms, alone.grad_norms, FP64)

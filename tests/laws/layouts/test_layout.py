@@ -58,7 +58,7 @@ def check_equal(
 ) -> None:
     expected = whole(alone, prefix="model/")
     for records in found:
-        for record in records:  # every rank is told the same numbers
+        for record in records:  # every rank has the same numbers
             assert (record.losses, record.grad_norms) == (records[0].losses, records[0].grad_norms)
         assert_close(records[0].losses, alone[0].losses, tolerance)
         assert_close(records[0].grad_norms, alone[0].grad_norms, tolerance)

@@ -72,7 +72,7 @@ def run_of(corpus: str, grid: tuple[int, int, int], *flags: dict[str, Any]) -> R
 
 
 def check_equal(records: Sequence[Record], alone: Record, tolerance: float = FP64) -> None:
-    for record in records:  # every rank is told the same numbers
+    for record in records:  # every rank has the same numbers
         assert (record.losses, record.grad_norms) == (records[0].losses, records[0].grad_norms)
         assert record.evaluations == records[0].evaluations
     assert_close(records[0].losses, alone.losses, tolerance)
@@ -149,7 +149,7 @@ def _num_blocks(record: Record) -> int:
 
 
 def shortened() -> PretrainTask:
-    """GPT on sequences that end, for each micro-batch, where its first token says."""
+    """GPT on sequences that end, for each micro-batch, at its first token."""
     task = gpt_task()
     inner: Callable[[RawBatch, BatchOptions], MicroBatch] = task.batch
 

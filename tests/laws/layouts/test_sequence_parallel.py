@@ -37,7 +37,7 @@ LAYOUTS: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {
     (4, 4): (ADAMW | FULL, SGD),
     (2, 4): (ADAMW, SGD),
 }
-# Where parameters say that their gradients are summands.
+# Where parameters are marked as having summands for gradients.
 FORGETFUL = ("megatron.model.norms", "megatron.model.positions", "megatron.mpu.layers")
 # The smallest of these differences is four orders of magnitude above what rounding leaves.
 VISIBLE = 1e4 * FP64
@@ -59,7 +59,7 @@ def split_run(corpus: str, flags: Mapping[str, Any], tp: int, world_size: int) -
 
 
 def check_equal(records: Sequence[Record], alone: Sequence[Record]) -> None:
-    for record in records:  # every rank is told the same numbers
+    for record in records:  # every rank has the same numbers
         assert (record.losses, record.grad_norms) == (records[0].losses, records[0].grad_norms)
     assert_close(records[0].losses, alone[0].losses, FP64)
     assert_close(records[0].grad_norms, alone[0].grad_norms, FP64)
@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_on_with_and_without_split_sequences(
 
 
 def train_forgetting(modules: Sequence[str], config: RunConfig) -> Record:
-    """Train while parameters made in `modules` do not say that their gradients are summands."""
+    """Train while parameters made in `modules` are not marked as having summands for gradients."""
     for name in modules:
         module = importlib.import_module(name)
         module.set_parameter_metadata = partial(_without_saying, module.set_parameter_metadata)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trained(corpus: str, flags: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Losses and learning rates of a run, and how many tokens it says that it took."""
+    """Losses and learning rates of a run, and the tokens that it reports."""
     record = train(tiny_run(corpus, **{"train_iters": 6} | flags))
     rates = [plan.learning_rate for plan in record.plans]
     return record.losses, rates, record.progress.consumed_tokens

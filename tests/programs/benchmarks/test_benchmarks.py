@@ -1,4 +1,4 @@
-"""The benchmarks run, compare equals, and say what they could not measure."""
+"""The benchmarks run, compare equals, and report what they could not measure."""
 
 import json
 import subprocess

@@ -38,7 +38,7 @@ SAME = 1e-12
 
 
 def topics() -> list[list[str]]:
-    """Two sets of words that do not tell by their letters which set they are of."""
+    """Return two sets of words that cannot be distinguished by their letters."""
     words = [first + second for first in SYLLABLES for second in SYLLABLES]
     np.random.RandomState(0).shuffle(words)
     return [words[:WORDS], words[WORDS : 2 * WORDS]]

@@ -1,4 +1,4 @@
-"""What cannot be read is said with its path."""
+"""Errors of reading name the path."""
 
 from pathlib import Path
 

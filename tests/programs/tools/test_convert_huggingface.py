@@ -25,7 +25,7 @@ def convert(*words: object) -> Ended:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GPT-NeoX with a tokenizer that knows a few English words."""
+    """A small GPT-NeoX with a tokenizer of a few English words."""
     folder = tmp_path_factory.mktemp("pythia")
     files = write_gpt2(folder / "bpe")
     hf_model("gpt_neox", vocab_size=VOCABULARY).save_pretrained(folder / "model")

@@ -132,7 +132,7 @@ def test_signs_that_two_files_are_no_pair_are_said_where_nothing_else_can(
     content = json.loads(capsys.readouterr().out)
     assert len(content["doubts"]) == 2
     assert f"different folders, {tmp_path} and {tmp_path / 'other'}" in content["doubts"][1]
-    main([bare, "--write-sidecar", "--json"])  # from now on the checksums say it
+    main([bare, "--write-sidecar", "--json"])  # from now on the checksums show it
     assert json.loads(capsys.readouterr().out)["doubts"] == []
 
 

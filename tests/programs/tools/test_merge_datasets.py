@@ -149,7 +149,7 @@ def test_tokenizers_of_other_files_are_noticed(tmp_path: Path) -> None:
     assert all(part in str(caught.value) for part in parts)
     path = Path(metadata_file_path(parts[0]))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_files": {}}))
-    merge(parts, tmp_path / "out")  # an older sidecar does not say
+    merge(parts, tmp_path / "out")  # an older sidecar has no record
 
 
 def test_inputs_without_a_sidecar_are_announced_and_the_output_gets_none(
@@ -258,7 +258,7 @@ def test_splitters_of_sentences_are_recorded_and_a_mix_is_announced(
 def test_a_full_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says_room: bool
 ) -> None:
-    """Whether the disk says so before, or only when it is written to."""
+    """Test that a full disk is found before, or only by writing to it."""
     part = corpus(tmp_path, "a", ["x" * 300_000])
     full = OSError(errno.ENOSPC, "No space left on device")
 

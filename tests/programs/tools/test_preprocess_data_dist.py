@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = str(ROOT / "tools" / "preprocess_data_dist.py")
 BYTES = ("--tokenizer-type", "ByteTokenizer", "--append-eod")
 KEYS = ("--json-keys", "q", "a")
-SOON_S = 30.0  # for ranks to end after one failed: they take 3 s to start and 3 s to hear of it
+SOON_S = 30.0  # for ranks to end after one failed: they take 3 s to start and 3 s to notice it
 
 
 def write_shards(folder: Path, count: int = 5, *, repeats: int = 1) -> Path:
@@ -52,7 +52,7 @@ def outputs(prefix: Path, keys: tuple[str, ...] = ("q", "a")) -> list[bytes]:
 
 
 def on_ranks(flags: list[list[str]], cwd: Path) -> list[Ended]:
-    """Start ranks one by one, as Slurm does: nobody ends one for another."""
+    """Start ranks one by one, as Slurm does: the end of one does not end another."""
     port = str(free_port())
     with ExitStack() as stack:
         started = [

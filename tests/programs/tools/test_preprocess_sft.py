@@ -1,4 +1,4 @@
-"""Dialogues to tokens and masks, as a user starts it; and what is said of lines that hold none."""
+"""Dialogues to tokens and masks, as a user starts it; and the errors of lines without one."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A run gets the engine that it asks for."""
+"""A run gets the engine that its flags choose."""
 
 import dataclasses
 

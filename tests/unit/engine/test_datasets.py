@@ -1,4 +1,4 @@
-"""What a program reads becomes the three datasets that the loop asks for."""
+"""What a program reads becomes the three datasets of the loop."""
 
 from dataclasses import replace
 from pathlib import Path

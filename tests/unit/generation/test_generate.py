@@ -90,7 +90,7 @@ def test_a_row_ends_at_the_end_of_document_and_the_others_go_on() -> None:
 def test_padding_tokens_are_never_chosen() -> None:
     model = tiny_model(tiny_config(untie_embeddings_and_output_weights=True, num_layers=1))
     with torch.no_grad():
-        # Padding scores would win by far if anybody looked at them.
+        # Padding scores would win by far if they were not cut off.
         model.get_parameter("output.weight")[TINY_VOCAB.true :] = 1e3
         model.get_parameter("final_norm.weight").fill_(0)
         model.get_parameter("final_norm.bias").fill_(1)

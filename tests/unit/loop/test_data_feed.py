@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_run
 
 
 class Numbers:
-    """Samples that say their own number."""
+    """Samples that hold their own number."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -160,7 +160,7 @@ class Listening:
 
 
 class Silent:
-    """A log that says nothing, and remembers of what."""
+    """A log that prints nothing, and records the names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""A stage builds each name once, under its global name, and calls what the list says."""
+"""A stage builds each name once, under its global name, and calls the methods of the list."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The comparison itself, between threads that share a store: what each rank is told, and when."""
+"""The comparison itself, between threads that share a store: the error of each rank, and when."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Work = Callable[[CollectiveChecks], None]
 
 
 def outcomes(works: Sequence[Work], store: Store | None = None, seconds: float = 20) -> list[str]:
-    """What every rank is told, each a thread: the text of its error, or nothing."""
+    """Return the text of every rank's error, or nothing; each rank is a thread."""
     shared = store or HashStore()
 
     def run(rank: int) -> str:

@@ -116,7 +116,7 @@ def test_a_forgotten_output_is_made_again_with_the_view_that_was_saved() -> None
     with forgetting(output, again):
         y = (output[1:5].t() @ other[1:5] @ weight).sum()
     reference = output.clone()
-    output.fill_(float("nan"))  # nobody reads it any more
+    output.fill_(float("nan"))  # it is not read any more
     y.backward()
     assert asked == [False]
     assert other.grad is not None

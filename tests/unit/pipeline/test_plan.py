@@ -1,4 +1,4 @@
-"""What flags ask of a pipeline: schedule, chunks and layers of each, and what cannot be."""
+"""Flags to a pipeline: schedule, chunks and layers of each, and errors."""
 
 from typing import Any
 

@@ -213,7 +213,7 @@ def test_a_weight_gradient_before_its_input_gradient_is_found() -> None:
 
 def test_what_comes_round_on_two_stages_is_received_in_the_order_of_sending() -> None:
     # Between the same two ranks forward and backward messages flow in one direction: their order
-    # is all that tells them apart.
+    # is their only difference.
     def sent_and_received(m: int) -> tuple[list[bool], list[bool]]:
         whole = schedules((INTERLEAVED, 2, m, 3))
         names = (

@@ -18,7 +18,7 @@ def plan(corpus: str = "nowhere", *, world_size: int = 1, **flags: Any) -> RunPl
 
 
 def found(check: Check, asked: RunPlan) -> list[MegatronError]:
-    """What one check says of a plan."""
+    """Return the findings of one check for a plan."""
     return [finding.error for finding in collect_findings(asked, [check])]
 
 

@@ -109,7 +109,7 @@ def test_each_expert_is_shared_out_evenly() -> None:
         "--moe-ffn-hidden-size 7, --tensor-model-parallel-size 2",
         "use --moe-ffn-hidden-size 6",
     )
-    # The width of a dense MLP is nobody's then.
+    # The width of a dense MLP is not used then.
     nothing = plan(world_size=2, ffn_hidden_size=7, moe_ffn_hidden_size=8, **flags)
     assert list(check(nothing)) == []
 
@@ -170,7 +170,7 @@ def test_a_vocabulary_padded_to_less_than_its_tokens_is_refused() -> None:
 def test_a_batch_that_leaves_a_rest_is_refused() -> None:
     bad = plan(world_size=3)
     only(found(rules.batch_splits_into_microbatches, bad), "--global-batch-size 8", "6 or 9")
-    # The schedule cannot be judged then, and says nothing of its own.
+    # The schedule cannot be checked then, and adds no error.
     assert found(rules.schedule_fits_the_training, bad) == []
 
 

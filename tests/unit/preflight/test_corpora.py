@@ -1,4 +1,4 @@
-"""Checks share what they open, as the kind of dataset and the flags say."""
+"""Checks share the corpora that they open, by kind of dataset and flags."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the machine cannot do is said before anything is tried on it."""
+"""Limits of the machine are reported before anything runs on it."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""All checks run, and all that they find is said at once."""
+"""All checks run, and all findings are reported together."""
 
 from collections.abc import Iterator
 

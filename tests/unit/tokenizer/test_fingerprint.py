@@ -1,4 +1,4 @@
-"""One vocabulary is known again wherever its files lie, and another one is told apart."""
+"""One vocabulary has one fingerprint wherever its files lie, and another one differs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which splitter is taken, what is said of it, and what a corpus records."""
+"""Which splitter is chosen, what is logged, and what a corpus records."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which tokenizer the flags ask for, what they must name, and how the vocabulary is padded."""
+"""Which tokenizer the flags choose, what they must name, and how the vocabulary is padded."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""What a JSON asks DeepSpeed to say is said, and how it communicates changes no number."""
+"""The outputs that a JSON turns on are written, and its communication changes no number."""
 
 import csv
 import json

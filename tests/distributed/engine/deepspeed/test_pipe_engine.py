@@ -45,7 +45,7 @@ def test_three_replicas_keep_equal_bits_of_what_two_stages_hold(corpus: str) -> 
 
 
 def shortened() -> PretrainTask:
-    """GPT on sequences that end, for each micro-batch, where its first token says."""
+    """GPT on sequences that end, for each micro-batch, at its first token."""
     task = gpt_task()
     inner: Callable[[RawBatch, BatchOptions], MicroBatch] = task.batch
 

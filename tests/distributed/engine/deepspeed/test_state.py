@@ -186,7 +186,7 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(corpus: str) -> None:
 
 
 def norm_and_agreement(config: RunConfig) -> tuple[float, str]:
-    """The norm of the parameters, and what is said when they part over tensor-parallel ranks."""
+    """The norm of the parameters, and the error when they differ over tensor-parallel ranks."""
     found = []
 
     def looked_at(*args: Any) -> Any:

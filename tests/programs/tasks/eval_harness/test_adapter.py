@@ -1,4 +1,4 @@
-"""The harness is told what the model says, on every grid; and what is wrong is said."""
+"""The harness gets the model's results on every grid, and errors are reported."""
 
 import math
 from typing import Any
@@ -93,7 +93,7 @@ def test_windows_are_those_of_the_harness(count: int, length: int) -> None:
 
 
 class FakeScorer:
-    """Says the same of every row, and less each time if asked to."""
+    """Scores every row alike, and lower each time if configured so."""
 
     max_length: int | None = 32
     micro_batch_size = 2

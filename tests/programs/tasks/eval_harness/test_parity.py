@@ -1,6 +1,6 @@
-"""The harness hears from our models what it hears from `transformers`, and from our own evaluator.
+"""The harness gets equal results from our models, `transformers` and our own evaluator.
 
-The other side is a model of the harness that asks transformers for one request at a time.
+The other side is a model of the harness that sends transformers one request at a time.
 """
 
 import json

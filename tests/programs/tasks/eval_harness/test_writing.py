@@ -1,4 +1,4 @@
-"""What a task wants of a text is done, or refused by name."""
+"""Settings of a task are applied, or refused by name."""
 
 import pytest
 

@@ -46,7 +46,7 @@ def prepare(folder: Path) -> Prepared:
 
 
 def write_task(path: Path, seed: int, examples: int = EXAMPLES) -> Path:
-    """RTE's columns; the last word of the second sentence says which it is."""
+    """RTE's columns; the last word of the second sentence is the label."""
     random, lines = np.random.RandomState(seed), ["index\tsentence1\tsentence2\tlabel"]
     for at in range(examples):
         first, second = random.choice(range(1, 50, 3), 2)
@@ -113,7 +113,7 @@ def scores_of(file: Path) -> list[tuple[str, str, list[float]]]:
 
 
 def finetune_and_fail(argv: Sequence[str]) -> str:
-    """What it says instead of running."""
+    """Return the error that it ends with."""
     try:
         main(argv)
     except MegatronError as error:
@@ -122,5 +122,5 @@ def finetune_and_fail(argv: Sequence[str]) -> str:
 
 
 def said_of(words: Sequence[str]) -> str:
-    """What a run on one rank says instead of running."""
+    """Return the error that a run on one rank ends with."""
     return run_on_ranks(1, finetune_and_fail, list(words))[0]

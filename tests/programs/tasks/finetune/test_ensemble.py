@@ -16,7 +16,7 @@ SAME = 1e-12
 
 
 def predictions(name: str, seed: int, **changes: object) -> Predictions:
-    """What a model of this seed says of the same examples."""
+    """Return the predictions of this seed's model for the same examples."""
     scores = np.random.RandomState(seed).randn(EXAMPLES, 3)
     rows = tuple(
         Prediction(str(at), f"d{at}", "dev", QUESTION.answers[at % 3], tuple(row), softmax(row))

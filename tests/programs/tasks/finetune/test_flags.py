@@ -1,4 +1,4 @@
-"""The flags of fine-tuning: scripts for other Megatrons go through, or hear why not."""
+"""The flags of fine-tuning: scripts for other Megatrons run, or are refused with the reason."""
 
 import json
 from pathlib import Path

@@ -75,7 +75,7 @@ def test_a_context_that_is_too_long_is_cut_in_front_and_a_continuation_is_not() 
 
 
 class Fixed:
-    """A scorer that says what it was told to, in the order of the rows."""
+    """A scorer that returns given scores, in the order of the rows."""
 
     max_length = 64
 

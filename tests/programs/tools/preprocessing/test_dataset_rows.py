@@ -1,4 +1,4 @@
-"""Rows of datasets that the package `datasets` saved, and what is said of others."""
+"""Rows of datasets that the package `datasets` saved, and the errors of others."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which documents input files hold, and what is said about files that hold something else."""
+"""Which documents input files hold, and the errors of files that hold something else."""
 
 import gzip
 import json

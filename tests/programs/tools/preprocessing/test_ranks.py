@@ -1,4 +1,4 @@
-"""Ranks that hand each other results, and what they hear of one that failed or fell silent."""
+"""Ranks exchange results, and get an error when one fails or stops sending."""
 
 import importlib
 import multiprocessing as mp

@@ -1,4 +1,4 @@
-"""Files as a source: parts in order, and what is said to tell one input from another."""
+"""Files as a source: parts in order, and the values that distinguish inputs."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DeepSpeed has what the protocols say, under the same names of parameters."""
+"""DeepSpeed implements the protocols, with the same names of parameters."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""Monitors hear the loss of the whole batch, and nothing where none is enabled."""
+"""Monitors get the loss of the whole batch, and nothing is written where none is enabled."""
 
 from types import SimpleNamespace
 from typing import Any

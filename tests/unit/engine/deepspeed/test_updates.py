@@ -1,4 +1,4 @@
-"""Who steps under DeepSpeed, and what is told to it; the updates themselves are in distributed."""
+"""Which optimizer steps under DeepSpeed, and its settings; updates are tested in distributed."""
 
 import pytest
 import torch
