@@ -109,7 +109,7 @@ def save_checkpoint(
 
 
 def reserve_for_saves(config: RunConfig, engine: Engine, saves: BackgroundSaves) -> None:
-    """Under --async-save, begin to make the host memory that saves are copied to.
+    """Begin to allocate the host memory that saves are copied to, under --async-save.
 
     All ranks call this together, once the engine is built.
 

@@ -98,7 +98,7 @@ def warning(message: str) -> None:
 
 
 def warning_once(key: str, message: str) -> None:
-    """Like `warning`, but only the first time in this process for the same `key`."""
+    """Print a warning as `warning` does, but only once per `key` in this process."""
     if key not in _OUTPUT.warned:
         _OUTPUT.warned.add(key)
         warning(message)

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _smoothed(losses: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average that starts at the first value."""
+    """Return the exponential moving average that starts at the first value."""
     smooth, average = [], losses[0]
     for loss in losses:
         average = weight * average + (1 - weight) * loss

@@ -59,7 +59,7 @@ class MaskedLMHead(nn.Module):
         self.norm = build_norm(config, build)
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden [s, b, h], ..) to the same shapes; under sequence parallelism [s/tp, b, h]."""
+        """Map (hidden [s, b, h], ..) to the same; under sequence parallelism [s/tp, b, h]."""
         hidden, *others = carry
         return (self.norm(self._activation(self.dense(hidden))), *others)
 
@@ -75,7 +75,7 @@ class VocabularyBias(nn.Module):
         set_parameter_metadata(self.bias, init=init, partition=Partition("tp", dim=0))
 
     def forward(self, carry: Carry) -> Carry:
-        """(scores [s, b, v/tp], ..) to the same."""
+        """Map (scores [s, b, v/tp], ..) to the same."""
         scores, *others = carry
         return (scores + self.bias, *others)
 
@@ -89,7 +89,7 @@ class Pooler(nn.Module):
         self.dense = Dense(config.hidden_size, config.hidden_size, config, build, whole=True)
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden [s, b, h],) to (hidden, pooled [b, h]).
+        """Map (hidden [s, b, h],) to (hidden, pooled [b, h]).
 
         Under sequence parallelism hidden is [s/tp, b, h].
         """
@@ -113,7 +113,7 @@ class SentenceOrderHead(nn.Module):
         self.dense = Dense(config.hidden_size, 2, config, build, whole=True)
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden, pooled [b, h]) to (hidden, scores [b, 2])."""
+        """Map (hidden, pooled [b, h]) to (hidden, scores [b, 2])."""
         hidden, pooled = carry
         return (hidden, self.dense(pooled))
 
@@ -128,7 +128,7 @@ class ClassificationHead(nn.Module):
         self.dense = Dense(config.hidden_size, num_classes, config, build, whole=True)
 
     def forward(self, carry: Carry) -> Carry:
-        """(hidden, pooled [b, h]) to (scores [b, classes],)."""
+        """Map (hidden, pooled [b, h]) to (scores [b, classes],)."""
         return (self.dense(self.dropout(carry[1])),)
 
 
@@ -156,5 +156,5 @@ class Dense(nn.Module):
         set_parameter_metadata(self.bias, init=Init(InitKind.ZEROS), sequence_parallel=split)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[.., width] to [.., rows]."""
+        """Map [.., width] to [.., rows]."""
         return F.linear(hidden, self.weight, self.bias)

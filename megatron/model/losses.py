@@ -38,7 +38,7 @@ def language_model_loss(
     ctx: ParallelContext,
     true_vocab_size: int,
 ) -> LossSum:
-    """Cross entropy of next-token prediction over the tokens that `loss_mask` counts.
+    """Return the cross entropy of the next token over tokens that `loss_mask` counts.
 
     Args:
         logits: [s, b, v/tp], any floating dtype.

@@ -120,7 +120,7 @@ class GroupedLinear(nn.Module):
         set_parameter_metadata(self.weight, init=init, partition=partition)
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """[n, in] to [n, out], where the first counts[0] rows are of group 0 and so on."""
+        """Map [n, in] to [n, out]; the first counts[0] rows are of group 0, and so on."""
         # Unbound at once: taken one by one, each would have a gradient of the size of all.
         weights = self.weight.unbind(0)
         groups = torch.split(rows, list(counts))

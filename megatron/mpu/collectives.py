@@ -177,7 +177,7 @@ def barrier(group: Group) -> None:
 
 
 def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
-    """Under --check-collectives, return once all ranks of `group` are about to make this call.
+    """Return once all ranks of `group` are about to make this call, under --check-collectives.
 
     Every function that calls torch.distributed itself calls this, or `checked_messages`, before.
 

@@ -63,7 +63,7 @@ class Topology:
         return total
 
     def size(self, axis: str) -> int:
-        """Number of coordinates along `axis`."""
+        """Return the number of coordinates along `axis`."""
         return int(getattr(self, axis))
 
     def rank(self, at: Coord) -> int:

@@ -78,7 +78,7 @@ def copied(prefix: str, folder: Path) -> str:
 
 
 def refusal(flags: Sequence[str], *, ranks: int = 1) -> PreflightError:
-    """Return the error of rank 0 of a launch of `ranks` with `flags`, before it joins the others."""
+    """Return the error of rank 0 of a launch of `ranks` with `flags`, before the ranks join."""
     with pytest.raises(PreflightError) as caught:
         preflight(flags, ranks)
     return caught.value
