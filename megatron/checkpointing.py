@@ -261,9 +261,9 @@ def _refuse_another_model(
         )
         return
     differing = [
-        f"--{name.replace('_', '-')} {saved} in the checkpoint, {present} here"
+        f"--{name.replace('_', '-')} {stored} in the checkpoint, {present} here"
         for group in ("model", "data")
-        for name, saved, present in _differences(opened, config, group)
+        for name, stored, present in _differences(opened, config, group)
         if name == "seq_length" or (group == "model" and name not in _FREE_MODEL_FIELDS)
     ]
     if differing and is_partial:
@@ -302,20 +302,20 @@ def _differences(
     opened: OpenedCheckpoint, config: RunConfig, group: str
 ) -> list[tuple[str, Any, Any]]:
     """Return fields of `group` whose saved and present values differ: (name, saved, present)."""
-    theirs, ours = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
+    stored, present = dict(opened.manifest.config.get(group, {})), config.to_plain()[group]
     if group == "model":
-        saved = from_plain(ModelConfig, theirs)
-        theirs = to_plain(saved)
-        return [(n, theirs[n], ours[n]) for n in config.model.fields_that_differ(saved)]
+        saved = from_plain(ModelConfig, stored)
+        stored = to_plain(saved)
+        return [(n, stored[n], present[n]) for n in config.model.fields_that_differ(saved)]
     if not opened.is_native:
-        ours = {name: ours[name] for name in theirs}  # it records no other flags
-    for name in ours.keys() - theirs.keys():
+        present = {name: present[name] for name in stored}  # it records no other flags
+    for name in present.keys() - stored.keys():
         # A version without the flag behaved as its default does.
-        theirs[name] = plain_default(GROUPS[group], name)
+        stored[name] = plain_default(GROUPS[group], name)
     return [
-        (name, theirs.get(name), ours.get(name))
-        for name in sorted(set(theirs) | set(ours))
-        if theirs.get(name) != ours.get(name)
+        (name, stored.get(name), present.get(name))
+        for name in sorted(set(stored) | set(present))
+        if stored.get(name) != present.get(name)
     ]
 
 

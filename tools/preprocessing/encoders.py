@@ -219,7 +219,7 @@ def _first_difference(texts: Sequence[str], found: Encoded, exact: Encoded) -> s
         return f"{len(found.sizes)} results for {len(texts)} texts"
     borders = [np.cumsum(encoded.sizes)[:-1] for encoded in (found, exact)]
     rows = zip(texts, np.split(found.tokens, borders[0]), np.split(exact.tokens, borders[1]))
-    text = next(text for text, exact, other in rows if exact.tolist() != other.tolist())
+    text = next(text for text, one, other in rows if one.tolist() != other.tolist())
     return f"other ids than the tokenizer for {text[:60]!a}"
 
 

@@ -58,12 +58,12 @@ def all_end_well() -> None:
     watch.close()
 
 
-def one_stalls_and_one_gives_up_on_it(said: str) -> None:
+def one_stalls_and_one_gives_up_on_it(output_path: str) -> None:
     ctx, watch = watch_over_tcp()
     if ctx.rank == 1:
         watch.announce("timed out while waiting for rank 0")
         time.sleep(30)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(output_path, os.O_WRONLY | os.O_CREAT), 2)
     read_a_file_that_hangs()
 
 

@@ -85,7 +85,7 @@ def test_flags_of_the_export(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told", "status"),
+    ("words", "message", "status"),
     [
         (("--family", "llama"), "the family llama does not compute what this model does", 66),
         (("--family", "qwen3_moe"), "has no model here yet: a mixture of experts", 66),
@@ -94,9 +94,9 @@ def test_flags_of_the_export(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(
-    folder: Path, tmp_path: Path, words: tuple[str, ...], told: str, status: int
+    folder: Path, tmp_path: Path, words: tuple[str, ...], message: str, status: int
 ) -> None:
     done = convert("--load", folder, "--save", tmp_path / "m", "--format", "huggingface", *words)
     assert done.status == status, done.text
-    assert told in done.text
+    assert message in done.text
     assert not (tmp_path / "m").exists()

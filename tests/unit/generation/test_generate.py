@@ -160,7 +160,7 @@ def test_a_row_ends_where_it_is_told_to_and_the_others_go_on() -> None:
     model, prompts = tiny_model(tiny_config()), [[1, 2], [3, 4, 5]]
     free = run(model, prompts, max_new_tokens=6)
     assert [len(done.tokens) for done in free] == [6, 6]
-    asked = count(1)  # of the first row, the second one, the first one again
-    first, second = run(model, prompts, max_new_tokens=6, stop=lambda _: next(asked) == 3)
+    calls = count(1)  # of the first row, the second one, the first one again
+    first, second = run(model, prompts, max_new_tokens=6, stop=lambda _: next(calls) == 3)
     assert (first.tokens, first.finish_reason) == (free[0].tokens[:2], "stop")
     assert second == free[1]

@@ -173,14 +173,14 @@ SILENT = Silent()
 
 
 def test_the_request_says_what_the_run_needs() -> None:
-    asked: list[DatasetRequest] = []
+    requests: list[DatasetRequest] = []
 
     def note(request: DatasetRequest) -> Datasets:
-        asked.append(request)
+        requests.append(request)
         return Datasets(Numbers(1), None, None)
 
     config = tiny_run("nowhere", train_iters=6, eval_iters=2, eval_interval=4, seed=7)
     task = dataclasses.replace(gpt_task(), datasets=note)
     made(task, config)
-    assert asked[0].num_samples == (48, 2 * 16, 16)
-    assert (asked[0].min_samples, asked[0].seed, asked[0].is_builder) == (8, 7, True)
+    assert requests[0].num_samples == (48, 2 * 16, 16)
+    assert (requests[0].min_samples, requests[0].seed, requests[0].is_builder) == (8, 7, True)

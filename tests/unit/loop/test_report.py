@@ -114,8 +114,8 @@ def test_it_speaks_at_the_first_at_intervals_and_at_the_end(
     log = step_log(log_interval=4)
     for iteration in range(1, 11):
         log.step(at(iteration), PLAN, StepReport(2.0, 1.0))
-    spoken = re.findall(r"iteration +(\d+)/", capsys.readouterr().out)
-    assert spoken == ["1", "4", "8", "10"]
+    printed = re.findall(r"iteration +(\d+)/", capsys.readouterr().out)
+    assert printed == ["1", "4", "8", "10"]
 
 
 def test_losses_that_are_not_numbers_are_counted_and_left_out(

@@ -17,9 +17,9 @@ def plan(corpus: str = "nowhere", *, world_size: int = 1, **flags: Any) -> RunPl
     return RunPlan(config, launch, tokenizer_of(config))
 
 
-def found(check: Check, asked: RunPlan) -> list[MegatronError]:
+def found(check: Check, run_plan: RunPlan) -> list[MegatronError]:
     """Return the findings of one check for a plan."""
-    return [finding.error for finding in collect_findings(asked, [check])]
+    return [finding.error for finding in collect_findings(run_plan, [check])]
 
 
 def only(errors: Iterable[MegatronError], *words: str) -> None:

@@ -53,12 +53,12 @@ def test_a_checkpoint_of_another_format_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["megatron", "deepspeed"])
 def test_a_format_is_only_asked_for_where_it_can_hold_the_run(tmp_path: Path, form: str) -> None:
     check = checkpoint_format_can_hold_the_run
-    asked: dict[str, Any] = {"save": "memory://bucket/run", "checkpoint_format": form}
-    errors = found(check, plan(**asked))
+    flags: dict[str, Any] = {"save": "memory://bucket/run", "checkpoint_format": form}
+    errors = found(check, plan(**flags))
     only(errors, f"--checkpoint-format {form} with", "--save memory://bucket/run")
     assert found(check, plan(checkpoint_format=form)) == [], "nothing is saved"
-    assert found(check, plan(**asked | {"checkpoint_format": "sharded"})) == []
-    fine = plan(**asked | {"save": str(tmp_path), "deepspeed": form == "deepspeed"})
+    assert found(check, plan(**flags | {"checkpoint_format": "sharded"})) == []
+    fine = plan(**flags | {"save": str(tmp_path), "deepspeed": form == "deepspeed"})
     assert found(check, fine) == []
     assert found(check, dataclasses.replace(fine, reads=BERT_DATA)) == []
 
@@ -73,14 +73,14 @@ def test_stages_of_unequal_length_are_no_matter_but_to_megatrons_files(tmp_path:
 
 @pytest.mark.parametrize("form", ["megatron", "deepspeed"])
 def test_other_formats_are_not_written_beside_the_training(tmp_path: Path, form: str) -> None:
-    asked = {"save": str(tmp_path), "checkpoint_format": form, "async_save": True}
-    errors = found(checkpoint_format_can_hold_the_run, plan(**asked, deepspeed=form == "deepspeed"))
+    flags = {"save": str(tmp_path), "checkpoint_format": form, "async_save": True}
+    errors = found(checkpoint_format_can_hold_the_run, plan(**flags, deepspeed=form == "deepspeed"))
     only(
         errors,
         "only checkpoints of our own format are written beside the training",
         f"--checkpoint-format {form} with --async-save",
     )
-    ours = plan(**asked | {"checkpoint_format": "sharded"})
+    ours = plan(**flags | {"checkpoint_format": "sharded"})
     assert found(checkpoint_format_can_hold_the_run, ours) == []
 
 
@@ -99,8 +99,8 @@ def test_addresses_are_compared_as_they_are_written() -> None:
 def test_the_iteration_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "iter_0000005").mkdir()
     here = str(tmp_path)
-    asked = plan(load=here, load_iteration=4)
-    only(found(checkpoint_to_load_exists, asked), "iteration 4 is not in", "there: 5")
+    run_plan = plan(load=here, load_iteration=4)
+    only(found(checkpoint_to_load_exists, run_plan), "iteration 4 is not in", "there: 5")
     assert found(checkpoint_to_load_exists, plan(load=here, load_iteration=5)) == []
     previous = plan(load=here, load_iteration=9, load_fallback="previous")
     assert found(checkpoint_to_load_exists, previous) == []
@@ -123,7 +123,7 @@ def test_the_best_checkpoints_need_losses_to_compare() -> None:
     assert found(best_checkpoints_can_be_told, plan()) == []
     assert found(best_checkpoints_can_be_told, plan(**keep, **good)) == []
     for missing in ({"eval_iters": 0}, {"eval_interval": 0}, {"save_interval": None}):
-        asked = plan(**keep, **{**good, **missing})
-        only(found(best_checkpoints_can_be_told, asked), "cannot be determined", "--keep-best 2")
-    asked = plan(**keep, **{**good, "save_interval": 15})
-    only(found(best_checkpoints_can_be_told, asked), "is not known", "--save-interval 15")
+        run_plan = plan(**keep, **{**good, **missing})
+        only(found(best_checkpoints_can_be_told, run_plan), "cannot be determined", "--keep-best 2")
+    run_plan = plan(**keep, **{**good, "save_interval": 15})
+    only(found(best_checkpoints_can_be_told, run_plan), "is not known", "--save-interval 15")

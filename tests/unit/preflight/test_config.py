@@ -147,9 +147,9 @@ def test_no_more_layers_are_recomputed_or_offloaded_than_there_are(flag: str) ->
 def test_saved_activations_are_split_where_that_saves_something(
     flags: dict[str, Any], shown: str | None
 ) -> None:
-    asked = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    common = {"recompute_granularity": "full", "distribute_saved_activations": True}
     errors = found(
-        rules.activations_can_be_recomputed_as_asked, plan(world_size=2, **asked, **flags)
+        rules.activations_can_be_recomputed_as_asked, plan(world_size=2, **common, **flags)
     )
     if shown is None:
         assert errors == []
@@ -214,9 +214,9 @@ def test_a_tokenizer_that_cannot_be_built_is_a_finding() -> None:
 
 
 def test_ends_of_documents_need_a_token() -> None:
-    asked = plan(reset_attention_mask=True, eod_mask_loss=True)
-    without = dataclasses.replace(asked.tokenizer, eod=None)  # type: ignore[type-var]
-    bad = dataclasses.replace(asked, tokenizer=without)
+    run_plan = plan(reset_attention_mask=True, eod_mask_loss=True)
+    without = dataclasses.replace(run_plan.tokenizer, eod=None)  # type: ignore[type-var]
+    bad = dataclasses.replace(run_plan, tokenizer=without)
     only(
         found(rules.tokenizer_knows_ends_of_documents, bad),
         "no end-of-document token",
@@ -259,5 +259,5 @@ def test_a_curriculum_that_does_not_fit_is_refused(
 
 
 def test_samples_of_bert_are_not_cut() -> None:
-    asked = dataclasses.replace(plan(**CURRICULUM), reads=BERT_DATA)
-    only(found(rules.curriculum_fits_the_samples, asked), "two segments with words to guess")
+    run_plan = dataclasses.replace(plan(**CURRICULUM), reads=BERT_DATA)
+    only(found(rules.curriculum_fits_the_samples, run_plan), "two segments with words to guess")

@@ -61,12 +61,12 @@ def test_all_checks_of_a_run_open_each_corpus_once(tmp_path: Path, opened: Count
 def test_a_corpus_that_cannot_be_opened_is_remembered_with_its_error(
     tmp_path: Path, opened: Counter[str]
 ) -> None:
-    asked, missing = plan("nowhere"), str(tmp_path / "none")
-    first, second = (asked.corpora.find(asked.config.data, missing) for _ in range(2))
+    run_plan, missing = plan("nowhere"), str(tmp_path / "none")
+    first, second = (run_plan.corpora.find(run_plan.config.data, missing) for _ in range(2))
     assert isinstance(first, DataError)
     assert first is second
     assert opened[missing] == 1
-    assert list(asked.corpora.opened(plan(missing).config.data)) == []
+    assert list(run_plan.corpora.opened(plan(missing).config.data)) == []
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,11 @@ def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
 ) -> None:
     files = {name: Path(path) for name, path in write_gpt2(tmp_path / "tokenizer").items()}
     flags = {name: str(path) for name, path in files.items()}
-    asked = plan("nowhere", tokenizer_type="GPT2BPETokenizer", vocab_size=None, **flags)
-    assert asked.tokenizer is not None
+    run_plan = plan("nowhere", tokenizer_type="GPT2BPETokenizer", vocab_size=None, **flags)
+    assert run_plan.tokenizer is not None
     metadata = CorpusMetadata(
         tokenizer_type="GPT2BPETokenizer",
-        vocab_size=asked.tokenizer.vocab_size,
+        vocab_size=run_plan.tokenizer.vocab_size,
         eod=None,
         tokenizer_files=digests_of_files(files.values()),
     )
@@ -103,9 +103,11 @@ def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
         if content is not None:
             files["merge_file"].write_bytes(content)
         monkeypatch.setattr(log._OUTPUT, "warned", set())
-        data = dataclasses.replace(asked.config.data, data_path=(str(tmp_path / "c"),))
-        config = dataclasses.replace(asked.config, data=data)
-        assert not found(rules.corpora_fit_the_tokenizer, dataclasses.replace(asked, config=config))
+        data = dataclasses.replace(run_plan.config.data, data_path=(str(tmp_path / "c"),))
+        config = dataclasses.replace(run_plan.config, data=data)
+        assert not found(
+            rules.corpora_fit_the_tokenizer, dataclasses.replace(run_plan, config=config)
+        )
         output = capsys.readouterr().err
         assert ("was made with other files of its tokenizer" in output) == announced
         assert (files["merge_file"].name in output) == announced
@@ -280,9 +282,9 @@ def test_one_pass_over_documents_never_gives_more_rows_than_are_counted_on(
     row = TOKENS_PER_SAMPLE + 1
     if not any(0 < length <= row for length in lengths):
         return
-    asked = plan("nowhere", sft=True, on_too_long_document="skip")
+    run_plan = plan("nowhere", sft=True, on_too_long_document="skip")
     corpus = Corpus("p", None, len(lengths), (), np.array(lengths))
-    tokens, most = rules._supply(asked, [(corpus, 0, len(lengths))])
+    tokens, most = rules._supply(run_plan, [(corpus, 0, len(lengths))])
     assert tokens == sum(length for length in lengths if length <= row)
     packed = build_packed_indices(
         np.array(lengths), np.arange(len(lengths)), num_samples=50, row_length=row, seed=seed
@@ -333,8 +335,8 @@ def test_sentinels_added_behind_a_vocabulary_are_no_other_vocabulary(tmp_path: P
         )
         with MMapIndexedDatasetBuilder(tmp_path / "c", np.uint16, metadata=metadata) as builder:
             builder.add_document(np.arange(10))
-        asked = plan(str(tmp_path / "c"), vocab_extra_ids=now, **flags)
-        assert (found(rules.corpora_fit_the_tokenizer, asked) == []) == same
+        run_plan = plan(str(tmp_path / "c"), vocab_extra_ids=now, **flags)
+        assert (found(rules.corpora_fit_the_tokenizer, run_plan) == []) == same
 
 
 def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) -> None:
@@ -348,8 +350,8 @@ def test_flags_that_are_not_read_do_not_hide_what_else_is_wrong(tmp_path: Path) 
         "tokenizer_has_what_the_data_need",
         "corpora_open_and_are_whole",
     ]
-    told = [str(finding.error) for finding in findings]
+    messages = [str(finding.error) for finding in findings]
     for text, words in zip(
-        told, ("--mask-prob 0.3", "--bert-binary-head", "<fim_prefix>", str(tmp_path / "none"))
+        messages, ("--mask-prob 0.3", "--bert-binary-head", "<fim_prefix>", str(tmp_path / "none"))
     ):
         assert words in text

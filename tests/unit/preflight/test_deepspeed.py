@@ -100,14 +100,14 @@ def test_stages_are_cut_as_natively_or_by_deepspeed_and_not_by_both() -> None:
 
 
 def test_the_schedule_that_deepspeed_has_may_be_named() -> None:
-    asked = through_deepspeed(pipeline_schedule="1f1b")
-    assert found(deepspeed.deepspeed_flags_have_an_engine, asked) == []
+    run_plan = through_deepspeed(pipeline_schedule="1f1b")
+    assert found(deepspeed.deepspeed_flags_have_an_engine, run_plan) == []
 
 
 def test_every_contradiction_is_a_finding_of_its_own(tmp_path: Path) -> None:
     values = {"gradient_clipping": 1.0, "train_batch_size": 16}
-    asked = through_deepspeed(deepspeed_config=written(tmp_path, values))
-    errors = found(deepspeed.deepspeed_json_agrees_with_the_flags, asked)
+    run_plan = through_deepspeed(deepspeed_config=written(tmp_path, values))
+    errors = found(deepspeed.deepspeed_json_agrees_with_the_flags, run_plan)
     assert len(errors) == 2
     assert all("contradict each other" in str(error) for error in errors)
 
@@ -122,35 +122,35 @@ def test_every_contradiction_is_a_finding_of_its_own(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_is_said_once(
     tmp_path: Path, text: str, words: list[str]
 ) -> None:
-    asked = through_deepspeed(deepspeed_config=written(tmp_path, text))
-    errors = [finding.error for finding in collect_findings(asked, deepspeed.CHECKS)]
+    run_plan = through_deepspeed(deepspeed_config=written(tmp_path, text))
+    errors = [finding.error for finding in collect_findings(run_plan, deepspeed.CHECKS)]
     only(errors, *words)
 
 
 def test_two_unknown_keys_are_two_findings(tmp_path: Path) -> None:
-    asked = through_deepspeed(deepspeed_config=written(tmp_path, {"a": 1, "b": 2}))
-    assert len(found(deepspeed.deepspeed_json_agrees_with_the_flags, asked)) == 2
+    run_plan = through_deepspeed(deepspeed_config=written(tmp_path, {"a": 1, "b": 2}))
+    assert len(found(deepspeed.deepspeed_json_agrees_with_the_flags, run_plan)) == 2
 
 
 def test_a_missing_file_is_said_once(tmp_path: Path) -> None:
-    asked = through_deepspeed(deepspeed_config=str(tmp_path / "none.json"))
-    errors = [finding.error for finding in collect_findings(asked, deepspeed.CHECKS)]
+    run_plan = through_deepspeed(deepspeed_config=str(tmp_path / "none.json"))
+    errors = [finding.error for finding in collect_findings(run_plan, deepspeed.CHECKS)]
     only(errors, "cannot be read", "none.json")
 
 
 def test_ranks_that_do_not_divide_are_left_to_their_own_check(tmp_path: Path) -> None:
-    asked = through_deepspeed(
+    run_plan = through_deepspeed(
         world_size=3,
         tensor_model_parallel_size=2,
         deepspeed_config=written(tmp_path, {"train_batch_size": 16}),
     )
-    assert found(deepspeed.deepspeed_json_agrees_with_the_flags, asked) == []
+    assert found(deepspeed.deepspeed_json_agrees_with_the_flags, run_plan) == []
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_zero_2_and_3_are_refused_with_pipelines(stage: str) -> None:
-    asked = through_deepspeed(world_size=2, pipeline_model_parallel_size=2, zero_stage=stage)
-    errors = found(deepspeed.zero_stage_fits_the_pipeline, asked)
+    run_plan = through_deepspeed(world_size=2, pipeline_model_parallel_size=2, zero_stage=stage)
+    errors = found(deepspeed.zero_stage_fits_the_pipeline, run_plan)
     only(
         errors,
         "ZeRO 2 and 3 do not go with pipelines",
@@ -161,14 +161,16 @@ def test_zero_2_and_3_are_refused_with_pipelines(stage: str) -> None:
 
 def test_the_stage_of_the_file_counts_for_pipelines_too(tmp_path: Path) -> None:
     path = written(tmp_path, {"zero_optimization": {"stage": 2}})
-    asked = through_deepspeed(world_size=2, pipeline_model_parallel_size=2, deepspeed_config=path)
-    assert len(found(deepspeed.zero_stage_fits_the_pipeline, asked)) == 1
+    run_plan = through_deepspeed(
+        world_size=2, pipeline_model_parallel_size=2, deepspeed_config=path
+    )
+    assert len(found(deepspeed.zero_stage_fits_the_pipeline, run_plan)) == 1
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_zero_0_and_1_go_with_pipelines(stage: str) -> None:
-    asked = through_deepspeed(world_size=2, pipeline_model_parallel_size=2, zero_stage=stage)
-    assert found(deepspeed.zero_stage_fits_the_pipeline, asked) == []
+    run_plan = through_deepspeed(world_size=2, pipeline_model_parallel_size=2, zero_stage=stage)
+    assert found(deepspeed.zero_stage_fits_the_pipeline, run_plan) == []
 
 
 def test_several_stages_need_the_pipeline_engine() -> None:
@@ -189,8 +191,8 @@ def test_timers_that_would_end_a_pipeline_are_refused(
 ) -> None:
     path = written(tmp_path, values)
     flags = {"world_size": 2, "deepspeed_config": path}
-    asked = through_deepspeed(pipeline_model_parallel_size=2, **flags)
-    errors = found(deepspeed.deepspeed_can_time_the_run, asked)
+    run_plan = through_deepspeed(pipeline_model_parallel_size=2, **flags)
+    errors = found(deepspeed.deepspeed_can_time_the_run, run_plan)
     only(errors, "cannot time its own pipeline", next(iter(values)))
     assert found(deepspeed.deepspeed_can_time_the_run, through_deepspeed(**flags)) == []
 
@@ -201,5 +203,5 @@ def test_float16_on_a_cpu_is_refused_where_zero_would_refuse_it() -> None:
     )
     only(errors, "does not train in float16 on a CPU", "--fp16, ZeRO stage 1", "use --bf16")
     assert found(deepspeed.deepspeed_has_the_precision, through_deepspeed(fp16=True)) == []
-    asked = through_deepspeed(bf16=True, zero_stage="1")
-    assert found(deepspeed.deepspeed_has_the_precision, asked) == []
+    run_plan = through_deepspeed(bf16=True, zero_stage="1")
+    assert found(deepspeed.deepspeed_has_the_precision, run_plan) == []

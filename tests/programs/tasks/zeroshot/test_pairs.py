@@ -131,7 +131,7 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ({"choices": ["a", "b"], "label": 0}, "lacks a field that the task reads"),
         ({"context": "", "choices": ["a", "b"]}, "lacks a field that the task reads"),
@@ -143,9 +143,9 @@ def test_fields_may_have_other_names(tmp_path: Path) -> None:
     ],
 )
 def test_a_question_that_cannot_be_asked_is_said(
-    line: dict[str, Any], said: str, tmp_path: Path
+    line: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read_questions(file_of(tmp_path, line), Keys())
     assert "lines.jsonl:1" in str(caught.value.found)
 

@@ -161,7 +161,7 @@ class Failing(Changed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "problem"),
     [
         (OffByOne, "other ids than the tokenizer for 'zz'"),
         (OneShort, "results for"),
@@ -170,7 +170,7 @@ class Failing(Changed):
 )
 def test_auto_passes_over_an_encoder_that_differs_and_by_name_it_is_an_error(
     kind: type[Changed],
-    said: str,
+    problem: str,
     gpt2: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -179,10 +179,10 @@ def test_auto_passes_over_an_encoder_that_differs_and_by_name_it_is_an_error(
     assert choose_encoder("auto", gpt2, ["zz"]) == "tiktoken"
     message = capsys.readouterr().err
     assert "--encoder auto passes over gigatoken" in message
-    assert said in message
+    assert problem in message
     with pytest.raises(ConfigError, match="gigatoken cannot be used") as caught:
         choose_encoder("gigatoken", gpt2, ["zz"])
-    assert said in str(caught.value)
+    assert problem in str(caught.value)
 
 
 def test_auto_is_the_fastest_that_is_installed(
