@@ -108,9 +108,7 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
 
 
 def _meaning(source: CheckpointSource) -> JsonObject:
-    """Return what the flags of a model say it computes, without what only matters while it
-    is trained.
-    """
+    """Return the model's fields that affect its output, without those of training only."""
     try:
         found = from_plain(ModelConfig, source.config.get("model", {})).meaning()
     except ConfigError:

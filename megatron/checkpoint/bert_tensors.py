@@ -27,9 +27,7 @@ class BertHeads(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "BertHeads":
-        """Return the heads whose parameters are among `shapes`, by global names without
-        `model/`.
-        """
+        """Return the heads present in `shapes`, by global names without `model/`."""
         classes = shapes.get(f"{CLASSES}.weight", (0,))
         return cls(
             pooler=f"{POOLER}.weight" in shapes,

@@ -98,8 +98,9 @@ def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return a sweep along dimension 0, which most tensors are cut along, so that few pairs
-    are met.
+    """Return two boxes that overlap, or None.
+
+    Sweeps along dimension 0, along which most tensors are cut, so few pairs are compared.
     """
     live: list[Box] = []
     for box in sorted(box for box in boxes if box.size):

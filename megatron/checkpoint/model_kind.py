@@ -26,9 +26,7 @@ HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 
 
 def kind_from_names(names: Iterable[str]) -> str:
-    """Return the kind of model that parameters of these names make, with or without
-    `model/` before.
-    """
+    """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
     if _CLASSES in heads:

@@ -51,9 +51,7 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
 
 
 def device_mismatch(states: GeneratorStates) -> str | None:
-    """Return why states of the right rank still cannot go on: another kind of device. None:
-    they can.
-    """
+    """Return why states of the right rank cannot be restored: the device differs. Else None."""
     saved, here = states.values.get("device_type"), device.current().type
     if saved == here:
         return None

@@ -413,9 +413,7 @@ class ModelConfig:
         return fields | {"moe_ffn_hidden_size": self.expert_width}
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
-        """Return the fields, as they were spelled, that make `other` another network than
-        this one.
-        """
+        """Return the names of the fields that make `other` a different network."""
         mine, theirs = self.meaning(), other.meaning()
         names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
         if names & {"activation", "glu_activation"}:

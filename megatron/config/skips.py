@@ -21,9 +21,7 @@ def skip_problems(words: Sequence[str]) -> Iterator[ConfigError]:
 
 
 def skipped_ranges(words: Sequence[str]) -> tuple[range, ...]:
-    """Return the iterations to skip, counted from 1, in order; ranges that touch or overlap
-    are one.
-    """
+    """Return the iterations to skip, from 1, as sorted ranges; adjacent ones are merged."""
     bounds = sorted((int(first), int(last)) for first, last in (w.split("-") for w in words))
     merged: list[range] = []
     for first, last in bounds:

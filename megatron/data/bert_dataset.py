@@ -55,10 +55,11 @@ class BERTRecipe:
 
 
 class BERTDataset(SentenceDataset):
-    """Sample i is a row [seq_length] each of `text`, `types`, `labels`, `loss_mask` and
-    `padding_mask`, and the numbers `is_random` and `truncated`; all int64.
+    """Pairs of segments with masked words, for BERT.
 
-    `labels` are -1 where nothing is to be guessed. Raises DataError for a corpus without a sample.
+    Sample i is a row [seq_length] each of `text`, `types`, `labels`, `loss_mask` and
+    `padding_mask`, and the numbers `is_random` and `truncated`; all int64. `labels` are -1 where
+    nothing is to be predicted. Raises DataError for a corpus without a sample.
     """
 
     def __init__(

@@ -94,9 +94,7 @@ class DatasetMaker(Protocol):
         ...
 
     def epochs(self, dataset: Any, samples: int) -> float | None:
-        """Return passes over its documents that the first `samples` are; None where that is
-        unknown.
-        """
+        """Return how many passes over its documents the first `samples` take; None if unknown."""
         ...
 
 
@@ -219,8 +217,7 @@ def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
 
 
 def check_data_path(data: DataConfig) -> list[MegatronError]:
-    """Return everything wrong with --data-path, its siblings and --split; opens nothing, raises
-    nothing.
+    """Return all errors in --data-path, its siblings and --split; opens and raises nothing.
 
     Of weighted ranges `weighted_problems` says the same.
     """
@@ -238,9 +235,7 @@ def check_data_path(data: DataConfig) -> list[MegatronError]:
 
 
 def named_prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Return every prefix that the flags name, each once; raises ConfigError where they
-    cannot be read.
-    """
+    """Return each prefix that the flags name, once; raises ConfigError if unreadable."""
     splits = weighted_splits(data)
     if splits is not None:
         return splits.prefixes
@@ -288,8 +283,7 @@ def build_train_valid_test_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> DatasetSplits:
-    """Return a dataset made by `maker`, or a blend of them, for every split of which samples are
-    asked.
+    """Return a dataset by `maker`, or a blend, for each split of which samples are requested.
 
     Either `data_path` is cut by `split`, or each split has its own path in `separate`, used whole.
     `min_samples` is what one step needs (the global batch size). Every rank must call this alike.
@@ -330,8 +324,7 @@ def build_weighted_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> NamedDatasets:
-    """Return a dataset made by `maker`, or a blend, for every group of ranges; each has all samples
-    asked.
+    """Return a dataset by `maker`, or a blend, for every group of ranges, with all its samples.
 
     A use without groups has no dataset, as in Megatron-DeepSpeed, and that is said. Every rank must
     call this alike.

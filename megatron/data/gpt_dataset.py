@@ -176,9 +176,7 @@ class GPTDataset:
 def _document_order(
     documents: npt.NDArray[np.integer], plan: EpochPlan, rng: np.random.RandomState
 ) -> npt.NDArray[np.integer]:
-    """Return every document once per epoch, shuffled over all epochs (or all but a separate
-    last one).
-    """
+    """Return the documents of all epochs in shuffled order; a separate last epoch by itself."""
     shuffled_together = plan.num_epochs - int(plan.last_epoch_is_separate)
     order = np.tile(documents, shuffled_together)
     rng.shuffle(order)

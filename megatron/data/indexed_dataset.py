@@ -137,9 +137,7 @@ class MMapIndexedDataset:
     def __getitem__(self, index: slice) -> list[Tokens]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | list[Tokens]:
-        """Return the tokens of one item, or of each item of a slice: own arrays, or views
-        of a mapping.
-        """
+        """Return the tokens of an item, or of each item of a slice: copies or mapped views."""
         if isinstance(index, slice):
             return [self.get(item) for item in range(*index.indices(len(self)))]
         return self.get(index)
@@ -192,9 +190,7 @@ class MMapIndexedDataset:
         self._reader = self._compiled_reader()
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-        """Yield bytes [start, stop) of all tokens in order, verified like tokens that are
-        asked for.
-        """
+        """Yield bytes [start, stop) of all tokens in order, verified like single items."""
         end = self._file.stamp.size_bytes if stop is None else stop
         for first in range(start, end, _COPY_BYTES):
             last = min(first + _COPY_BYTES, end)
@@ -498,9 +494,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     prefix: str, *, vocab_size: int | None, metadata: CorpusMetadata | None = None
 ) -> MMapIndexedDatasetBuilder:
-    """Return a builder whose token type is Megatron's choice for a vocabulary of
-    `vocab_size` ids.
-    """
+    """Return a builder with the token dtype that Megatron chooses for `vocab_size` ids."""
     return MMapIndexedDatasetBuilder(prefix, best_fitting_dtype(vocab_size), metadata=metadata)
 
 

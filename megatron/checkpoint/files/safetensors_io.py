@@ -132,9 +132,7 @@ class _Held(threading.local):
 
 
 def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
-    """Yield the row-major bytes of `tensor`, wherever and however strided it is; one block
-    at a time.
-    """
+    """Yield the row-major bytes of `tensor` block by block, whatever its device and strides."""
     if tensor.numel() == 0:
         return
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()

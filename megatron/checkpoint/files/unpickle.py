@@ -37,9 +37,7 @@ class EnumValue(NamedTuple):
 
 
 def enum_of(kind: str) -> Callable[[Any], EnumValue]:
-    """Return what builds the stand-in for a member of the enum class with the dotted name
-    `kind`.
-    """
+    """Return a function that builds stand-ins for members of the enum `kind` (a dotted name)."""
 
     def build(value: Any) -> EnumValue:
         return EnumValue(kind, value)
@@ -114,8 +112,7 @@ ALLOWED: Mapping[str, Any] = {"argparse.Namespace": argparse.Namespace, **_ENUMS
 
 
 def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
-    """Return what a torch.save file holds; tensors on the CPU, mapped from the file where it allows
-    that.
+    """Return the content of a torch.save file, tensors on the CPU and mapped where possible.
 
     A mapped tensor is read when it is used, and must not be written to. Files from before
     torch 1.6 cannot be mapped and are read whole.

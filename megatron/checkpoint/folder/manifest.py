@@ -125,9 +125,7 @@ class Manifest:
 
 
 def entry_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return what a piece is called inside its file: the tensor's name, and the box unless
-    it is whole.
-    """
+    """Return the key of a piece in its file: the tensor's name, plus the box unless whole."""
     return name if box == whole(shape) else f"{name}{format_box(box)}"
 
 
@@ -208,8 +206,7 @@ def load(directory: Place) -> tuple[Manifest, str]:
 
 
 def load_seal(directory: Place) -> Manifest | None:
-    """Return the manifest of a folder in another framework's layout; None where a run of ours wrote
-    none.
+    """Return our manifest of a folder in another framework's layout, or None without one.
 
     Raises:
         CheckpointError: as for `load`, but that it is missing.

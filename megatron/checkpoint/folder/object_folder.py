@@ -39,8 +39,9 @@ def sweep(folder: RemotePath) -> None:
 
 
 def make_stage(folder: RemotePath, name: str) -> RemotePath:
-    """Return where the parts of a new save go: beside those of a former one, under names of
-    their own.
+    """Return the place for the parts of a new save.
+
+    Its parts have names of their own, so those of an earlier save of the iteration stay readable.
     """
     return RemotePath(folder.scheme, f"{folder.key}/{name}", folder.fs, secrets.token_hex(4))
 

@@ -65,8 +65,7 @@ def deepspeed_iterations(folder: Place) -> list[int]:
 
 
 def never_held_a_checkpoint(folder: str | Place) -> bool:
-    """Return whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever
-    there.
+    """Return whether `folder` shows no trace of a checkpoint of this or another tool.
 
     True for a folder that does not exist, and for one in which only a first save was cut short.
     """
@@ -202,8 +201,7 @@ def _tracker_fix(folder: Place, present: list[int]) -> str:
 
 
 def probe_writable(folder: str | Place) -> MegatronError | None:
-    """Return why a checkpoint could not be written to `folder`; None when a small file went all the
-    way.
+    """Return why a checkpoint could not be written to `folder`; None if a test file could.
 
     The file is written, made durable, renamed and removed, and so is a folder that was missing: a
     launch that is refused for another reason leaves nothing behind. In a store of objects it is
@@ -277,9 +275,7 @@ def begin(folder: Place) -> None:
 
 
 def refuse_existing(folder: Path, iteration: int) -> None:
-    """Raise CheckpointError when `iteration` is there already: only a run that goes on
-    replaces it.
-    """
+    """Raise CheckpointError if `iteration` exists: only a resumed run may replace it."""
     final = folder / iteration_name(iteration)
     if final.exists():
         raise CheckpointError(
@@ -469,9 +465,7 @@ def _foreign(directory: Place, content: Manifest) -> str | None:
 
 
 def _files(directory: Place) -> Iterator[str]:
-    """Yield names of files in a folder and one below it; of folders, where there is
-    anything else.
-    """
+    """Yield the files of a folder and of its subfolders; an empty subfolder by its name."""
     entries: list[Place] = [*directory.iterdir()]
     for entry in sorted(entries, key=lambda entry: entry.name):
         is_folder = entry.is_dir() and not entry.is_symlink()

@@ -103,9 +103,7 @@ def open_source(
 
 
 def refuse_overlap(load: Path, save: Path) -> None:
-    """Raise ConfigError when writing to `save` could touch the checkpoint that is read from
-    `load`.
-    """
+    """Raise ConfigError if writing to `save` could change the checkpoint read from `load`."""
     there, here = load.resolve(), save.resolve()
     if there == here or there in here.parents or here in there.parents:
         raise ConfigError(
@@ -116,9 +114,7 @@ def refuse_overlap(load: Path, save: Path) -> None:
 
 
 def unrecognised(directory: Path) -> CheckpointError:
-    """Return the error for a folder that holds a checkpoint of no format that this program
-    knows.
-    """
+    """Return the error for a folder with a checkpoint of no supported format."""
     names = sorted(entry.name for entry in directory.iterdir())
     if any(_OURS.fullmatch(name) for name in names):
         return manifest.missing(directory)
@@ -149,9 +145,7 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
 
 
 def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
-    """Return the folder of an iteration that was saved in DeepSpeed's layout; None: there
-    is none.
-    """
+    """Return the folder of an iteration saved in DeepSpeed's layout, or None."""
     text = _tracker_text(path / folder.TRACKER) if iteration is None else str(iteration)
     name = f"global_step{text}"
     is_there = text.isdecimal() and (path / name).is_dir()

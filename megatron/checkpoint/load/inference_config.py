@@ -120,9 +120,7 @@ INFERENCE_FIELDS = frozenset(
 
 
 def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
-    """Return the model of the checkpoint, which nothing may contradict; where it has no
-    table, its end.
-    """
+    """Return the checkpoint's model; flags may only set its length, where no table does."""
     said = _of(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
     longest = said.pop("max_position_embeddings", None)
     differing = list(_differing(stored.model, said))
@@ -185,8 +183,9 @@ def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
 
 
 def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
-    """Return the checkpoint's, with the files that are given; a type with files stands for
-    itself.
+    """Return the checkpoint's tokenizer with the files that flags give.
+
+    A type that is given with files, or that differs, replaces the checkpoint's files.
     """
     said = _of(given, set(field_names(TokenizerConfig)))
     kind, named = said.get("tokenizer_type"), [n for n in said if n in _TOKENIZER[1:]]

@@ -99,9 +99,7 @@ def _bare(names: Iterable[str]) -> Iterable[str]:
 
 
 def folded(names: Iterable[str]) -> str:
-    """Return names in a line, those that differ in one number only as one:
-    `layers.[0-11].mlp.weight`.
-    """
+    """Join names in one line, merged where one number differs: `layers.[0-11].mlp.weight`."""
     groups: dict[str, list[int]] = {}
     for name in names:
         numbers = _NUMBER.findall(name)

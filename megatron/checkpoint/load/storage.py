@@ -64,8 +64,7 @@ def open_checkpoint(
     ctx: ParallelContext,
     verification: Verification = Verification.FULL,
 ) -> "NativeCheckpoint":
-    """Return the checkpoint of `iteration` in `folder` (None: the latest), the same one on every
-    rank.
+    """Return the checkpoint of `iteration` in `folder` (None: the latest), the same on all ranks.
 
     Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
     whether later reads check digests too, or trust the lengths.
@@ -149,18 +148,17 @@ def open_or_previous(
     *,
     ctx: ParallelContext,
 ) -> C:
-    """Return the checkpoint that is asked for, or the newest whole one before it, which is said
-    loudly.
+    """Return the requested checkpoint or, with a warning, the newest intact one before it.
 
-    Each is verified before it is taken. With a tracker that is missing or garbled the newest whole
-    one of all is taken. Where no iterations are told apart (a checkpoint's own folder, a release)
-    there is nothing to fall back to.
+    Every candidate is verified first. If the tracker is missing or damaged, the newest intact one
+    of all is returned. A folder without numbered iterations (a checkpoint's own folder, a release)
+    has no fallback.
 
     Args:
         open_at: opens the checkpoint of an iteration, of whatever format; None: the folder's own.
 
     Raises:
-        CheckpointError: none is whole; with what is wrong with each. The same on every rank.
+        CheckpointError: none is intact; with what is wrong with each. The same on every rank.
     """
 
     def look() -> list[int]:

@@ -32,8 +32,9 @@ def copied_bytes(snapshot: Snapshot) -> int:
 
 
 def memory_taken(size: int) -> int:
-    """Return bytes that `make_room(size)` takes of the host: torch rounds pinned memory to
-    powers of 2.
+    """Return the bytes of host memory that `make_room(size)` takes.
+
+    torch rounds pinned memory up to powers of 2.
     """
     is_pinned = device.current().type == "cuda"
     return 1 << (size - 1).bit_length() if is_pinned and size else size

@@ -353,8 +353,7 @@ KEPT_BACK = frozenset({"optimizer", "scheduler", "curriculum_learning"})
 
 
 def value_at(user: JsonObject, path: str) -> JsonValue:
-    """Return what a JSON says at `path`, as in "fp16.enabled"; None where it leaves the choice
-    open.
+    """Return the value at `path` of a JSON, such as "fp16.enabled"; None if left open.
 
     Null and "auto" leave it open, like a key that is not there.
     """

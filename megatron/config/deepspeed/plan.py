@@ -103,10 +103,10 @@ def user_json(config: RunConfig) -> dict[str, JsonValue]:
 
 
 def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, JsonValue]:
-    """Return what ranks agree on and checkpoints record: the complete JSON, with what is not handed
-    on.
+    """Return the complete JSON that ranks compare and checkpoints record.
 
-    Another run gets the same from it as its file. Empty without --deepspeed.
+    Includes the keys that are not passed on to DeepSpeed: a run that gets it as its file returns
+    the same. Empty without --deepspeed.
     """
     if not config.engine.deepspeed:
         return {}
@@ -139,8 +139,7 @@ def read_json(path: str) -> dict[str, JsonValue]:
 def complete_json(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, JsonValue]:
-    """Return the complete JSON: every key that affects numbers, whether a user has thought of it or
-    not.
+    """Return the complete JSON: every key that affects numbers, set by the user or not.
 
     Args:
         user: what `read_json` returned, without contradiction to the flags (`agreement_problems`).

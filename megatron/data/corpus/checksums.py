@@ -120,9 +120,7 @@ def write_checksums(path: Path, checksums: CorpusChecksums) -> None:
 
 
 def read_checksums(prefix: str) -> CorpusChecksums | None:
-    """Return the checksums of `prefix`, or None where it has none; raises DataError for
-    damaged ones.
-    """
+    """Return the checksums of `prefix`, or None; raises DataError for damaged ones."""
     path = checksum_file_path(prefix)
     try:
         content = Path(path).read_bytes()
@@ -152,10 +150,9 @@ class Digests(NamedTuple):
 
 
 def recorded_digests(prefix: str) -> Digests | None:
-    """Return the digests that the checksums of `prefix` say, from a few bytes; None where there are
-    none.
+    """Return the digests recorded in the checksums of `prefix`, or None; reads a few bytes.
 
-    Nothing is compared with them here. Raises DataError when the file cannot be read as checksums.
+    Does not compare them with the data. Raises DataError when the file cannot be read as checksums.
     """
     path = checksum_file_path(prefix)
     try:

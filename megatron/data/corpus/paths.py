@@ -32,9 +32,7 @@ def metadata_file_path(prefix: str) -> str:
 
 
 def corpus_files(prefix: str) -> tuple[Path, ...]:
-    """Return every file that the corpus `prefix` may consist of; the index is first, as it
-    goes first.
-    """
+    """Return the files that the corpus `prefix` may consist of, in the order of removal."""
     names = (index_file_path, data_file_path, metadata_file_path, checksum_file_path)
     return tuple(Path(name(prefix)) for name in names)
 

@@ -33,9 +33,7 @@ _PARTS = (
 
 
 def files_of_paths(data: DataConfig) -> dict[str, str]:
-    """Return the text of each file that names corpora, by its flag; cut, with a digest, if
-    it is long.
-    """
+    """Return the text of each file that lists corpora, by flag; a long text cut, with a digest."""
     named = {
         "train": data.train_weighted_split_paths_path,
         "valid": data.valid_weighted_split_paths_path,
@@ -87,9 +85,7 @@ def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> Non
 
 
 def _identity(prefix: str, sources: Mapping[str, str]) -> str:
-    """Return what two names of one corpus have in common; without checksums only the name
-    itself.
-    """
+    """Return a key that all names of one corpus share; without checksums its real path."""
     return sources.get(f"{PAIR_ID}{prefix}", f"name {os.path.realpath(prefix)}")
 
 
@@ -112,9 +108,7 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
 
 
 def _corpora(prefix: str) -> dict[str, str]:
-    """Return what is known of the corpus `prefix`, or of those that pairs and dialogues
-    keep under it.
-    """
+    """Return the facts about the corpus `prefix`, or about the parts of a pair or dialogue."""
     there = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
     if not there:
         return {f"index of {prefix}": ABSENT}

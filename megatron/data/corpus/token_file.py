@@ -93,8 +93,7 @@ class TokenFile:
         *,
         only_verified: bool,
     ) -> TokenReader | None:
-        """Return a compiled reader of items of `sizes` tokens at bytes `pointers`; None if not
-        built.
+        """Return a compiled reader for items of `sizes` tokens at bytes `pointers`, or None.
 
         With `only_verified` it declines items of blocks that were not compared since `expect`.
         """

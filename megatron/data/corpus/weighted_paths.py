@@ -66,9 +66,7 @@ def weighted_splits(data: DataConfig) -> WeightedSplits | None:
 
 
 def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
-    """Yield everything wrong with the texts of the weighted-split flags, without opening a
-    corpus.
-    """
+    """Yield all errors in the weighted-split flags, without opening a corpus."""
     if not data.has_weighted_splits:
         return
     failed = False

@@ -112,9 +112,7 @@ _OF_OTHERS_THAN_BERT = (
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
-    """Return what `prefix` names for datasets of `kind`; raises DataError where it is
-    something else.
-    """
+    """Open `prefix` for datasets of `kind`; raises DataError for a corpus of another kind."""
     if kind.is_packed:
         return _open_parts(kind, prefix, open_corpus)
     indexed = open_corpus(prefix)

@@ -246,8 +246,7 @@ def gpt_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """Return the datasets that the flags of a program for GPT ask for; plain windows need no
-    tokenizer.
+    """Return the dataset maker of a GPT program; plain windows need no tokenizer.
 
     Raises:
         ConfigError: the tokenizer lacks tokens that the kind needs, or lengths do not work out.
@@ -305,9 +304,7 @@ def bert_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """Return the datasets of a program for BERT; raises ConfigError for a tokenizer without
-    [MASK].
-    """
+    """Return the dataset maker of a BERT program; raises ConfigError without a [MASK] token."""
     if tokenizer is None:
         raise ValueError(f"{DatasetKind.BERT.value} are not made without a tokenizer")
     recipe = BERTRecipe(

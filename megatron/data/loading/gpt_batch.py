@@ -27,8 +27,7 @@ class GPTBatch(NamedTuple):
 
 
 def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | None) -> GPTBatch:
-    """Return what a causal decoder takes of a raw batch, by the kind of dataset that the flags ask
-    for.
+    """Return a causal decoder's input from a raw batch of the dataset kind that flags choose.
 
     Rows of dialogues and pairs start positions again at each of them and never look across.
     """
@@ -50,8 +49,7 @@ def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | Non
 
 
 def truncate_batch(raw: Mapping[str, Tensor], length: int) -> Mapping[str, Tensor]:
-    """Return the first `length` tokens of every row, for a curriculum, and the label of the last of
-    them.
+    """Return the first `length` tokens of each row and the last one's label, for a curriculum.
 
     For kinds of which every tensor is [b, s + 1] (`DatasetKind.can_be_cut`). What is left of a row
     is what a model sees first in any case, so attention and positions are as they were.

@@ -58,8 +58,7 @@ def packed_batch(
 def span_corruption_batch(
     input_tokens: Tensor, target_tokens: Tensor, *, prefix_lm: bool = True
 ) -> PackedBatch:
-    """Return rows of `MLMDataset`, [b, inputs] and [b, targets + 1], for a decoder: inputs, then
-    targets.
+    """Return `MLMDataset` rows, [b, inputs] and [b, targets + 1], joined for a decoder.
 
     Only targets count; each row is one document.
     """

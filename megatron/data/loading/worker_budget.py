@@ -40,9 +40,7 @@ def announce_worker_budget(load: WorkerLoad) -> None:
 
 
 def worker_problems(load: WorkerLoad, *, cpus: float, shared_bytes: int | None) -> Iterator[str]:
-    """Yield what is too large about `load` on a node with so many CPUs and so much shared
-    memory.
-    """
+    """Yield where `load` exceeds the CPUs or the shared memory of its node."""
     if not load.num_workers:
         return
     most = int(cpus // load.readers)

@@ -95,9 +95,7 @@ class IndexCache:
     def load_or_build(
         self, name: str, description: Description, *, build: Callable[[], Arrays]
     ) -> CachedIndex:
-        """Return the arrays that `build` returns for `description`, from the cache if it
-        has them.
-        """
+        """Return the arrays of `build` for `description`, from the cache if it has them."""
         stem = f"{name}-{fingerprint(description)}"
         if self.is_builder:
             try:
@@ -209,9 +207,7 @@ class IndexCache:
 
 
 def _verified_files(folder: Path, stem: str, description: Description) -> dict[str, Path]:
-    """Return the files of an entry; raises ValueError and its like for whatever is not as
-    written.
-    """
+    """Return the files of an entry; raises ValueError or the like where one differs."""
     manifest = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     if manifest["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"format_version {manifest['format_version']}")

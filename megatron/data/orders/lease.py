@@ -77,9 +77,7 @@ def leased(
 def report_while(
     what: str, every_s: float, report_progress: Callable[[str], None] = lambda doing: None
 ) -> Iterator[None]:
-    """Say every so often that `what` still goes on, and more often through
-    `report_progress`.
-    """
+    """Log at intervals that `what` is still running, and call `report_progress` more often."""
     done, started = threading.Event(), time.monotonic()
 
     def speak() -> None:

@@ -28,9 +28,7 @@ def compiled_is_used() -> bool:
 
 
 def compiled() -> ModuleType | None:
-    """Return the compiled module if it may be used; None, with one warning, where the twins have
-    to serve.
-    """
+    """Return the compiled module if it may be used; else None, after one warning."""
     if not compiled_is_used():
         warn_of_python_twin("sample_maps", _built)
         return None

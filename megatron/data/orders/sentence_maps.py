@@ -103,8 +103,7 @@ def build_sentence_map_with_python(doc_idx: Int64s, sizes: Sizes, rule: Sentence
 
 
 def build_block_map(doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: SentenceRule) -> Rows:
-    """Return rows (first sentence, end, document, block number in its epoch), shuffled, [blocks,
-    4].
+    """Return shuffled rows [blocks, 4]: first sentence, end, document, number in its epoch.
 
     Documents count from the start of `doc_idx`; `title_sizes` has one entry for each of them, which
     is taken from the target length. Raises DataError if no document gives a block.
@@ -263,9 +262,7 @@ def _mt19937(seed: int) -> Iterator[int]:
 
 
 def _mt19937_64(seed: int) -> Iterator[int]:
-    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000), which numpy does
-    not have.
-    """
+    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000); numpy lacks it."""
     mask, size, shift = 2**64 - 1, 312, 156
     state = [seed & mask]
     for i in range(1, size):

@@ -236,8 +236,7 @@ def _as_json(value: object, indent: int | None = None) -> str:
 
 
 def messages_of(value: object) -> tuple[ChatMessage, ...]:
-    """Return the messages of a JSON list of `{"role": ..., "content": ...}`; other keys are not
-    read.
+    """Return the messages of a JSON list of `{"role": ..., "content": ...}`, other keys ignored.
 
     Raises DataError for anything else, and where the assistant says nothing to learn from.
     """

@@ -57,9 +57,7 @@ def token_named(tokenizer: PieceVocabulary, name: str) -> int | None:
 
 
 def fim_tokens(tokenizer: PieceVocabulary, names: FIMTokenNames) -> FIMTokens:
-    """Return the ids of the tokens of these names; raises ConfigError with what the
-    tokenizer has.
-    """
+    """Return the ids of the named tokens; raises ConfigError with similar ones if missing."""
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     ids = {piece: token for token, piece in enumerate(pieces)}
     missing = {

@@ -58,9 +58,10 @@ class ICTRecipe:
 
 
 class ICTDataset(SentenceDataset):
-    """Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
-    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
+    """Queries and the blocks of text that they come from, for the inverse cloze task.
 
+    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
+    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
     `titles` is a corpus of one item per document, or None. Raises DataError for a corpus without
     a block, other titles than documents, and a title that leaves no room.
     """

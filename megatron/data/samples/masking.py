@@ -45,9 +45,7 @@ class WordPieces(Protocol):
         """The id that fills up a row."""
 
     def piece(self, token_id: int) -> str:
-        """Return one id as the vocabulary spells it; a piece that continues a word begins
-        with ##.
-        """
+        """Return one id as the vocabulary spells it; ## begins a piece that continues a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -53,9 +53,7 @@ class SpanLengths(NamedTuple):
 def lengths_of(
     raw_length: int, *, noise_density: float, mean_noise_span_length: float
 ) -> SpanLengths:
-    """Return the lengths that `raw_length` tokens turn into; both roundings are half to
-    even, as T5's.
-    """
+    """Return the lengths that `raw_length` tokens give; rounds half to even, as T5 does."""
     noise = round(raw_length * noise_density)
     spans = round(noise / mean_noise_span_length)
     return SpanLengths(raw_length, raw_length - noise + spans + 1, noise + spans + 1, spans)
@@ -244,9 +242,7 @@ def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDAr
 def checked_marks(
     sep: int | None, sentinels: Sequence[int], spans: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the end mark and as many sentinels as there are spans; raises ConfigError
-    without them.
-    """
+    """Return the end mark and a sentinel per span; raises ConfigError if one is missing."""
     if sep is None:
         raise ConfigError(
             "span corruption ends both sequences with a token that the tokenizer does not have",

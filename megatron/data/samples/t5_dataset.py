@@ -67,9 +67,10 @@ class T5Recipe:
 
 
 class T5Dataset(SentenceDataset):
-    """Sample i has `text_enc` [s], `text_dec`, `labels` and `loss_mask` [d], the number
-    `truncated`, `enc_mask` [s, s], `dec_mask` [d, d] (causal) and `enc_dec_mask` [d, s]; all int64.
+    """Texts with spans replaced by sentinels, and the spans as targets, for T5.
 
+    Sample i has `text_enc` [s], `text_dec`, `labels` and `loss_mask` [d], the number
+    `truncated`, `enc_mask` [s, s], `dec_mask` [d, d] (causal) and `enc_dec_mask` [d, s]; all int64.
     s is the sequence length and d that of the decoder; `labels` are -1 in padding. Raises
     DataError for a corpus without a sample.
     """

@@ -137,9 +137,7 @@ class FactsSource(SourceBase):
 
 
 def scaler_fields(scaler: Any) -> dict[str, float]:
-    """Return the state of our dynamic loss scale that equals DeepSpeed's; empty for a
-    constant one.
-    """
+    """Return our loss scaler's equivalent of DeepSpeed's state; empty for a constant scale."""
     fields = _fields(scaler)
     if fields.get("last_overflow_iter") is None:
         return {}

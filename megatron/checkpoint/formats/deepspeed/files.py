@@ -37,9 +37,7 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def load(path: Path) -> Any:
-    """Return what one of DeepSpeed's files holds, its tensors mapped from the file; no code
-    of it runs.
-    """
+    """Return the content of a DeepSpeed file, tensors mapped, without running its code."""
     return unpickle.load(path, also=_STAND_INS)
 
 
@@ -99,9 +97,7 @@ class DeepSpeedFolder(NamedTuple):
 
 
 def recognise(directory: Path) -> bool:
-    """Return whether `directory` is a checkpoint of DeepSpeed, and not one in its universal
-    layout.
-    """
+    """Return whether `directory` is a DeepSpeed checkpoint, but not of the universal layout."""
     if (directory / "zero").is_dir():
         return False
     return any(

@@ -80,9 +80,7 @@ def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] |
 
 
 def first_block(names: Iterable[str]) -> int:
-    """Return the number that block 0 of a pipeline has in DeepSpeed's list; 0 where there
-    is none.
-    """
+    """Return the index of block 0 in DeepSpeed's list of layers; 0 if there is none."""
     found = [_NUMBERED.fullmatch(name) for name in names]
     return min((int(match[1]) for match in found if match and match[2] in BLOCK), default=0)
 

@@ -149,8 +149,9 @@ def _let_write(
 
 
 def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
-    """Return bytes of this rank's files: its share of the optimizer, and of replica 0 the
-    weights too.
+    """Return the size in bytes of this rank's files.
+
+    That is its share of the optimizer and, on replica 0, also the weights.
     """
     counted = [t for t in snapshot.tensors if first or not t.name.startswith("model/")]
     parts = [part.view for tensor in counted for part in tensor.parts]

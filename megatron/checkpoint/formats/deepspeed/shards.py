@@ -105,9 +105,7 @@ def rank_state(
 
 
 def shape_of_shares(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the local shapes that a model state lists for its optimizer, by name; empty
-    without ZeRO.
-    """
+    """Return the local shapes by name that a model state lists for ZeRO; empty without ZeRO."""
     groups = state.get("param_shapes") or ()
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
@@ -204,9 +202,7 @@ def _order_by_groups(held: Mapping[str, RankTensors]) -> list[str]:
 def _unshared_flat(
     state: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
 ) -> RankState:
-    """Return the same where each group has been made one flat tensor: fp16 with a fused
-    optimizer.
-    """
+    """Return the state of a rank whose groups are one flat tensor each: fp16, fused optimizer."""
     counts: set[int] = set()
     left = iter(names)
     for group, master in enumerate(state["fp32_groups_flat"]):

@@ -103,9 +103,7 @@ class DeepSpeedSource(FactsSource):
         return {"optimizer": {"steps": self._steps, "loss_scaler": scaler}}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the elements `box` of `name`, put together from the parts of all ranks
-        that hold them.
-        """
+        """Return the elements `box` of `name`, assembled from the parts of all ranks."""
         described = self._described[name]
         space, _, rest = name.partition("/")
         kind, ours = (WEIGHT, rest) if space == "model" else tuple(rest.split("/", 1))
@@ -254,9 +252,7 @@ def first_state(directory: Path) -> Mapping[str, Any]:
 
 
 def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of training by the JSON that DeepSpeed was given; for files without
-    weights.
-    """
+    """Return the training dtype from DeepSpeed's JSON, for files without weights."""
     config = state.get("ds_config")
     settings = config if isinstance(config, Mapping) else {}
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
@@ -322,8 +318,7 @@ def _layer_weights(
     listed: Mapping[tuple[int, int], tuple[str, ...]],
     ours: Mapping[str, str],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the weights of a pipeline's layers by the first stage that lists them, by DeepSpeed's
-    names.
+    """Return a pipeline's weights by DeepSpeed's names, under the first stage that lists each.
 
     A file has the names within its layer; the number, or the key of a tied module, is put before.
     """
@@ -368,8 +363,10 @@ def _agreed_steps(ranks: Mapping[tuple[int, int], RankState]) -> int | None:
 
 
 def _true_shape(padded: tuple[int, ...], known: KnownParameter) -> tuple[int, ...]:
-    """Return the shape without padding rows. A table that is smaller than it should be stays as it
-    is: whoever loads it says so."""
+    """Return the shape without padding rows.
+
+    A table smaller than expected keeps its shape: the load reports the mismatch.
+    """
     if known.shape is None or known.shape[0] > padded[0]:
         return padded
     return known.shape

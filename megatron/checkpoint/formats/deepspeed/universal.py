@@ -146,9 +146,7 @@ class UniversalSource(FactsSource):
         return self._stored[ours], _FP32 if kind == "master" else kind
 
     def _shape(self, stored: _Stored, kind: str) -> tuple[int, ...]:
-        """Return the whole shape without padding rows; nothing is read but how the file was
-        made.
-        """
+        """Return the whole shape without padding rows; reads no values."""
         shape = tuple(self._whole(stored, kind, shape_only=True).shape)
         true = stored.known.shape
         if has_vocabulary_rows(stored.known.name) and true is not None and true[0] <= shape[0]:
@@ -330,8 +328,7 @@ def _write_parameters(
 
 
 def _padded(table: Tensor, multiple: int) -> Tensor:
-    """Return the table with rows of zeros up to a multiple, as a run without tensor parallelism has
-    it.
+    """Return the table padded with zero rows to a multiple, as without tensor parallelism.
 
     DeepSpeed's loader adds rows at stages 1 and 2; at stage 3 a table of another length silently
     shifts every parameter that comes after it.
@@ -341,9 +338,7 @@ def _padded(table: Tensor, multiple: int) -> Tensor:
 
 
 def _how_joined(known: KnownParameter) -> dict[str, Any]:
-    """Return what DeepSpeed's loader must know to split a whole parameter over
-    tensor-parallel ranks.
-    """
+    """Return the fields by which DeepSpeed's loader splits a parameter over tp ranks."""
     fields: dict[str, Any] = {}
     if known.partition is not None:
         fields["cat_dim"] = known.partition.dim

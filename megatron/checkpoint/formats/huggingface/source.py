@@ -304,8 +304,7 @@ def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
 
 
 def _known_keys(family: Family, stored: Collection[str], directory: Path) -> dict[str, str]:
-    """Return names with the family's prefix, as they are spelled now, to names in the files; no
-    buffers.
+    """Map current names with the family's prefix to names in the files, without buffers.
 
     Files that were saved from a bare base model have no prefix.
     """

@@ -264,8 +264,9 @@ def _of_sentence_piece(
 
 
 def _unlike_llama(processor: Any) -> str | None:
-    """Return what `LlamaTokenizer` of transformers would not do, which reads pieces and
-    scores alone.
+    """Return what `LlamaTokenizer` of transformers would not do; None if it does all.
+
+    That tokenizer reads pieces and scores only.
     """
     if processor.normalize(_UNNORMALIZED) != "\u2581" + _UNNORMALIZED.replace(" ", "\u2581"):
         return "it changes white space or characters before it splits a text"

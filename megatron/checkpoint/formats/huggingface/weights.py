@@ -40,8 +40,7 @@ class Weights(Protocol):
 
 
 def open_weights(directory: Path) -> Weights:
-    """Return the weights in `directory`, whichever of the four forms they have; safetensors come
-    first.
+    """Return the weights in `directory`, in any of the four forms; safetensors come first.
 
     Raises:
         CheckpointError: there are none, or files and index do not agree.

@@ -122,8 +122,7 @@ def plan_targets(
     sizes: Sizes,
     dtype: str | None = None,
 ) -> dict[str, ExportTarget]:
-    """Return their tensors by name, in the order of the model, and which of our rows each is made
-    of.
+    """Return the tensors to export by name, in model order, and the rows of ours in each.
 
     Raises:
         CheckpointError: the source does not hold just the tensors of the model that it describes.

@@ -118,9 +118,7 @@ class RankFile:
     def _keys_of_groups(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
     ) -> list[list[Key]]:
-        """Return which parameters the numbers of each group stand for, held to the shapes
-        of the state.
-        """
+        """Return the parameters of each group by number, checked against the state's shapes."""
         decayed = [key for key, value in self.parameters.items() if value.dim() > 1]
         spared = [key for key, value in self.parameters.items() if value.dim() <= 1]
         wanted = [names for names in (decayed, spared) if names]
@@ -197,8 +195,9 @@ class MegatronFiles:
         self._open: dict[tuple[int, int], RankFile] = {}
 
     def rank(self, tp: int, pp: int) -> RankFile:
-        """Return the file of one rank. Files that cannot be mapped are kept for one stage
-        at a time.
+        """Return the file of one rank.
+
+        Files that cannot be mapped are kept in memory for one pipeline stage at a time.
         """
         if (tp, pp) not in self._open:
             path = self.paths[tp, pp]

@@ -123,8 +123,7 @@ _TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
 
 
 def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Return our name of Megatron's parameter `theirs`; None when GPT and BERT have no such
-    parameter.
+    """Return our name of Megatron's parameter `theirs`; None if GPT and BERT do not have it.
 
     Args:
         theirs: dotted, without what stands before `embedding.`, `encoder.`, `lm_head.` and so on.
@@ -166,8 +165,7 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
 
 
 def is_beside_language_model(theirs: str) -> bool:
-    """Return whether Megatron's parameter `theirs` is of a BERT's head that is no part of its
-    trunk.
+    """Return whether Megatron's parameter `theirs` is of a BERT head outside the trunk.
 
     Modules have those after all others, a last stage's copy of the embedding included; files have
     that copy last.
@@ -194,9 +192,7 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Return whether the rows of the parameter `name` are tokens, padded to divide over tp
-    ranks.
-    """
+    """Return whether the rows of `name` are tokens, padded to a multiple of the tp size."""
     return name in (WORD, OUTPUT, WORD_BIAS)
 
 
@@ -221,9 +217,7 @@ class RowOrder:
         )
 
     def to_ours(self, name: str, local: Tensor) -> Tensor:
-        """Return the rows of one tp rank's part of the parameter `name` in our order; a
-        view if equal.
-        """
+        """Return one tp rank's part of `name` with rows in our order; a view if it is the same."""
         if self._is_qkv(name) and self.version < 2:
             rest = local.shape[1:]
             if self.version < 1:
@@ -249,9 +243,7 @@ class RowOrder:
 
 
 def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> RowOrder:
-    """Return the order of rows in files of a model whose config groups (plain values) are
-    `config`.
-    """
+    """Return the row order in files of a model with these config groups (plain values)."""
     model = config.get("model", {})
     heads = int(model.get("num_attention_heads") or 1)
     width = int(model.get("kv_channels") or int(model.get("hidden_size") or heads) // heads)
@@ -264,8 +256,6 @@ def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> 
 
 
 def is_gated(config: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether the MLP of a model with these config groups (plain values) has a gated
-    unit.
-    """
+    """Return whether a model with these config groups (plain values) has a gated MLP."""
     model = config.get("model", {})
     return bool(model.get("swiglu")) or model.get("glu_activation") is not None

@@ -206,8 +206,9 @@ class MegatronSource(SourceBase):
             )
 
     def _true_rows(self, first: RankFile, options: SourceOptions) -> int:
-        """Return rows of the vocabulary that are tokens: as the file says, or the reader,
-        or all.
+        """Return the number of vocabulary rows that are tokens.
+
+        The file records it, else `options` give it; without either every row counts.
         """
         padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
         said = first.content.get("checkpoint_info")

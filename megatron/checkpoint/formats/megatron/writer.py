@@ -51,9 +51,7 @@ class FileLayout:
     order: names.RowOrder
 
     def chunk_of(self, stage: int, chunk: int, parameters: Sequence[str]) -> list[str]:
-        """Return our names of the parameters of one virtual stage, as Megatron's modules
-        hold them.
-        """
+        """Return our names of a virtual stage's parameters, in the order of Megatron's modules."""
         virtual = chunk * self.pp + stage
         last = virtual == self.pp * self.chunks - 1
         found = []
@@ -68,9 +66,7 @@ class FileLayout:
         return (chunk * self.pp + stage) * self.layers
 
     def has_head_copy(self, stage: int, chunk: int) -> bool:
-        """Return whether a virtual stage ends in the word embedding, whose original is
-        elsewhere.
-        """
+        """Return whether a virtual stage ends with a copy of another stage's word embedding."""
         last = (stage, chunk) == (self.pp - 1, self.chunks - 1)
         return self.tied and last and self.pp * self.chunks > 1
 
@@ -204,9 +200,7 @@ def rank_content(
     iteration: int,
     optimizer: bool,
 ) -> dict[str, Any]:
-    """Return what the file of one rank holds; reads no box of `source` that belongs to
-    another rank.
-    """
+    """Return the content of one rank's file; reads no box of `source` of another rank."""
     parameters = _parameters(source)
     args = _args(source, layout)
     content: dict[str, Any] = {
@@ -299,9 +293,7 @@ def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
 
 
 def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> Tensor:
-    """Return one tp rank's part of the tensor `name` in Megatron's row order, padded with
-    zero rows.
-    """
+    """Return one tp rank's part of `name` in Megatron's row order, padded with zero rows."""
     parameter = name.split("/")[-1]
     description = source.tensors[name]
     shape = description.global_shape

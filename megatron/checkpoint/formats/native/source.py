@@ -221,9 +221,7 @@ def _write_files(
 
 
 def _boxes(shape: tuple[int, ...]) -> list[Box]:
-    """Return the parts that are read and written one at a time: of a stack of matrices each
-    by itself.
-    """
+    """Return the boxes to read and write one at a time: each matrix of a stack, or the whole."""
     if len(shape) < 3:
         return [whole(shape)]
     return [Box((at, *(0 for _ in shape[1:])), (1, *shape[1:])) for at in range(shape[0])]

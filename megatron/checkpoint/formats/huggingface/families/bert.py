@@ -95,9 +95,7 @@ def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
 
 
 def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
-    """Return the rules of both kinds of BERT; `norms` are those between the layers, ours to
-    theirs.
-    """
+    """Return the rules of both kinds of BERT; `norms` maps our norms between layers to HF's."""
     block, there = "layers.{}.", "encoder.layer.{}."
     rules: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embeddings.word_embeddings.weight"),

@@ -108,9 +108,7 @@ class Family:
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
 
     def heads_in(self, shapes: Shapes) -> BertHeads | None:
-        """Return the heads that files with these keys (with prefixes) and shapes hold;
-        None: a GPT.
-        """
+        """Return the heads of files with these prefixed keys and shapes; None for a GPT."""
         if self.kinds == (model_kind.GPT,):
             return None
         keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
@@ -123,9 +121,7 @@ class Family:
         return self.of_heads(sizes.heads)
 
     def written_key(self, key: str, sizes: Sizes) -> str:
-        """Return a key with its prefix as files have it: without, where there is nothing
-        but the base.
-        """
+        """Return a prefixed key as it is in files: without the prefix for a bare base model."""
         heads = sizes.heads
         has_head = heads is None or heads.order or heads.words or heads.classes
         return key if has_head else key.removeprefix(self.prefix)

@@ -171,8 +171,11 @@ class Fields:
 
 
 def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, object]:
-    """Return the rotary fields of our model, from either spelling: `rope_theta` beside
-    `rope_scaling` (before transformers 5), or all of it in `rope_parameters`."""
+    """Return the rotary fields of our model, from either spelling.
+
+    That is `rope_theta` beside `rope_scaling` (before transformers 5), or all of it in
+    `rope_parameters`.
+    """
     base = fields.number(base_name, 10000.0)
     rope = dict(fields.mapping("rope_parameters")) or dict(fields.mapping("rope_scaling"))
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -1,5 +1,7 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388): LLaMA with q k v biases, or with
-norms of every query and key."""
+"""Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
+
+They are LLaMA with q k v biases, or with norms of every query and key.
+"""
 
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes

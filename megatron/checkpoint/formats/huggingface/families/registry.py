@@ -39,9 +39,7 @@ WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
 
 
 def family_called(model_type: object, *, path: Path | str) -> Family:
-    """Return the family of a config.json's `model_type` (or of a flag; `path` says where it
-    stands).
-    """
+    """Return the family of a `model_type`; `path` is the config.json or the flag that gives it."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     if isinstance(model_type, str) and model_type in WITHOUT_MODEL:
