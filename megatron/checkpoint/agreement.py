@@ -34,11 +34,11 @@ def run_on_all_ranks(ctx: ParallelContext, doing: str, step: Callable[[], T]) ->
     """
     cause: Exception | None = None
     try:
-        mine = _Outcome(step(), None)
+        outcome = _Outcome(step(), None)
     except Exception as error:
         cause = error
-        mine = _Outcome(None, _as_megatron_error(error, doing))
-    outcomes = collectives.all_gather_object(mine, ctx.world)
+        outcome = _Outcome(None, _as_megatron_error(error, doing))
+    outcomes = collectives.all_gather_object(outcome, ctx.world)
     failures = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
     if failures:
         verdict = _verdict(failures, ctx.world.size, doing)

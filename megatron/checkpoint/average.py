@@ -90,14 +90,15 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
     model_kind.refuse_kind(
         source.kind, last.kind, where=source.directory, wants=f"an average with {last.directory}"
     )
-    ours, theirs = _weights(last), _weights(source)
-    problems = reshard.mismatches(theirs, ours)
-    problems += reshard.unexpected(theirs, ours, ("model/",))
-    a, b = _meaning(last), _meaning(source)
+    expected, weights = _weights(last), _weights(source)
+    problems = reshard.mismatches(weights, expected)
+    problems += reshard.unexpected(weights, expected, ("model/",))
+    last_fields, fields = _model_fields(last), _model_fields(source)
     problems += [
-        f"--{name.replace('_', '-')}: {b.get(name)}, but {a.get(name)} in {last.directory}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
+        f"--{name.replace('_', '-')}: {fields.get(name)}, "
+        f"but {last_fields.get(name)} in {last.directory}"
+        for name in sorted(last_fields.keys() | fields.keys())
+        if last_fields.get(name) != fields.get(name)
     ]
     if problems:
         raise CheckpointError(
@@ -107,7 +108,7 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
         )
 
 
-def _meaning(source: CheckpointSource) -> JsonObject:
+def _model_fields(source: CheckpointSource) -> JsonObject:
     """Return the model's fields that affect its output, without those of training only."""
     try:
         found = from_plain(ModelConfig, source.config.get("model", {})).meaning()

@@ -295,7 +295,7 @@ def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
 def _misfits(
     values: Mapping[str, object],
     needs: Sequence[str],
-    knows: Sequence[str],
+    allowed: Sequence[str],
     spelled: Mapping[str, str],
     shown: str,
 ) -> Iterator[ConfigError]:
@@ -306,7 +306,7 @@ def _misfits(
             found=f"{shown} without {', '.join(missing)}",
             fix=f"give {' and '.join(missing)}",
         )
-    if useless := [spelled[name] for name in values if name not in knows]:
+    if useless := [spelled[name] for name in values if name not in allowed]:
         yield ConfigError(
             "a curriculum was given what its schedule does not read",
             found=f"{shown} and {', '.join(useless)}",

@@ -142,20 +142,20 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
             found=f"--num-experts {experts} without --moe-router-topk",
             fix="add --moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax",
         )
-    theirs = sorted(_DEEPSPEED_EXPERTS & set(given.words))
-    if theirs and "moe_aux_loss_coeff" not in given.values:
+    deepspeed_flags = sorted(_DEEPSPEED_EXPERTS & set(given.words))
+    if deepspeed_flags and "moe_aux_loss_coeff" not in given.values:
         yield ConfigError(
             "Megatron-DeepSpeed balances experts with a loss of weight 0.1 unless a flag says "
             "otherwise",
-            found=f"{theirs[0]} without --moe-loss-coeff",
+            found=f"{deepspeed_flags[0]} without --moe-loss-coeff",
             fix="add --moe-loss-coeff 0, or --moe-loss-coeff 0.1 "
             "--moe-router-load-balancing-type seq_aux_loss",
         )
-    if theirs and "--expert-interval" not in given.words:
+    if deepspeed_flags and "--expert-interval" not in given.words:
         yield ConfigError(
             "Megatron-DeepSpeed gives experts to every second layer unless a flag says otherwise, "
             "and here every layer has them",
-            found=f"{theirs[0]} without --expert-interval",
+            found=f"{deepspeed_flags[0]} without --expert-interval",
             fix="add --expert-interval 1",
         )
 

@@ -414,14 +414,22 @@ class ModelConfig:
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
         """Return the names of the fields that make `other` a different network."""
-        mine, theirs = self.meaning(), other.meaning()
-        names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
+        own_meaning, other_meaning = self.meaning(), other.meaning()
+        names = {
+            n
+            for n in own_meaning.keys() | other_meaning.keys()
+            if own_meaning.get(n) != other_meaning.get(n)
+        }
         if names & {"activation", "glu_activation"}:
             names |= set(_ACTIVATION_FLAGS)
         if names & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
-        ours, others = to_plain(self), to_plain(other)
-        return [name for name in sorted(names & ours.keys()) if ours[name] != others[name]]
+        own_fields, other_fields = to_plain(self), to_plain(other)
+        return [
+            name
+            for name in sorted(names & own_fields.keys())
+            if own_fields[name] != other_fields[name]
+        ]
 
 
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")

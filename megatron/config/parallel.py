@@ -172,15 +172,15 @@ class ParallelConfig:
                 fix="drop --decoder-first-pipeline-num-layers and "
                 "--decoder-last-pipeline-num-layers",
             )
-        weighed = self.pipeline_layer_costs is not None
+        has_costs = self.pipeline_layer_costs is not None
         balanced = self.pipeline_balance is not PipelineBalance.LAYERS
-        if weighed and balanced:
+        if has_costs and balanced:
             yield ConfigError(
                 "what stages are balanced by is given twice",
                 found=f"--pipeline-balance {self.pipeline_balance.value}, --pipeline-layer-costs",
                 fix="give one of the two",
             )
-        if (weighed or balanced) and (counts, first, last, size) != (None, None, None, None):
+        if (has_costs or balanced) and (counts, first, last, size) != (None, None, None, None):
             yield ConfigError(
                 "the layers of the stages are given, and what they are to be balanced by too",
                 found="--pipeline-layer-costs or --pipeline-balance with flags that count layers",

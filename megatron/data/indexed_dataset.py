@@ -305,13 +305,13 @@ class MMapIndexedDataset:
     def _check_counts_of_metadata(self) -> None:
         if self.metadata is None:
             return
-        said = (self.metadata.num_items, self.metadata.num_documents, self.metadata.num_tokens)
+        recorded = (self.metadata.num_items, self.metadata.num_documents, self.metadata.num_tokens)
         found = (len(self), len(self.doc_idx) - 1, self.num_tokens)
-        if said != found:
+        if recorded != found:
             raise damaged(
                 metadata_file_path(self.prefix),
                 "the sidecar describes another corpus",
-                expected=f"(items, documents, tokens) {said}",
+                expected=f"(items, documents, tokens) {recorded}",
                 found=found,
                 fix=f"remove it, or copy the one that belongs to {self.prefix}.bin",
             )

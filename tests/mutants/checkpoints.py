@@ -139,7 +139,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an edited manifest is refused",
             "megatron/checkpoint/folder/manifest.py",
-            "if blank == text or found != said:",
+            "if blank == text or found != recorded:",
             "if blank == text:",
             "tests/unit/checkpoint/folder/test_manifest.py::test_an_edit_by_hand_is_found",
         ),
@@ -218,8 +218,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a sealed checkpoint's digests are compared",
             "megatron/checkpoint/folder/seal.py",
-            "if damages := verify.wrong_digests(directory, content, mine):",
-            "if damages := verify.wrong_sizes(directory, content, mine):",
+            "if damages := verify.wrong_digests(directory, content, files):",
+            "if damages := verify.wrong_sizes(directory, content, files):",
             "tests/unit/checkpoint/folder/test_seal.py::test_a_file_that_is_not_as_it_was_is_named",
         ),
         Mutant(

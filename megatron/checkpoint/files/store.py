@@ -227,7 +227,7 @@ class RemotePath:
             except Exception as error:
                 if not isinstance(error, OSError) and _is_ours(error):
                     raise
-                if not left or not _may_pass(error):
+                if not left or not _is_transient(error):
                     raise _as_os_error(error, str(self), tries - left) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -456,7 +456,7 @@ def _md5() -> Any:
     return hashlib.md5(usedforsecurity=False)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Return whether the same request may work a moment later."""
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return False
@@ -484,8 +484,8 @@ def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
 
 
 def _error_text(error: BaseException) -> str:
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return without_secrets(" ".join(str(said).split()))
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return without_secrets(" ".join(str(text).split()))
 
 
 def without_secrets(text: str) -> str:

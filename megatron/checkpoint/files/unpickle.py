@@ -21,7 +21,7 @@ from megatron.checkpoint.files.durable import from_os_error
 from megatron.errors import CheckpointError
 
 _BLOCK_BYTES = 4 << 20
-_ASKED_FOR = (
+_REFUSED_NAMES = (
     re.compile(r"GLOBAL ([\w.<>]+) was not an allowed"),
     re.compile(r"unsupported GLOBAL ([\w.<>]+)"),
     re.compile(r"unrecognized function (.+)"),
@@ -166,7 +166,7 @@ def check(path: Path) -> None:
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     text = str(error)
-    for pattern in _ASKED_FOR:
+    for pattern in _REFUSED_NAMES:
         if match := pattern.search(text):
             return CheckpointError(
                 "a checkpoint file asks for code that it is not allowed to run",

@@ -270,11 +270,11 @@ class _Parser:
         return fields
 
     def check_digest(self, text: bytes, fields: JsonObject) -> None:
-        said = str(fields.get("manifest_xxh3"))
-        blank = text.replace(_SELF.format(said).encode(), _SELF.format("").encode())
+        recorded = str(fields.get("manifest_xxh3"))
+        blank = text.replace(_SELF.format(recorded).encode(), _SELF.format("").encode())
         found = xxhash.xxh3_128_hexdigest(blank)
-        if blank == text or found != said:
-            raise self.error(f"digest {found}, expected {said[:40]}")
+        if blank == text or found != recorded:
+            raise self.error(f"digest {found}, expected {recorded[:40]}")
 
     def manifest(self, fields: JsonObject) -> Manifest:
         get = self.get

@@ -31,6 +31,6 @@ def check_lengths(directory: Path, content: Manifest) -> None:
 
 def check_digests(directory: Path, content: Manifest, *, share: int, of: int) -> None:
     """Raise CheckpointError where a file of part `share` of `of` parts is not as it was written."""
-    mine = list(content.files)[share::of]
-    if damages := verify.wrong_digests(directory, content, mine):
+    files = list(content.files)[share::of]
+    if damages := verify.wrong_digests(directory, content, files):
         raise verify.damage_error(directory, damages)

@@ -135,8 +135,8 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
                 fix="copy the folder whole, or name an iteration that is there in that file",
             )
         return path / folder.RELEASE
-    if (theirs := _of_deepspeed(path, iteration)) is not None:
-        return theirs
+    if (saved := _of_deepspeed(path, iteration)) is not None:
+        return saved
     wanted = folder.latest_iteration(path) if iteration is None else iteration
     directory = path / folder.iteration_name(wanted)
     if not directory.is_dir():
@@ -151,11 +151,11 @@ def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
     is_there = text.isdecimal() and (path / name).is_dir()
     if not is_there or (path / folder.iteration_name(int(text))).is_dir():
         return None
-    theirs = _tracker_text(path / DEEPSPEED_TRACKER)
-    if iteration is None and theirs not in ("", name):
+    latest = _tracker_text(path / DEEPSPEED_TRACKER)
+    if iteration is None and latest not in ("", name):
         log.warning_once(
             f"trackers of {path}",
-            f"{folder.TRACKER} in {path} names iteration {text} and DeepSpeed's `latest` {theirs}: "
+            f"{folder.TRACKER} in {path} names iteration {text} and DeepSpeed's `latest` {latest}: "
             f"a save was cut short between the two, or one was edited; {name} is loaded",
         )
     return path / name

@@ -50,7 +50,7 @@ class Inference(NamedTuple):
 
 def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
     """Groups of a config, for what a checkpoint of another tool does not say about its model."""
-    said = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
+    values = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
     groups = {
         "model": field_names(ModelConfig),
         "data": ("seq_length",),
@@ -58,7 +58,7 @@ def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
         "precision": field_names(PrecisionConfig),
     }
     return {
-        group: {name: said[name] for name in names if name in said}
+        group: {name: values[name] for name in names if name in values}
         for group, names in groups.items()
     }
 
@@ -86,8 +86,8 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         notes.append(
             f"computing in {precision.precision}; the checkpoint is of {stored.precision.precision}"
         )
-    silent = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
-    notes += _note("without effect, as nothing is trained", silent)
+    ignored = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
+    notes += _note("without effect, as nothing is trained", ignored)
     launch = replace(stored.launch, distributed_backend=None)
     logging = ("log_level", "log_level_replica")
     config = replace(
@@ -95,11 +95,11 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         model=model,
         precision=precision,
         tokenizer=_tokenizer(stored.tokenizer, given),
-        parallel=ParallelConfig(**_of(given, set(field_names(ParallelConfig)) - _OF_UPDATES)),
-        checkpoint=CheckpointConfig(load=load, **_of(given, {"checkpoint_verify"})),
-        training=replace(stored.training, **_of(given, {"micro_batch_size", "num_threads"})),
-        launch=replace(launch, **_of(given, set(field_names(LaunchConfig)))),
-        logging=replace(stored.logging, **_of(given, set(logging))),
+        parallel=ParallelConfig(**_subset(given, set(field_names(ParallelConfig)) - _OF_UPDATES)),
+        checkpoint=CheckpointConfig(load=load, **_subset(given, {"checkpoint_verify"})),
+        training=replace(stored.training, **_subset(given, {"micro_batch_size", "num_threads"})),
+        launch=replace(launch, **_subset(given, set(field_names(LaunchConfig)))),
+        logging=replace(stored.logging, **_subset(given, set(logging))),
         engine=EngineConfig(),
     )
     return Inference(config, window, tuple(notes))
@@ -121,9 +121,9 @@ INFERENCE_FIELDS = frozenset(
 
 def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
     """Return the checkpoint's model; flags may only set its length, where no table does."""
-    said = _of(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
-    longest = said.pop("max_position_embeddings", None)
-    differing = list(_differing(stored.model, said))
+    flags = _subset(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
+    longest = flags.pop("max_position_embeddings", None)
+    differing = list(_differing(stored.model, flags))
     model = stored.model
     if longest is not None:
         if model.position_embedding_type is not PositionEmbedding.LEARNED:
@@ -141,17 +141,17 @@ def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
     return model
 
 
-def _differing(stored: ModelConfig, said: Values) -> Iterator[str]:
-    theirs = to_plain(stored)
+def _differing(stored: ModelConfig, flags: Values) -> Iterator[str]:
+    stored_values = to_plain(stored)
     try:
-        asked = replace(stored, **said)
+        requested = replace(stored, **flags)
     except ConfigError:  # in such a checkpoint they make no model: compared as they are spelled
-        names = [name for name in said if said[name] != getattr(stored, name)]
+        names = [name for name in flags if flags[name] != getattr(stored, name)]
     else:
-        names = asked.fields_that_differ(stored)
+        names = requested.fields_that_differ(stored)
     for name in names:
-        value = said.get(name, theirs[name])
-        yield f"{format_value(name, value)} given, {theirs[name]} stored"
+        value = flags.get(name, stored_values[name])
+        yield f"{format_value(name, value)} given, {stored_values[name]} stored"
 
 
 def _rows_of_table(stored: RunConfig) -> int:
@@ -173,7 +173,7 @@ def _check_window(model: ModelConfig, stored: RunConfig, window: int | None) -> 
 
 def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
     """Return what flags say; the precision of the training where they say nothing."""
-    wide = _of(given, {"fp32_residual_connection"})
+    wide = _subset(given, {"fp32_residual_connection"})
     if not any(name in given for name in PRECISIONS):
         return replace(stored, **wide)
     chosen = {name: given.get(name, False) for name in PRECISIONS}
@@ -187,15 +187,15 @@ def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
 
     A type that is given with files, or that differs, replaces the checkpoint's files.
     """
-    said = _of(given, set(field_names(TokenizerConfig)))
-    kind, named = said.get("tokenizer_type"), [n for n in said if n in _TOKENIZER[1:]]
+    flags = _subset(given, set(field_names(TokenizerConfig)))
+    kind, named = flags.get("tokenizer_type"), [n for n in flags if n in _TOKENIZER[1:]]
     if kind is None or (kind == stored.tokenizer_type and not named):
-        return replace(stored, **said)
-    forgotten = {name: None for name in _TOKENIZER[1:-1]}
-    return replace(stored, **({**forgotten, "vocab_extra_ids": 0} | said))
+        return replace(stored, **flags)
+    cleared = {name: None for name in _TOKENIZER[1:-1]}
+    return replace(stored, **({**cleared, "vocab_extra_ids": 0} | flags))
 
 
-def _of(given: Values, names: Collection[str]) -> dict[str, Any]:
+def _subset(given: Values, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 

@@ -70,11 +70,11 @@ def choose(
         CheckpointError: a pattern fits no parameter of the run or of the checkpoint, on every
             rank.
     """
-    mine = [tensor.name for tensor in tensors if tensor.name.startswith(PREFIX)]
-    told = run_on_all_ranks(ctx, "choosing what to load", lambda: mine)
-    here = list(dict.fromkeys(name for names in told for name in names))
-    there = [name for name in saved if name.startswith(PREFIX)]
-    known = [name.removeprefix(PREFIX) for name in dict.fromkeys([*here, *there])]
+    own_names = [tensor.name for tensor in tensors if tensor.name.startswith(PREFIX)]
+    names_by_rank = run_on_all_ranks(ctx, "choosing what to load", lambda: own_names)
+    run_names = list(dict.fromkeys(name for names in names_by_rank for name in names))
+    saved_names = [name for name in saved if name.startswith(PREFIX)]
+    known = [name.removeprefix(PREFIX) for name in dict.fromkeys([*run_names, *saved_names])]
     for flag, patterns in (("--load-only", selection.only), ("--load-except", selection.excepted)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in known):
@@ -86,15 +86,15 @@ def choose(
                     fix="names are as tools/inspect_checkpoint.py shows them, without model/; "
                     "put * for any text",
                 )
-    loaded = [name for name in here if selection.takes(name)]
+    loaded = [name for name in run_names if selection.takes(name)]
     return Choice(
-        tuple(_bare(loaded)),
-        tuple(_bare(name for name in here if not selection.takes(name))),
-        tuple(_bare(name for name in there if not selection.takes(name))),
+        tuple(_without_prefix(loaded)),
+        tuple(_without_prefix(name for name in run_names if not selection.takes(name))),
+        tuple(_without_prefix(name for name in saved_names if not selection.takes(name))),
     )
 
 
-def _bare(names: Iterable[str]) -> Iterable[str]:
+def _without_prefix(names: Iterable[str]) -> Iterable[str]:
     return (name.removeprefix(PREFIX) for name in names)
 
 

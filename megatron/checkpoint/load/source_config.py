@@ -24,18 +24,18 @@ NOTHING: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 def completed_config(
-    source: CheckpointSource, said: Mapping[str, Mapping[str, Any]] = NOTHING
+    source: CheckpointSource, fallback: Mapping[str, Mapping[str, Any]] = NOTHING
 ) -> dict[str, dict[str, Any]]:
     """Return the config of `source` with every group and field, as `RunConfig.to_plain` gives it.
 
     Args:
-        said: groups of what it may not say about itself; where it does, it is right.
+        fallback: groups of what it may not say about itself; where it does, it is right.
 
     Raises:
         CheckpointError: it does not know the shape of its model, or contradicts itself.
     """
     groups: dict[str, dict[str, Any]] = {
-        name: {**said.get(name, {}), **source.config.get(name, {})} for name in GROUPS
+        name: {**fallback.get(name, {}), **source.config.get(name, {})} for name in GROUPS
     }
     for name, values in _STAND_INS.items():
         for field, value in values.items():
@@ -48,7 +48,7 @@ def completed_config(
         groups["tokenizer"] |= {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}
     extra = dict(source.config.get("extra", {}))
     try:
-        whole = RunConfig.from_plain({**groups, "extra": extra})
+        complete = RunConfig.from_plain({**groups, "extra": extra})
     except ConfigError as error:
         raise CheckpointError(
             "the checkpoint does not say enough about its model to stand on its own",
@@ -57,7 +57,7 @@ def completed_config(
             "--load FOLDER --finetune",
         ) from error
     beside = {name: dict(values) for name, values in source.config.items() if name not in GROUPS}
-    return beside | whole.to_plain()
+    return beside | complete.to_plain()
 
 
 def completed_progress(source: CheckpointSource, iteration: int) -> dict[str, int]:

@@ -101,8 +101,8 @@ def open_checkpoint(
             names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
-                found=f"{', '.join(names)} differ: rank 0 has {_told(seen[0])}; rank {rank} has "
-                f"{_told(other)}; in {folder}",
+                found=f"{', '.join(names)} differ: rank 0 has {_description_of(seen[0])}; "
+                f"rank {rank} has {_description_of(other)}; in {folder}",
                 fix="put --load on a file system that all ranks see, or copy it to all nodes again",
             )
     opened = NativeCheckpoint(
@@ -117,7 +117,7 @@ def open_checkpoint(
     return opened
 
 
-def _told(seen: _Seen) -> str:
+def _description_of(seen: _Seen) -> str:
     layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
     return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
 
@@ -241,9 +241,11 @@ class NativeCheckpoint:
         Raises:
             CheckpointError: files are missing or of another length.
         """
-        here = [r for r, host in enumerate(self.hosts) if host == self.hosts[self.ctx.rank]]
-        mine = list(self.manifest.files)[here.index(self.ctx.rank) :: len(here)]
-        if damages := verify.wrong_sizes(self.directory, self.manifest, mine):
+        ranks_of_host = [
+            r for r, host in enumerate(self.hosts) if host == self.hosts[self.ctx.rank]
+        ]
+        files = list(self.manifest.files)[ranks_of_host.index(self.ctx.rank) :: len(ranks_of_host)]
+        if damages := verify.wrong_sizes(self.directory, self.manifest, files):
             raise verify.damage_error(self.directory, damages)
 
     def read_into(
@@ -319,9 +321,9 @@ class NativeCheckpoint:
         shares = verify.shares(sizes, left, self.hosts)
 
         def check() -> None:
-            mine, threads = shares[self.ctx.rank], threads_of_this_rank(self.hosts, self.ctx.rank)
+            files, threads = shares[self.ctx.rank], threads_of_this_rank(self.hosts, self.ctx.rank)
             if damages := verify.wrong_digests(
-                self.directory, self.manifest, mine, threads=threads
+                self.directory, self.manifest, files, threads=threads
             ):
                 raise verify.damage_error(self.directory, damages)
 

@@ -40,8 +40,8 @@ from megatron.host import available_memory_bytes
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 
-_LOOK_S = (0.002, 0.5)  # first and longest pause between two looks of a rank that waits
-_WORTH_SAYING_S = 0.1
+_POLL_PAUSE_S = (0.002, 0.5)  # first and longest pause between two looks of a rank that waits
+_LOGGED_WAIT_S = 0.1
 _LEAVE_S = 10.0  # how long a run that fails waits for its own thread
 
 
@@ -106,7 +106,7 @@ class _Flight:
         self.is_writing = True  # else rank 0 puts the checkpoint in place
 
 
-class _Wanted(NamedTuple):
+class _MemoryRequest(NamedTuple):
     """Host memory that one rank asks for, and what its host has left, where that is known."""
 
     host: str
@@ -164,8 +164,8 @@ class BackgroundSaves:
         size = copied_bytes(share)
         doing = "looking for the host memory that --async-save needs"
 
-        def look() -> _Wanted:
-            return _Wanted(this_host(), memory_taken(size), available_memory_bytes())
+        def look() -> _MemoryRequest:
+            return _MemoryRequest(this_host(), memory_taken(size), available_memory_bytes())
 
         wanted = run_on_all_ranks(ctx, doing, look)
         run_on_all_ranks(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
@@ -201,7 +201,7 @@ class BackgroundSaves:
         if self._flight is not None:
             before = self._flight.stage.iteration
             self.wait()
-            if (seconds := time.monotonic() - started) >= _WORTH_SAYING_S:
+            if (seconds := time.monotonic() - started) >= _LOGGED_WAIT_S:
                 log.warning(
                     f"the checkpoint of iteration {before} was not written when that of iteration "
                     f"{iteration} was due: training stood still for {seconds:.1f} s"
@@ -220,14 +220,14 @@ class BackgroundSaves:
             share = sharded.share(snapshot, stage.plan, rank=ctx.rank)
             return self._memory.copy_of(share)
 
-        mine: list[Snapshot] = []
+        copies: list[Snapshot] = []
         try:
-            run_on_all_ranks(ctx, "copying the state to host memory", lambda: mine.append(take()))
+            run_on_all_ranks(ctx, "copying the state to host memory", lambda: copies.append(take()))
         except MegatronError:
             run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
-        work = _Work(lambda: stage.write(mine[0], ctx.rank))
-        self._flight = _Flight(stage, mine[0], work, time.monotonic() - started)
+        work = _Work(lambda: stage.write(copies[0], ctx.rank))
+        self._flight = _Flight(stage, copies[0], work, time.monotonic() - started)
 
     def poll(self) -> Saved | None:
         """Go on with the save under way, without waiting; what it became once it is complete.
@@ -260,7 +260,7 @@ class BackgroundSaves:
 
     def wait(self) -> Saved | None:
         """Return when no save is under way: what the last one became. Raises as `poll` does."""
-        pause, longest = _LOOK_S
+        pause, longest = _POLL_PAUSE_S
         saved = None
         while (flight := self._flight) is not None and saved is None:
             began = time.monotonic()
@@ -270,9 +270,9 @@ class BackgroundSaves:
             saved = self.poll()
         return saved
 
-    def _agree(self, *said: bool) -> list[bool]:
+    def _agree(self, *values: bool) -> list[bool]:
         """Return what is true on all ranks."""
-        votes = torch.tensor([float(one) for one in said], device=device.current())
+        votes = torch.tensor([float(one) for one in values], device=device.current())
         return [bool(one) for one in all_reduce(votes, self._ctx.world, op="min").tolist()]
 
     def _put_in_place(self, flight: _Flight) -> None:
@@ -309,7 +309,7 @@ class BackgroundSaves:
         return saved
 
 
-def _require_memory(wanted: list[_Wanted], rank: int) -> None:
+def _require_memory(wanted: list[_MemoryRequest], rank: int) -> None:
     here = [one for one in wanted if one.host == wanted[rank].host]
     needed = sum(one.bytes for one in here)
     free = min((one.free for one in here if one.free is not None), default=None)

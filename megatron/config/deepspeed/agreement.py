@@ -53,8 +53,8 @@ def agreement_problems(
     where = config.engine.deepspeed_config or "the JSON"
     wrong = list(_wrong_values(user, KEYS, where))
     yield from wrong
-    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
-    for path, (value, flags) in said.items():
+    implied = values_from_flags(config, user, data_parallel_size=data_parallel_size)
+    for path, (value, flags) in implied.items():
         given = value_at(user, path)
         if given is None or any(path in str(error.found) for error in wrong):
             continue
@@ -83,11 +83,11 @@ def values_from_flags(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, ImpliedValue]:
     """Return what the flags say, by the path of the key of the JSON that means the same."""
-    said = _batch_values(config, data_parallel_size) | _precision_values(config)
-    said["gradient_clipping"] = ImpliedValue(
+    implied = _batch_values(config, data_parallel_size) | _precision_values(config)
+    implied["gradient_clipping"] = ImpliedValue(
         float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
     )
-    return said | _memory_values(config) | _engine_values(config, user)
+    return implied | _memory_values(config) | _engine_values(config, user)
 
 
 def flags_from_json(user: JsonObject, typed: Mapping[str, object]) -> dict[str, object]:
@@ -146,38 +146,38 @@ def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
     if whole is not None:
         spelled = f"--global-batch-size {whole}, {spelled}"
     steps, left = divmod(size, micro * replicas)
-    said = {
+    implied = {
         "train_batch_size": ImpliedValue(size, spelled),
         "train_micro_batch_size_per_gpu": ImpliedValue(micro, f"--micro-batch-size {micro}"),
     }
     if not left:  # else the batch does not divide, which a check of its own says
-        said["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
-    return said
+        implied["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
+    return implied
 
 
 def _precision_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     chosen = flags.precision
     asked = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
-    said = {
+    implied = {
         "fp16.enabled": ImpliedValue(chosen is Precision.FP16, asked),
         "bf16.enabled": ImpliedValue(chosen is Precision.BF16, asked),
     }
     if chosen is Precision.FP16:
-        said |= _scale_values(config)
+        implied |= _scale_values(config)
     if chosen in _WORDS:
-        said["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], asked)
+        implied["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], asked)
         wide = "" if flags.accumulate_allreduce_grads_in_fp32 else "no-"
         spelled = f"{asked}, --{wide}accumulate-allreduce-grads-in-fp32"
         for path in ("communication_data_type", "data_types.grad_accum_dtype"):
-            said[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
-    return said
+            implied[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
+    return implied
 
 
 def _scale_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     fixed = flags.loss_scale
-    said = {
+    implied = {
         "fp16.loss_scale": ImpliedValue(
             0.0 if fixed is None else fixed,
             "no --loss-scale" if fixed is None else f"--loss-scale {fixed}",
@@ -190,11 +190,11 @@ def _scale_values(config: RunConfig) -> dict[str, ImpliedValue]:
     power = math.log2(flags.initial_loss_scale)
     if power.is_integer():
         spelled = f"--initial-loss-scale {flags.initial_loss_scale:g}"
-        said["fp16.initial_scale_power"] = ImpliedValue(int(power), spelled)
+        implied["fp16.initial_scale_power"] = ImpliedValue(int(power), spelled)
     if flags.min_loss_scale.is_integer():
         spelled = f"--min-loss-scale {flags.min_loss_scale:g}"
-        said["fp16.min_loss_scale"] = ImpliedValue(int(flags.min_loss_scale), spelled)
-    return said
+        implied["fp16.min_loss_scale"] = ImpliedValue(int(flags.min_loss_scale), spelled)
+    return implied
 
 
 def _memory_values(config: RunConfig) -> dict[str, ImpliedValue]:
@@ -219,34 +219,34 @@ def _memory_values(config: RunConfig) -> dict[str, ImpliedValue]:
 
 def _engine_values(config: RunConfig, user: JsonObject) -> dict[str, ImpliedValue]:
     engine, stages = config.engine, config.parallel.pipeline_model_parallel_size
-    said = {"pipeline.stages": ImpliedValue(stages, f"--pipeline-model-parallel-size {stages}")}
+    implied = {"pipeline.stages": ImpliedValue(stages, f"--pipeline-model-parallel-size {stages}")}
     zero = "zero_optimization"
     if engine.zero_stage is not None:
         stage = engine.zero_stage.value
-        said[f"{zero}.stage"] = ImpliedValue(int(stage), f"--zero-stage {stage}")
+        implied[f"{zero}.stage"] = ImpliedValue(int(stage), f"--zero-stage {stage}")
     if engine.zero_reduce_scatter:
-        said[f"{zero}.reduce_scatter"] = ImpliedValue(True, "--zero-reduce-scatter")
+        implied[f"{zero}.reduce_scatter"] = ImpliedValue(True, "--zero-reduce-scatter")
     if engine.zero_contigious_gradients:
-        said[f"{zero}.contiguous_gradients"] = ImpliedValue(True, "--zero-contigious-gradients")
+        implied[f"{zero}.contiguous_gradients"] = ImpliedValue(True, "--zero-contigious-gradients")
     for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):
         size = getattr(engine, name)
         if size is not None:
             key = name.removeprefix("zero_")
-            said[f"{zero}.{key}"] = ImpliedValue(size, f"{flag_name(name)} {size}")
+            implied[f"{zero}.{key}"] = ImpliedValue(size, f"{flag_name(name)} {size}")
     if engine.remote_device is not None:
         device = engine.remote_device.value
-        said[f"{zero}.offload_param.device"] = ImpliedValue(device, f"--remote-device {device}")
+        implied[f"{zero}.offload_param.device"] = ImpliedValue(device, f"--remote-device {device}")
     if engine.cpu_optimizer:
-        said[f"{zero}.offload_optimizer.device"] = ImpliedValue(
+        implied[f"{zero}.offload_optimizer.device"] = ImpliedValue(
             RemoteDevice.CPU.value, "--cpu-optimizer"
         )
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
-            said[f"{zero}.{name}.pin_memory"] = ImpliedValue(True, "--use-pin-memory")
+            implied[f"{zero}.{name}.pin_memory"] = ImpliedValue(True, "--use-pin-memory")
     if engine.pp_partition_method is not None:
         method = engine.pp_partition_method
-        said["pipeline.partition"] = ImpliedValue(method, f"--pp-partition-method {method}")
-    return said
+        implied["pipeline.partition"] = ImpliedValue(method, f"--pp-partition-method {method}")
+    return implied
 
 
 def _wrong_values(
@@ -330,11 +330,11 @@ def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     stage = stage_of(config, user)
-    said = _engine_values(config, user)
+    implied = _engine_values(config, user)
     for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
         path = f"zero_optimization.{name}"
         given = value_at(user, f"{path}.device")
-        flag = said.get(f"{path}.device")
+        flag = implied.get(f"{path}.device")
         device = given if flag is None else flag.value
         if device in (None, RemoteDevice.NONE):
             continue

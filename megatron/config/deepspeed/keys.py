@@ -50,7 +50,7 @@ class UnsupportedKey(NamedTuple):
 Rule = FreeKey | FixedKey | DroppedKey | UnsupportedKey
 Tree = Mapping[str, "Rule | Tree"]
 
-_OF_NUMBERS = "the numbers of a run would not be those of its flags"
+_CHANGES_NUMBERS = "the numbers of a run would not be those of its flags"
 _LOADS_ANY = "checkpoints of every layout are recognised and loaded by --load"
 _WIDE = "master weights and the optimizer's state are fp32"
 
@@ -108,9 +108,11 @@ ZERO: Tree = {
     "round_robin_gradients": FreeKey(False),
     "parameter_alignment": FixedKey(False, "the shards are read by name, without gaps"),
     "zero_hpz_partition_size": FixedKey(1, "no groups of the ranks of a node are made for it"),
-    "zero_quantized_weights": FixedKey(False, f"it rounds weights to 8 bits: {_OF_NUMBERS}"),
+    "zero_quantized_weights": FixedKey(False, f"it rounds weights to 8 bits: {_CHANGES_NUMBERS}"),
     "zero_quantized_nontrainable_weights": FixedKey(False, "every weight is trained"),
-    "zero_quantized_gradients": FixedKey(False, f"it rounds gradients to 4 bits: {_OF_NUMBERS}"),
+    "zero_quantized_gradients": FixedKey(
+        False, f"it rounds gradients to 4 bits: {_CHANGES_NUMBERS}"
+    ),
     "memory_efficient_linear": DroppedKey("it would replace torch's linear everywhere", False),
     "pipeline_loading_checkpoint": FreeKey(False),
     "override_module_apply": FreeKey(True),
@@ -144,7 +146,7 @@ KEYS: Tree = {
     ),
     "prescale_gradients": FreeKey(False),
     "gradient_predivide_factor": FreeKey(1.0),
-    "gradient_allreduce_op": FixedKey("mean", f"with sums {_OF_NUMBERS}"),
+    "gradient_allreduce_op": FixedKey("mean", f"with sums {_CHANGES_NUMBERS}"),
     "gradient_clipping": FreeKey(0.0),
     "zero_allow_untested_optimizer": FixedKey(True, "the optimizer is torch's, built by the flags"),
     "zero_force_ds_cpu_optimizer": DroppedKey("CPUAdam is used where it builds", False),

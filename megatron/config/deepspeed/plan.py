@@ -144,9 +144,9 @@ def complete_json(
     Args:
         user: what `read_json` returned, without contradiction to the flags (`agreement_problems`).
     """
-    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
-    whole = _completed(KEYS, user, said, "")
-    zero, pipeline = (object_at(whole, block) for block in ("zero_optimization", "pipeline"))
+    implied = values_from_flags(config, user, data_parallel_size=data_parallel_size)
+    complete = _completed(KEYS, user, implied, "")
+    zero, pipeline = (object_at(complete, block) for block in ("zero_optimization", "pipeline"))
     if value_at(user, "zero_optimization.overlap_comm") is None:
         zero["overlap_comm"] = stage_of(config, user) == 3  # as DeepSpeed decides without a word
     for name, size in _BY_WIDTH.items():
@@ -154,7 +154,7 @@ def complete_json(
             zero[name] = size(config.model.hidden_size)
     # Layers are recomputed by this program, which replays its generators.
     pipeline["activation_checkpoint_interval"] = 0
-    return whole | {"zero_optimization": zero, "pipeline": pipeline}
+    return complete | {"zero_optimization": zero, "pipeline": pipeline}
 
 
 def remarks(user: JsonObject) -> Iterator[str]:
@@ -201,7 +201,7 @@ def _device(whole: JsonObject, offload: str) -> RemoteDevice:
 
 
 def _completed(
-    tree: Tree, user: JsonObject, said: Mapping[str, ImpliedValue], prefix: str
+    tree: Tree, user: JsonObject, implied: Mapping[str, ImpliedValue], prefix: str
 ) -> dict[str, JsonValue]:
     out: dict[str, JsonValue] = {}
     for key, rule in tree.items():
@@ -209,11 +209,11 @@ def _completed(
         if path in KEPT_BACK:
             continue
         if isinstance(rule, Mapping):
-            block = _completed(rule, user, said, f"{path}.")
+            block = _completed(rule, user, implied, f"{path}.")
             is_offload_off = key in _OFFLOADS and block["device"] == RemoteDevice.NONE
             out[key] = None if is_offload_off else block
         elif isinstance(rule, FreeKey):
-            given = said[path].value if path in said else value_at(user, path)
+            given = implied[path].value if path in implied else value_at(user, path)
             value = rule.default if given is None else as_kind(given, rule)
             out[key] = list(value) if isinstance(value, tuple) else value
         elif isinstance(rule, FixedKey):

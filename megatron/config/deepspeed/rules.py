@@ -33,7 +33,9 @@ _SCHEDULERS = {
     "WarmupCosineLR": DecayStyle.COSINE,
 }
 _ALWAYS = "the update rule that --optimizer names"
-_ANYTHING = frozenset({"torch_adam", "last_batch_iteration"})  # of no consequence for numbers
+_IGNORED_PARAMETERS = frozenset(
+    {"torch_adam", "last_batch_iteration"}
+)  # of no consequence for numbers
 
 
 def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
@@ -142,7 +144,7 @@ def _compared(
         return
     for key, value in given.items():
         path = f"{block}.params.{key}"
-        if value in (None, "auto") or key in _ANYTHING:
+        if value in (None, "auto") or key in _IGNORED_PARAMETERS:
             continue
         if key == "max_grad_norm":
             yield ConfigError(

@@ -86,7 +86,7 @@ def build_data_loader(
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_leave_alone_what_was_inherited,
+        worker_init_fn=_freeze_inherited_garbage,
         pin_memory=device.current().type == "cuda",
         timeout=_WORKER_TIMEOUT_S if num_workers else 0,
         # Without its own generator every iteration would draw from the one that dropout uses.
@@ -97,7 +97,7 @@ def build_data_loader(
 make_data_loader = build_data_loader
 
 
-def _leave_alone_what_was_inherited(worker: int) -> None:
+def _freeze_inherited_garbage(worker: int) -> None:
     """Garbage of the process that forked this one is not collected here.
 
     It may hold process groups, whose threads do not exist in a fork: ending them crashes or hangs.

@@ -121,7 +121,9 @@ class IndexCache:
         return found
 
     def _wait(self, stem: str) -> None:
-        with report_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
+        with report_while(
+            f"waiting for the ranks that build the index {stem}", self.timing.log_every_s
+        ):
             try:
                 self.wait()
             except MachineError as error:
@@ -144,12 +146,12 @@ class IndexCache:
             if found is None:
                 started = time.monotonic()
                 with report_while(
-                    f"building the index {stem}", self.timing.say_s, self.report_progress
+                    f"building the index {stem}", self.timing.log_every_s, self.report_progress
                 ):
                     found = self._publish(stem, description, build())
                 size = sum(path.stat().st_size for path in found.files.values())
                 elapsed = time.monotonic() - started
-                if size >= _LARGE_BYTES or elapsed >= self.timing.say_s:
+                if size >= _LARGE_BYTES or elapsed >= self.timing.log_every_s:
                     log.info(f"built the index {stem}: {size / 2**20:.0f} MiB in {elapsed:.0f} s")
         return found
 
@@ -214,12 +216,12 @@ def _verified_files(folder: Path, stem: str, description: Description) -> dict[s
     if manifest["description"] != dict(description):
         raise ValueError("it describes another index")
     files = {}
-    for key, said in manifest["arrays"].items():
+    for key, record in manifest["arrays"].items():
         files[key] = _array_file(folder, stem, key)
         size = files[key].stat().st_size
-        if size != said["bytes"]:
-            raise ValueError(f"{files[key].name} has {size} bytes, not {said['bytes']}")
-        if _checksum(files[key]) != said["xxh3_128"]:
+        if size != record["bytes"]:
+            raise ValueError(f"{files[key].name} has {size} bytes, not {record['bytes']}")
+        if _checksum(files[key]) != record["xxh3_128"]:
             raise ValueError(f"{files[key].name} has another checksum")
     return files
 
@@ -235,11 +237,11 @@ def _write_entry(
     manifest = folder / f"{stem}.json"
     written = {path: atomic.temporary_name(path) for path in (*files.values(), manifest)}
     try:
-        said = {key: _write_array(written[files[key]], array) for key, array in arrays.items()}
+        records = {key: _write_array(written[files[key]], array) for key, array in arrays.items()}
         content = {
             "format_version": _FORMAT_VERSION,
             "description": dict(description),
-            "arrays": said,
+            "arrays": records,
         }
         with open(written[manifest], "w", encoding="utf-8") as text:
             json.dump(content, text, indent=1, sort_keys=True)

@@ -31,7 +31,7 @@ class LeaseTiming:
     renew_s: float = 10.0
     lease_s: float = 60.0  # a build may hold the interpreter's lock for a while between renewals
     poll_s: float = 0.2
-    say_s: float = 30.0  # between two messages of somebody who waits or works
+    log_every_s: float = 30.0  # between two messages of somebody who waits or works
     give_up_s: float = 3600.0
     settle_s: float = 2.0  # how long a holder may take to appear, for those that only wait
 
@@ -80,22 +80,22 @@ def report_while(
     """Log at intervals that `what` is still running, and call `report_progress` more often."""
     done, started = threading.Event(), time.monotonic()
 
-    def speak() -> None:
-        spoken = started
+    def report() -> None:
+        logged_at = started
         while not done.wait(min(every_s, _BEAT_S)):
             now = time.monotonic()
             report_progress(f"{what}, for {now - started:.0f} s now")
-            if now - spoken >= every_s:
-                spoken = now
+            if now - logged_at >= every_s:
+                logged_at = now
                 log.info(f"still {what}, for {now - started:.0f} s now")
 
-    speaker = threading.Thread(target=speak, name="said-while", daemon=True)
-    speaker.start()
+    reporter = threading.Thread(target=report, name="report-while", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         done.set()
-        speaker.join()
+        reporter.join()
 
 
 def wait_while_leased(
@@ -106,7 +106,7 @@ def wait_while_leased(
     Raises:
         MachineError: a holder went on for longer than `timing.give_up_s`.
     """
-    patience, watched = _Patience(what, timing), [_Watched(path) for path in paths]
+    wait, watched = _BoundedWait(what, timing), [_WatchedLock(path) for path in paths]
     held_at = time.monotonic()
     while not is_done():
         contents = [lock.look() for lock in watched]
@@ -119,11 +119,11 @@ def wait_while_leased(
             held_at = time.monotonic()
         elif time.monotonic() - held_at >= timing.settle_s:
             return
-        patience.spend(held[0] if held else None)
+        wait.spend(held[0] if held else None)
 
 
 def _acquire(path: Path, what: str, timing: LeaseTiming, is_done: Callable[[], bool]) -> int | None:
-    patience, watched = _Patience(what, timing), _Watched(path)
+    wait, watched = _BoundedWait(what, timing), _WatchedLock(path)
     while True:
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -143,10 +143,10 @@ def _acquire(path: Path, what: str, timing: LeaseTiming, is_done: Callable[[], b
         if content is not None and watched.unchanged_s() >= timing.lease_s:
             _take_over(path, content, what, watched.unchanged_s())
             continue
-        patience.spend(content)
+        wait.spend(content)
 
 
-class _Watched:
+class _WatchedLock:
     """A lock file, and for how long its content has been the same by this process's clock."""
 
     def __init__(self, path: Path) -> None:
@@ -164,12 +164,12 @@ class _Watched:
         return time.monotonic() - self._since
 
 
-class _Patience:
+class _BoundedWait:
     """Waits step by step, says so every so often, and ends."""
 
     def __init__(self, what: str, timing: LeaseTiming) -> None:
         self._what, self._timing = what, timing
-        self._started = self._spoken = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def spend(self, content: bytes | None) -> None:
         """Wait one step for the holder of the lock with this content."""
@@ -181,8 +181,8 @@ class _Patience:
                 found=f"a lock of {_holder(content)}, after {waited_s:.0f} s",
                 fix="end that process if it hangs, or give this job a --data-cache-path of its own",
             )
-        if now - self._spoken >= timing.say_s:
-            self._spoken = now
+        if now - self._logged_at >= timing.log_every_s:
+            self._logged_at = now
             log.info(
                 f"waiting for {_holder(content)}, which is {self._what}, for {waited_s:.0f} s now"
             )
@@ -244,7 +244,7 @@ def _read(path: Path) -> bytes | None:
 
 def _holder(content: bytes | None) -> str:
     try:
-        said = json.loads(content or b"")
-        return f"process {said['process']} on {said['host']}"
+        holder = json.loads(content or b"")
+        return f"process {holder['process']} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "an unknown process"

@@ -93,14 +93,14 @@ def _require_pair(inputs: MMapIndexedDataset, targets: MMapIndexedDataset) -> No
                 found=f"{len(corpus)} items in {len(corpus.doc_idx) - 1} documents",
                 fix="preprocess it without --split-sentences",
             )
-    said = [
+    tokenizers = [
         (corpus.metadata.tokenizer_type, corpus.metadata.vocab_size)
         for corpus in (inputs, targets)
         if corpus.metadata is not None
     ]
-    if len(set(said)) > 1:
+    if len(set(tokenizers)) > 1:
         raise DataError(
             "inputs and targets were made with different tokenizers",
-            found=f"{said[0]} in {inputs.prefix}, {said[1]} in {targets.prefix}",
+            found=f"{tokenizers[0]} in {inputs.prefix}, {tokenizers[1]} in {targets.prefix}",
             fix=fix,
         )

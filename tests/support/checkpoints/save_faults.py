@@ -221,7 +221,9 @@ DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
     "before the random states": Moment(_before(sealed_save, "write_generators")),
     "the part is written": Moment(_after(SealedSave, "write_part")),
     "all have written": Moment(_after(sealed_save, "run_on_all_ranks")),
-    "before it is read back": Moment(_before(deepspeed_save, "_look"), on_first_alone=True),
+    "before it is read back": Moment(
+        _before(deepspeed_save, "_check_written"), on_first_alone=True
+    ),
     "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
     "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),
     "before the stage is synced": Moment(_before(folders, "publish"), on_first_alone=True),

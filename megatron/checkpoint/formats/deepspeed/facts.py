@@ -47,8 +47,8 @@ class FolderFacts:
             return cls(record.config, record.progress, RowOrder(), record, None)
         args = _fields(state.get("args"))
         config = config_of_args(args) if args else {}
-        said = state.get("checkpoint_version")  # 0 is a version, too
-        version = _LATEST_VERSION if said is None else float(said)
+        recorded = state.get("checkpoint_version")  # 0 is a version, too
+        version = _LATEST_VERSION if recorded is None else float(recorded)
         info = state.get("checkpoint_info") or {}
         rows = options.vocab_size or info.get("original_vocab_size")
         return cls(config, _progress(state, args), row_order(config, version), None, rows)
@@ -65,9 +65,9 @@ class FolderFacts:
             CheckpointError: a name that means nothing here.
         """
         names = list(names)
-        mine = {} if self.record is None else self.record.parameters
-        if all(name in mine for name in names):
-            return {name: mine[name] for name in names}
+        recorded = {} if self.record is None else self.record.parameters
+        if all(name in recorded for name in names):
+            return {name: recorded[name] for name in names}
         return known_parameters(names, self.config, self.vocab_rows)
 
     def check_shapes(self, directory: Path, found: Mapping[str, tuple[int, ...]]) -> None:

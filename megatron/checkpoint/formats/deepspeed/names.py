@@ -48,7 +48,7 @@ def known_parameters(
     names = list(names)
     first = first_block(names)
     found = {name: _ours(name, first) for name in names}
-    unknown = [name for name, mine in found.items() if mine is None]
+    unknown = [name for name, global_name in found.items() if global_name is None]
     if unknown:
         rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise CheckpointError(
@@ -58,14 +58,14 @@ def known_parameters(
         )
     gated, hidden = is_gated(config), config.get("model", {}).get("hidden_size")
     result = {}
-    for name, mine in found.items():
-        assert mine is not None  # noqa: S101  # invariant: refused above
-        rows = vocab_rows if has_vocabulary_rows(mine) else None
+    for name, global_name in found.items():
+        assert global_name is not None  # noqa: S101  # invariant: refused above
+        rows = vocab_rows if has_vocabulary_rows(global_name) else None
         result[name] = KnownParameter(
-            mine,
-            partition_of_name(mine, gated=gated),
-            shape=_shape(mine, rows, hidden),
-            tied=mine == WORD,
+            global_name,
+            partition_of_name(global_name, gated=gated),
+            shape=_shape(global_name, rows, hidden),
+            tied=global_name == WORD,
         )
     return result
 

@@ -134,7 +134,7 @@ def save_deepspeed(
     return save.complete(
         writer.result,
         commit=lambda: _commit(stage, there / name, iteration),
-        look=lambda: _look(stage, snapshot),
+        look=lambda: _check_written(stage, snapshot),
     )
 
 
@@ -194,19 +194,19 @@ def _client_state(
     }
 
 
-def _look(stage: Path, snapshot: Snapshot) -> None:
+def _check_written(stage: Path, snapshot: Snapshot) -> None:
     """Rank 0 opens what was written as a reader would, and compares it with the run."""
     with DeepSpeedSource(stage, SourceOptions()) as source:
-        mine = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
+        expected = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
         wrong = [
             name
-            for name, shape in mine.items()
+            for name, shape in expected.items()
             if name not in source.tensors or source.tensors[name].global_shape != shape
         ]
         if wrong:
             raise CheckpointError(
                 "what DeepSpeed wrote does not hold all of the run",
-                found=f"{wrong[0]} and {len(wrong) - 1} more of {len(mine)} tensors",
+                found=f"{wrong[0]} and {len(wrong) - 1} more of {len(expected)} tensors",
                 fix="this is a defect: report it; save with --checkpoint-format sharded meanwhile",
             )
 

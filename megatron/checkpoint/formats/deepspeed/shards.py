@@ -185,12 +185,11 @@ def _unshared(
         if masters:
             kinds[MASTER] = masters[at]
         for kind, values in kinds.items():
-            mine = held.setdefault(
-                name, RankTensors(tuple(values.shape))
-            )  # a tied copy has no weights
-            if tuple(values.shape) != mine.shape:
-                raise _contradiction(f"{name} is {mine.shape}, its {kind} {tuple(values.shape)}")
-            mine.kinds[kind] = [_flat(values)]
+            # A tied copy has no weights, so it is not in `held` yet.
+            tensors = held.setdefault(name, RankTensors(tuple(values.shape)))
+            if tuple(values.shape) != tensors.shape:
+                raise _contradiction(f"{name} is {tensors.shape}, its {kind} {tuple(values.shape)}")
+            tensors.kinds[kind] = [_flat(values)]
     return RankState(held, _one_count(counts), state if "cur_scale" in state else None)
 
 

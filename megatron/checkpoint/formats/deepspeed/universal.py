@@ -320,7 +320,7 @@ def _write_parameters(
             values = source.read(tensor, whole(shape)).float()
             if has_vocabulary_rows(name):
                 values = _padded(values, options.make_vocab_size_divisible_by)
-            _save(zero / name / f"{kind}.pt", {"param": values, **_how_joined(known)})
+            _save(zero / name / f"{kind}.pt", {"param": values, **_partition_fields(known)})
         if "steps" in optimizer and len(kinds) > 1:
             _save(zero / name / f"{_STEP}.pt", torch.tensor(float(optimizer["steps"])))
         atomic.sync_directory(zero / name)
@@ -337,7 +337,7 @@ def _padded(table: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(table, (*sides, 0, -len(table) % multiple))
 
 
-def _how_joined(known: KnownParameter) -> dict[str, Any]:
+def _partition_fields(known: KnownParameter) -> dict[str, Any]:
     """Return the fields by which DeepSpeed's loader splits a parameter over tp ranks."""
     fields: dict[str, Any] = {}
     if known.partition is not None:

@@ -56,7 +56,7 @@ class HuggingFaceSource(SourceBase):
         self.family = family_called(fields.get("model_type"), path=fields.path)
         self.model = _model_config(self.family, fields)
         sizes = self.family.read_sizes(fields)
-        _say_what_was_not_read(fields)
+        _warn_of_unread_fields(fields)
         _check_vocabulary(sizes, options, fields.path)
         self._weights = open_weights(directory)
         try:
@@ -279,7 +279,7 @@ def _model_config(family: Family, fields: Fields) -> ModelConfig:
         ) from error
 
 
-def _say_what_was_not_read(fields: Fields) -> None:
+def _warn_of_unread_fields(fields: Fields) -> None:
     """Nothing depends on fields that the family's class in transformers does not read either."""
     if unread := fields.unread():
         log.warning(

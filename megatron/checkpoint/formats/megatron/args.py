@@ -69,9 +69,9 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
         del given["num_experts"]
     _refuse(given)
     groups: Groups = {group: {} for group in _SAME_NAME}
-    for theirs, (group, field) in _OTHER_SPELLINGS.items():
-        if theirs in given:
-            groups[group][field] = given[theirs]
+    for spelling, (group, field) in _OTHER_SPELLINGS.items():
+        if spelling in given:
+            groups[group][field] = given[spelling]
     for group, names in _SAME_NAME.items():
         groups[group] |= {name: given[name] for name in names if name in given}
     model = groups["model"]

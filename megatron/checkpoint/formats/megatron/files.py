@@ -120,15 +120,15 @@ class RankFile:
     ) -> list[list[Key]]:
         """Return the parameters of each group by number, checked against the state's shapes."""
         decayed = [key for key, value in self.parameters.items() if value.dim() > 1]
-        spared = [key for key, value in self.parameters.items() if value.dim() <= 1]
-        wanted = [names for names in (decayed, spared) if names]
+        undecayed = [key for key, value in self.parameters.items() if value.dim() <= 1]
+        wanted = [names for names in (decayed, undecayed) if names]
         for order in itertools.permutations(wanted):
             if self._fits(groups, order, state):
                 return [list(names) for names in order]
         sizes = [len(group["params"]) for group in groups]
         raise self.error(
             f"optimizer state for groups of {sizes} parameters, whose shapes are not those of the "
-            f"{len(decayed)} matrices and {len(spared)} vectors of the model",
+            f"{len(decayed)} matrices and {len(undecayed)} vectors of the model",
             "load the weights alone (--finetune), or convert it with the program that wrote it",
         )
 
@@ -215,10 +215,10 @@ class MegatronFiles:
     def _check_same_save(self, opened: RankFile) -> None:
         for other in self._open.values():
             for name in ("iteration", "checkpoint_version"):
-                ours, theirs = opened.content.get(name), other.content.get(name)
-                if ours != theirs:
+                value, other_value = opened.content.get(name), other.content.get(name)
+                if value != other_value:
                     raise opened.error(
-                        f"{name} {ours}, but {theirs} in {other.path}",
+                        f"{name} {value}, but {other_value} in {other.path}",
                         "copy the checkpoint whole, from one save",
                     )
 

@@ -138,9 +138,9 @@ def save_megatron(
 
 def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDescription]:
     """Return what all ranks hold together."""
-    mine = {
+    own_tensors = {
         name: TensorDescription(tensor.dtype_code, tensor.global_shape)
         for name, tensor in snapshot.by_name().items()
     }
-    offers = run_on_all_ranks(ctx, "describing what to save", lambda: mine)
+    offers = run_on_all_ranks(ctx, "describing what to save", lambda: own_tensors)
     return {name: known for offer in offers for name, known in offer.items()}

@@ -137,9 +137,9 @@ class MegatronSource(SourceBase):
             for tp in range(self._files.tp):
                 rank = self._files.rank(tp, place.stage)
                 original = self._places[parameter]
-                mine = rank.parameters[place.key]
-                theirs = self._files.rank(tp, original.stage).parameters[original.key]
-                if not torch.equal(mine, theirs):
+                copy = rank.parameters[place.key]
+                values = self._files.rank(tp, original.stage).parameters[original.key]
+                if not torch.equal(copy, values):
                     raise rank.error(
                         f"{place.key.name} differs from {original.key.name} of the first stage, "
                         "whose copy it should be",
@@ -197,11 +197,11 @@ class MegatronSource(SourceBase):
 
     def _check_layers(self, places: Mapping[str, _Place]) -> None:
         found = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
-        said = self._config.get("model", {}).get("num_layers", len(found))
-        if found != set(range(said)):
+        num_layers = self._config.get("model", {}).get("num_layers", len(found))
+        if found != set(range(num_layers)):
             raise CheckpointError(
                 "the checkpoint does not hold every layer of its model",
-                found=f"{self.directory}: {len(found)} layers, its args say num_layers={said}",
+                found=f"{self.directory}: {len(found)} layers, but num_layers={num_layers} in args",
                 fix="copy the checkpoint whole",
             )
 
@@ -211,8 +211,8 @@ class MegatronSource(SourceBase):
         The file records it, else `options` give it; without either every row counts.
         """
         padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
-        said = first.content.get("checkpoint_info")
-        known = said.get("original_vocab_size") if isinstance(said, Mapping) else None
+        info = first.content.get("checkpoint_info")
+        known = info.get("original_vocab_size") if isinstance(info, Mapping) else None
         known = known or options.vocab_size
         divisible_by = int(first.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
         if known is not None and 0 <= padded - known < divisible_by * self._files.tp:

@@ -213,27 +213,28 @@ def rank_content(
             "original_vocab_size": source.tensors[f"model/{names.WORD}"].global_shape[0],
         },
     }
-    held: list[str] = []
+    rank_names: list[str] = []
     for chunk in range(layout.chunks):
-        mine = layout.chunk_of(pp, chunk, parameters)
+        chunk_names = layout.chunk_of(pp, chunk, parameters)
         flat = {
             names.megatron_name(name, first_layer=layout.first_layer(pp, chunk)): _part(
                 source, f"model/{name}", layout, tp
             )
-            for name in mine
+            for name in chunk_names
         }
         heads = {name: part for name, part in flat.items() if names.is_beside_language_model(name)}
         trunk = {name: part for name, part in flat.items() if name not in heads}
         state: dict[str, Any] = {"language_model": _nested(trunk), **_nested(heads)}
         if layout.has_head_copy(pp, chunk):
-            mine.insert(len(trunk), names.WORD)  # before the heads, as modules are registered
+            # Before the heads, as modules are registered.
+            chunk_names.insert(len(trunk), names.WORD)
             copy = _part(source, f"model/{names.WORD}", layout, tp)
             state["word_embeddings_for_head"] = {"weight": copy}
         content["model" if layout.chunks == 1 else f"model{chunk}"] = state
-        held += mine
+        rank_names += chunk_names
     kinds = _kinds(source) if optimizer else []
     if kinds:
-        content["optimizer"] = _optimizer(source, layout, held, kinds, tp, args)
+        content["optimizer"] = _optimizer(source, layout, rank_names, kinds, tp, args)
         content["lr_scheduler"] = _scheduler(source)
     return content
 

@@ -157,10 +157,12 @@ def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) 
 
 def share(snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
     """Return the pieces that this rank writes."""
-    mine = set(plan.ranks[rank].work)
+    own_pieces = set(plan.ranks[rank].work)
     tensors = []
     for tensor in snapshot.tensors:
-        parts = tuple(part for part in tensor.parts if PieceKey(tensor.name, part.box) in mine)
+        parts = tuple(
+            part for part in tensor.parts if PieceKey(tensor.name, part.box) in own_pieces
+        )
         if parts:
             tensors.append(replace(tensor, parts=parts, padding=()))
     return replace(snapshot, tensors=tuple(tensors))

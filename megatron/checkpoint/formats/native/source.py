@@ -105,8 +105,8 @@ class ShardedSource(SourceBase):
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Compare the digests of part `share` of `of` parts of the files."""
-        mine = list(self.manifest.files)[share::of]
-        if damages := verify.wrong_digests(self.directory, self.manifest, mine):
+        files = list(self.manifest.files)[share::of]
+        if damages := verify.wrong_digests(self.directory, self.manifest, files):
             raise verify.damage_error(self.directory, damages)
 
     def close(self) -> None:

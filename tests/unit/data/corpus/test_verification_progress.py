@@ -22,11 +22,11 @@ def prefix(tmp_path, monkeypatch):
 
 def test_each_piece_is_heard_by_who_waits_and_the_log_hears_some(capsys):
     heard = []
-    progress = VerificationProgress("c.bin", heard.append, say_s=0.0)
+    progress = VerificationProgress("c.bin", heard.append, log_every_s=0.0)
     progress(2**29, 2**31)
     assert heard == ["verifying c.bin: 0.50 of 2.00 GiB"]
     assert "verifying c.bin: 0.50 of 2.00 GiB, for 0 s now" in capsys.readouterr().out
-    VerificationProgress("c.bin", heard.append, say_s=60.0)(2**30, 2**31)
+    VerificationProgress("c.bin", heard.append, log_every_s=60.0)(2**30, 2**31)
     assert len(heard) == 2
     assert capsys.readouterr().out == ""
     assert no_progress("nothing") is None

@@ -182,7 +182,7 @@ def test_a_rank_that_does_not_see_the_builders_file_builds_its_own_and_says_so(t
     assert "is not visible on this one" in capsys.readouterr().err
 
 
-PATIENT = LeaseTiming(renew_s=0.05, lease_s=10.0, poll_s=0.01, say_s=0.1, give_up_s=60.0)
+PATIENT = LeaseTiming(renew_s=0.05, lease_s=10.0, poll_s=0.01, log_every_s=0.1, give_up_s=60.0)
 
 
 def test_two_builders_at_once_end_with_one_good_entry(tmp_path):

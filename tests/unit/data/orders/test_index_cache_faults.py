@@ -22,7 +22,9 @@ from tests.support.checkpoints.small_disk import read_only, small_disk
 from tests.unit.data.corpora import cache_in, random_sizes, write_corpus
 
 DESCRIPTION = {"corpus": "abc", "seed": 1}
-SOON = LeaseTiming(renew_s=0.05, lease_s=0.4, poll_s=0.01, say_s=0.1, give_up_s=60.0, settle_s=0.1)
+SOON = LeaseTiming(
+    renew_s=0.05, lease_s=0.4, poll_s=0.01, log_every_s=0.1, give_up_s=60.0, settle_s=0.1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +181,7 @@ def build():
     time.sleep(float(sys.argv[2]))
     return {"doc_idx": np.arange(1000), "sample_idx": np.arange(2**21)}
 
-timing = LeaseTiming(renew_s=0.05, lease_s=0.6, poll_s=0.01, say_s=60.0, settle_s=0.1)
+timing = LeaseTiming(renew_s=0.05, lease_s=0.6, poll_s=0.01, log_every_s=60.0, settle_s=0.1)
 cache = IndexCache(folders=(Path(sys.argv[1]),), timing=timing)
 index = cache.load_or_build("train", {"corpus": "abc", "seed": 1}, build=build)
 assert index["sample_idx"][-1] == 2**21 - 1

@@ -13,7 +13,7 @@ from megatron.data.orders import lease
 from megatron.data.orders.lease import LeaseTiming, leased, report_while, wait_while_leased
 from megatron.errors import MachineError
 
-FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, say_s=0.05, give_up_s=20.0)
+FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, log_every_s=0.05, give_up_s=20.0)
 STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "report_progress": 3}'
 
 
@@ -159,7 +159,7 @@ def test_whoever_only_waits_does_so_while_the_lock_is_held(tmp_path: Path, capsy
     thread = threading.Thread(target=first)
     thread.start()
     assert held.wait(10)
-    timing = LeaseTiming(lease_s=0.2, poll_s=0.01, say_s=0.05, settle_s=0.05)
+    timing = LeaseTiming(lease_s=0.2, poll_s=0.01, log_every_s=0.05, settle_s=0.05)
     wait_while_leased([tmp_path / "none", path], "working", timing, is_done=never)
     order.append("second")
     thread.join()

@@ -211,7 +211,7 @@ def test_a_missing_layer_and_a_doubled_one_are_found(tmp_path: Path) -> None:
     _edit(directory, lambda content: setattr(content["args"], "num_layers", 6))
     with pytest.raises(CheckpointError, match="does not hold every layer of its model") as error:
         _open(directory)
-    assert "4 layers, its args say num_layers=6" in str(error.value.found)
+    assert "4 layers, but num_layers=6 in args" in str(error.value.found)
 
     def double(content: dict[str, Any]) -> None:
         content["args"].num_layers = 4
