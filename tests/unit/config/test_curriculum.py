@@ -73,14 +73,14 @@ def blocks(draw: st.DrawFn) -> Any:
 @examples(100)
 @given(blocks())
 def test_every_length_is_that_of_deepspeed(values: Any) -> None:
-    ours, theirs = read(values), lengths_of_deepspeed(values, 150)
-    assert [ours.length_at(at) for at in range(150)] == theirs
-    assert theirs == sorted(theirs)
-    assert set(theirs) <= set(ours.all_lengths)
-    assert all(length == theirs[-1] for length in theirs[ours.settled_at :])
+    ours, expected = read(values), lengths_of_deepspeed(values, 150)
+    assert [ours.length_at(at) for at in range(150)] == expected
+    assert expected == sorted(expected)
+    assert set(expected) <= set(ours.all_lengths)
+    assert all(length == expected[-1] for length in expected[ours.settled_at :])
     if 0 < ours.settled_at < 150:
-        before = theirs[ours.settled_at - 1]
-        assert before < theirs[-1] or ours.schedule is CurriculumSchedule.FIXED_DISCRETE
+        before = expected[ours.settled_at - 1]
+        assert before < expected[-1] or ours.schedule is CurriculumSchedule.FIXED_DISCRETE
 
 
 def test_some_lengths_by_hand() -> None:

@@ -37,11 +37,11 @@ def test_the_reference_library_reads_what_we_write(tmp_path):
     written = io.write(tmp_path / "f", list(tensors.items()), metadata={"a": "b"})
     content = (tmp_path / "f").read_bytes()
     assert written[:2] == (len(content), xxhash.xxh3_128_hexdigest(content))
-    theirs = safetensors.torch.load_file(tmp_path / "f")
-    assert set(theirs) == set(tensors)
+    loaded = safetensors.torch.load_file(tmp_path / "f")
+    assert set(loaded) == set(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(theirs[name], tensor)
-        assert theirs[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
 
 
 def test_we_read_what_the_reference_library_writes(tmp_path):

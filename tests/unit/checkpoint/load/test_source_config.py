@@ -59,7 +59,7 @@ def test_a_source_base_closes_nothing_and_checks_nothing() -> None:
 def test_flags_beside_it_are_right_where_it_says_nothing() -> None:
     source = MemorySource.of_gpt()
     known = source.config["model"].pop("num_layers")
-    said = {"model": {"num_layers": known, "hidden_size": 1000}}
-    config = RunConfig.from_plain(completed_config(source, said))
+    fallback = {"model": {"num_layers": known, "hidden_size": 1000}}
+    config = RunConfig.from_plain(completed_config(source, fallback))
     assert config.model.num_layers == known
     assert config.model.hidden_size == source.config["model"]["hidden_size"]

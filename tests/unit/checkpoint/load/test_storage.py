@@ -428,10 +428,10 @@ def test_the_newest_whole_one_before_it_is_taken_and_said_loudly(tmp_path, capsy
     for bad in (2, 3):
         damage(tmp_path / f"iter_000000{bad}")
     assert previous(tmp_path) == 1
-    said = capsys.readouterr().err
-    assert "*** --load-fallback previous: going on from iteration 1" in said
-    assert "iteration 3" in said
-    assert ("iteration 2: " in said) == (tmp_path / "iter_0000002").exists()
+    output = capsys.readouterr().err
+    assert "*** --load-fallback previous: going on from iteration 1" in output
+    assert "iteration 3" in output
+    assert ("iteration 2: " in output) == (tmp_path / "iter_0000002").exists()
     with pytest.raises(CheckpointError):
         load(tmp_path)
 

@@ -204,9 +204,9 @@ def test_what_is_dropped_is_said(tmp_path: Path) -> None:
             {"zero_optimization": {"elastic_checkpoint": True}, "dataloader_drop_last": True},
         )
     )
-    said = list(remarks(user))
-    assert len(said) == 2
-    assert said[0].startswith("dataloader_drop_last: has no effect here because ")
+    texts = list(remarks(user))
+    assert len(texts) == 2
+    assert texts[0].startswith("dataloader_drop_last: has no effect here because ")
 
 
 def test_layers_are_recomputed_by_this_program_alone(tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ def test_a_corpus_in_a_folder_that_cannot_be_written_has_its_index_at_home(
         assert sorted(path.name for path in data.iterdir()) == before
     files = [Path(path) for path in dataset.index_files.values()]
     assert all(path.is_relative_to(tmp_path / "home") for path in files)
-    said = capsys.readouterr().err
-    assert said.count("sample indices cannot be kept in") == 1
-    assert str(tmp_path / "home") in said
+    output = capsys.readouterr().err
+    assert output.count("sample indices cannot be kept in") == 1
+    assert str(tmp_path / "home") in output
 
 
 def test_a_lock_that_a_dead_builder_left_holds_nobody_up(tmp_path, capsys):

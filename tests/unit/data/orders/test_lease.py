@@ -55,9 +55,9 @@ def test_a_second_holder_waits_for_the_first_however_long_its_lease(tmp_path: Pa
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
-    said = capsys.readouterr()
-    assert f"waiting for process {os.getpid()} on" in said.out
-    assert said.err == "", "nothing was taken over"
+    output = capsys.readouterr()
+    assert f"waiting for process {os.getpid()} on" in output.out
+    assert output.err == "", "nothing was taken over"
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_long_work_is_said_every_so_often(capsys):
     with report_while("counting", 0.05):
         time.sleep(0.3)
     assert "still counting, for 0 s now" in capsys.readouterr().out
-    heard = []
-    with report_while("counting", 0.05, heard.append):
+    reports = []
+    with report_while("counting", 0.05, reports.append):
         time.sleep(0.3)
-    assert heard[0] == "counting, for 0 s now"
-    assert capsys.readouterr().out.count("still counting") == len(heard)
+    assert reports[0] == "counting, for 0 s now"
+    assert capsys.readouterr().out.count("still counting") == len(reports)
     with report_while("counting", 60.0):
         pass
     assert capsys.readouterr().out == ""

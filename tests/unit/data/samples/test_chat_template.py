@@ -212,13 +212,13 @@ def test_a_models_own_template_is_written_as_transformers_writes_it(tmp_path):
         *(ChatMessage("user", "{{ 3 }}"), ChatMessage("assistant", "6"), ChatMessage("user", "?")),
     )
 
-    def theirs(turns, **options):
+    def reference(turns, **options):
         turns = [turn._asdict() for turn in turns]
         return other.apply_chat_template(turns, chat_template=OWN, tokenize=False, **options)
 
     pieces = template.render(messages)
-    assert "".join(piece.text for piece in pieces) == theirs(messages)
-    assert template.prompt(messages[:2]) == theirs(messages[:2], add_generation_prompt=True)
+    assert "".join(piece.text for piece in pieces) == reference(messages)
+    assert template.prompt(messages[:2]) == reference(messages[:2], add_generation_prompt=True)
     assert [piece.text for piece in pieces if piece.is_target] == ["4", "</s>", "6", "</s>"]
     assert (template.end, template.ends_document) == ("</s>", False)
 

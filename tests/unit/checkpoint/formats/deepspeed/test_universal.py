@@ -144,8 +144,8 @@ def test_copies_that_were_written_one_after_the_other_are_one_again(
     assert "different copies" not in capsys.readouterr().out
     joined_of_two(made, "layers.0.post_attention_norm.weight", differ=True)
     opened(made).read("model/layers.0.post_attention_norm.weight", Box((0,), (4,)))
-    said = capsys.readouterr()
-    assert "had different copies of layers.0.post_attention_norm.weight" in said.out + said.err
+    output = capsys.readouterr()
+    assert "had different copies of layers.0.post_attention_norm.weight" in output.out + output.err
 
 
 def test_copies_that_are_no_whole_number_of_parts_are_refused(made: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model/final_norm.bias"), "missing: final_norm.bias"),
         (lambda t: t.update({"model/extra": torch.zeros(1)}), "unknown: extra"),
@@ -272,12 +272,14 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_source_that_is_not_its_config_is_refused(change: Any, told: str, tmp_path: Path) -> None:
+def test_a_source_that_is_not_its_config_is_refused(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     source = MemorySource(rough(shaped()))
     change(source._state)
     with pytest.raises(CheckpointError, match="does not hold a whole model") as caught:
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_source_that_does_not_know_its_model_is_refused(tmp_path: Path) -> None:

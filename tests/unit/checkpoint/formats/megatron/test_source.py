@@ -280,8 +280,8 @@ def test_optimizer_files_of_the_distributed_optimizer_are_said_and_left(
     with _open(directory) as source:
         assert source.scalars == {}
         assert all(name.startswith("model/") for name in source.tensors)
-    told = capsys.readouterr()
-    assert "distrib_optim.pt" in told.out + told.err
+    output = capsys.readouterr()
+    assert "distrib_optim.pt" in output.out + output.err
 
 
 def test_samples_are_counted_as_megatron_does_where_they_are_not_said(tmp_path: Path) -> None:
