@@ -132,9 +132,9 @@ def _train_and_save(case: Case, folder: str, tag: str) -> dict[str, Local]:
     ctx = ParallelContext.build(Topology(tp=case.tp, dp=case.dp))
     engine, model = _engine(case, ctx)
     tokens = torch.arange(case.dp * SEQUENCE).view(case.dp, SEQUENCE) * 7 % 50
-    mine = tokens[ctx.dp.rank : ctx.dp.rank + 1]
+    own_tokens = tokens[ctx.dp.rank : ctx.dp.rank + 1]
     for step in range(STEPS):
-        loss = engine(mine, labels=(mine + 1 + step) % 50)
+        loss = engine(own_tokens, labels=(own_tokens + 1 + step) % 50)
         engine.backward(loss.total / loss.count)
         engine.step()
     engine.save_checkpoint(folder, tag=tag, client_state=_client_state(case, model, ctx))
@@ -191,11 +191,11 @@ def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
 def _client_state(case: Case, model: GPTModel, ctx: ParallelContext) -> dict[str, Any]:
     if not case.record:
         return {"iteration": STEPS}
-    mine = {
+    own_parameters = {
         name: describe_parameter(name, p, tuple(getattr(p, "ds_shape", p.shape)), tp=ctx.tp.size)
         for name, p in model.named_parameters()
     }
-    parameters = merged(all_gather_object(mine, ctx.world))
+    parameters = merged(all_gather_object(own_parameters, ctx.world))
     order = [n for group in param_groups(model.named_parameters()) for n, _ in group.parameters]
     record = RunRecord(
         iteration=STEPS,

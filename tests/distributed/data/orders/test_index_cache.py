@@ -11,7 +11,7 @@ from megatron.data.orders import lease
 from megatron.data.orders.index_cache import IndexCache
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import MachineError
-from megatron.mpu import progress_barrier as meeting
+from megatron.mpu import progress_barrier
 from megatron.mpu.collectives import all_gather_object, barrier
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -85,9 +85,9 @@ def test_a_build_may_take_longer_than_a_barrier(tmp_path: Path) -> None:
 
 def build_on_another_node_and_say_so(folders: list[Path]) -> None:
     """The lock is not seen, and a word of the builder's thread is."""
-    lease._BEAT_S = meeting._BEAT_S = 0.2
+    lease._BEAT_S = progress_barrier._BEAT_S = 0.2
     context = context_of(2, 60)
-    place = meeting.ProgressBarrier(context.world, patience_s=1.5)
+    place = progress_barrier.ProgressBarrier(context.world, patience_s=1.5)
 
     def build_slowly() -> dict[str, np.ndarray]:
         time.sleep(4)

@@ -94,9 +94,9 @@ def _by_our_names(stages: list[Piped], first: int) -> dict[str, Tensor]:
         "tied_modules.embed.position_embeddings.weight": "embedding.position.weight",
     }
     for leaf in ("weight", "bias"):
-        for theirs, ours in parts.items():
+        for spelling, ours in parts.items():
             for layer in range(LAYERS):
-                table[f"{first + layer}.{theirs}.{leaf}"] = f"layers.{layer}.{ours}.{leaf}"
+                table[f"{first + layer}.{spelling}.{leaf}"] = f"layers.{layer}.{ours}.{leaf}"
         norm = first + LAYERS + (1 if first == 3 else 0)
         table[f"{norm}.{leaf}"] = f"final_norm.{leaf}"
     found: dict[str, Tensor] = {}
