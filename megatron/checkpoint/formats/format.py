@@ -1,7 +1,7 @@
-"""What a format of checkpoints is: one record of all that the rest of the program knows about it.
+"""Defines the record of a checkpoint format: all that the rest of the program uses of it.
 
-A record stands in `format.py` of its package; `registry.FORMATS` lists them. Whoever loads, saves,
-converts or checks flags reads a record, and never asks for a format by its name.
+A record stands in `format.py` of its package; `registry.FORMATS` lists them. Code that loads,
+saves, converts or checks flags reads a record, and never compares a format's name.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class RunSave:
     Attributes:
         num_chunks: virtual stages of each pipeline rank.
         padded_rows: rows of the vocabulary in the run, padding included.
-        live: returns what DeepSpeed saves by itself (`Engine.live`).
-        background: where a format that can writes beside the training; None: the training waits.
+        live: returns the parts of the engine that DeepSpeed saves itself (`Engine.live`).
+        background: for formats that can write in the background; None: the training waits.
     """
 
     folder: str
@@ -43,7 +43,7 @@ class RunSave:
 
 
 class PlannedRun(NamedTuple):
-    """A run before it starts, for a format to say whether it can hold its checkpoints."""
+    """A run before it starts, for which a format checks whether it can hold its checkpoints."""
 
     config: RunConfig
     has_equal_stages: Callable[[], bool]  # whether all pipeline stages have as many layers

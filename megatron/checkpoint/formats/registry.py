@@ -1,4 +1,4 @@
-"""The list of checkpoint formats, and which one of them a path leads to.
+"""The list of checkpoint formats, and the search for the format of a path.
 
 A path is either one checkpoint's own folder, or a folder of several with a tracker file that names
 the latest: ours and Megatron's name an iteration (or "release"), DeepSpeed's name a folder.
@@ -20,7 +20,7 @@ from megatron.checkpoint.formats.native.format import FORMAT as NATIVE
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.errors import CheckpointError, ConfigError
 
-# Asked in this order: of a folder that two formats recognise, the first one wins.
+# Tried in this order: if two formats recognise a folder, the first one is used.
 FORMATS: tuple[Format, ...] = (NATIVE, MEGATRON, UNIVERSAL, DEEPSPEED, HUGGINGFACE)
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -55,8 +55,8 @@ def recognise(directory: Path) -> Format | None:
 def format_of(folder: str | Place, iteration: int | None = None) -> Format:
     """Return the format of the checkpoint that a load of `folder` takes.
 
-    Our own also where there is none, since our own loading says what is wrong then, and in object
-    stores, since other formats are read from disks alone.
+    Our own if there is no checkpoint, since our loader then reports what is wrong, and in object
+    stores, since other formats are read from disks only.
     """
     there = place(folder)
     if not isinstance(there, Path):
@@ -74,7 +74,7 @@ def locate(path: str | Path, iteration: int | None = None) -> Path:
         CheckpointError: there is no such folder or iteration, or nothing in it is recognised.
     """
     path = Path(path)
-    # A folder of ours is what its tracker says, whatever else was put beside the iterations.
+    # Our tracker decides, whatever else is beside the iterations.
     if iteration is None and not (path / folder.TRACKER).is_file() and recognise(path) is not None:
         return path
     if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():

@@ -1,4 +1,4 @@
-"""Which of our parameters Megatron-DeepSpeed means by a name in DeepSpeed's files.
+"""Maps Megatron-DeepSpeed's names in DeepSpeed's files to our parameters.
 
 A plain model has Megatron's own names. In a pipeline they begin with the layer's number in
 DeepSpeed's list, which also counts functions, so that block 0 is number 2 or 3 depending on the
@@ -39,8 +39,8 @@ def known_parameters(
     """Return our parameters by the names of Megatron-DeepSpeed, of all ranks together.
 
     Args:
-        config: groups of plain values that say whether the MLP is gated.
-        vocab_rows: the number of tokens; None: nobody says, so no row is taken for padding.
+        config: groups of plain values, which give whether the MLP is gated.
+        vocab_rows: the number of tokens; None: unknown, so no row is treated as padding.
 
     Raises:
         CheckpointError: names that are not of a GPT or BERT of that family.
@@ -71,7 +71,7 @@ def known_parameters(
 
 
 def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] | None:
-    """Return the whole shape of what has a row for each token; None of all others."""
+    """Return the whole shape of a parameter with a row for each token; None for all others."""
     if rows is None:
         return None
     if ours == WORD_BIAS:

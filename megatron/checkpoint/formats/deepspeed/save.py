@@ -1,4 +1,4 @@
-"""A running job saves in DeepSpeed's own layout, under the same rules as a checkpoint of ours.
+"""Saves a running job in DeepSpeed's own layout, under the same rules as in our format.
 
 DeepSpeed's engine writes its files through a writer that makes them durable and records their
 digests. The folder appears by one rename, after all ranks are done and rank 0 has read it back.
@@ -45,7 +45,7 @@ Write = Callable[[Path, str, ClientState, "DurableWriter"], None]
 
 
 class Live(NamedTuple):
-    """What a save needs of an engine of DeepSpeed's.
+    """The parts of a DeepSpeed engine that a save uses.
 
     `parameters` are those of this rank by DeepSpeed's names, `order` the names as its optimizer
     numbers them. `write(folder, tag, client_state, writer)` lets DeepSpeed save, every file through
@@ -141,7 +141,7 @@ def save_deepspeed(
 def _let_write(
     live: Live, there: Path, tag: str, state: ClientState, writer: DurableWriter
 ) -> None:
-    """What DeepSpeed raises by itself is kept like an error of the writer, for one verdict."""
+    """Keep an error that DeepSpeed itself raises, like those of the writer."""
     try:
         live.write(there, tag, state, writer)
     except Exception as error:  # reported to all ranks at the next step
@@ -195,7 +195,7 @@ def _client_state(
 
 
 def _check_written(stage: Path, snapshot: Snapshot) -> None:
-    """Rank 0 opens what was written as a reader would, and compares it with the run."""
+    """Open the written files on rank 0 as a reader would, and compare them with the run."""
     with DeepSpeedSource(stage, SourceOptions()) as source:
         expected = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
         wrong = [
@@ -212,6 +212,6 @@ def _check_written(stage: Path, snapshot: Snapshot) -> None:
 
 
 def _commit(stage: Path, final: Path, iteration: int) -> Path:
-    """Make the finished stage the checkpoint, and both trackers name it."""
+    """Make the finished stage the checkpoint, and update both trackers."""
     trackers = {DEEPSPEED_TRACKER: final.name, folders.TRACKER: f"{iteration}\n"}
     return folders.publish(stage, final.name, trackers)

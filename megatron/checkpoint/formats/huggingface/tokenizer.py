@@ -1,9 +1,9 @@
-"""Tokenizer files of a Hugging Face folder: which flags of ours read them, and writing ours there.
+"""Tokenizer files of a Hugging Face folder: the flags that read them, and writing our files.
 
-Files are copied as they are where the other side reads them as they are. What a reader would get
-wrong: a GPT-2 vocabulary needs a tokenizer.json beside it only for libraries that are not
-`transformers`, so it is made from the two files; added tokens of SentencePiece have no place in a
-.model file, so a model with them is refused rather than shortened.
+Files are copied unchanged where transformers reads them unchanged. What a reader would get wrong: a
+GPT-2 vocabulary needs a tokenizer.json beside it only for libraries that are not `transformers`, so
+it is made from the two files; added tokens of SentencePiece have no place in a .model file, so a
+model with them is refused rather than shortened.
 """
 
 import json
@@ -26,7 +26,7 @@ from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import TokenizerSpec
 
-# What makes a tokenizer in a folder that may hold gigabytes of other things.
+# The files of a tokenizer in a folder that may hold gigabytes of other files.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt"),
@@ -39,10 +39,10 @@ _OF_A_FOLDER = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What goes into the folder: files to copy and files to make, and ids for config.json."""
+    """The files to copy, the files to make, and the ids for config.json."""
 
     note: str
-    copies: Mapping[str, Path] = field(default_factory=dict)  # name there to file here
+    copies: Mapping[str, Path] = field(default_factory=dict)  # name in the folder to source file
     made: Mapping[str, bytes] = field(default_factory=dict)
     special_ids: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class TokenizerFiles:
 def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
     """Fields of `TokenizerConfig` that read the tokenizer in `directory`.
 
-    Without one the model is a bare network, which `NullTokenizer` serves.
+    Without one the model is a bare network, for which `NullTokenizer` is used.
     """
     rows = {"true_vocab_size": vocab_rows}
     if (directory / "tokenizer.json").is_file():
@@ -86,7 +86,7 @@ def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
             "this model has no rows for; a tokenizer.json beside it has none of that "
             "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
         )
-    # Its end of document is one more than the size that it is given.
+    # Its end of document is one more than its size.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
 

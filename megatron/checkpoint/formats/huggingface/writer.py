@@ -1,7 +1,7 @@
 """A Hugging Face folder from any source of checkpoints: weights, config.json, tokenizer files.
 
-Their tensors are put together from ours one at a time, into shards that are never in memory as a
-whole. The folder appears under its name complete or not at all.
+Hugging Face's tensors are assembled from ours one at a time, into shards that are never in memory
+as a whole. The folder appears under its name complete or not at all.
 """
 
 import json
@@ -47,7 +47,7 @@ _PREFIX = "model/"
 
 
 class WriterPart(NamedTuple):
-    """Rows of one of our tensors that go into one of theirs."""
+    """Rows of one of our tensors that go into one tensor of the folder."""
 
     name: str
     box: Box  # of our tensor
@@ -56,7 +56,7 @@ class WriterPart(NamedTuple):
 
 @dataclass
 class ExportTarget:
-    """One of their tensors: what it is, and what it is made of."""
+    """One tensor of the folder: its shape, type and parts."""
 
     shape: tuple[int, ...]
     dtype_code: str
@@ -104,7 +104,7 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
 
 
 def model_of(source: CheckpointSource) -> ModelConfig:
-    """Return the model of `source`; CheckpointError when it does not know its shape."""
+    """Return the model of `source`; CheckpointError if it does not record its shape."""
     try:
         return from_plain(ModelConfig, source.config.get("model", {}))
     except ConfigError as error:
@@ -125,7 +125,7 @@ def plan_targets(
     """Return the tensors to export by name, in model order, and the rows of ours in each.
 
     Raises:
-        CheckpointError: the source does not hold just the tensors of the model that it describes.
+        CheckpointError: the source's tensors are not those of the model that it describes.
     """
     stored = {
         name.removeprefix(_PREFIX): description
@@ -147,7 +147,7 @@ def plan_targets(
 
 
 def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
-    """Return one of their tensors, put together from our rows."""
+    """Return one tensor of the folder, assembled from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     if len(target.parts) == 1 and not target.transposed:
         ((name, box, _),) = target.parts
@@ -190,7 +190,7 @@ def _write_weights(
             stage / file,
             [(name, targets[name].dtype_code, targets[name].shape) for name in names],
             (read_target(source, targets[name]) for name in names),
-            metadata={"format": "pt"},  # what transformers insists on
+            metadata={"format": "pt"},  # required by transformers
         )
         where |= dict.fromkeys(names, file)
         total += sum(tensor_bytes(targets[n].dtype_code, targets[n].shape) for n in names)

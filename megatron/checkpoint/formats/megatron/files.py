@@ -1,11 +1,11 @@
-"""The files of one Megatron checkpoint: which ranks wrote them, and what stands in each, by name.
+"""The files of one Megatron checkpoint: which ranks wrote them, and their content by name.
 
     iter_0000100/mp_rank_TT/model_optim_rng.pt         tensor rank TT, one pipeline stage
     iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt     pipeline stage PPP
     release/mp_rank_.../model_optim_rng.pt             weights to start from
 
-Each holds its rank's parts. Optimizer state has no names there: it is numbered by parameter, in the
-order of the modules, weights with decay first.
+Each holds its rank's parts. Optimizer state has no names in them: it is numbered by parameter, in
+the order of the modules, weights with decay first.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class OptimizerShard(NamedTuple):
 
 
 class RankFile:
-    """What one rank of a Megatron job wrote."""
+    """The file that one rank of a Megatron job wrote."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class RankFile:
 
     @cached_property
     def optimizer(self) -> OptimizerShard | None:
-        """The optimizer's state; None where the file has none, or a part of another rank's.
+        """The optimizer's state; None if the file has none, or a part of another rank's.
 
         Raises:
             CheckpointError: it is not of the parameters that are in the file.
@@ -209,7 +209,7 @@ class MegatronFiles:
         return self._open[tp, pp]
 
     def close(self) -> None:
-        """Let go of everything that is mapped or read."""
+        """Release everything that is mapped or read."""
         self._open.clear()
 
     def _check_same_save(self, opened: RankFile) -> None:
@@ -256,7 +256,7 @@ def _is_chunk(name: object) -> bool:
 
 
 def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names: Megatron nests some modules and writes dots for others."""
+    """Return values by dotted names: Megatron nests some modules and writes dots for others."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

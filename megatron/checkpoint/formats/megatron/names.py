@@ -1,8 +1,8 @@
 """Names and layouts of Megatron's GPT and BERT, in all spellings, to and from ours: one table.
 
-Everything that descends from Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keeps the
-same parameters under slightly other names and row orders. Layers are counted from 0 within a file
-there, and over the whole model here. Reading and writing files is left to the formats.
+All descendants of Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keep the same
+parameters under slightly different names and row orders. They count layers from 0 within a file,
+this program over the whole model. The formats read and write the files.
 """
 
 import re
@@ -29,7 +29,7 @@ EMBEDDING_NORM = "embedding.norm"
 _TYPES = TYPE_TABLE.removesuffix(".weight")
 _WORD_BIAS = WORD_BIAS.removesuffix(".bias")
 
-# Our module inside a block: its spellings elsewhere; the first is the one that is written.
+# Our module inside a block: its spellings in Megatrons; the first is written.
 _BLOCK: Mapping[str, tuple[str, ...]] = {
     "input_norm": ("input_layernorm", "input_norm"),
     "attention.qkv": (
@@ -65,21 +65,21 @@ _EDGES: Mapping[str, str] = {
     "lm_head.bias": WORD_BIAS,
     "output_layer.bias": WORD_BIAS,  # Megatron core
 }
-# What stands above a BERT's encoder: our modules and theirs, of which the first is written.
+# The heads of a BERT: our modules and their spellings in Megatrons; the first is written.
 _HEADS: Mapping[str, tuple[str, ...]] = {
     POOLER: ("pooler.dense",),
     WORDS: ("lm_head.dense",),
     WORDS_NORM: ("lm_head.layernorm", "lm_head.norm", "lm_head.layer_norm"),
     ORDER: ("binary_head",),
 }
-# Those that lie beside the language model, not in it.
+# The heads beside the language model, not in it.
 _BESIDE = ("lm_head.", "binary_head.")
 _TRUNKS = ("encoder", "transformer", "decoder")  # of the blocks: since 2.4, before, and in core
 _FINAL_NORMS = ("final_layernorm", "final_norm")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _LEAVES = ("weight", "bias")
-# What is kept there beside parameters, and means nothing here.
+# Entries beside parameters that are not used.
 _NOT_PARAMETERS = re.compile(
     r"(.*\.)?(_extra_state|rotary_(pos_)?emb(edding)?(s)?\.inv_freq|inv_freq|masked_bias)"
 )
@@ -126,8 +126,8 @@ def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
     """Return our name of Megatron's parameter `theirs`; None if GPT and BERT do not have it.
 
     Args:
-        theirs: dotted, without what stands before `embedding.`, `encoder.`, `lm_head.` and so on.
-        first_layer: what layer 0 of the file is in the whole model.
+        theirs: dotted, without the prefix of `embedding.`, `encoder.`, `lm_head.` and so on.
+        first_layer: the index in the whole model of the file's layer 0.
     """
     if theirs in EDGES:
         return EDGES[theirs]
@@ -167,14 +167,14 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
 def is_beside_language_model(theirs: str) -> bool:
     """Return whether Megatron's parameter `theirs` is of a BERT head outside the trunk.
 
-    Modules have those after all others, a last stage's copy of the embedding included; files have
-    that copy last.
+    In modules they come after all others, including the last stage's copy of the embedding; in
+    files that copy comes last.
     """
     return theirs.startswith(_BESIDE)
 
 
 def is_parameter(theirs: str) -> bool:
-    """Return whether an entry of a module's state is a parameter, and not something computed."""
+    """Return whether an entry of a module's state is a parameter, not a computed value."""
     return _NOT_PARAMETERS.fullmatch(theirs) is None
 
 
@@ -198,12 +198,12 @@ def has_vocabulary_rows(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """In which order Megatron keeps rows that are one matrix of several parts.
+    """The order in which Megatron keeps the rows of a matrix of several parts.
 
-    `version` is `checkpoint_version`: query, key and value of a head stand together since 2.0;
+    `version` is `checkpoint_version`: query, key and value of a head are adjacent since 2.0;
     before, all queries came first (below 1.0), or the three alternated by channel (1.0).
-    `gate_second`: a gated unit's activation is on its second half, as in bigscience.
-    `head_width`: channels of one attention head.
+    `gate_second`: a gated unit's activation is on its second half, as in bigscience. `head_width`:
+    channels of one attention head.
     """
 
     version: float = 3.0
@@ -211,7 +211,7 @@ class RowOrder:
     gate_second: bool = False
 
     def moves(self, name: str) -> bool:
-        """Return whether the rows of the parameter `name` stand in another order than ours."""
+        """Return whether the rows of the parameter `name` are in another order than ours."""
         return (self._is_qkv(name) and self.version < 2) or (
             self.gate_second and ".mlp.fc1." in name
         )

@@ -1,8 +1,8 @@
 """Classic Megatron-LM checkpoints, versions 0 to 3 and any TP and PP, as a source.
 
-What differs between versions is the order of rows and some names (`names`). Files are
-mapped, so that only what is asked for is read. Random states are not taken over: they mean
-something only to the ranks and the program that had them.
+What differs between versions is the order of rows and some names (`names`). Files are mapped, so
+that only what is needed is read. Random states are not loaded: they are valid only for the ranks
+and the program that saved them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,12 +67,12 @@ class MegatronSource(SourceBase):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """The groups of flags that `args` says."""
+        """The config groups from `args`."""
         return self._config
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far the run was; empty for a release, which is where a run starts from."""
+        """The progress of the run; empty for a release, from which a run starts."""
         content, args = self._files.rank(0, 0).content, self._files.rank(0, 0).args
         if self.directory.name == RELEASE:
             return {}
@@ -147,11 +147,11 @@ class MegatronSource(SourceBase):
                     )
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.close()
 
     def _find_parameters(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
-        """Return where each parameter of ours lies, and where a copy of the word embedding does."""
+        """Return the places of our parameters, and of a copy of the word embedding."""
         places: dict[str, _Place] = {}
         copies: dict[str, _Place] = {}
         unknown: list[str] = []
@@ -183,7 +183,7 @@ class MegatronSource(SourceBase):
         return ordered, {} if names.WORD not in copies else copies
 
     def _keys(self) -> Iterator[tuple[int, Key, int]]:
-        """(stage, key, layer of the model that the virtual stage begins with), model order."""
+        """Yield (stage, key, first layer of the virtual stage) in the order of the model."""
         by_chunk: dict[tuple[int, int], list[Key]] = {}
         for stage in range(self._files.pp):
             for key in self._files.rank(0, stage).parameters:

@@ -1,7 +1,7 @@
 """Checkpoints in Megatron-LM's classic layout, version 3, at any TP, PP and virtual stages.
 
-What Megatron's own loader looks at is there: nested modules, flat args in plain types, numbered
-optimizer state, the scheduler's numbers. Random states are not: load it with --no-load-rng.
+Writes what Megatron's own loader reads: nested modules, flat args in plain types, numbered
+optimizer state, the scheduler's numbers. Random states are not written: load it with --no-load-rng.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _FILE_BYTES = 1 << 20  # of one file's pickle, and of the file system's own bloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """Which parameters stand in the file of which rank, and the shape of the vocabulary there.
+    """The parameters in each rank's file, and the padded vocabulary.
 
     `layers` are transformer layers of one virtual stage.
     """
@@ -62,7 +62,7 @@ class FileLayout:
         return found
 
     def first_layer(self, stage: int, chunk: int) -> int:
-        """Return what layer 0 of a virtual stage is in the whole model."""
+        """Return the index in the whole model of a virtual stage's layer 0."""
         return (chunk * self.pp + stage) * self.layers
 
     def has_head_copy(self, stage: int, chunk: int) -> bool:
@@ -180,7 +180,7 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
 
 
 def needed_bytes(tensors: Mapping[str, TensorDescription], layout: FileLayout) -> int:
-    """Room for the files of all ranks: what is not split is in each, the embedding in two."""
+    """Return the bytes of all files: replicated tensors are in each, the embedding in two."""
     split = sum(tensor_bytes(*known) for known in tensors.values())
     copies = sum(
         tensor_bytes(*known)
@@ -242,7 +242,7 @@ def rank_content(
 def write_rank(
     stage: Path, layout: FileLayout, content: Mapping[str, Any], *, tp: int, pp: int
 ) -> dict[str, FileRecord]:
-    """Write the file of one rank into the folder `stage`, durably; its record by name."""
+    """Write the file of one rank into the folder `stage`, durably; return its record by name."""
     name = f"mp_rank_{tp:02d}" if layout.pp == 1 else f"mp_rank_{tp:02d}_{pp:03d}"
     (stage / name).mkdir()
     record = torch_file.save(stage / name / FILE, dict(content))
@@ -314,7 +314,7 @@ def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> T
 
 
 def _nested(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Megatron's nesting: modules of the embedding by name, everything else with dots inside."""
+    """Nest values as Megatron does: the embedding's modules by name, others by dotted names."""
     nested: dict[str, Any] = {}
     for name, tensor in flat.items():
         top, _, rest = name.partition(".")
@@ -339,7 +339,7 @@ def _optimizer(
     tp: int,
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """State numbered by parameter: matrices first, as Megatron groups them by weight decay."""
+    """Return state numbered by parameter: matrices first, as Megatron's weight decay groups."""
     kept: Mapping[str, Any] = object_at(source.scalars, "optimizer")
     steps = int(kept.get("steps", 0))
     groups: list[dict[str, Any]] = []
@@ -402,7 +402,7 @@ def _scaler(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler(source: CheckpointSource) -> dict[str, Any]:
-    """Megatron's schedule is a function of samples; its loader wants the numbers all the same."""
+    """Return the state of Megatron's schedule, a function of samples, which its loader requires."""
     schedule: Mapping[str, Any] = source.config.get("schedule", {})
     training: Mapping[str, Any] = source.config.get("training", {})
     batch = int(training.get("global_batch_size") or 1)

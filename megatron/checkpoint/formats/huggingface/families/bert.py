@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): norms after additions, heads that may be there or not.
+"""BERT (Devlin et al. 2018): norms after additions, optional heads.
 
 What a reader would get wrong: a norm that stands at the end of a layer there is the one at the
 beginning of the next layer here, and the embedding's is that of layer 0. Dropout of the embedding
@@ -66,7 +66,7 @@ def read_encoder(fields: Fields) -> dict[str, object]:
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """Return rows of both tables; the files tell which heads there are."""
+    """Return the rows of both tables; the heads follow from the files."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
 

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia: attention and MLP side by side, part of each head rotates.
 
-Their q k v stand head by head as ours do, and rotation pairs the halves of the rotating channels
-as ours does, so no row moves.
+q, k and v are stored head by head as in our model, and rotation pairs the halves of the rotating
+channels as ours does, so no row moves.
 """
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes

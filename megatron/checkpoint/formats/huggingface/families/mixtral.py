@@ -11,7 +11,7 @@ from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, 
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
-_ROTARY_BASE, _EPSILON = 1e6, 1e-5  # what transformers takes when config.json does not say
+_ROTARY_BASE, _EPSILON = 1e6, 1e-5  # the default of transformers
 
 
 def _read(fields: Fields) -> dict[str, object]:

@@ -9,7 +9,7 @@ from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
-_QWEN3_HEAD_WIDTH = 128  # what transformers takes when config.json does not say
+_QWEN3_HEAD_WIDTH = 128  # the default of transformers
 
 
 def _read_qwen2(fields: Fields) -> dict[str, object]:
