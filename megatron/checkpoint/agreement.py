@@ -1,7 +1,7 @@
-"""One step taken by every rank, and one verdict on it: a rank's failure is data to the others.
+"""One step run by every rank, and one result for all: each rank learns of another's failure.
 
 Without this a rank that fails leaves the others waiting in their next collective. A step itself
-must not communicate. Ranks that die altogether are found by the collective's timeout, not here.
+must not communicate. Ranks whose process ends are detected by the collective's timeout, not here.
 """
 
 import traceback

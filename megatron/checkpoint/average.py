@@ -49,22 +49,22 @@ class AveragedSource(SourceBase):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """The flags of the last one."""
+        """The flags of the last source."""
         return self._last.config
 
     @property
     def kind(self) -> str:
-        """The kind of model, which is the same of all."""
+        """The kind of model, equal for all sources."""
         return self._last.kind
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far the last one was."""
+        """The progress of the last source."""
         return self._last.progress
 
     @property
     def scalars(self) -> JsonObject:
-        """Nothing: there is no optimizer."""
+        """Empty: there is no optimizer."""
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -109,11 +109,11 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
 
 
 def _model_fields(source: CheckpointSource) -> JsonObject:
-    """Return the model's fields that affect its output, without those of training only."""
+    """Return the model's fields that affect its output, without those used in training only."""
     try:
         found = from_plain(ModelConfig, source.config.get("model", {})).meaning()
     except ConfigError:
-        return {}  # a format that does not say; names and shapes are compared all the same
+        return {}  # the format does not record them; names and shapes are compared in any case
     return {name: value for name, value in found.items() if name not in _TRAINING_ONLY}
 
 

@@ -1,7 +1,7 @@
-"""Names and shapes of every tensor of a BERT, from its config and from which heads it has.
+"""Names and shapes of every tensor of a BERT, from its config and its heads.
 
-As `gpt_tensors` for GPTs, and held to the model itself by a test. One encoder serves with any of
-the heads, so a checkpoint of another program may have any of them.
+Like `gpt_tensors` for GPTs; a test compares them with the model itself. One encoder is used with
+any of the heads, so a checkpoint of another program may have any of them.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Boxes of a tensor's index space: overlap, flat ranges as boxes, exact tiling. Pure arithmetic.
 
-Everything that decides which bytes go where rests on this module. A box of a zero-dimensional
-tensor is `Box((), ())` and holds one element.
+All decisions about which bytes go where use this module. A box of a zero-dimensional tensor is
+`Box((), ())` and holds one element.
 """
 
 import math
@@ -22,15 +22,15 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the tensor it is a box of."""
+        """The box as an index into its tensor."""
         return tuple(slice(start, start + length) for start, length in zip(*self))
 
     def within(self, outer: "Box") -> "Box":
-        """Return the same box, counted from the first corner of `outer`, which holds it."""
+        """Return the box relative to the first corner of `outer`, which contains it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.shape)
 
     def moved(self, origin: Sequence[int]) -> "Box":
-        """Return the box as far from `origin` as this one is from zero; undoes `within`."""
+        """Return the box shifted by `origin`; undoes `within`."""
         return Box(tuple(a + b for a, b in zip(self.offset, origin)), self.shape)
 
 

@@ -1,4 +1,4 @@
-"""Files that are on the disk when we say so: write, flush, fsync, close, and only then rename.
+"""Durable files: write, flush, fsync, close, and only then rename.
 
 Any error on the way is a failed write; after a failed fsync the same descriptor is never tried
 again, because a second fsync may report success for data that is lost. Digests are of the bytes
@@ -22,12 +22,12 @@ from megatron.errors import CheckpointError
 
 _AHEAD_BYTES = 32 << 20  # written since the last request to write to the disk
 
-# Set in a thread that writes beside the training, and by whoever wants it to end early.
+# Set to end a thread that writes in the background early.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 
 
 def refuse_if_cancelled() -> None:
-    """Raise OSError (ECANCELED) once whoever asked for what this thread writes wants it no more."""
+    """Raise OSError (ECANCELED) if the write of this thread has been cancelled."""
     cancelled = CANCELLED.get()
     if cancelled is not None and cancelled.is_set():
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -36,8 +36,8 @@ def refuse_if_cancelled() -> None:
 class DurableFile:
     """A new file that is written once from start to end and is durable after `close`.
 
-    Leaving the `with` block by an exception closes the file without calling it durable. The disk
-    begins while there is still more to write, so that fsync does not have to wait for all of it.
+    Leaving the `with` block by an exception closes the file, which is then not durable. The kernel
+    is asked to write pages early, so that fsync does not have to wait for all of them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class DurableFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """What the system says about a descriptor does not name the file; we do."""
+    """Add the file's name to errors of the system, which hold only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -130,7 +130,7 @@ _FIXES_OF_OBJECTS = {
 
 
 def from_os_error(error: OSError, doing: str) -> CheckpointError:
-    """Return what the operating system refused, as an error that says what to do."""
+    """Return an error with a fix for a failed operation of the operating system."""
     name = errno.errorcode.get(error.errno or 0, "?")
     if "://" in str(error.filename):  # a store of objects, not a disk
         return CheckpointError(

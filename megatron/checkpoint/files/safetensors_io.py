@@ -85,7 +85,7 @@ def write_stream(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write tensors that are made one at a time; `described` says (name, dtype code, shape) first.
+    """Write tensors made one at a time; `described` gives (name, dtype code, shape) beforehand.
 
     Raises:
         OSError: as `write`.
@@ -110,13 +110,13 @@ def write_stream(
             digests.append(str(digest.hexdigest()))
         return tuple(digests)
 
-    # What is made one at a time cannot be made again.
+    # Tensors that are made one at a time cannot be made again.
     created, digests = create(path, fill, again=not isinstance(tensors, Iterator))
     return Written(created.bytes, created.xxh3, digests)
 
 
 class _Held(threading.local):
-    """Memory of each thread for a block, kept: new memory takes longer than what is done with it.
+    """A block of memory per thread, reused: allocating takes longer than the copy itself.
 
     Pinned where a GPU copies to it or from it.
     """
@@ -124,7 +124,7 @@ class _Held(threading.local):
     _bytes: Tensor | None = None
 
     def block(self, size: int, *, like: Tensor) -> Tensor:
-        """Room for `size` bytes, to be copied to the device of `like` or from there."""
+        """Return `size` bytes for a copy to or from the device of `like`."""
         pinned = like.device.type == "cuda"
         if self._bytes is None or self._bytes.numel() < size or self._bytes.is_pinned() != pinned:
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -213,7 +213,7 @@ class Reader:
         return whole
 
     def _fill(self, start: int, target: Tensor) -> None:
-        """The bytes from `start` on into all of `target`, which is contiguous and of bytes."""
+        """Read the bytes from `start` on into `target`, a contiguous tensor of bytes."""
         view = target.numpy().data
         while view:
             got = read_at(self._file, view, start)

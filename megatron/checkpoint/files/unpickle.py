@@ -3,7 +3,7 @@
 torch's weights-only reader builds nothing but what an explicit list allows. The list below adds
 what old training programs keep beside tensors: an argparse namespace, numpy's numbers and random
 states, and enums of packages that are not installed here; for the latter inert stand-ins are built.
-A file that asks for anything else is refused before any of it runs, by the name it asked for.
+A file that names anything else is refused, with that name, before any of it runs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _REFUSED_NAMES = (
 
 
 class EnumValue(NamedTuple):
-    """A member of an enum whose class is not here: the class's name, and the member's value."""
+    """A member of an enum whose class is not installed: the class's name and the member's value."""
 
     kind: str
     value: Any
@@ -46,13 +46,13 @@ def enum_of(kind: str) -> Callable[[Any], EnumValue]:
 
 
 class Inert:
-    """An object of a class that is not here: it keeps the state it was saved with (see `vars`)."""
+    """An object of a class that is not installed; `vars` gives the state it was saved with."""
 
     def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls)
 
     def __init__(self, *_: Any) -> None:
-        """Ignore what the class would have been called with."""
+        """Ignore the arguments of the class."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -83,7 +83,7 @@ class NumpyType(Inert):
 
 
 class NumpyArray(Inert):
-    """A numpy array whose bytes were left where they were: a random state that is not read."""
+    """A numpy array whose bytes are not read: a random state."""
 
 
 def _array(*_: Any) -> NumpyArray:
@@ -118,11 +118,11 @@ def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
     torch 1.6 cannot be mapped and are read whole.
 
     Args:
-        also: more classes and functions that the file may ask for, by dotted name; what they
-            build must be as inert as what `ALLOWED` builds.
+        also: more classes and functions that the file may name, by dotted name; what they build
+            must be as inert as what `ALLOWED` builds.
 
     Raises:
-        CheckpointError: it is missing, damaged, or asks for what is not allowed. Nothing of it ran.
+        CheckpointError: it is missing, damaged, or names what is not allowed. Nothing of it ran.
     """
     allowed: list[Any] = [(value, name) for name, value in {**ALLOWED, **(also or {})}.items()]
     try:
@@ -144,7 +144,7 @@ def check(path: Path) -> None:
     """Compare every record with the checksum that torch.save keeps of it (since torch 1.6).
 
     Raises:
-        CheckpointError: the file is damaged; it says which record.
+        CheckpointError: the file is damaged; the message names the record.
     """
     try:
         if not is_mapped(path):

@@ -1,8 +1,8 @@
 """`manifest.json`: what a checkpoint holds, which file holds it, and every file's digest.
 
-A folder without a valid manifest is not a checkpoint. The text is meant for people too: one line
-per file and per tensor. It carries a digest of itself, so an edit or a flipped bit is found
-before anything else is believed. No torch here.
+A folder without a valid manifest is not a checkpoint. People can read the text too: one line per
+file and per tensor. It contains a digest of itself, which is verified before anything else is used.
+No torch here.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class GridLayout(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """Length and xxh3-128 digest of one file, of the bytes that were handed over."""
+    """Length and xxh3-128 digest of one file, of the bytes as they were written."""
 
     bytes: int
     xxh3: str
@@ -87,8 +87,8 @@ class Manifest:
 
     `generators` names one file per rank, in rank order; it is empty when none were saved.
     `written_by` maps "megatron" and "torch" to versions. `created` is UTC, ISO 8601.
-    `validation_loss` is that of these very weights, if they were evaluated. `model_kind` is what
-    was trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
+    `validation_loss` is that of these weights, if they were evaluated. `model_kind` is what was
+    trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
     """
 
     iteration: int
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        """The kind of model: the one that is recorded, else the one that names tell."""
+        """The kind of model: as recorded, else derived from the names of parameters."""
         return self.model_kind or model_kind.kind_from_names(self.tensors)
 
     @cached_property
@@ -133,8 +133,8 @@ def encode(manifest: Manifest) -> bytes:
     """Return the manifest as JSON text.
 
     Raises:
-        CheckpointError: a value of progress, scalars or config is nothing JSON can hold exactly
-            (NaN and infinities included).
+        CheckpointError: JSON cannot hold a value of progress, scalars or config exactly (NaN and
+            infinities included).
     """
     try:
         head = json.dumps(_plain_head(manifest), indent=2, allow_nan=False)[1:-2]
@@ -209,7 +209,7 @@ def load_seal(directory: Place) -> Manifest | None:
     """Return our manifest of a folder in another framework's layout, or None without one.
 
     Raises:
-        CheckpointError: as for `load`, but that it is missing.
+        CheckpointError: as for `load`, except for a missing file.
     """
     path = directory / SEAL
     return decode(path.read_bytes(), path) if path.is_file() else None
@@ -227,7 +227,7 @@ def missing(directory: Place) -> CheckpointError:
 
 
 def decode(text: bytes, path: Place) -> Manifest:
-    """Return the manifest that `text` says; `path` is for messages.
+    """Return the manifest parsed from `text`; `path` is for messages.
 
     Raises:
         CheckpointError: as for `load`.

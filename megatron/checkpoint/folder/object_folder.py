@@ -4,8 +4,8 @@
     RUN/iter_0000100/manifest.json                               put at once: now it is a checkpoint
     RUN/latest_checkpointed_iteration.txt                        put at once, last of all
 
-What is not named by a manifest was left by a save that was cut short. `folder` decides what is
-done, on a disk or here; one job at a time saves to a folder.
+Objects that no manifest names were left by an interrupted save. `run_folder` decides what is done,
+on a disk or here; one job at a time saves to a folder.
 """
 
 import re
@@ -47,7 +47,7 @@ def make_stage(folder: RemotePath, name: str) -> RemotePath:
 
 
 def commit(stage: RemotePath, tracker: RemotePath, iteration: int) -> RemotePath:
-    """Name what has a manifest by now as the latest, and remove the parts of its predecessor."""
+    """Set the tracker to a checkpoint with a manifest, and remove the parts of its predecessor."""
     write_file(tracker, f"{iteration}\n".encode())
     directory = RemotePath(stage.scheme, stage.key, stage.fs)
     try:
@@ -59,7 +59,7 @@ def commit(stage: RemotePath, tracker: RemotePath, iteration: int) -> RemotePath
 
 
 def discard(stage: RemotePath) -> None:
-    """Remove the parts of a save that failed, unless they have become a checkpoint after all."""
+    """Remove the parts of a save that failed, unless its manifest was written."""
     assert stage.token is not None  # noqa: S101  # invariant: made by make_stage
     directory = RemotePath(stage.scheme, stage.key, stage.fs)
     try:
@@ -72,7 +72,7 @@ def discard(stage: RemotePath) -> None:
 
 
 def delete(directory: RemotePath, content: Manifest) -> None:
-    """Delete a checkpoint: first what makes it one, then its parts."""
+    """Delete a checkpoint: first the manifest, then its parts."""
     (directory / manifest.NAME).unlink()
     for name in content.files:
         (directory / name).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def _unnamed(directory: RemotePath, content: Manifest | None) -> Iterator[Remote
 
 
 def _content(directory: RemotePath) -> Manifest | None:
-    """Return what the manifest says; None when there is none.
+    """Return the content of the manifest; None when there is none.
 
     Raises:
         OSError: it cannot be read, or is damaged: nothing may be deleted then.

@@ -4,8 +4,8 @@
     SAVE/latest_checkpointed_iteration.txt    "100"; replaced by rename, last of all
     SAVE/.iter_0000100.partial-1f3a5c7e/      a save under way, or one that crashed
 
-`object_folder` does the same in a store of objects. One process works on a folder at a time; who
-that is is `storage`'s business. No torch here.
+`object_folder` does the same in a store of objects. One process works on a folder at a time, chosen
+by `storage`. No torch here.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def never_held_a_checkpoint(folder: str | Place) -> bool:
     folder = place(folder)
     if isinstance(folder, RemotePath) and not folder.is_dir():
         return True  # without objects there is no folder
-    # Looked at once: the probe of another rank may make it and remove it again meanwhile.
+    # Listed once: the probe of another rank may make and remove the folder meanwhile.
     try:
         names = _names(folder)
     except FileNotFoundError:
@@ -244,14 +244,14 @@ def _machine_error(error: OSError) -> MachineError:
 def _unlink_quietly(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # the probe's own error is the one to tell
+    except OSError as error:  # the probe's own error is the one to report
         log.debug(f"{path} is left behind: {error}")
 
 
 def require_space(folder: Place, needed: int) -> None:
     """Raise CheckpointError when the file system of `folder` has not `needed` bytes for this user.
 
-    A store of objects does not say how much room it has.
+    A store of objects does not report its free space.
     """
     if isinstance(folder, RemotePath):
         return
@@ -266,7 +266,7 @@ def require_space(folder: Place, needed: int) -> None:
 
 
 def begin(folder: Place) -> None:
-    """Make the folder if it is missing, and remove what crashed saves left behind in it."""
+    """Make the folder if it is missing, and remove the remains of interrupted saves."""
     if isinstance(folder, RemotePath):
         object_folder.sweep(folder)
         return
@@ -286,7 +286,7 @@ def refuse_existing(folder: Path, iteration: int) -> None:
 
 
 class StageName(NamedTuple):
-    """What rank 0 tells the other ranks of the stage that it made."""
+    """The stage of rank 0, as sent to the other ranks."""
 
     name: str
     token: str | None  # marks the objects of this save; None on a disk
@@ -334,7 +334,7 @@ def commit(stage: RemotePath, iteration: int) -> RemotePath:
 
 
 def commit(stage: Place, iteration: int) -> Place:
-    """Make the finished `stage` the checkpoint of `iteration`; readers see the former or it."""
+    """Make the finished `stage` the checkpoint of `iteration`, atomically for readers."""
     if isinstance(stage, RemotePath):
         return object_folder.commit(stage, stage.parent / TRACKER, iteration)
     return publish(stage, iteration_name(iteration), {TRACKER: f"{iteration}\n"})
@@ -343,8 +343,7 @@ def commit(stage: Place, iteration: int) -> Place:
 def publish(stage: Path, name: str, trackers: Mapping[str, str]) -> Path:
     """Rename the finished `stage` to `name` beside it; then replace each tracker file, in order.
 
-    What has that name already is moved aside first and removed after; it is never deleted before
-    the new one is in place.
+    An existing folder of that name is moved aside first and deleted once the new one is in place.
     """
     folder, token = stage.parent, stage.name[-8:]
     final = folder / name
@@ -382,9 +381,9 @@ def remove(directory: Place) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashed saves left behind, and put back a checkpoint they had moved aside.
+    """Remove the remains of interrupted saves, and put back a checkpoint they had moved aside.
 
-    Only folders whose names match exactly. Nobody else may be saving to `folder`.
+    Only folders whose names match exactly. No other process may be saving to `folder`.
     """
     for entry in sorted(os.listdir(folder)):
         match = _LEFTOVER.fullmatch(entry)
@@ -414,7 +413,7 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
     contents: dict[int, tuple[Place, Manifest]] = {}
     found: list[FoundCheckpoint] = []
     for iteration, directory in _latest_first(folder, newest):
-        # Of what stays or goes whatever it holds, no file is looked at.
+        # No file is read of checkpoints that are kept or deleted in any case.
         counts = sum(f.is_whole for f in found) < (rule.last or 0) or rule.best is not None
         if not counts and rule.every is not None and iteration % rule.every == 0:
             continue
@@ -457,7 +456,7 @@ def _content(directory: Place) -> Manifest | None:
 
 
 def _foreign(directory: Place, content: Manifest) -> str | None:
-    """Something in a checkpoint's folder that its manifest does not name."""
+    """Return something in a checkpoint's folder that its manifest does not name, or None."""
     if directory.is_symlink():
         return "a link to another place"
     named = {manifest.NAME, manifest.SEAL, *content.files}

@@ -1,4 +1,4 @@
-"""Whether the ranks of several nodes see one folder: asked at the start, not at the first save.
+"""Checks at the start, not at the first save, that ranks of several nodes see one folder.
 
 A folder of the same name on each node's own disk would hold a part of every checkpoint on each.
 What a reader would get wrong: network file systems show other nodes a new file only after a while.
@@ -16,14 +16,14 @@ from megatron.errors import CheckpointError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
 
-PATIENCE_S = 45.0  # NFS may believe for 30 s (acdirmin) that a name is not there
+PATIENCE_S = 45.0  # NFS may cache for 30 s (acdirmin) that a name does not exist
 _PAUSE_S = 0.25
 
 
 def refuse_separate_disks(
     folder: str, ctx: ParallelContext, *, patience_s: float = PATIENCE_S
 ) -> None:
-    """Let rank 0 put a small file into `folder`, and every rank look for it; nothing stays there.
+    """Check that every rank sees a file that rank 0 writes to `folder`; it is removed again.
 
     Raises:
         CheckpointError: on every rank, naming those that do not see it.
