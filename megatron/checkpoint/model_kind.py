@@ -1,8 +1,8 @@
-"""Which kind of model a checkpoint is of, and which heads it has above what is common to its kind.
+"""The kind of a checkpoint's model, and the heads that it has above the common part.
 
-Ours record the kind: the name of the `PretrainTask` that was trained. Of other formats, and of
-checkpoints from before it was recorded, names of parameters tell. A reader would expect heads to be
-part of the kind: they are not, since one BERT serves with and without them. No torch here.
+Our checkpoints record the kind: the name of the `PretrainTask` that was trained. For other formats,
+and for older checkpoints, it follows from the names of parameters. A reader would expect heads to
+be part of the kind: they are not, since one BERT is used with and without them. No torch here.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _CALLED = {
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
 _PREFIX = "model/"
-# What tells a BERT by the names of its parameters, and what of it stands above its encoder.
+# Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
 _POOLER, _ORDER = "pooler", "order_head"
 _WORDS = ("lm_head", "output_bias")
@@ -41,23 +41,23 @@ def heads_of(names: Iterable[str]) -> frozenset[str]:
 
 
 def known_kind(kind: str, names: Iterable[str]) -> str:
-    """`kind`, or what the names of its parameters tell where a user's program made it up."""
+    """Return `kind`, or for a kind of a user's program the one that parameter names give."""
     return kind if kind in _CALLED else kind_from_names(names)
 
 
 def differ(saved: str, wanted: str) -> bool:
     """Return whether two kinds are known to be different models.
 
-    A user's program may call its kind anything: names and shapes are what it is compared by.
+    A user's program may choose any kind: its checkpoints are compared by names and shapes.
     """
     return saved != wanted and {saved, wanted} <= _CALLED.keys()
 
 
 def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
-    """Raise CheckpointError when a model of another kind is wanted than `where` holds.
+    """Raise CheckpointError if a model of another kind is needed than `where` holds.
 
     Args:
-        wants: what it is that wants the other kind.
+        wants: a description of what needs the other kind.
     """
     if differ(saved, wanted):
         raise CheckpointError(
@@ -70,7 +70,7 @@ def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this ru
 def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) -> None:
     """Raise CheckpointError when `saved` and `wanted` (global names) have different heads.
 
-    The message has the flags with which the one can be loaded into the other.
+    The message names the flags with which the one can be loaded into the other.
     """
     there, here = heads_of(saved), heads_of(wanted)
     lacking = [head for head in HEADS if head in here - there]

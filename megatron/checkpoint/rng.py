@@ -1,8 +1,8 @@
 """Every random generator of one rank, to and from the flat form that a checkpoint holds.
 
-A generator's state means something only to the rank that had it, so states are kept per rank and
-go back only into the same grid on the same kind of device. At any other layout the caller seeds
-anew from (seed, iteration) and says so; `why_not_restorable` has the words.
+A generator's state is valid only for its rank, so states are kept per rank and restored only into
+the same grid on the same kind of device. At any other layout the caller seeds anew from (seed,
+iteration) and logs it, with the reason that `why_not_restorable` returns.
 """
 
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ def restore(states: GeneratorStates, streams: RandomStreams) -> None:
 
 
 def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
-    """Return why the saved states cannot go on in this run; None when they can.
+    """Return why the saved states cannot be restored in this run; None if they can.
 
-    The kind of device is not in the manifest: ask `device_mismatch` with the states.
+    The kind of device is not in the manifest: call `device_mismatch` with the states.
     """
     if not manifest.generators:
         return "the checkpoint was saved without random states"

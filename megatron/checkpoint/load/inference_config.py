@@ -1,8 +1,8 @@
-"""The run that a checkpoint is used as: its own flags, and what a command line says beside them.
+"""The config of inference: the flags of a checkpoint, changed by those of a command line.
 
-Arithmetic on flags alone. What speaks of the weights has to agree with the checkpoint; precision,
-layout, tokenizer, window and device may be others; what only training listens to is named as
-without effect. Where a checkpoint of another tool says nothing, flags speak for it.
+Works on flags only. Flags about the weights must agree with the checkpoint; precision, layout,
+tokenizer, window and device may differ; flags that only training reads are reported as without
+effect. Flags supply what a checkpoint of another tool does not record.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError, ConfigError
 
 Values = Mapping[str, Any]  # flags that were given, by the names of their fields
 
-# Fields of the model that say how it is trained or begun, not what its weights mean.
+# Fields of the model for training or initialisation, without effect on what its weights mean.
 TRAINING_ONLY_FIELDS = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
 )
@@ -41,15 +41,15 @@ PLACEHOLDER_FIELDS = frozenset(
 
 
 class Inference(NamedTuple):
-    """What a checkpoint is used as."""
+    """The config of inference with a checkpoint."""
 
     config: RunConfig
-    window: int | None  # --seq-length, which says nothing about the weights; None: not given
+    window: int | None  # --seq-length, which does not depend on the weights; None: not given
     notes: tuple[str, ...]  # to be logged once
 
 
 def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
-    """Groups of a config, for what a checkpoint of another tool does not say about its model."""
+    """Return config groups from flags, for what a checkpoint of another tool does not record."""
     values = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
     groups = {
         "model": field_names(ModelConfig),
@@ -64,7 +64,7 @@ def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
 
 
 def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inference:
-    """`stored` as flags want it used.
+    """Return `stored` changed by the flags of inference.
 
     Args:
         stored: the whole config of a checkpoint.
@@ -72,7 +72,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         load: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: flags speak of another model than the checkpoint holds.
+        CheckpointError: flags describe another model than the checkpoint's.
         ConfigError: flags contradict each other.
     """
     placeholders = [name for name, value in given.items() if _is_placeholder(name, value)]
@@ -145,7 +145,7 @@ def _differing(stored: ModelConfig, flags: Values) -> Iterator[str]:
     stored_values = to_plain(stored)
     try:
         requested = replace(stored, **flags)
-    except ConfigError:  # in such a checkpoint they make no model: compared as they are spelled
+    except ConfigError:  # together they make no valid model: compared as they are spelled
         names = [name for name in flags if flags[name] != getattr(stored, name)]
     else:
         names = requested.fields_that_differ(stored)
@@ -172,7 +172,7 @@ def _check_window(model: ModelConfig, stored: RunConfig, window: int | None) -> 
 
 
 def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
-    """Return what flags say; the precision of the training where they say nothing."""
+    """Return the precision of the flags, or without one that of the training."""
     wide = _subset(given, {"fp32_residual_connection"})
     if not any(name in given for name in PRECISIONS):
         return replace(stored, **wide)
@@ -209,7 +209,7 @@ def _note(what: str, values: Values) -> Iterator[str]:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Return a field and its value as one would type them."""
+    """Return a field and its value as on a command line."""
     if isinstance(value, bool):
         return flag_name(name) if value else "--no-" + flag_name(name)[2:]
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Which parameters of a run are to be loaded, by patterns of their names, and what became of each.
+"""Selects the parameters to load by patterns of their names, and reports each.
 
-Every parameter is loaded exactly once or named as left at its initial value; every tensor of the
-checkpoint that is not wanted is named as skipped. A pattern that fits nothing is an error.
+Every parameter is loaded exactly once or reported as left at its initial value; every tensor of the
+checkpoint that is not loaded is reported as skipped. A pattern without a match is an error.
 """
 
 import difflib
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What becomes of each parameter of the run, and of each of the checkpoint, on all ranks."""
+    """The parameters that are loaded, left at initial values or skipped, on all ranks."""
 
     loaded: tuple[str, ...]
     left: tuple[str, ...]  # at their initial values
@@ -64,7 +64,7 @@ def choose(
     *,
     ctx: ParallelContext,
 ) -> Choice:
-    """Return what the run's `tensors` (of this rank) and the checkpoint's `saved` names come to.
+    """Return the choice for the run's `tensors` (of this rank) and the checkpoint's `saved` names.
 
     Raises:
         CheckpointError: a pattern fits no parameter of the run or of the checkpoint, on every

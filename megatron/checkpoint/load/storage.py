@@ -1,8 +1,8 @@
-"""Opening checkpoints by all ranks together: one view, one verdict, and only then a tensor.
+"""Opens and reads checkpoints of our own format by all ranks together.
 
-Agree on which checkpoint it is, check lengths and digests, agree, and read from whatever layout it
-was saved at. `save` is here too, for whoever does both; its steps are `saving`'s. What to save or
-load, and when, is the program's policy, not ours.
+The ranks agree on the checkpoint, check lengths and digests, agree on the result, and only then
+read tensors, from whatever layout they were saved at. `save` is re-exported here; its steps are in
+`saving`. The program decides what to save or load, and when.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class _Seen(NamedTuple):
-    """What one rank found in the folder."""
+    """The checkpoint as one rank sees it."""
 
     iteration: int
     manifest: str  # its digest
@@ -66,8 +66,8 @@ def open_checkpoint(
 ) -> "NativeCheckpoint":
     """Return the checkpoint of `iteration` in `folder` (None: the latest), the same on all ranks.
 
-    Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
-    whether later reads check digests too, or trust the lengths.
+    Reads the manifest and checks every file's length, but no tensor. `verification` selects whether
+    later reads check digests too, or only lengths.
 
     Raises:
         CheckpointError: missing, incomplete, damaged, of a newer version, or ranks see different
@@ -176,7 +176,7 @@ def open_or_previous(
         return [wanted, *(i for i in reversed(present) if i < wanted)]
 
     refused: list[str] = []
-    # One list for all, in case they do not see the same.
+    # One list for all ranks, in case they do not see the same.
     candidates = run_on_rank0(
         ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused)
     )
@@ -226,11 +226,11 @@ class NativeCheckpoint:
 
     @property
     def is_native(self) -> bool:
-        """Yes: it is of our own format."""
+        """True: it is of our own format."""
         return True
 
     def check_resumable(self) -> None:
-        """Do nothing: the manifest says how far the run was."""
+        """Do nothing: the manifest records the progress of the run."""
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -275,7 +275,7 @@ class NativeCheckpoint:
         run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
-        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; call `rng.why_not_restorable` first.
 
         Raises:
             CheckpointError: there are none for this rank, or they are damaged.
@@ -297,10 +297,10 @@ class NativeCheckpoint:
         return states[0]
 
     def verify_all(self) -> None:
-        """Check the digest of every file once, shared out over the ranks.
+        """Check the digest of every file once, distributed over the ranks.
 
         Raises:
-            CheckpointError: what is damaged.
+            CheckpointError: a file is damaged.
         """
         self._verify([set() for _ in self.hosts], others=True)
 
