@@ -9,14 +9,14 @@ from megatron.errors import ConfigError
 
 
 class Verification(StrEnum):
-    """What of a checkpoint's files is compared with its manifest before they are read."""
+    """What is compared with the manifest before a checkpoint's files are read."""
 
     SIZE = "size"
     FULL = "full"
 
 
 class LoadFallback(StrEnum):
-    """Where a run goes on when the checkpoint that it asked for is damaged."""
+    """Where a run continues when the requested checkpoint is damaged."""
 
     PREVIOUS = "previous"
 

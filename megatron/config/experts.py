@@ -1,6 +1,6 @@
-"""What flags about experts may say: how tokens choose them, and how that is kept balanced.
+"""Checks the flags about experts: how tokens choose them, and how the load is balanced.
 
-The flags themselves are fields of `ModelConfig`, and none of them means anything in a dense model.
+The flags themselves are fields of `ModelConfig`; they have no meaning in a dense model.
 """
 
 import math
@@ -48,7 +48,7 @@ class _Flags(Protocol):
 
 
 def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
-    """Yield what is wrong with the flags about experts of a model that has some."""
+    """Yield the errors in the flags about experts of a model that has experts."""
     if not flags.has_experts:
         return
     experts, taken = flags.num_experts or 0, flags.moe_router_topk

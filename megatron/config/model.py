@@ -1,6 +1,6 @@
 """ModelConfig: the shape of the network and how its values begin.
 
-Only what the user asked for is stored; what follows from it is a property.
+Only values of flags are stored; derived values are properties.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron.json_values import JsonValue
 
 
 class PositionEmbedding(StrEnum):
-    """How a model knows where a token stands."""
+    """How a model represents the positions of tokens."""
 
     LEARNED = "learned_absolute"
     ROPE = "rope"
@@ -343,7 +343,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether every layer has several MLPs, of which a token takes some."""
+        """Whether every layer has several MLPs, of which each token uses some."""
         return self.num_experts is not None and self.num_experts > 1
 
     @property
@@ -353,7 +353,7 @@ class ModelConfig:
 
     @property
     def balance_weight(self) -> float:
-        """Weight of the loss that looks at each sequence by itself, 0 where there is none."""
+        """Weight of the balancing loss of each sequence by itself, 0 if there is none."""
         balanced = self.moe_router_load_balancing_type == PER_SEQUENCE
         return self.moe_aux_loss_coeff if self.has_experts and balanced else 0.0
 
@@ -383,10 +383,10 @@ class ModelConfig:
         return not self.untie_embeddings_and_output_weights
 
     def meaning(self) -> dict[str, JsonValue]:
-        """Return the fields as plain values with every default resolved, by what is computed.
+        """Return the fields that affect what is computed, as plain values with defaults resolved.
 
-        Two configs of equal meaning are the same network, however their flags were spelled. What
-        does not apply (frequencies where nothing rotates) is left out.
+        Two configs of equal meaning are the same network, however their flags were spelled. Fields
+        that do not apply (frequencies of a model without rotation) are left out.
         """
         fields = to_plain(self)
         for spelling in _ACTIVATION_FLAGS:
@@ -433,7 +433,7 @@ class ModelConfig:
 
 
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
-# Those of training, which do not change what a given set of weights computes.
+# Used in training only: they do not change the output for given weights.
 _ROUTER_LOSSES = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),

@@ -18,7 +18,7 @@ class PipelineSchedule(StrEnum):
 
 
 class PipelineBalance(StrEnum):
-    """What is made as equal as it can be over pipeline stages."""
+    """The quantity that is balanced over pipeline stages."""
 
     LAYERS = "layers"
     PARAMETERS = "parameters"  # embedding, final norm and head included
@@ -26,7 +26,7 @@ class PipelineBalance(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is split over ranks; what is left over is data parallel."""
+    """How the model is split over ranks; the remaining factor is data parallelism."""
 
     tensor_model_parallel_size: int = flag(
         1, help="ranks that share each layer's matrices", aliases=("--tensor-parallel",)
@@ -153,7 +153,7 @@ class ParallelConfig:
             )
 
     def _contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error for flags that say the same thing twice, or contradict each other."""
+        """Yield an error for flags that are redundant or contradict each other."""
         chunks = self.num_virtual_stages_per_pipeline_rank
         size = self.num_layers_per_virtual_pipeline_stage
         if chunks is not None and size is not None:

@@ -1,4 +1,4 @@
-"""LoggingConfig and LaunchConfig: what is reported, and on which machines the run stands."""
+"""LoggingConfig and LaunchConfig: what is reported, and the devices of the run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class LogLevel(StrEnum):
 
 
 class DeviceKind(StrEnum):
-    """Where tensors live."""
+    """The kind of device of tensors."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -81,7 +81,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """On which devices the run stands, and how its ranks talk."""
+    """The devices of a run, and the communication of its ranks."""
 
     device: DeviceKind = flag(DeviceKind.AUTO, help="auto is cuda where there is one")
     distributed_backend: Backend | None = flag(

@@ -1,4 +1,4 @@
-"""Iterations whose data are passed over without training, as ranges of iteration numbers."""
+"""Iterations whose data are skipped without training, as ranges of iteration numbers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def skip_problems(words: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield what is wrong with `--skip-train-iteration-range`."""
+    """Yield the errors in `--skip-train-iteration-range`."""
     for word in words:
         match = _RANGE.fullmatch(word)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):

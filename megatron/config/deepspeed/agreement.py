@@ -1,8 +1,8 @@
-"""Do the flags and DeepSpeed's JSON say the same? Key by key, and all contradictions at once.
+"""Compares the flags and DeepSpeed's JSON key by key, and reports all contradictions at once.
 
 A key that the JSON leaves out, or leaves open with "auto", follows the flags. In the other
-direction `flags_from_json` gives what the JSON says as values for flags that a command line does
-not give. What is left over are two words about one number, and that is an error.
+direction `flags_from_json` returns values of the JSON for flags that a command line does not give.
+Two different values for one setting are an error.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class ImpliedValue(NamedTuple):
 def agreement_problems(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> Iterator[ConfigError]:
-    """Yield everything wrong between the flags and the JSON; both values are named each time.
+    """Yield every contradiction between the flags and the JSON, with both values.
 
     Args:
         user: what `read_json` returned.
@@ -82,7 +82,7 @@ def stage_of(config: RunConfig, user: JsonObject) -> int:
 def values_from_flags(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, ImpliedValue]:
-    """Return what the flags say, by the path of the key of the JSON that means the same."""
+    """Return the values that flags imply, by the path of the equivalent key of the JSON."""
     implied = _batch_values(config, data_parallel_size) | _precision_values(config)
     implied["gradient_clipping"] = ImpliedValue(
         float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
@@ -91,9 +91,9 @@ def values_from_flags(
 
 
 def flags_from_json(user: JsonObject, typed: Mapping[str, object]) -> dict[str, object]:
-    """Values for the flags that are not in `typed`, from what the JSON says; by field name.
+    """Return values of the JSON for the flags that are not in `typed`, by field name.
 
-    What is of the wrong kind is left to `agreement_problems`.
+    `agreement_problems` reports values of the wrong kind.
     """
     found: dict[str, object] = {}
     if not any(name.startswith("curriculum_") for name in typed):
@@ -150,7 +150,7 @@ def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
         "train_batch_size": ImpliedValue(size, spelled),
         "train_micro_batch_size_per_gpu": ImpliedValue(micro, f"--micro-batch-size {micro}"),
     }
-    if not left:  # else the batch does not divide, which a check of its own says
+    if not left:  # else the batch does not divide, which another check reports
         implied["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
     return implied
 
@@ -252,7 +252,7 @@ def _engine_values(config: RunConfig, user: JsonObject) -> dict[str, ImpliedValu
 def _wrong_values(
     user: JsonObject, tree: Tree, where: str, prefix: str = ""
 ) -> Iterator[ConfigError]:
-    """Values of the wrong kind, values that cannot be, and features that are not here."""
+    """Yield errors for values of the wrong kind, fixed values that differ, and missing features."""
     for key, value in user.items():
         rule, path = tree.get(key), prefix + key
         if value is None or value == "auto" or isinstance(rule, DroppedKey):
@@ -301,7 +301,7 @@ def _is_off(value: JsonValue) -> bool:
     if isinstance(value, Mapping):
         switches = [value[key] for key in _SWITCHES if key in value]
         return not value or (bool(switches) and not any(switches))
-    return not value or (value in (1, -1) and not _is_bool(value))  # sizes of nothing
+    return not value or (value in (1, -1) and not _is_bool(value))  # zero sizes
 
 
 def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:

@@ -1,8 +1,8 @@
-"""Every key of DeepSpeed's JSON, with what becomes of it here; DeepSpeed 0.19.
+"""Every key of DeepSpeed's JSON, with its treatment here; DeepSpeed 0.19.
 
-A key that is not in `KEYS` is an error. No default of DeepSpeed's is left in force for a key that
-affects numbers: `Free` writes ours, `Only` the one value that a run can have. A test compares these
-tables with what the installed DeepSpeed asks for.
+A key that is not in `KEYS` is an error. For keys that affect numbers no default of DeepSpeed's is
+used: `FreeKey` writes ours, `FixedKey` the only possible value. A test compares these tables with
+the keys that the installed DeepSpeed reads.
 """
 
 from collections.abc import Mapping
@@ -15,35 +15,33 @@ Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words
 
 
 class FreeKey(NamedTuple):
-    """The user may choose; without a word of theirs DeepSpeed gets `default`."""
+    """The user may choose; if left open DeepSpeed gets `default`."""
 
     default: JsonValue
     kind: Kind | None = None  # None: that of the default
 
 
 class FixedKey(NamedTuple):
-    """There is one value; another one in the JSON is refused, with the reason."""
+    """Only one value is possible; another one in the JSON is refused, with the reason."""
 
     value: JsonValue
     because: str
 
 
 class DroppedKey(NamedTuple):
-    """Accepted and not handed on to DeepSpeed; the reason is logged."""
+    """Accepted and not passed on to DeepSpeed; the reason is logged."""
 
     because: str
-    instead: JsonValue = (
-        None  # what DeepSpeed gets, where leaving the key out would not be the same
-    )
+    instead: JsonValue = None  # the value that DeepSpeed gets, if omitting the key would differ
 
 
 class UnsupportedKey(NamedTuple):
-    """A feature that is not here: accepted where it is turned off."""
+    """An unsupported feature: accepted if it is turned off."""
 
     feature: str
     instead: str
     written: JsonObject | None = (
-        None  # what turns it off in DeepSpeed's JSON; None: the key is left out
+        None  # the value that turns it off in DeepSpeed's JSON; None: the key is left out
     )
 
 
@@ -184,7 +182,7 @@ KEYS: Tree = {
         "keep_in_fp32_modules": FreeKey("auto", list),
     },
     "zero_optimization": ZERO,
-    "optimizer": {  # compared with the flags, then left out: the optimizer is handed over
+    "optimizer": {  # compared with the flags, then left out: it is passed as an object
         "type": FreeKey(None, str),
         "params": FreeKey(None, dict),
         "legacy_fusion": FreeKey(False),
@@ -303,7 +301,7 @@ KEYS: Tree = {
     "gradient_accumulation_dtype": UnsupportedKey(
         "a key of this name", "use data_types.grad_accum_dtype"
     ),
-    # DeepSpeed 0.19 ends with an error where one of these is there at all, even turned off.
+    # DeepSpeed 0.19 raises an error if one of these is present at all, even turned off.
     "amp": UnsupportedKey("Apex AMP, which DeepSpeed has removed", "use --bf16 or --fp16"),
     "nebula": UnsupportedKey("Nebula, which DeepSpeed has removed", "leave it out"),
     "compression_training": UnsupportedKey(
@@ -350,7 +348,7 @@ RENAMED: Mapping[str, str] = {
     ),
 }
 
-# Not part of what DeepSpeed gets, because the program has read it, or hands over an object instead.
+# Keys not passed on to DeepSpeed: the program reads them, or passes an object instead.
 KEPT_BACK = frozenset({"optimizer", "scheduler", "curriculum_learning"})
 
 
@@ -368,10 +366,10 @@ def value_at(user: JsonObject, path: str) -> JsonValue:
 
 
 def as_kind(value: JsonValue, rule: FreeKey) -> JsonValue:
-    """`value` as the kind that a key has: 5e8 as a whole number, "Warn" as the word "WARN".
+    """Return `value` as the kind of a key: 5e8 as a whole number, "Warn" as the word "WARN".
 
     Raises:
-        ValueError: it is of another kind; the message says which is wanted.
+        ValueError: it is of another kind; the message names the expected kind.
     """
     kind = type(rule.default) if rule.kind is None else rule.kind
     if isinstance(kind, tuple):

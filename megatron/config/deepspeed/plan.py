@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON file: read strictly, and completed so that no default of its own is left.
+"""Reads DeepSpeed's JSON file strictly, and completes it so that no default of its own is used.
 
-`deepspeed_plan` is what an engine asks for: the stage, the complete JSON, and what of it concerns
-the program rather than DeepSpeed. Whether file and flags agree is `config.deepspeed.agreement`'s.
+`deepspeed_plan` returns what an engine needs: the stage, the complete JSON, and the settings that
+concern the program rather than DeepSpeed. `config.deepspeed.agreement` compares file and flags.
 """
 
 import difflib
@@ -46,18 +46,18 @@ _OFFLOADS = ("offload_param", "offload_optimizer")
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedPlan:
-    """What a run through DeepSpeed does: the same on every rank, and recorded in checkpoints.
+    """The settings of a run through DeepSpeed, equal on every rank and recorded in checkpoints.
 
     Attributes:
         stage: of ZeRO, 0 to 3.
-        json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
-            0 without precision and clipping, which are the business of our own optimizer there.
-        offload_optimizer: where the optimizer's state lies.
+        json: the argument of `deepspeed.initialize`: complete, without optimizer and scheduler. At
+            stage 0 without precision and clipping, which our own optimizer handles there.
+        offload_optimizer: the device of the optimizer's state.
         offload_param: the same of parameters, which only stage 3 can move.
         cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
         partition_method: how the model is cut into pipeline stages; None: as natively.
         curriculum: the block `curriculum_learning`, which the loop follows; None: no such block.
-        remarks: what of the file is not handed on to DeepSpeed, and why; for the log.
+        remarks: what of the file is not passed on to DeepSpeed, and why; for the log.
     """
 
     stage: int
@@ -71,10 +71,10 @@ class DeepSpeedPlan:
 
 
 def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPlan:
-    """Return what `--deepspeed`, the flags and the file that `--deepspeed_config` names ask for.
+    """Return the plan of `--deepspeed`, the flags and the file of `--deepspeed_config`.
 
     Raises:
-        ConfigError: the file cannot be read, or contradicts the flags; with all that is wrong.
+        ConfigError: the file cannot be read, or contradicts the flags; lists all problems.
     """
     user = user_json(config)
     raise_all(agreement_problems(config, user, data_parallel_size=data_parallel_size))
@@ -97,7 +97,7 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
 
 
 def user_json(config: RunConfig) -> dict[str, JsonValue]:
-    """Return what the file says that `--deepspeed_config` names; nothing without the flag."""
+    """Return the content of the file of `--deepspeed_config`; empty without the flag."""
     path = config.engine.deepspeed_config
     return {} if path is None else read_json(path)
 
@@ -119,8 +119,8 @@ def read_json(path: str) -> dict[str, JsonValue]:
     """Return the JSON file as nested dicts, each key by the name that `KEYS` has for it.
 
     Raises:
-        ConfigError: it is not there, not JSON, or has keys that DeepSpeed does not know (which
-            DeepSpeed itself would pass over in silence).
+        ConfigError: it is missing, not JSON, or has unknown keys (which DeepSpeed itself would
+            ignore silently).
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -148,7 +148,7 @@ def complete_json(
     complete = _completed(KEYS, user, implied, "")
     zero, pipeline = (object_at(complete, block) for block in ("zero_optimization", "pipeline"))
     if value_at(user, "zero_optimization.overlap_comm") is None:
-        zero["overlap_comm"] = stage_of(config, user) == 3  # as DeepSpeed decides without a word
+        zero["overlap_comm"] = stage_of(config, user) == 3  # the default of DeepSpeed
     for name, size in _BY_WIDTH.items():
         if object_at(user, "zero_optimization").get(name) == "auto":
             zero[name] = size(config.model.hidden_size)
@@ -158,7 +158,7 @@ def complete_json(
 
 
 def remarks(user: JsonObject) -> Iterator[str]:
-    """Yield what of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
+    """Yield what of a user's JSON is not passed on to DeepSpeed, and why, one sentence each."""
     for name in ("optimizer", "scheduler"):
         if user.get(name):
             yield f"{name}: agrees with the flags, which alone decide; not handed to DeepSpeed"
@@ -177,7 +177,7 @@ def _remarks_on(stage: int) -> tuple[str, ...]:
 
 
 def _handed_on(whole: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return what DeepSpeed gets of the complete JSON."""
+    """Return the part of the complete JSON that DeepSpeed gets."""
     if _stage(whole) > 0:
         return whole
     own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}

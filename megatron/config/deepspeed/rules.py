@@ -1,7 +1,7 @@
-"""The blocks `optimizer` and `scheduler` of DeepSpeed's JSON against the flags that mean the same.
+"""Compares `optimizer` and `scheduler` of DeepSpeed's JSON with the equivalent flags.
 
-Neither block is handed to DeepSpeed: the optimizer is built by the flags, and learning rates come
-from the loop. So what stands here is comparison only, in DeepSpeed's names and units (iterations).
+Neither block is passed on to DeepSpeed: the optimizer is built by the flags, and learning rates
+come from the loop. So this module only compares, in DeepSpeed's names and units (iterations).
 """
 
 import difflib
@@ -16,7 +16,7 @@ from megatron.json_values import JsonObject, JsonValue
 
 
 class _Rule(NamedTuple):
-    """What a parameter of a block has to be, and the flags that say so."""
+    """The required value of a parameter of a block, and the flags that imply it."""
 
     value: JsonValue
     flags: str
@@ -33,13 +33,11 @@ _SCHEDULERS = {
     "WarmupCosineLR": DecayStyle.COSINE,
 }
 _ALWAYS = "the update rule that --optimizer names"
-_IGNORED_PARAMETERS = frozenset(
-    {"torch_adam", "last_batch_iteration"}
-)  # of no consequence for numbers
+_IGNORED_PARAMETERS = frozenset({"torch_adam", "last_batch_iteration"})  # without effect on numbers
 
 
 def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """Yield what the block `optimizer` says that the flags do not."""
+    """Yield the contradictions between the block `optimizer` and the flags."""
     kind = value_at(user, "optimizer.type")
     flags = config.optimizer
     if isinstance(kind, str):
@@ -76,7 +74,7 @@ def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Itera
 
 
 def scheduler_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """Yield what the block `scheduler` says that the flags of the schedule do not."""
+    """Yield the contradictions between the block `scheduler` and the flags of the schedule."""
     kind = value_at(user, "scheduler.type")
     if kind is None:
         return
@@ -164,7 +162,7 @@ def _compared(
 
 
 def _equal(given: JsonValue, value: JsonValue) -> bool:
-    """Equality, of fractions of iterations and ratios up to rounding."""
+    """Return whether values are equal, for fractions of iterations and ratios up to rounding."""
     if isinstance(given, float) and isinstance(value, float):
         return abs(given - value) <= 1e-12 * max(abs(given), abs(value))
     return bool(given == value)
