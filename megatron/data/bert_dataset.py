@@ -1,6 +1,6 @@
-"""BERT's samples: two segments in their order or swapped, with words to guess.
+"""BERT's samples: two segments in their order or swapped, with masked words.
 
-Item for item Megatron's for the same seed (docs/data.md). What a reader would get wrong:
+Each sample equals Megatron's for the same seed (docs/data.md). What a reader would get wrong:
 `is_random` means swapped, the segments always follow each other in one document; and a sample has
 its own target length, to which it is cut, so most rows end in padding.
 """
@@ -28,7 +28,7 @@ _SPECIAL_TOKENS = 3  # CLS, SEP, SEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BERTRecipe:
-    """How samples are cut and masked; `binary_head` is the one that guesses the order."""
+    """How samples are cut and masked; `binary_head` is the one that predicts the order."""
 
     vocabulary: MaskingVocabulary
     seq_length: int
@@ -141,7 +141,7 @@ def _two_segments(
 def _truncated(
     first: list[int], second: list[int], target: int, rng: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Token by token, from a random end of the longer segment, the second one if they are equal."""
+    """Remove tokens one by one from a random end of the longer segment (the second if equal)."""
     segments = (first, second)
     starts, stops = [0, 0], [len(first), len(second)]
     excess = max(0, len(first) + len(second) - target)

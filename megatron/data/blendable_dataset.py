@@ -1,8 +1,8 @@
 """Several datasets as one, mixed by weight in Megatron's greedy order.
 
-The order of the first n samples does not depend on how many follow. What a reader would get
-wrong: weights are shares of *samples drawn*, not of what the components hold; a component that is
-too small for its share is an error here, before training, and never wraps around.
+The order of the first n samples does not depend on how many follow. What a reader would get wrong:
+weights are shares of *samples drawn*, not of the sizes of the components; a component that is too
+small for its share is an error before training, and never wraps around.
 """
 
 import math
@@ -21,7 +21,7 @@ Sample = dict[str, npt.NDArray[np.int64]]
 
 
 class SampleDataset(Protocol):
-    """What loaders and blends need of a dataset."""
+    """The interface of a dataset for loaders and blends."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -110,7 +110,7 @@ def draw_problems(
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
-    """Return samples that a blend of `num_samples` asks of a component with this share of them.
+    """Return the samples that a blend of `num_samples` needs of a component with this share.
 
     The half percent on top is Megatron's. The greedy order never takes more than
     `weight * (num_samples - 1) + 1`, so the result always suffices.

@@ -1,4 +1,4 @@
-"""Which samples each rank takes next: lists of sample numbers, one list per micro-batch.
+"""Selects the samples of each rank: lists of sample numbers, one list per micro-batch.
 
 A step of the whole data-parallel group takes `micro_batch_size * data_parallel_size` samples in
 order and rank r the r-th slice of them, so the union over ranks, and with it a resumed run, does
@@ -128,7 +128,7 @@ class MegatronPretrainingRandomSampler:
                     next_order = self._permutation(epoch + 1)
                 past = max(start - self.total_samples, 0)
                 batch += next_order[past : stop - self.total_samples].tolist()
-            # The position moves before the hand-over: whoever reads it sees this batch as taken.
+            # The position is updated before the yield: readers see this batch as consumed.
             self.consumed_samples += self._step
             yield batch
 

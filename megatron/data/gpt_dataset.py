@@ -1,9 +1,9 @@
 """Samples of `seq_length + 1` tokens cut from a stream of shuffled documents.
 
 The order is Megatron's, bit for bit (docs/data.md): documents are shuffled, laid end to end, cut,
-and the samples are shuffled again. What a reader would get wrong: the length of the dataset is
-every sample of the epochs it needs, so it is usually more than `num_samples`, and a document here
-is an item of the corpus.
+and the samples are shuffled again. What a reader would get wrong: the dataset has all samples of
+its epochs, so it is usually longer than `num_samples`, and a document here is an item of the
+corpus.
 """
 
 import operator
@@ -41,7 +41,7 @@ def plan_epochs(
 ) -> EpochPlan:
     """Return the fewest epochs that give `num_samples`, and whether the last is shuffled by itself.
 
-    It is, when less than `last_epoch_cutoff` of its samples are needed: otherwise some documents
+    It is, if less than `last_epoch_cutoff` of its samples are needed: otherwise some documents
     would be seen one time more often than others. (Megatron-LM uses 0.95, some forks 0.80.)
     """
     # samples in E epochs = (E * tokens - 1) // seq_length, as neighbours share a token
@@ -202,7 +202,7 @@ def _sample_order(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[np
 def _checked_documents(
     indexed: MMapIndexedDataset, documents: npt.NDArray[np.integer], name: str
 ) -> npt.NDArray[np.integer]:
-    """`documents` as int32 (as Megatron stores them), int64 for a corpus too large for that."""
+    """Return `documents` as int32, as Megatron stores them, or int64 for a larger corpus."""
     if len(documents) == 0:
         raise DataError(
             f"the {name} split of {indexed.prefix} has no documents",

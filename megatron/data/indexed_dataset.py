@@ -1,9 +1,9 @@
 """The corpus format of Megatron: `P.idx` (sizes, offsets) and `P.bin` (tokens), read and written.
 
-Opening checks every number of the index against the length of both files, and the index against
-its checksum, so a damaged or mismatched pair is refused before the first token is read. What a
-reader would get wrong: an *item* is an entry of `sizes`; a *document* is a range of items in
-`doc_idx`; GPT corpora have one item per document. Reading bytes is left to `token_file`.
+Opening checks every number of the index against the length of both files, and the index against its
+checksum, so a damaged or mismatched pair is refused before the first token is read. What a reader
+would get wrong: an *item* is an entry of `sizes`; a *document* is a range of items in `doc_idx`;
+GPT corpora have one item per document. `token_file` reads the bytes.
 """
 
 import contextlib
@@ -79,10 +79,10 @@ def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[
 class MMapIndexedDataset:
     """A corpus of token sequences, read by item number; checked whole when it is opened.
 
-    `integrity` says how much is compared with the checksums of the corpus; a corpus without any is
-    read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
-    that is cut short under it ends the process with SIGBUS. `report_progress` is told how far a
-    verification of everything (`full`) is. Raises DataError when the pair of files is missing,
+    `integrity` selects how much is compared with the checksums of the corpus; a corpus without any
+    is read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
+    that is cut short under it ends the process with SIGBUS. `report_progress` gets the progress of
+    a verification of everything (`full`). Raises DataError when the pair of files is missing,
     damaged, or not one corpus.
     """
 
@@ -118,7 +118,7 @@ class MMapIndexedDataset:
 
     @staticmethod
     def exists(prefix: str) -> bool:
-        """Return whether both files of the corpus `prefix` are there."""
+        """Return whether both files of the corpus `prefix` exist."""
         return both_files_exist(prefix)
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class MMapIndexedDataset:
         return (self.get(item) for item in range(len(self)))
 
     def get(self, idx: SupportsIndex, offset: int = 0, length: int | None = None) -> Tokens:
-        """`length` tokens of item `idx` from `offset` on; to its end when no length is given.
+        """Return `length` tokens of item `idx` from `offset` on; to its end without a length.
 
         Raises IndexError outside the item: nothing is cut short and no index counts from the end.
         """
@@ -182,8 +182,8 @@ class MMapIndexedDataset:
     def verify(self, report_progress: ReportProgress = no_progress) -> None:
         """Compare every byte with the checksums; DataError names the damaged blocks.
 
-        Does nothing where there are no checksums, or `integrity` keeps away from them.
-        `report_progress` is called after each piece with what is being done.
+        Does nothing without checksums, or if `integrity` is off. `report_progress` is called after
+        each piece with what is being done.
         """
         self._file.verify_all(VerificationProgress(self._file.path, report_progress))
         self._seen = None
@@ -246,7 +246,7 @@ class MMapIndexedDataset:
     def _join_with_python(
         self, items: npt.NDArray[np.integer], start: int, stop: int | None
     ) -> npt.NDArray[np.int64]:
-        """Return the twin of the compiled reader, and what verifies and complains on its behalf."""
+        """Join tokens in Python: the twin of the compiled reader, with verification and errors."""
         parts: list[Tokens] = []
         for place, item in enumerate(items.tolist()):
             begin = start if place == 0 else 0
@@ -277,17 +277,17 @@ class MMapIndexedDataset:
         if self.integrity is DataIntegrity.FULL:
             self.verify(report_progress)
         elif self.integrity is DataIntegrity.TOUCHED:
-            # Asked once for each read, so it is one look at one byte. Shared by forked workers.
+            # Checked for each read, so it is one byte per item. Shared by forked workers.
             self._seen = mmap.mmap(-1, len(self))
 
     def _verify(self, item: int, start: int, stop: int) -> None:
-        """Verify bytes [start, stop) of an item, of which some block was never looked at."""
+        """Verify bytes [start, stop) of an item with a block that was not verified yet."""
         first: int = self._pointers.item(item)
         last = first + self.sizes.item(item) * self.dtype.itemsize
         if not self._file.is_verified(first, last):
             self._file.verify(start, stop)
             if not self._file.is_verified(first, last):
-                return  # a long item: the next read of it comes here again
+                return  # a long item: its next read verifies again
         if self._seen is not None:
             self._seen[item] = 1
 
@@ -409,7 +409,7 @@ class MMapIndexedDatasetBuilder:
         self.end_document()
 
     def merge_file_(self, prefix: str) -> None:
-        """Append the corpus `prefix` whole, as its items and documents are, verified on the way."""
+        """Append all items and documents of the corpus `prefix`, verified while they are copied."""
         if Path(prefix).resolve() == Path(self.prefix).resolve():
             raise DataError(
                 "a merge may not read the corpus that it writes",
@@ -433,7 +433,7 @@ class MMapIndexedDatasetBuilder:
         self._num_tokens += other.num_tokens
 
     def finalize(self) -> None:
-        """Write the index, force both files to disk and give them their names."""
+        """Write the index, force both files to disk and rename them to their final names."""
         if not self._discard.alive:
             raise DataError(
                 f"the corpus {self.prefix} is already finished or given up",
@@ -518,9 +518,9 @@ def _sync_and_close(file: BinaryIO) -> None:
 
 
 def _discard(file: BinaryIO, temporary: Path, owner: int) -> None:
-    """Close and remove what was not published; after a publication nothing is left to remove."""
+    """Close and remove the unpublished files; does nothing after a publication."""
     if os.getpid() != owner:
         return  # a forked child dropped its copy of the builder; the file is the parent's
-    with contextlib.suppress(OSError):  # a full disk refuses the last buffer; the file goes anyway
+    with contextlib.suppress(OSError):  # a full disk refuses the last buffer
         file.close()
     temporary.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ _READ_BYTES = 8 * 2**20
 
 
 class CorpusChecksums(NamedTuple):
-    """What a pair of files was when it was written."""
+    """The checksums of a pair of files when it was written."""
 
     block_bytes: int
     data_bytes: int
@@ -70,7 +70,7 @@ class BlockHasher:
         self._room -= len(view)
 
     def finish(self, index: "IndexHasher") -> CorpusChecksums:
-        """Return the checksums of all that came, together with those of its index."""
+        """Return the checksums of all updates, together with those of its index."""
         if self._room < BLOCK_BYTES:
             self._close_block()
         return CorpusChecksums(
@@ -88,7 +88,7 @@ class BlockHasher:
 
 
 class IndexHasher:
-    """A file to write an index to, of which the digest is known at the end."""
+    """A file to write an index to, which computes its digest."""
 
     def __init__(self, file: "IO[bytes] | None" = None) -> None:
         self._file = file
@@ -96,7 +96,7 @@ class IndexHasher:
         self.total_bytes = 0
 
     def write(self, data: Buffer) -> int:
-        """Write to the file behind, and take note."""
+        """Write to the underlying file, and update the digest."""
         count = len(memoryview(data).cast("B"))
         if self._file is not None:
             self._file.write(data)
@@ -143,7 +143,7 @@ def read_checksums(prefix: str) -> CorpusChecksums | None:
 
 
 class Digests(NamedTuple):
-    """What names a corpus without reading it, as hex digits."""
+    """Digests that identify a corpus without reading it, as hex digits."""
 
     index_digest: str  # xxh3_128 of .idx
     pair_id: str
@@ -170,7 +170,7 @@ def recorded_digests(prefix: str) -> Digests | None:
 
 
 def digest_of_file(path: str) -> str:
-    """xxh3_128 of a whole file, as hex digits; DataError where it cannot be read."""
+    """Return the xxh3_128 of a whole file, as hex digits; DataError if it cannot be read."""
     digest = xxhash.xxh3_128()
     for piece in _pieces(path):
         digest.update(piece)
@@ -196,7 +196,7 @@ def check_index(prefix: str, checksums: CorpusChecksums) -> None:
 def adopt(prefix: str) -> CorpusChecksums:
     """Write `P.sums` for a corpus that has none, from its bytes as they are now.
 
-    Raises DataError where there are checksums: new ones would declare any damage to be right.
+    Raises DataError if there are checksums: new ones would hide any damage.
     """
     path = Path(checksum_file_path(prefix))
     if path.exists():

@@ -1,9 +1,9 @@
 """Describes what a run reads, in short texts that ranks compare and checkpoints store.
 
-Flags name files, and files change. So each corpus is known by the digest of its index, the length
-of its tokens and the pair id of its checksums, and each file of weighted paths by its text. What a
-reader would get wrong: nothing is refused here. A file that is not there is called absent, since
-other checks say why, and a rank that lacks it is named when ranks compare.
+Flags name files, and files change. So each corpus is identified by the digest of its index, the
+length of its tokens and the pair id of its checksums, and each file of weighted paths by its text.
+What a reader would get wrong: nothing is refused here. A missing file is recorded as absent, since
+other checks report why, and a rank that lacks it is named when ranks compare.
 """
 
 import os
@@ -21,7 +21,7 @@ from megatron.data.data_utils import parse_data_path
 from megatron.errors import MegatronError
 
 ABSENT = "absent"
-PAIR_ID = "pair id of "  # how keys begin that a corpus without checksums does not have
+PAIR_ID = "pair id of "  # prefix of the keys that only a corpus with checksums has
 _LONGEST_TEXT = 200
 _PARTS = (
     "",
@@ -47,7 +47,7 @@ def files_of_paths(data: DataConfig) -> dict[str, str]:
 
 
 def data_sources(data: DataConfig) -> dict[str, str]:
-    """Return what every file that `data` names holds, in a form that two runs can compare.
+    """Return a description of every file that `data` names, which two runs can compare.
 
     Reads the index of corpora without checksums, and otherwise a few bytes of each.
     """
@@ -58,7 +58,7 @@ def data_sources(data: DataConfig) -> dict[str, str]:
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what both name and is not the same, as text: `name: before -> now`."""
+    """Return the names in both whose values differ, as text: `name: before -> now`."""
     return [
         f"{name}: {before[name]} -> {now[name]}"
         for name in before
@@ -69,8 +69,8 @@ def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
 def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> None:
     """Warn of corpora of validation and test that training reads too, whatever their names are.
 
-    Of splits and weighted ranges this is not asked: the first cannot overlap, and who writes the
-    second is told elsewhere.
+    Splits and weighted ranges are not checked here: the first cannot overlap, and
+    `announce_overlaps` checks the second.
     """
     trained = {_identity(prefix, sources): prefix for prefix in _named(data.train_data_path)}
     for use, words in (("valid", data.valid_data_path), ("test", data.test_data_path)):

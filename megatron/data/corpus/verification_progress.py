@@ -1,7 +1,7 @@
 """Reports progress while a whole corpus is compared with its checksums, which may take hours.
 
-The log gets a line now and then; `report_progress` is called after every piece, so that ranks
-that wait for this one know that it is at work. How a report travels is left to the caller.
+The log gets a line at intervals; `report_progress` is called after every piece, so that waiting
+ranks see that this one is at work. The caller decides how reports are sent.
 """
 
 import time
@@ -15,11 +15,11 @@ ReportProgress = Callable[[str], None]
 
 
 def no_progress(doing: str) -> None:
-    """Report to nobody."""
+    """Do nothing: no process waits for a report."""
 
 
 class VerificationProgress:
-    """Called with the bytes that were compared and those there are; tells both who listen."""
+    """Called with the bytes compared and the total; reports to the log and to waiting ranks."""
 
     def __init__(
         self, path: str, report_progress: ReportProgress, *, log_every_s: float = _LOG_EVERY_S
