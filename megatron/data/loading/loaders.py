@@ -1,7 +1,7 @@
 """A torch DataLoader over one rank's micro-batches.
 
 What a reader would get wrong: torch turns an error of a worker process into a RuntimeError, which
-would lose the exit code and the fix; here a MegatronError arrives as itself, with the worker's
+would lose the exit code and the fix; here a MegatronError keeps its class, with the worker's
 traceback as a note. Drawing a loader's seed leaves the global generators alone, so a resumed run
 sees the same random numbers.
 """
@@ -98,7 +98,7 @@ make_data_loader = build_data_loader
 
 
 def _freeze_inherited_garbage(worker: int) -> None:
-    """Garbage of the process that forked this one is not collected here.
+    """Exclude garbage of the forking process from collection.
 
     It may hold process groups, whose threads do not exist in a fork: ending them crashes or hangs.
     """
@@ -112,7 +112,7 @@ class _Failure(NamedTuple):
 
 
 class _BatchReader(data.Dataset[Sample]):
-    """Reads whole micro-batches, so that a failure can travel as data."""
+    """Reads whole micro-batches, so that a failure can be returned as data."""
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset

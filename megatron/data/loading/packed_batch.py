@@ -1,8 +1,8 @@
-"""From a micro-batch of packed rows to what a model and its loss take.
+"""Converts a micro-batch of packed rows to the inputs of a model and its loss.
 
-What a reader would get wrong: padding is told by its segment id and never by its token, so a pad
-token that also ends documents is still learned; and the last token of a document predicts nothing,
-for what follows it is another document.
+What a reader would get wrong: padding is identified by its segment id and never by its token, so a
+pad token that also ends documents is still learned; and the last token of a document predicts
+nothing, because another document follows.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ def span_corruption_batch(
 ) -> PackedBatch:
     """Return `MLMDataset` rows, [b, inputs] and [b, targets + 1], joined for a decoder.
 
-    Only targets count; each row is one document.
+    Only targets count in the loss; each row is one document.
     """
     text = torch.cat([input_tokens, target_tokens], dim=1)
     is_input = torch.zeros_like(text)
@@ -69,7 +69,7 @@ def span_corruption_batch(
 
 
 def _starts(segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the position at which the segment of each token starts; a running maximum finds it."""
+    """Return the position at which the segment of each token starts, by a running maximum."""
     starts = torch.zeros_like(positions)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts[:, 1:] = torch.where(changes, positions[:, 1:], 0)

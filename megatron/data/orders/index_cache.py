@@ -1,11 +1,11 @@
 """Sample indices kept on disk: built once, published whole, verified on every load.
 
-The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a
-stale entry cannot be found. What a reader would get wrong: a damaged entry is no error, because
-it can be built again from the corpus; it is announced and rebuilt. The caller says who builds and
-how ranks wait for each other. Builders of several nodes or jobs that see one folder build once,
-under a lock with a lease; a rank that does not see the builder's file (node-local disks) builds its
-own, which has the same bytes.
+The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a stale
+entry cannot be found. What a reader would get wrong: a damaged entry is no error, because it can be
+built again from the corpus; this is logged. The caller decides which rank builds and how ranks wait
+for each other. Builders of several nodes or jobs that see one folder build once, under a lock with
+a lease; a rank that does not see the builder's file (node-local disks) builds its own, which has
+the same bytes.
 """
 
 import errno
@@ -33,7 +33,7 @@ Description = Mapping[str, str | int | float]
 
 _FORMAT_VERSION = 1
 _READ_BYTES = 8 * 2**20
-_LARGE_BYTES = 64 * 2**20  # an index from this size on is worth a line
+_LARGE_BYTES = 64 * 2**20  # an index from this size on is logged
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -43,7 +43,7 @@ def fingerprint(description: Description) -> str:
 
 
 def cache_folders(prefix: str, cache_path: str | None = None) -> tuple[Path, ...]:
-    """Return where indices of the corpus `prefix` may lie, in the order in which they are tried.
+    """Return the folders for indices of the corpus `prefix`, in the order in which they are tried.
 
     The value of --data-cache-path alone when there is one; else a folder beside the corpus, else
     one in the home directory for corpora on read-only file systems.
@@ -60,7 +60,7 @@ class CachedIndex:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
         self._arrays: dict[str, npt.NDArray[np.integer]] = {
-            # As plain arrays over the mapping: every index into an np.memmap makes another one.
+            # As plain arrays over the mapping: indexing an np.memmap creates another np.memmap.
             key: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
             for key, path in files.items()
         }
@@ -102,7 +102,7 @@ class IndexCache:
                 return self._load(stem, description) or self._build(stem, description, build)
             finally:
                 self._wait(stem)
-        # Barriers end after minutes. So whoever sees the builder's lock waits for the lock instead.
+        # Barriers time out after minutes, so ranks that see the builder's lock wait for it instead.
         wait_while_leased(
             [folder / f"{stem}.lock" for folder in self.folders],
             f"building the index {stem}",
@@ -157,7 +157,7 @@ class IndexCache:
 
     @contextmanager
     def _lock(self, stem: str) -> Iterator[None]:
-        """A lock in the first folder that takes one; none where there is no such folder."""
+        """Hold a lock in the first writable folder; no lock if there is none."""
         with ExitStack() as held:
             for folder in self.folders:
                 path = folder / f"{stem}.lock"
@@ -171,7 +171,7 @@ class IndexCache:
                 except OSError as error:
                     if error.errno not in _NOT_WRITABLE:
                         raise atomic.write_error(path, error) from error
-            yield  # without a folder `_publish` says so
+            yield  # without a folder `_publish` raises the error
 
     def _load(self, stem: str, description: Description) -> CachedIndex | None:
         for folder in self.folders:
@@ -231,7 +231,7 @@ def _write_entry(
 ) -> dict[str, Path]:
     """Write all, then publish the arrays, then the manifest: an entry without one does not exist.
 
-    What does not fit on the disk leaves nothing, and an entry that was there stays.
+    If the disk is full nothing is left, and an existing entry stays.
     """
     files = {key: _array_file(folder, stem, key) for key in arrays}
     manifest = folder / f"{stem}.json"
@@ -256,9 +256,9 @@ def _write_entry(
 
 
 def _write_array(path: Path, array: npt.NDArray[np.integer]) -> dict[str, int | str]:
-    """Write one array and force it to disk; what the manifest says of it."""
+    """Write one array and force it to disk; return its record in the manifest."""
     with open(path, "wb") as file:
-        # Of a disk that fills up, NumPy's own way to write says neither that nor the errno.
+        # When a disk fills up, the error of NumPy's own writer lacks the errno.
         hasher = IndexHasher(file)
         np.save(hasher, array, allow_pickle=False)
         file.flush()

@@ -1,9 +1,9 @@
-"""A lock file that a dead holder cannot keep: it is renewed while held, and taken over when not.
+"""A lock file with a heartbeat: it is renewed while held, and taken over when it is not.
 
-It says who holds it (process, host, time). What a reader would get wrong: staleness is judged by
+It records its holder (process, host, time). What a reader would get wrong: staleness is judged by
 the waiting process's own clock, as the time for which the content stayed the same, so clocks of
-nodes need not agree; and the lock only saves work. A holder that was merely paused may be taken
-over, so what is done under it must be right when two do it at once.
+nodes need not agree; and the lock only saves work. The lock of a paused holder may be taken over,
+so the work under it must be correct when two processes do it at once.
 """
 
 import errno
@@ -26,12 +26,12 @@ _BEAT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """How patient holders and waiters are, in seconds."""
+    """Intervals and timeouts of holders and waiters, in seconds."""
 
     renew_s: float = 10.0
     lease_s: float = 60.0  # a build may hold the interpreter's lock for a while between renewals
     poll_s: float = 0.2
-    log_every_s: float = 30.0  # between two messages of somebody who waits or works
+    log_every_s: float = 30.0  # between two log lines of a process that waits or works
     give_up_s: float = 3600.0
     settle_s: float = 2.0  # how long a holder may take to appear, for those that only wait
 
@@ -44,10 +44,10 @@ def leased(
 
     Args:
         what: what is done under the lock, for messages ("building the index X").
-        is_done: asked while waiting; once it holds, the block is entered without the lock.
+        is_done: called while waiting; once it is true, the block is entered without the lock.
 
     Raises:
-        MachineError: another holder went on for longer than `timing.give_up_s`.
+        MachineError: another holder kept the lock for longer than `timing.give_up_s`.
         OSError: the lock file cannot be made.
     """
     file = _acquire(path, what, timing, is_done)
@@ -104,7 +104,7 @@ def wait_while_leased(
     """Return once `is_done()`, or when no process has held one of `paths` for `timing.settle_s`.
 
     Raises:
-        MachineError: a holder went on for longer than `timing.give_up_s`.
+        MachineError: a holder kept the lock for longer than `timing.give_up_s`.
     """
     wait, watched = _BoundedWait(what, timing), [_WatchedLock(path) for path in paths]
     held_at = time.monotonic()
@@ -153,19 +153,19 @@ class _WatchedLock:
         self._path, self._seen, self._since = path, b"", time.monotonic()
 
     def look(self) -> bytes | None:
-        """Return what the file holds now; None where there is none."""
+        """Return the current content of the file; None if it does not exist."""
         content = _read(self._path)
         if content is None or content != self._seen:
             self._seen, self._since = content or b"", time.monotonic()
         return content
 
     def unchanged_s(self) -> float:
-        """Return seconds since the content was first seen as it is."""
+        """Return the seconds since the content was first seen."""
         return time.monotonic() - self._since
 
 
 class _BoundedWait:
-    """Waits step by step, says so every so often, and ends."""
+    """Waits step by step, logs it at intervals, and raises after a timeout."""
 
     def __init__(self, what: str, timing: LeaseTiming) -> None:
         self._what, self._timing = what, timing
@@ -190,7 +190,7 @@ class _BoundedWait:
 
 
 def _take_over(path: Path, stale: bytes, what: str, age_s: float) -> None:
-    """Move a stale lock out of the way, unless somebody else was faster."""
+    """Move a stale lock out of the way, unless another process was faster."""
     aside = atomic.temporary_name(path)
     try:
         os.rename(path, aside)
@@ -203,7 +203,7 @@ def _take_over(path: Path, stale: bytes, what: str, age_s: float) -> None:
                 f"taken over for {what}"
             )
             return
-        # Between the look and the rename another waiter took over: its lock goes back.
+        # Another waiter took over between the read and the rename: put its lock back.
         try:
             os.link(aside, path)
         except OSError:

@@ -40,7 +40,7 @@ class FIMTokenNames(NamedTuple):
 
 
 class PieceVocabulary(Protocol):
-    """What looking for a token by its name asks of a tokenizer."""
+    """The interface of a tokenizer for a search of tokens by name."""
 
     @property
     def vocab_size(self) -> int:
@@ -152,7 +152,7 @@ class FIMDataset:
 
 
 def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: float) -> int:
-    """`eod`, after checking the flags about rearranging.
+    """Return `eod`, after checking the flags about rearranging.
 
     Raises:
         ConfigError: a rate outside [0, 1], no end of documents, or two marks of one id.
@@ -179,7 +179,7 @@ def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: fl
 
 
 def document_ranges(text: npt.NDArray[np.int64], eod: int) -> list[tuple[int, int]]:
-    """(start, stop) of each document in `text` without its `eod`; none of them is empty."""
+    """Return (start, stop) of each document in `text` without its `eod`; none is empty."""
     ends = np.flatnonzero(text == eod).tolist()
     starts = [0, *(end + 1 for end in ends)]
     pairs = zip(starts, [*ends, len(text)], strict=True)
@@ -193,7 +193,7 @@ def fill_in_the_middle(
     spm_rate: float,
     rng: np.random.RandomState,
 ) -> npt.NDArray[np.int64]:
-    """`document` cut at two random places and rearranged, as long as it was (4 tokens or more).
+    """Return `document` (4 tokens or more) cut at two random places and rearranged, as long.
 
     Its last three tokens are lost to the marks. The cuts are drawn from every border of the rest,
     so a part may be empty (section 3 of the paper, on tokens).

@@ -1,9 +1,9 @@
 """The inverse cloze task: a sentence, and the block of text that it was taken from.
 
-Blocks and their order are Megatron's; which sentence is asked about is drawn per sample, where
-Megatron's draw depends on everything read before by the same process. What a reader would get
-wrong: a row of the block map counts documents from the start of the split, and titles are those of
-the whole corpus; what leaves here counts as the corpus does.
+Blocks and their order are Megatron's; the query sentence is drawn per sample, where Megatron's draw
+depends on everything read before by the same process. What a reader would get wrong: a row of the
+block map counts documents from the start of the split, and titles are those of the whole corpus;
+document numbers in samples are those of the corpus.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ _SPECIAL_TOKENS = 3  # CLS, SEP after the title, SEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ICTRecipe:
-    """How blocks are cut, and how often the sentence asked about stays in its block.
+    """How blocks are cut, and how often the query sentence stays in its block.
 
-    Of a block of one sentence (`one_sentence_documents`) it always does: nothing would be left.
+    In a block of one sentence (`one_sentence_documents`) it always stays: nothing would be left.
     """
 
     vocabulary: MaskingVocabulary

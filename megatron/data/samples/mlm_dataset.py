@@ -1,4 +1,4 @@
-"""Span corruption as in T5 v1.1: spans of a window are replaced by marks, and are to be written.
+"""Span corruption as in T5 v1.1: spans of a window are replaced by marks, and are the targets.
 
 Every sample has the same two lengths, so nothing is padded; a sequence length that no raw length
 gives exactly is refused with those that work. What a reader would get wrong: the windows are those
@@ -23,11 +23,11 @@ from megatron.data.orders.sample_random import random_of_sample
 from megatron.errors import ConfigError, DataError
 
 _VERSION = 1  # of the draws below; part of the fingerprint
-_SEARCHED = 4096  # how far above the asked length a length that works is looked for
+_SEARCHED = 4096  # how far above the given length a valid length is searched
 
 
 class SpanLengths(NamedTuple):
-    """What every sample of one sequence length consists of.
+    """The parts of every sample of one sequence length.
 
     A sample takes `raw_length + 1` tokens of text: the last is the one more that the targets have,
     so that inputs and targets together are `seq_length + 1`.
@@ -40,7 +40,7 @@ class SpanLengths(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sequence length that this is exactly right for."""
+        """The sequence length that these lengths fill exactly."""
         return self.inputs + self.targets
 
     @property
@@ -209,7 +209,7 @@ def corrupt_spans(
     marks: Sequence[int],
     rng: np.random.RandomState,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(inputs, targets) of `text` with `noise` of its tokens replaced in `spans` spans.
+    """Return (inputs, targets) of `text` with `noise` of its tokens replaced in `spans` spans.
 
     Kept and replaced spans alternate, kept first, and none is empty. `marks` are the sentinels of
     the spans and then the end of both sequences. Noise lengths are drawn first, as in T5.
@@ -231,7 +231,7 @@ def corrupt_spans(
 
 
 def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDArray[np.int64]:
-    """`total` as a sum of `parts` positive numbers, each such sum equally likely."""
+    """Return `total` as a sum of `parts` positive numbers, each such sum equally likely."""
     is_border = np.arange(total - 1) < parts - 1
     rng.shuffle(is_border)
     borders = np.concatenate([[0], np.flatnonzero(is_border) + 1, [total]])

@@ -1,8 +1,8 @@
 """Pairs of an input and a target for multitask finetuning: two corpora, aligned by number.
 
 `P_inputs_document` and `P_targets_document` are made by one run of tools/preprocess_data.py with
-`--json-keys inputs targets`, which keeps or drops a row in both. What a reader would get wrong:
-equal numbers of items are all that two corpora without sidecars can show of being a pair.
+`--json-keys inputs targets`, which keeps or drops a row in both. What a reader would get wrong: for
+two corpora without sidecars only equal numbers of items show that they are a pair.
 """
 
 import operator

@@ -1,6 +1,6 @@
 """Whole documents laid into rows of fixed length, in the order of Megatron-DeepSpeed's MTF packing.
 
-`PackedDataset` owns the order and the rows; what a document is, its source says. What a reader
+`PackedDataset` defines the order and the rows; its source defines the documents. What a reader
 would get wrong: a row is `seq_length + 1` tokens, and the rows of an epoch are not the documents of
 an epoch, as a row that an epoch leaves unfinished goes on in the next.
 """
@@ -21,18 +21,18 @@ from megatron.data.orders.index_cache import IndexCache, fingerprint
 from megatron.errors import DataError
 
 _ORDER_VERSION = 1  # of the recipe below; part of every cache key
-PADDING = 0  # the segment id of what belongs to no document
+PADDING = 0  # the segment id of padding
 
 
 class PackedDocument(NamedTuple):
     """One document as its source gives it; both arrays are of the document's length."""
 
     tokens: npt.NDArray[np.integer]
-    is_input: npt.NDArray[np.integer] | npt.NDArray[np.bool_]  # true: to be read, not predicted
+    is_input: npt.NDArray[np.integer] | npt.NDArray[np.bool_]  # true: an input, not to be predicted
 
 
 class DocumentSource(Protocol):
-    """What packing needs of a corpus."""
+    """The interface of a corpus for packing."""
 
     @property
     def prefix(self) -> str:
@@ -163,7 +163,7 @@ class PackedDataset:
     def _checked_lengths(
         self, documents: npt.NDArray[np.int64], on_too_long: OnTooLong
     ) -> npt.NDArray[np.int64]:
-        """Return tokens of each of `documents`, after what is too long has been judged."""
+        """Return the tokens of each of `documents`, with the policy for long ones applied."""
         prefix = self.source.prefix
         if len(documents) == 0:
             raise DataError(

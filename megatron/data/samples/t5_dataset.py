@@ -1,8 +1,8 @@
-"""T5's samples: a text with spans replaced by sentinels, and a decoder that has to write them.
+"""T5's samples: a text with spans replaced by sentinels, and the spans as the decoder's targets.
 
-Item for item Megatron's for the same seed (docs/data.md), for seeds and numbers of samples whose
-sum stays below 2**32; beyond that it fails and this goes on. What a reader would get wrong: the
-decoder's row has a length of its own, and a text of many short spans may not fit into it.
+Each sample equals Megatron's for the same seed (docs/data.md), for seeds and numbers of samples
+whose sum is below 2**32; beyond that Megatron fails. What a reader would get wrong: the decoder's
+row has a length of its own, and a text of many short spans may not fit into it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from megatron.data.samples.sentence_samples import (
 )
 from megatron.errors import DataError
 
-_SPECIAL_TOKENS = 2  # that Megatron leaves room for, and does not use
+_SPECIAL_TOKENS = 2  # that Megatron reserves, and does not use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
