@@ -44,7 +44,7 @@ class CheckpointConfig:
     checkpoint_format: CheckpointFormatName = flag(
         CheckpointFormatName.SHARDED,
         help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
-        "those of DeepSpeed; --load knows by itself what it is given",
+        "those of DeepSpeed; --load detects the format by itself",
     )
     save_interval: int | None = flag(
         None, help="iterations between checkpoints; when not set only at the end"

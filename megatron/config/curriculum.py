@@ -253,7 +253,7 @@ def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curric
     """
     if flags is not None and block is not None and flags != block:
         raise ConfigError(
-            "the flags and DeepSpeed's JSON ask for two curricula",
+            "the flags and DeepSpeed's JSON give two curricula",
             found=f"flags: {flags}; JSON: {block}",
             fix="leave out the --curriculum flags, or the curriculum_learning block",
         )

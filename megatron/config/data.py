@@ -207,7 +207,7 @@ class DataConfig:
         if len(asked) > 1:
             flags = [flag_name(name) for name in asked]
             yield ConfigError(
-                "two kinds of training data were asked for at once",
+                "two kinds of training data were given at once",
                 found=" together with ".join(flags),
                 fix=f"keep one of {' and '.join(flags)}; runs of different kinds follow each "
                 "other with --load",

@@ -53,7 +53,7 @@ class EngineConfig:
     )
     deepspeed_config: str | None = flag(
         None,
-        help="DeepSpeed's JSON file; what it says fills flags that are not given, and must not "
+        help="DeepSpeed's JSON file; its values fill flags that are not given, and must not "
         "contradict those that are",
         aliases=("--deepspeed_config", "--deepscale_config"),
     )

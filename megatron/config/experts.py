@@ -60,8 +60,8 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
         )
     if taken == 1 and not flags.moe_router_pre_softmax:
         yield ConfigError(
-            "the share of the only expert that a token takes would always be 1, and nothing would "
-            "teach the router",
+            "the share of the only expert that a token takes would always be 1, and the router "
+            "would learn nothing",
             found="--moe-router-topk 1 without --moe-router-pre-softmax",
             fix="add --moe-router-pre-softmax, or use --moe-router-topk 2",
         )

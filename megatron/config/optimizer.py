@@ -233,7 +233,7 @@ class ScheduleConfig:
         wsd_length = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style is DecayStyle.WSD and wsd_length == (None, None):
             yield ConfigError(
-                "a WSD schedule does not know how long its decay is",
+                "a WSD schedule needs the length of its decay",
                 found="--lr-decay-style WSD without a decay length",
                 fix="add --lr-wsd-decay-iters (a tenth of the training is usual)",
             )

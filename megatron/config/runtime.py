@@ -40,7 +40,7 @@ class LoggingConfig:
     log_interval: int = flag(100, help="iterations between log lines")
     log_level: LogLevel = flag(LogLevel.INFO, help="lowest level of messages that rank 0 prints")
     log_level_replica: LogLevel = flag(
-        LogLevel.ERROR, help="level from which the other ranks speak"
+        LogLevel.ERROR, help="lowest level of messages that the other ranks print"
     )
     tensorboard_dir: str | None = flag(None, help="folder for TensorBoard events")
     tensorboard_log_interval: int = flag(1, help="iterations between TensorBoard points")

@@ -127,7 +127,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),
     "--abort-on-unmet-fused-kernel-constraints": NoEffect(0, _FUSED),
     "--fim-pad-token": NoEffect(1, "a document that is rearranged keeps its length"),
-    "--fim-eod-token": NoEffect(1, "documents end where the tokenizer says so"),
+    "--fim-eod-token": NoEffect(1, "documents end at the tokenizer's end-of-document token"),
 }
 
 REMOVED: Mapping[str, str] = {

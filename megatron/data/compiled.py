@@ -29,6 +29,6 @@ def warn_of_python_twin(name: str, module: ModuleType | None) -> None:
     what = "is not built" if module is None else "was built from other source"
     log.warning_once(
         f"compiled {name}",
-        f"megatron.data._{name} {what}; its Python twin serves (same results, slower): "
+        f"megatron.data._{name} {what}; its Python twin is used (same results, slower): "
         "python setup.py build_ext --inplace builds it",
     )

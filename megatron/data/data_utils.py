@@ -298,7 +298,7 @@ def build_train_valid_test_datasets(
         words = separate[number] if data_path is None else data_path
         if words is None:
             raise ConfigError(
-                f"samples are asked of the {name} split, which has no corpus",
+                f"samples are requested of the {name} split, which has no corpus",
                 found=f"{wanted} samples, no --{name}-data-path",
                 fix=f"give --{name}-data-path, or ask for no {name} samples",
             )

@@ -380,7 +380,7 @@ class MMapIndexedDatasetBuilder:
             )
         if len(ids) > _LARGEST_ITEM:
             raise DataError(
-                "an item is longer than the format can say",
+                "an item is longer than the format can store",
                 found=f"{len(ids)} tokens; at most {_LARGEST_ITEM}",
                 fix="split the document",
             )

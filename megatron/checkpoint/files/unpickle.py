@@ -169,8 +169,8 @@ def _refusal(path: Path, error: Exception) -> CheckpointError:
     for pattern in _REFUSED_NAMES:
         if match := pattern.search(text):
             return CheckpointError(
-                "a checkpoint file asks for code that it is not allowed to run",
-                found=f"{path} asks for {match[1].strip()}; nothing of it was run",
+                "a checkpoint file names code that it is not allowed to run",
+                found=f"{path} names {match[1].strip()}; nothing of it was run",
                 fix="do not trust the file; if it is yours, save it again with tensors and plain "
                 "values only",
             )

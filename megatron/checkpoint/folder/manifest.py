@@ -221,7 +221,7 @@ def missing(directory: Place) -> CheckpointError:
     return CheckpointError(
         "a checkpoint folder has no manifest",
         found=f"{directory / NAME}: no such file; beside it: {names or 'nothing'}",
-        fix="without it nothing says what the other files are: copy the folder whole, with that "
+        fix="without it the other files cannot be identified: copy the folder whole, with that "
         "file, or load another iteration",
     )
 

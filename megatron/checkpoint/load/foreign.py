@@ -128,7 +128,7 @@ class ForeignCheckpoint:
         known = self.source.progress
         if int(known.get("iteration", 0)) and "consumed_samples" not in known:
             raise CheckpointError(
-                "the checkpoint does not say how many samples its run had consumed",
+                "the checkpoint does not record how many samples its run had consumed",
                 found=f"{self.directory} at iteration {known['iteration']}",
                 fix="add --finetune to begin a run with these weights",
             )

@@ -136,7 +136,7 @@ def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
         raise CheckpointError(
             "flags and checkpoint describe different models",
             found=f"{'; '.join(differing)}; in {load}",
-            fix="leave out the flags of the model, which the checkpoint knows, or load another one",
+            fix="leave out the flags of the model, which the checkpoint records, or load another",
         )
     return model
 

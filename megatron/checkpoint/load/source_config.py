@@ -51,7 +51,7 @@ def completed_config(
         complete = RunConfig.from_plain({**groups, "extra": extra})
     except ConfigError as error:
         raise CheckpointError(
-            "the checkpoint does not say enough about its model to stand on its own",
+            "the checkpoint does not record enough about its model to be used without flags",
             found=f"{source.directory} ({source.format_name}): {error.problem}; {error.found}",
             fix="load it with the flags of its model beside it (--num-layers ..), in training with "
             "--load FOLDER --finetune",

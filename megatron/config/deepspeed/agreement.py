@@ -260,7 +260,7 @@ def _wrong_values(
         if rule is None:
             near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
             yield ConfigError(
-                "DeepSpeed knows no such key",
+                "DeepSpeed has no such key",
                 found=f"{path} in {where}",
                 fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
             )
@@ -276,13 +276,13 @@ def _wrong_values(
                 yield _wrong_kind(path, value, where, str(wanted))
         elif isinstance(rule, FixedKey) and value != rule.value:
             yield ConfigError(
-                "DeepSpeed's JSON asks for what a run here cannot be",
+                "DeepSpeed's JSON has a value that is not possible here",
                 found=f"{path} {_json(value)} in {where}",
                 fix=f"leave it out, or make it {_json(rule.value)}: {rule.because}",
             )
         elif isinstance(rule, UnsupportedKey) and not _is_off(value):
             yield ConfigError(
-                "DeepSpeed's JSON asks for a feature that is not here",
+                "DeepSpeed's JSON turns on a feature that is not here",
                 found=f"{path} in {where}: {rule.feature}",
                 fix=rule.instead,
             )

@@ -172,7 +172,7 @@ def _remarks_on(stage: int) -> tuple[str, ...]:
         return ()
     return (
         "ZeRO stage 0: the native optimizer updates, clips and scales inside DeepSpeed's engine, "
-        "which is told of neither precision nor clipping",
+        "which gets neither precision nor clipping",
     )
 
 
@@ -308,7 +308,7 @@ def _unknown_keys(
         if rule is None:
             near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
             yield ConfigError(
-                "DeepSpeed knows no such key",
+                "DeepSpeed has no such key",
                 found=f"{prefix}{key} in {path}",
                 fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
             )

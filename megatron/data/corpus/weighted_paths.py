@@ -90,7 +90,7 @@ def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ConfigError(
             "two groups of weighted paths have the same name, so that their losses could not be "
-            "told apart",
+            "distinguished",
             found=f"{name} in --valid-weighted-split-paths and --test-weighted-split-paths",
             fix=f"give each its own name, such as {name}-valid and {name}-test",
         )

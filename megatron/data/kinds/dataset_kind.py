@@ -70,7 +70,7 @@ def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only datasets of sentences read, if it was given."""
     for name, shown in _given(data, _OF_SENTENCES):
         yield ConfigError(
-            "a flag was given that the data of a GPT do not know",
+            "a flag was given that has no effect on the data of a GPT",
             found=shown,
             fix=f"leave {name} out; it is for BERT",
         )
@@ -80,7 +80,7 @@ def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only other datasets than BERT's read, if it was given."""
     for name, shown in _given(data, _OF_OTHERS_THAN_BERT):
         yield ConfigError(
-            "a flag was given that the data of a BERT do not know",
+            "a flag was given that has no effect on the data of a BERT",
             found=shown,
             fix=f"leave {name} out",
         )

@@ -74,7 +74,7 @@ def gpt_batch(
             "--eod-mask-loss": eod_mask_loss,
         }
         raise ConfigError(
-            "the end of a document cannot be seen without an end-of-document token",
+            "the end of a document cannot be found without an end-of-document token",
             found=f"{', '.join(flag for flag, on in flags.items() if on)}; the tokenizer has none",
             fix="use a tokenizer with an end-of-document token, or leave those flags out",
         )

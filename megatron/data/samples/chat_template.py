@@ -293,7 +293,7 @@ def _message(entry: object, number: int) -> ChatMessage:
     if role not in ROLES:
         near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.5)
         raise DataError(
-            f"message {number} of a dialogue has a role that no template knows",
+            f"message {number} of a dialogue has a role that no template has",
             found=f"{role!r}",
             fix=f"use {near[0] if near else ', '.join(ROLES)}",
         )

@@ -164,7 +164,7 @@ def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: fl
             )
     if eod is None:
         raise ConfigError(
-            "documents to fill in cannot be told apart without an end-of-document token",
+            "documents to fill in cannot be separated without an end-of-document token",
             found="a tokenizer without one",
             fix="use a tokenizer with an end-of-document token, or leave --fim-data out",
         )

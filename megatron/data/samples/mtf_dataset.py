@@ -89,7 +89,7 @@ def _require_pair(inputs: MMapIndexedDataset, targets: MMapIndexedDataset) -> No
     for corpus in (inputs, targets):
         if len(corpus.doc_idx) - 1 != len(corpus):
             raise DataError(
-                f"a document of {corpus.prefix} is not one item, so pairs cannot be told",
+                f"a document of {corpus.prefix} is not one item, so pairs cannot be matched",
                 found=f"{len(corpus)} items in {len(corpus.doc_idx) - 1} documents",
                 fix="preprocess it without --split-sentences",
             )

@@ -145,7 +145,7 @@ def test_a_curriculum_says_what_it_is() -> None:
 
 def test_two_curricula_are_one_too_many() -> None:
     one, other = read(block("fixed_linear", LINEAR)), read(block("fixed_root", ROOT))
-    with pytest.raises(ConfigError, match="ask for two curricula") as raised:
+    with pytest.raises(ConfigError, match="give two curricula") as raised:
         one_curriculum(one, other)
     assert "flags: fixed_linear" in str(raised.value)
     assert "JSON: fixed_root, degree 2" in str(raised.value)

@@ -219,7 +219,10 @@ def test_separate_paths_are_used_whole(tmp_path):
     [
         ({}, "there is no data"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "named in two ways at once"),
-        ({"valid_data_path": ("b",)}, "samples are asked of the train split, which has no corpus"),
+        (
+            {"valid_data_path": ("b",)},
+            "samples are requested of the train split, which has no corpus",
+        ),
         ({"data_path": ("a",), "seed": -1}, "seed of the sample order"),
         ({"data_path": ("a",), "seed": 2**32}, "seed of the sample order"),
     ],

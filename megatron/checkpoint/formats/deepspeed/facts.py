@@ -86,7 +86,7 @@ class FolderFacts:
             wrong += [f"{name} is of no layer of the model" for name in set(found) - set(expected)]
         if wrong:
             raise CheckpointError(
-                "a DeepSpeed checkpoint does not hold the model that it says it holds",
+                "a DeepSpeed checkpoint does not hold the model that it describes",
                 found=f"{directory}: {wrong[0]}"
                 + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
                 fix="copy the folder again, from every node that wrote to it, or load another one",

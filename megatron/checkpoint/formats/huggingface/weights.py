@@ -133,9 +133,9 @@ def _compare(path: Path, keys: Set[str], expected: set[str] | None, known: Itera
     if expected is None:
         return
     if lacking := sorted(expected - keys):
-        raise _disagree(path, f"no {lacking[0]!r}, which the index says is there")
+        raise _disagree(path, f"no {lacking[0]!r}, which the index lists")
     if extra := sorted(keys - expected):
-        raise _disagree(path, f"{extra[0]!r}, which the index does not say is there")
+        raise _disagree(path, f"{extra[0]!r}, which the index does not list")
 
 
 def _disagree(path: Path, found: str) -> CheckpointError:

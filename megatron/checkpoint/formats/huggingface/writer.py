@@ -109,7 +109,7 @@ def model_of(source: CheckpointSource) -> ModelConfig:
         return from_plain(ModelConfig, source.config.get("model", {}))
     except ConfigError as error:
         raise CheckpointError(
-            "the checkpoint does not say what model its weights are of",
+            "the checkpoint does not record the model of its weights",
             found=f"{source.directory} ({source.format_name}): {error.problem}; {error.found}",
             fix="convert it to the sharded format with the flags of its model first",
         ) from error
@@ -245,7 +245,7 @@ def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
     positions = model.max_position_embeddings or data.get("seq_length")
     if positions is None:
         raise CheckpointError(
-            "the checkpoint does not say how long its sequences may be",
+            "the checkpoint does not record the length of its sequences",
             found=f"{source.directory}: neither max_position_embeddings nor seq_length",
             fix="convert it to the sharded format with --seq-length first",
         )

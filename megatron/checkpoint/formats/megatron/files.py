@@ -156,7 +156,7 @@ class RankFile:
         if not any(kind in _KINDS[:2] for values in state.values() for kind in values):
             return int(self.content.get("iteration", 0))  # SGD counts nothing
         raise self.error(
-            "optimizer state that does not say how many updates were made",
+            "optimizer state without the number of updates",
             "load the weights alone (--finetune)",
         )
 

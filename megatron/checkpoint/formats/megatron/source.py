@@ -172,7 +172,7 @@ class MegatronSource(SourceBase):
                 places[ours] = _Place(stage, key)
         if unknown or names.WORD not in places:
             raise CheckpointError(
-                "the checkpoint is not of a GPT or BERT as this program knows them",
+                "the checkpoint is not of a GPT or BERT that this program supports",
                 found=f"{self.directory} holds {', '.join(unknown[:6])}"
                 if unknown
                 else f"{self.directory} holds no word embedding",
@@ -267,7 +267,7 @@ def _parameter_of(name: str) -> str:
 
 def _version(first: RankFile) -> float:
     if "checkpoint_version" not in first.content:
-        log.warning(f"{first.path} says no checkpoint_version: it is read as version 0")
+        log.warning(f"{first.path} has no checkpoint_version: it is read as version 0")
     version = float(first.content.get("checkpoint_version", 0))
     if version > NEWEST_VERSION or version not in (0.0, 1.0, 2.0, 3.0):
         raise CheckpointError(

@@ -152,5 +152,5 @@ def test_a_run_goes_on_only_where_its_samples_are_known(tmp_path: Path) -> None:
     torch.save(content, path)
     ctx = ParallelContext.single()
     opened = open_foreign(tmp_path, ctx=ctx, options=TOKENS, verification=Verification.SIZE)
-    with pytest.raises(CheckpointError, match="does not say how many samples"):
+    with pytest.raises(CheckpointError, match="does not record how many samples"):
         opened.check_resumable()

@@ -32,7 +32,7 @@ def test_flags_that_it_knows_stay_and_a_run_in_samples_stays_one() -> None:
 def test_a_checkpoint_that_does_not_know_its_model_is_refused() -> None:
     source = MemorySource.of_gpt()
     del source.config["model"]["hidden_size"]
-    with pytest.raises(CheckpointError, match="does not say enough about its model") as caught:
+    with pytest.raises(CheckpointError, match="does not record enough about its model") as caught:
         completed_config(source)
     assert "hidden_size" in str(caught.value.found)
 

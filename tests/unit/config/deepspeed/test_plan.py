@@ -266,7 +266,7 @@ def test_every_unknown_key_is_found_at_once_with_the_nearest(tmp_path: Path) -> 
     with pytest.raises(FieldsError) as caught:
         read_json(written(tmp_path, values))
     fixes = [error.fix for error in caught.value.errors]
-    assert [error.problem for error in caught.value.errors] == ["DeepSpeed knows no such key"] * 4
+    assert [error.problem for error in caught.value.errors] == ["DeepSpeed has no such key"] * 4
     assert fixes == [
         "did you mean gradient_clipping?",
         "did you mean zero_optimization.stage?",

@@ -256,7 +256,7 @@ def test_without_a_compiled_module_the_twin_serves_and_says_so(monkeypatch, caps
         build_blending_indices([1.0], 3)
     assert rows.tolist() == [[0, 0], [1, 0], [1, 2]]
     output = capsys.readouterr().err
-    assert output.count("its Python twin serves") == 1
+    assert output.count("its Python twin is used") == 1
     assert ("is not built" if built == "none" else "built from other source") in output
 
 

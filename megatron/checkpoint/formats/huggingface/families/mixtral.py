@@ -16,7 +16,7 @@ _ROTARY_BASE, _EPSILON = 1e6, 1e-5  # the default of transformers
 
 def _read(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 8 there, and as many as heads here
-    fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on what a router looks at")
+    fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on the input of a router")
     # Of training alone: a loss of whole micro-batches, and whether to compute it.
     fields.number("router_aux_loss_coef", None)
     fields.boolean("output_router_logits", False)

@@ -138,7 +138,7 @@ def test_a_flipped_byte_in_a_foreign_folder_is_found_by_its_checksums(tmp_path: 
 
 def test_a_class_that_could_run_something_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, state={"more": _Evil()})
-    with pytest.raises(CheckpointError, match="asks for code that it is not allowed to run"):
+    with pytest.raises(CheckpointError, match="names code that it is not allowed to run"):
         opened(tmp_path)
 
 

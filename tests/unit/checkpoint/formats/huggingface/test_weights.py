@@ -40,11 +40,11 @@ def test_shards_are_one_set_of_tensors(tmp_path: Path) -> None:
     [
         (
             {"a": "model-1.safetensors", "b": "model-1.safetensors"},
-            "model-1.safetensors: no 'b', which the index says is there",
+            "model-1.safetensors: no 'b', which the index lists",
         ),
         (
             {"a": "model-1.safetensors", "c": "model-2.safetensors"},
-            "model-2.safetensors: no 'c', which the index says is there",
+            "model-2.safetensors: no 'c', which the index lists",
         ),
         ({"a": "model-1.safetensors"}, None),
     ],
@@ -70,7 +70,7 @@ def test_a_tensor_that_is_there_twice_or_unannounced_is_refused(tmp_path: Path) 
     save_file({"b": B, "z": A}, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match="do not agree") as caught:
         open_weights(tmp_path)
-    assert "'z', which the index does not say is there" in str(caught.value)
+    assert "'z', which the index does not list" in str(caught.value)
 
 
 @pytest.mark.parametrize(

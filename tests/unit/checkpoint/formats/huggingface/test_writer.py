@@ -285,11 +285,11 @@ def test_a_source_that_is_not_its_config_is_refused(
 def test_a_source_that_does_not_know_its_model_is_refused(tmp_path: Path) -> None:
     source = MemorySource(rough(shaped()))
     source.config["model"] = {}
-    with pytest.raises(CheckpointError, match="does not say what model its weights are of"):
+    with pytest.raises(CheckpointError, match="does not record the model of its weights"):
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
     model = rough(shaped(**OURS["llama"], max_position_embeddings=None))
     source = MemorySource(model, data={})
-    with pytest.raises(CheckpointError, match="does not say how long its sequences may be"):
+    with pytest.raises(CheckpointError, match="does not record the length of its sequences"):
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
     assert list(tmp_path.iterdir()) == []
 
