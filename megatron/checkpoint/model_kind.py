@@ -11,7 +11,7 @@ from megatron.errors import CheckpointError
 
 GPT, BERT, CLASSIFIER = "gpt", "bert", "classifier"
 
-_CALLED = {
+_TEXTS = {
     GPT: "a GPT (kind gpt)",
     BERT: "a BERT (kind bert)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
@@ -42,7 +42,7 @@ def heads_of(names: Iterable[str]) -> frozenset[str]:
 
 def known_kind(kind: str, names: Iterable[str]) -> str:
     """Return `kind`, or for a kind of a user's program the one that parameter names give."""
-    return kind if kind in _CALLED else kind_from_names(names)
+    return kind if kind in _TEXTS else kind_from_names(names)
 
 
 def differ(saved: str, wanted: str) -> bool:
@@ -50,7 +50,7 @@ def differ(saved: str, wanted: str) -> bool:
 
     A user's program may choose any kind: its checkpoints are compared by names and shapes.
     """
-    return saved != wanted and {saved, wanted} <= _CALLED.keys()
+    return saved != wanted and {saved, wanted} <= _TEXTS.keys()
 
 
 def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
@@ -62,8 +62,8 @@ def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this ru
     if differ(saved, wanted):
         raise CheckpointError(
             f"the checkpoint is of another kind of model than {wants} takes",
-            found=f"{where} holds {_CALLED[saved]}, and {wants} takes {_CALLED[wanted]}",
-            fix=f"give a checkpoint of {_CALLED[wanted]}, or use a program for {_CALLED[saved]}",
+            found=f"{where} holds {_TEXTS[saved]}, and {wants} takes {_TEXTS[wanted]}",
+            fix=f"give a checkpoint of {_TEXTS[wanted]}, or use a program for {_TEXTS[saved]}",
         )
 
 

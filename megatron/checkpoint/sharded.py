@@ -170,7 +170,7 @@ class Snapshot:
 def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
     """`tensors` by name, in order; CheckpointError when two have the same."""
     named = {tensor.name: tensor for tensor in tensors}
-    twice = sorted(set(_twice(tensor.name for tensor in tensors)))
+    twice = sorted(set(_repeated(tensor.name for tensor in tensors)))
     if twice:
         raise CheckpointError(
             "two tensors of one rank have the same name in the checkpoint",
@@ -180,7 +180,7 @@ def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
     return named
 
 
-def _twice(names: Iterator[str]) -> Iterator[str]:
+def _repeated(names: Iterator[str]) -> Iterator[str]:
     seen = set()
     for name in names:
         if name in seen:

@@ -157,12 +157,12 @@ def curriculum_of_flags(flags: CurriculumFlags, *, seq_length: int) -> Curriculu
     schedule = flags.curriculum_schedule
     if schedule is None:
         return None
-    return _build_curriculum(schedule, {"max_length": seq_length} | _of_flags(flags))
+    return _build_curriculum(schedule, {"max_length": seq_length} | _values_of_flags(flags))
 
 
 def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
     """Yield the contradictions in the flags about the curriculum."""
-    values, schedule = _of_flags(flags), flags.curriculum_schedule
+    values, schedule = _values_of_flags(flags), flags.curriculum_schedule
     if schedule is None:
         if values:
             yield ConfigError(
@@ -173,7 +173,7 @@ def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
         return
     shown = f"--curriculum-schedule {schedule}"
     needs = [name for name in _NEEDS[schedule] if name != "max_length"]
-    yield from _misfits(values, needs, _NEEDS[schedule], _FLAGS, shown)
+    yield from _value_problems(values, needs, _NEEDS[schedule], _FLAGS, shown)
 
 
 def curriculum_of_block(block: JsonObject) -> Curriculum | None:
@@ -225,7 +225,7 @@ def curriculum_of_block(block: JsonObject) -> Curriculum | None:
     }
     needs = tuple(dict.fromkeys((*_OUTER_KEYS, *_NEEDS[schedule])))
     shown = f"curriculum_learning with schedule_type {schedule}"
-    for problem in _misfits(values, needs, needs, _KEYS, shown):
+    for problem in _value_problems(values, needs, needs, _KEYS, shown):
         raise problem
     return _build_curriculum(schedule, values)
 
@@ -279,7 +279,7 @@ def _numbers(values: Mapping[str, object], name: str) -> tuple[int, ...] | None:
     return value if isinstance(value, tuple) else None
 
 
-def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
+def _values_of_flags(flags: CurriculumFlags) -> dict[str, object]:
     given: dict[str, object] = {
         "min_length": flags.curriculum_seqlen_min,
         "max_length": flags.curriculum_seqlen_max,
@@ -292,7 +292,7 @@ def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _misfits(
+def _value_problems(
     values: Mapping[str, object],
     needs: Sequence[str],
     allowed: Sequence[str],
@@ -320,7 +320,7 @@ def _misfits(
             fix="use whole numbers of tokens and iterations from 1 on, such as 64",
         )
     if not missing and not odd:
-        yield from _disorder(values, spelled)
+        yield from _order_problems(values, spelled)
 
 
 def _is_possible(name: str, value: object) -> bool:
@@ -335,7 +335,9 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _disorder(values: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[ConfigError]:
+def _order_problems(
+    values: Mapping[str, object], spelled: Mapping[str, str]
+) -> Iterator[ConfigError]:
     """Yield errors for values that are possible one by one, but not together."""
     shortest, longest = _number(values, "min_length"), _number(values, "max_length")
     if shortest is not None and longest is not None and shortest > longest:

@@ -30,7 +30,7 @@ class RemoteDevice(StrEnum):
 
 
 # Flags with a meaning for DeepSpeed only.
-_OF_DEEPSPEED = (
+_DEEPSPEED_FIELDS = (
     "deepspeed_config",
     "zero_stage",
     "zero_reduce_scatter",
@@ -109,7 +109,7 @@ class EngineConfig:
     @property
     def flags_of_deepspeed(self) -> tuple[str, ...]:
         """Return the names of the fields that are set and have a meaning for DeepSpeed only."""
-        return tuple(name for name in _OF_DEEPSPEED if getattr(self, name) not in (None, False))
+        return tuple(name for name in _DEEPSPEED_FIELDS if getattr(self, name) not in (None, False))
 
     def _problems(self) -> Iterator[ConfigError]:
         for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):

@@ -13,15 +13,15 @@ from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
 PER_SEQUENCE = "seq_aux_loss"
-_TOGETHER = (
+_ASSIGNS_TOGETHER = (
     "it assigns the tokens of a micro-batch together, so that its size would change the model"
 )
-_ANOTHER_BALANCE: Mapping[str, str] = MappingProxyType(
+_UNSUPPORTED_BALANCING: Mapping[str, str] = MappingProxyType(
     {
         "aux_loss": "its loss is of whole micro-batches, so that their size would change the model",
         "global_aux_loss": "its loss is of what was seen so far, which depends on micro-batches",
-        "sinkhorn": _TOGETHER,
-        "quantile_balancing": _TOGETHER,
+        "sinkhorn": _ASSIGNS_TOGETHER,
+        "quantile_balancing": _ASSIGNS_TOGETHER,
     }
 )
 
@@ -88,7 +88,7 @@ def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
     kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     given = f"--moe-router-load-balancing-type {kind}"
     if kind not in (NO_BALANCE, PER_SEQUENCE):
-        because = _ANOTHER_BALANCE.get(kind, "there is no such type")
+        because = _UNSUPPORTED_BALANCING.get(kind, "there is no such type")
         yield ConfigError(
             f"experts cannot be balanced in this way: {because}",
             found=given,

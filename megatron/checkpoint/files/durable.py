@@ -52,7 +52,7 @@ class DurableFile:
         refuse_if_cancelled()
         view = memoryview(data).cast("B")
         self._hash.update(view)
-        with _naming(self._path):
+        with _add_file_name(self._path):
             while view:
                 done = self._file.write(view)  # unbuffered: may take only a part
                 view = view[done:]
@@ -77,13 +77,13 @@ class DurableFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._file, _naming(self._path):
+        with self._file, _add_file_name(self._path):
             if kind is None:
                 os.fsync(self._file.fileno())
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _add_file_name(path: Path) -> Iterator[None]:
     """Add the file's name to errors of the system, which hold only a descriptor."""
     try:
         yield

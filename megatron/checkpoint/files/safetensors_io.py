@@ -93,7 +93,7 @@ def write_stream(
     """
 
     def fill(file: NewFile) -> tuple[str, ...]:
-        digests, held = [], _Held()
+        digests, buffer = [], _BlockBuffer()
         file.write(headers.encode(described, metadata or {}))
         for (name, code, shape), tensor in zip(described, tensors, strict=True):
             if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
@@ -104,7 +104,7 @@ def write_stream(
                     fix="the checkpoint that it is read from is damaged: copy it again",
                 )
             digest = xxhash.xxh3_128()
-            for block in _blocks(tensor, held):
+            for block in _blocks(tensor, buffer):
                 digest.update(block)
                 file.write(block)
             digests.append(str(digest.hexdigest()))
@@ -115,7 +115,7 @@ def write_stream(
     return Written(created.bytes, created.xxh3, digests)
 
 
-class _Held(threading.local):
+class _BlockBuffer(threading.local):
     """A block of memory per thread, reused: allocating takes longer than the copy itself.
 
     Pinned where a GPU copies to it or from it.
@@ -131,7 +131,7 @@ class _Held(threading.local):
         return self._bytes[:size]
 
 
-def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
+def _blocks(tensor: Tensor, buffer: _BlockBuffer) -> Iterator[memoryview]:
     """Yield the row-major bytes of `tensor` block by block, whatever its device and strides."""
     if tensor.numel() == 0:
         return
@@ -142,7 +142,7 @@ def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
         block = rows[at : at + step]
         if block.device.type != "cpu" or not block.is_contiguous():
             size = block.element_size() * block.numel()
-            copied = held.block(size, like=block).view(block.dtype).view(block.shape)
+            copied = buffer.block(size, like=block).view(block.dtype).view(block.shape)
             block = copied.copy_(block)
         yield block.view(-1).view(torch.uint8).numpy().data
 
@@ -157,7 +157,7 @@ class Reader:
         self.path = path
         self.header = headers.read(path)
         self._file = path.open("rb", buffering=0)
-        self._held = _Held()
+        self._buffer = _BlockBuffer()
 
     def __enter__(self) -> "Reader":
         return self
@@ -200,7 +200,7 @@ class Reader:
             if as_stored:
                 self._fill(at, rows.view(-1).view(torch.uint8))
                 continue
-            data = self._held.block(count * row_bytes, like=target)
+            data = self._buffer.block(count * row_bytes, like=target)
             self._fill(at, data)
             rows.copy_(data.view(dtype).view(count, *shape[1:])[(slice(None), *columns)])
 

@@ -14,7 +14,7 @@ from megatron.host import usable_cpus
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST = 4  # more do not speed up a disk or the memory of a host
+_MAX_THREADS = 4  # more do not speed up a disk or the memory of a host
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes containers called "localhost"
 
 
@@ -26,7 +26,7 @@ def this_host() -> str:
 
 def threads_of_this_rank(hosts: Sequence[str], rank: int) -> int:
     """Return the number of threads of `rank` among `hosts`: its part of the cores, at most 4."""
-    return max(1, min(_MOST, int(usable_cpus()) // hosts.count(hosts[rank])))
+    return max(1, min(_MAX_THREADS, int(usable_cpus()) // hosts.count(hosts[rank])))
 
 
 def in_threads(step: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:

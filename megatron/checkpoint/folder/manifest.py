@@ -29,7 +29,7 @@ VERSION = 1
 # One folder or one below it, no way out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_SELF = '"manifest_xxh3": "{}"'
+_DIGEST_LINE = '"manifest_xxh3": "{}"'
 
 T = TypeVar("T")
 
@@ -151,12 +151,12 @@ def encode(manifest: Manifest) -> bytes:
             "{" + head + ",",
             *_one_line_each("files", files),
             *_one_line_each("tensors", tensors),
-            "  " + _SELF.format(""),
+            "  " + _DIGEST_LINE.format(""),
             "}\n",
         )
     )
     digest = xxhash.xxh3_128_hexdigest(text.encode())
-    return text.replace(_SELF.format(""), _SELF.format(digest)).encode()
+    return text.replace(_DIGEST_LINE.format(""), _DIGEST_LINE.format(digest)).encode()
 
 
 def _plain_head(manifest: Manifest) -> JsonObject:
@@ -271,7 +271,9 @@ class _Parser:
 
     def check_digest(self, text: bytes, fields: JsonObject) -> None:
         recorded = str(fields.get("manifest_xxh3"))
-        blank = text.replace(_SELF.format(recorded).encode(), _SELF.format("").encode())
+        blank = text.replace(
+            _DIGEST_LINE.format(recorded).encode(), _DIGEST_LINE.format("").encode()
+        )
         found = xxhash.xxh3_128_hexdigest(blank)
         if blank == text or found != recorded:
             raise self.error(f"digest {found}, expected {recorded[:40]}")

@@ -19,14 +19,14 @@ from megatron.checkpoint.folder.manifest import Manifest
 from megatron.errors import CheckpointError
 
 _PART = re.compile(r"[A-Za-z0-9_-]+\.([0-9a-f]{8})\.safetensors")
-_BELOW = re.compile(r"(iter_\d{7,})/([^/]+)")
+_PART_NAME = re.compile(r"(iter_\d{7,})/([^/]+)")
 
 
 def sweep(folder: RemotePath) -> None:
     """Remove parts that no manifest names, by exact names only."""
     below: dict[str, set[str]] = {}
     for name in folder.find():
-        if match := _BELOW.fullmatch(name):
+        if match := _PART_NAME.fullmatch(name):
             below.setdefault(match[1], set()).add(match[2])
     for directory, names in below.items():
         saves = {match[1] for name in names if (match := _PART.fullmatch(name))}

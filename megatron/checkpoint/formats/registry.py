@@ -78,7 +78,7 @@ def locate(path: str | Path, iteration: int | None = None) -> Path:
     if iteration is None and not (path / folder.TRACKER).is_file() and recognise(path) is not None:
         return path
     if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():
-        return _of_iteration(path, iteration)
+        return _iteration_folder(path, iteration)
     # Sorted: `latest` of DeepSpeed before `latest_universal`, which is made from it.
     for name in sorted(form.folder_tracker for form in FORMATS if form.folder_tracker):
         if (path / name).is_file():
@@ -126,7 +126,7 @@ def unrecognised(directory: Path) -> CheckpointError:
     )
 
 
-def _of_iteration(path: Path, iteration: int | None) -> Path:
+def _iteration_folder(path: Path, iteration: int | None) -> Path:
     if iteration is None and _tracker_text(path / folder.TRACKER) == folder.RELEASE:
         if not (path / folder.RELEASE).is_dir():
             raise CheckpointError(
@@ -135,7 +135,7 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
                 fix="copy the folder whole, or name an iteration that is there in that file",
             )
         return path / folder.RELEASE
-    if (saved := _of_deepspeed(path, iteration)) is not None:
+    if (saved := _deepspeed_folder(path, iteration)) is not None:
         return saved
     wanted = folder.latest_iteration(path) if iteration is None else iteration
     directory = path / folder.iteration_name(wanted)
@@ -144,7 +144,7 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
     return directory
 
 
-def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
+def _deepspeed_folder(path: Path, iteration: int | None) -> Path | None:
     """Return the folder of an iteration saved in DeepSpeed's layout, or None."""
     text = _tracker_text(path / folder.TRACKER) if iteration is None else str(iteration)
     name = f"global_step{text}"

@@ -28,7 +28,7 @@ from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 
 
-class _Seen(NamedTuple):
+class _RankView(NamedTuple):
     """The checkpoint as one rank sees it: digests of its description, without values."""
 
     directory: str
@@ -51,16 +51,16 @@ def open_foreign(
     """
     opened: list[CheckpointSource] = []
 
-    def look() -> _Seen:
+    def look() -> _RankView:
         source = registry.open_source(Path(str(folder)), iteration, options=options)
         opened.append(source)
         facts = [source.format_name, source.config, source.progress, source.scalars]
-        return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
+        return _RankView(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
 
     seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other != seen[0]:
-            names = [name for name, a, b in zip(_Seen._fields, seen[0], other) if a != b]
+            names = [name for name, a, b in zip(_RankView._fields, seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
                 found=f"{', '.join(names)} of rank {rank} differ from rank 0's; in {folder}",

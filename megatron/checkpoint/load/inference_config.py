@@ -27,7 +27,7 @@ TRAINING_ONLY_FIELDS = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
 )
 PRECISIONS = ("fp16", "bf16", "fp64")
-_OF_UPDATES = frozenset(
+_UPDATE_FIELDS = frozenset(
     {"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "ddp_bucket_size"}
 )
 _TOKENIZER = (
@@ -95,7 +95,9 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         model=model,
         precision=precision,
         tokenizer=_tokenizer(stored.tokenizer, given),
-        parallel=ParallelConfig(**_subset(given, set(field_names(ParallelConfig)) - _OF_UPDATES)),
+        parallel=ParallelConfig(
+            **_subset(given, set(field_names(ParallelConfig)) - _UPDATE_FIELDS)
+        ),
         checkpoint=CheckpointConfig(load=load, **_subset(given, {"checkpoint_verify"})),
         training=replace(stored.training, **_subset(given, {"micro_batch_size", "num_threads"})),
         launch=replace(launch, **_subset(given, set(field_names(LaunchConfig)))),
@@ -109,7 +111,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
 INFERENCE_FIELDS = frozenset(
     {
         *(set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS),
-        *(set(field_names(ParallelConfig)) - _OF_UPDATES),
+        *(set(field_names(ParallelConfig)) - _UPDATE_FIELDS),
         *field_names(TokenizerConfig),
         *field_names(LaunchConfig),
         *PRECISIONS,

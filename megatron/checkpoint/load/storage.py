@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-class _Seen(NamedTuple):
+class _RankView(NamedTuple):
     """The checkpoint as one rank sees it."""
 
     iteration: int
@@ -76,7 +76,7 @@ def open_checkpoint(
     manifests: list[Manifest] = []
     directories: list[Place] = []
 
-    def look() -> _Seen:
+    def look() -> _RankView:
         there = place(folder)
         wanted = latest_iteration(there) if iteration is None else iteration
         directory = there / iteration_name(wanted)
@@ -93,12 +93,12 @@ def open_checkpoint(
             )
         manifests.append(content)
         directories.append(directory)
-        return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
+        return _RankView(wanted, digest, manifest.VERSION, content.layout, this_host())
 
     seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
     for rank, other in enumerate(seen):
         if other[:-1] != seen[0][:-1]:
-            names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
+            names = [n for n, a, b in zip(_RankView._fields[:-1], seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
                 found=f"{', '.join(names)} differ: rank 0 has {_description_of(seen[0])}; "
@@ -117,7 +117,7 @@ def open_checkpoint(
     return opened
 
 
-def _description_of(seen: _Seen) -> str:
+def _description_of(seen: _RankView) -> str:
     layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
     return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
 

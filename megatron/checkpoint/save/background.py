@@ -42,7 +42,7 @@ from megatron.mpu.context import ParallelContext
 
 _POLL_PAUSE_S = (0.002, 0.5)  # first and longest pause between two polls of a rank that waits
 _LOGGED_WAIT_S = 0.1
-_LEAVE_S = 10.0  # how long a run that fails waits for its own thread
+_JOIN_TIMEOUT_S = 10.0  # how long a run that fails waits for its own thread
 
 
 class _Work:
@@ -138,7 +138,7 @@ class BackgroundSaves:
         flight, self._flight = self._flight, None
         if self._making is not None:
             self._making.cancel()
-            self._making.join(_LEAVE_S)
+            self._making.join(_JOIN_TIMEOUT_S)
         if flight is None:
             return
         if flight.is_writing:
@@ -147,7 +147,7 @@ class BackgroundSaves:
                 "given up; the one before it stays"
             )
             flight.work.cancel()
-        flight.work.join(_LEAVE_S)  # putting it in place takes moments
+        flight.work.join(_JOIN_TIMEOUT_S)  # putting it in place takes moments
 
     def reserve(self, tensors: Iterable[ShardedTensor]) -> None:
         """Begin to allocate the host memory that saves of such `tensors` are copied to.

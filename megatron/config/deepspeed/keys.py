@@ -49,8 +49,8 @@ Rule = FreeKey | FixedKey | DroppedKey | UnsupportedKey
 Tree = Mapping[str, "Rule | Tree"]
 
 _CHANGES_NUMBERS = "the numbers of a run would not be those of its flags"
-_LOADS_ANY = "checkpoints of every layout are recognised and loaded by --load"
-_WIDE = "master weights and the optimizer's state are fp32"
+_LOADS_ANY_LAYOUT = "checkpoints of every layout are recognised and loaded by --load"
+_FP32_STATE = "master weights and the optimizer's state are fp32"
 
 _DISABLED: JsonObject = {"enabled": False}
 
@@ -87,7 +87,7 @@ ZERO: Tree = {
     "overlap_comm": FreeKey(False),  # at stage 3 on, as DeepSpeed has it
     "compute_grad_norm": FixedKey(True, "every step reports its gradient norm"),
     "load_from_fp32_weights": FreeKey(True),
-    "elastic_checkpoint": DroppedKey(_LOADS_ANY),
+    "elastic_checkpoint": DroppedKey(_LOADS_ANY_LAYOUT),
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
     "zenflow": UnsupportedKey("ZenFlow, which delays a part of each update", "leave it out"),
@@ -160,15 +160,15 @@ KEYS: Tree = {
         "hysteresis": FreeKey(2),
         "consecutive_hysteresis": FixedKey(False, "--hysteresis counts as it does natively"),
         "min_loss_scale": FreeKey(1),
-        "fp16_master_weights_and_grads": FixedKey(False, _WIDE),
+        "fp16_master_weights_and_grads": FixedKey(False, _FP32_STATE),
     },
     "bf16": {
         "enabled": FreeKey(False),
         # DeepSpeed's default keeps every bf16 gradient beside its fp32 one: 2 bytes per parameter.
         "immediate_grad_update": FreeKey(True),
         "check_grad_overflow": FixedKey(True, "a gradient that is not finite is never applied"),
-        "bf16_master_weights_and_grads": FixedKey(False, _WIDE),
-        "bf16_optimizer_states": FixedKey(False, _WIDE),
+        "bf16_master_weights_and_grads": FixedKey(False, _FP32_STATE),
+        "bf16_optimizer_states": FixedKey(False, _FP32_STATE),
     },
     "torch_autocast": {
         "enabled": FixedKey(False, "--bf16 and --fp16 choose the precision"),
@@ -218,7 +218,7 @@ KEYS: Tree = {
     },
     "checkpoint": {
         "tag_validation": FreeKey("WARN", ("WARN", "FAIL", "IGNORE")),
-        "load_universal": DroppedKey(_LOADS_ANY, False),
+        "load_universal": DroppedKey(_LOADS_ANY_LAYOUT, False),
         "use_node_local_storage": FixedKey(False, "every rank reads the whole checkpoint's folder"),
         "parallel_write": {"pipeline_stage": FreeKey(False)},
         "checkpoint_serialization": FreeKey(True),

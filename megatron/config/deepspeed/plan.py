@@ -78,21 +78,21 @@ def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPl
     """
     user = user_json(config)
     raise_all(agreement_problems(config, user, data_parallel_size=data_parallel_size))
-    whole = complete_json(config, user, data_parallel_size=data_parallel_size)
-    stage = _stage(whole)
+    complete = complete_json(config, user, data_parallel_size=data_parallel_size)
+    stage = _stage(complete)
     partition = value_at(user, "pipeline.partition")
     assert partition is None or isinstance(partition, str)  # noqa: S101  # invariant: `agreement_problems`
     torch_adam = value_at(user, "optimizer.params.torch_adam")
     curriculum = value_at(user, "curriculum_learning")
     return DeepSpeedPlan(
         stage=stage,
-        json=_handed_on(whole),
-        offload_optimizer=_device(whole, "offload_optimizer"),
-        offload_param=_device(whole, "offload_param"),
+        json=_json_for_deepspeed(complete),
+        offload_optimizer=_device(complete, "offload_optimizer"),
+        offload_param=_device(complete, "offload_param"),
         cpu_adam=not (config.engine.cpu_torch_adam or torch_adam),
         partition_method=config.engine.pp_partition_method or partition,
         curriculum=curriculum if isinstance(curriculum, Mapping) else None,
-        remarks=(*remarks(user), *_remarks_on(stage)),
+        remarks=(*remarks(user), *_stage_remarks(stage)),
     )
 
 
@@ -167,7 +167,7 @@ def remarks(user: JsonObject) -> Iterator[str]:
             yield f"{path}: has no effect here because {rule.because}"
 
 
-def _remarks_on(stage: int) -> tuple[str, ...]:
+def _stage_remarks(stage: int) -> tuple[str, ...]:
     if stage > 0:
         return ()
     return (
@@ -176,16 +176,16 @@ def _remarks_on(stage: int) -> tuple[str, ...]:
     )
 
 
-def _handed_on(whole: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _json_for_deepspeed(complete: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the part of the complete JSON that DeepSpeed gets."""
-    if _stage(whole) > 0:
-        return whole
+    if _stage(complete) > 0:
+        return complete
     own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}
-    return whole | {
+    return complete | {
         "gradient_clipping": 0.0,
-        "fp16": object_at(whole, "fp16") | {"enabled": False},
-        "bf16": object_at(whole, "bf16") | {"enabled": False},
-        "data_types": object_at(whole, "data_types") | own,
+        "fp16": object_at(complete, "fp16") | {"enabled": False},
+        "bf16": object_at(complete, "bf16") | {"enabled": False},
+        "data_types": object_at(complete, "data_types") | own,
     }
 
 

@@ -32,7 +32,7 @@ _SCHEDULERS = {
     "WarmupDecayLR": DecayStyle.LINEAR,
     "WarmupCosineLR": DecayStyle.COSINE,
 }
-_ALWAYS = "the update rule that --optimizer names"
+_UPDATE_RULE = "the update rule that --optimizer names"
 _IGNORED_PARAMETERS = frozenset({"torch_adam", "last_batch_iteration"})  # without effect on numbers
 
 
@@ -61,11 +61,11 @@ def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Itera
         ),
         "eps": _Rule(flags.adam_eps, f"--adam-eps {flags.adam_eps}"),
         "momentum": _Rule(flags.sgd_momentum, f"--sgd-momentum {flags.sgd_momentum}"),
-        "adam_w_mode": _Rule(True, _ALWAYS),
-        "bias_correction": _Rule(True, _ALWAYS),
-        "amsgrad": _Rule(False, _ALWAYS),
-        "nesterov": _Rule(False, _ALWAYS),
-        "dampening": _Rule(0, _ALWAYS),
+        "adam_w_mode": _Rule(True, _UPDATE_RULE),
+        "bias_correction": _Rule(True, _UPDATE_RULE),
+        "amsgrad": _Rule(False, _UPDATE_RULE),
+        "nesterov": _Rule(False, _UPDATE_RULE),
+        "dampening": _Rule(0, _UPDATE_RULE),
     }
     if config.schedule.weight_decay_incr_style is not WeightDecayStyle.CONSTANT:
         style = config.schedule.weight_decay_incr_style

@@ -72,9 +72,9 @@ def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> Non
     Splits and weighted ranges are not checked here: the first cannot overlap, and
     `announce_overlaps` checks the second.
     """
-    trained = {_identity(prefix, sources): prefix for prefix in _named(data.train_data_path)}
+    trained = {_identity(prefix, sources): prefix for prefix in _prefixes_of(data.train_data_path)}
     for use, words in (("valid", data.valid_data_path), ("test", data.test_data_path)):
-        for prefix in _named(words):
+        for prefix in _prefixes_of(words):
             twin = trained.get(_identity(prefix, sources))
             if twin is not None:
                 log.warning_once(
@@ -89,11 +89,11 @@ def _identity(prefix: str, sources: Mapping[str, str]) -> str:
     return sources.get(f"{PAIR_ID}{prefix}", f"name {os.path.realpath(prefix)}")
 
 
-def _named(words: Sequence[str] | None) -> list[str]:
+def _prefixes_of(words: Sequence[str] | None) -> list[str]:
     try:
         return [part.prefix for part in parse_data_path(words or ())] if words else []
     except MegatronError:
-        return []  # the check of the corpora says so
+        return []  # the check of the corpora reports it
 
 
 def _prefixes(data: DataConfig) -> tuple[str, ...]:
@@ -103,8 +103,8 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
         if splits is not None:
             return splits.prefixes
     except MegatronError:
-        return ()  # the check of the corpora says so
-    return tuple(dict.fromkeys(prefix for given in words for prefix in _named(given)))
+        return ()  # the check of the corpora reports it
+    return tuple(dict.fromkeys(prefix for given in words for prefix in _prefixes_of(given)))
 
 
 def _corpora(prefix: str) -> dict[str, str]:

@@ -68,7 +68,7 @@ def bert_dataset_kind(data: DataConfig) -> DatasetKind:
 
 def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only datasets of sentences read, if it was given."""
-    for name, shown in _given(data, _OF_SENTENCES):
+    for name, shown in _given(data, _SENTENCE_FIELDS):
         yield ConfigError(
             "a flag was given that has no effect on the data of a GPT",
             found=shown,
@@ -78,7 +78,7 @@ def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
 
 def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only other datasets than BERT's read, if it was given."""
-    for name, shown in _given(data, _OF_OTHERS_THAN_BERT):
+    for name, shown in _given(data, _NOT_FOR_BERT):
         yield ConfigError(
             "a flag was given that has no effect on the data of a BERT",
             found=shown,
@@ -95,12 +95,12 @@ def _given(data: DataConfig, fields: Iterable[str]) -> Iterator[tuple[str, str]]
 
 
 # Fields that are read by other programs than those that train a GPT.
-_OF_SENTENCES = (
+_SENTENCE_FIELDS = (
     "mask_prob",
     "short_seq_prob",
     "bert_binary_head",
 )
-_OF_OTHERS_THAN_BERT = (
+_NOT_FOR_BERT = (
     "sft",
     "mtf",
     "fim_data",

@@ -85,7 +85,7 @@ def build_data_loader(
         _BatchReader(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         worker_init_fn=_freeze_inherited_garbage,
         pin_memory=device.current().type == "cuda",
         timeout=_WORKER_TIMEOUT_S if num_workers else 0,
@@ -144,7 +144,7 @@ def _stack(samples: Sequence[Sample]) -> Batch:
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
-def _as_it_is(batch: T) -> T:
+def _identity(batch: T) -> T:
     return batch
 
 

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 
 _VERSION = 1  # of the draws below; part of the fingerprint
 _MARKS = 3
-_SHORTEST = _MARKS + 1  # a document that has a token of its own left beside the marks
+_MIN_DOCUMENT_TOKENS = _MARKS + 1  # a document that has a token of its own left beside the marks
 
 
 class FIMTokens(NamedTuple):
@@ -127,7 +127,7 @@ class FIMDataset:
         for start, stop in document_ranges(text, self.eod):
             # One draw per document, also for those that are too short: lengths move no draws.
             chosen = rng.random_sample() < self.rate
-            if chosen and stop - start >= _SHORTEST:
+            if chosen and stop - start >= _MIN_DOCUMENT_TOKENS:
                 text[start:stop] = fill_in_the_middle(
                     text[start:stop], self.tokens, spm_rate=self.spm_rate, rng=rng
                 )

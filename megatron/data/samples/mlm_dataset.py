@@ -23,7 +23,7 @@ from megatron.data.orders.sample_random import random_of_sample
 from megatron.errors import ConfigError, DataError
 
 _VERSION = 1  # of the draws below; part of the fingerprint
-_SEARCHED = 4096  # how far above the given length a valid length is searched
+_SEARCH_RANGE = 4096  # how far above the given length a valid length is searched
 
 
 class SpanLengths(NamedTuple):
@@ -79,7 +79,7 @@ def span_lengths(
             fix="use 3, as T5 does",
         )
     below: SpanLengths | None = None
-    for raw_length in range(1, seq_length + _SEARCHED):
+    for raw_length in range(1, seq_length + _SEARCH_RANGE):
         lengths = lengths_of(
             raw_length, noise_density=noise_density, mean_noise_span_length=mean_noise_span_length
         )

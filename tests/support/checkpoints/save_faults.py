@@ -214,10 +214,10 @@ MEGATRON_MOMENTS: Mapping[str, Moment] = {
 DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
     "before the ranks say what they hold": Moment(_before(deepspeed_save, "run_on_all_ranks")),
     "the names are known": Moment(_after(deepspeed_save, "run_on_all_ranks", call=2)),
-    "before DeepSpeed saves": Moment(_before(deepspeed_save, "_let_write")),
+    "before DeepSpeed saves": Moment(_before(deepspeed_save, "_write_with_deepspeed")),
     "before the first byte": Moment(_before(deepspeed_save.DurableWriter, "save")),
     **_TORCH_FILE,
-    "DeepSpeed has saved": Moment(_after(deepspeed_save, "_let_write")),
+    "DeepSpeed has saved": Moment(_after(deepspeed_save, "_write_with_deepspeed")),
     "before the random states": Moment(_before(sealed_save, "write_generators")),
     "the part is written": Moment(_after(SealedSave, "write_part")),
     "all have written": Moment(_after(sealed_save, "run_on_all_ranks")),

@@ -25,7 +25,7 @@ from megatron.errors import CheckpointError
 _PREFIXES = ("module.", "model.", "language_model.")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
-_OF_NUMBERED: Mapping[str, str] = {
+_NUMBERED_NAMES: Mapping[str, str] = {
     "weight": "final_norm.weight",
     "bias": "final_norm.bias",
     "lm_head.weight": "output.weight",
@@ -94,5 +94,5 @@ def _ours(name: str, first: int) -> str | None:
         number, rest = int(match[1]), match[2]
         if rest in BLOCK:
             return f"layers.{number - first}.{BLOCK[rest]}"
-        return _OF_NUMBERED.get(rest) or EDGES.get(f"embedding.{rest}")
+        return _NUMBERED_NAMES.get(rest) or EDGES.get(f"embedding.{rest}")
     return our_name(name)

@@ -122,7 +122,7 @@ def save_deepspeed(
     stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
     state = _client_state(snapshot, live, parameters, iteration, ctx)
     writer = DurableWriter()
-    _let_write(live, there, stage.name, state, writer)
+    _write_with_deepspeed(live, there, stage.name, state, writer)
     save = SealedSave(
         ctx=ctx,
         stage=stage,
@@ -138,10 +138,10 @@ def save_deepspeed(
     )
 
 
-def _let_write(
+def _write_with_deepspeed(
     live: Live, there: Path, tag: str, state: ClientState, writer: DurableWriter
 ) -> None:
-    """Keep an error that DeepSpeed itself raises, like those of the writer."""
+    """Let DeepSpeed write; keep an error of its own like those of the writer."""
     try:
         live.write(there, tag, state, writer)
     except Exception as error:  # reported to all ranks at the next step

@@ -56,7 +56,7 @@ from megatron.mpu.partition import join_slices
 TRACKER = "latest_universal"
 _SUFFIX = "_universal"
 _FP32, _STEP = "fp32", "step"
-_WRITTEN_FOR = "0.19.0"  # a version of DeepSpeed that reads what is written here
+_DEEPSPEED_VERSION = "0.19.0"  # a version of DeepSpeed that reads what is written here
 # A loader reads as many groups of settings as its optimizer has; empty ones change nothing.
 _EMPTY_GROUPS = 64
 _FILE_BYTES = 4096  # of a .pt file, beside its tensor
@@ -381,7 +381,7 @@ def _write_counters(
         "skipped_steps": progress["skipped_iterations"],
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "ds_version": _WRITTEN_FOR,
+        "ds_version": _DEEPSPEED_VERSION,
         "ds_config": {
             "bf16": {"enabled": codes == {"BF16"}},
             "fp16": {"enabled": codes == {"F16"}},
@@ -393,7 +393,7 @@ def _write_counters(
         _save(stage / f"{prefix}mp_rank_00_model_states.pt", counters)
     groups: list[dict[str, Any]] = [{} for _ in range(_EMPTY_GROUPS)]
     state = {
-        "ds_version": _WRITTEN_FOR,
+        "ds_version": _DEEPSPEED_VERSION,
         "overflow": False,
         "param_groups": groups,
         "optimizer_state_dict": {

@@ -34,7 +34,7 @@ FILES = (
 _UNNORMALIZED = "a  b\u2460"
 _WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
 _WORD_PIECES = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
-_OF_A_FOLDER = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
+_FOLDER_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,25 @@ def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
     if not options.copy_tokenizer:
         return TokenizerFiles("left out, as asked")
     if options.tokenizer is not None:
-        return _of_folder(options.tokenizer, _built(described(options.tokenizer, 2)))
+        return _folder_files(options.tokenizer, _built(described(options.tokenizer, 2)))
     kind = config.get("tokenizer_type")
     if kind is None or kind in _WITHOUT_FILES:
         return TokenizerFiles(f"none, {kind or 'the checkpoint names none'} has no files")
     tokenizer = _built(config)
-    if kind in _OF_A_FOLDER:
+    if kind in _FOLDER_TOKENIZERS:
         given = next(
             config[name]
             for name in ("tokenizer_name_or_path", "vocab_file", "tokenizer_model")
             if config.get(name)
         )
         path = Path(given)
-        return _of_folder(path if path.is_dir() else path.parent, tokenizer)
+        return _folder_files(path if path.is_dir() else path.parent, tokenizer)
     if kind == "GPT2BPETokenizer":
-        return _of_gpt2(config, tokenizer)
+        return _gpt2_files(config, tokenizer)
     if kind in _WORD_PIECES:
-        return _of_word_piece(tokenizer, lowers=_WORD_PIECES[kind])
+        return _word_piece_files(tokenizer, lowers=_WORD_PIECES[kind])
     if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        return _of_sentence_piece(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
+        return _sentence_piece_files(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
     raise CheckpointError(
         "the tokenizer of the checkpoint has no form that transformers reads",
         found=f"--tokenizer-type {kind}",
@@ -169,14 +169,14 @@ def _built(config: Mapping[str, Any]) -> Tokenizer:
         ) from error
 
 
-def _of_folder(folder: Path, tokenizer: Tokenizer) -> TokenizerFiles:
+def _folder_files(folder: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     copies = {name: folder / name for name in FILES if (folder / name).is_file()}
     return TokenizerFiles(
         f"{', '.join(copies)} of {folder}", copies=copies, special_ids=_ids(tokenizer)
     )
 
 
-def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
+def _gpt2_files(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
     _refuse_extra_ids(tokenizer)
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     name = None if tokenizer.eod is None else tokenizer.piece(tokenizer.eod)
@@ -200,7 +200,7 @@ def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
     )
 
 
-def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
+def _word_piece_files(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
     """BERT's vocabulary with the two tokens and the extra ids that ours has behind it."""
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
@@ -226,7 +226,7 @@ def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
     )
 
 
-def _of_sentence_piece(
+def _sentence_piece_files(
     config: Mapping[str, Any], tokenizer: Tokenizer, *, opens_with_bos: bool
 ) -> TokenizerFiles:
     _refuse_extra_ids(tokenizer)

@@ -139,8 +139,8 @@ def plan_targets(
         rule, keys = family.rule(name, model)
         strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
-        for key, theirs in their_shapes(shape, strips, transposed=transposed).items():
-            targets[key] = ExportTarget(theirs, dtype or code, transposed)
+        for key, target_shape in their_shapes(shape, strips, transposed=transposed).items():
+            targets[key] = ExportTarget(target_shape, dtype or code, transposed)
         for strip in strips:
             targets[strip.key].parts.append(WriterPart(_PREFIX + name, box_of(shape, strip), strip))
     return {family.written_key(key, sizes): target for key, target in targets.items()}

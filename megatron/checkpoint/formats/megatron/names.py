@@ -73,7 +73,7 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
     ORDER: ("binary_head",),
 }
 # The heads beside the language model, not in it.
-_BESIDE = ("lm_head.", "binary_head.")
+_BERT_HEADS = ("lm_head.", "binary_head.")
 _TRUNKS = ("encoder", "transformer", "decoder")  # of the blocks: since 2.4, before, and in core
 _FINAL_NORMS = ("final_layernorm", "final_norm")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
@@ -88,8 +88,8 @@ _NOT_PARAMETERS = re.compile(
 def _block_table() -> dict[str, str]:
     table = dict(_FUSED_NORMS)
     for ours, spellings in _BLOCK.items():
-        for theirs in spellings:
-            table |= {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in _LEAVES}
+        for key in spellings:
+            table |= {f"{key}.{leaf}": f"{ours}.{leaf}" for leaf in _LEAVES}
     return table
 
 
@@ -105,9 +105,9 @@ EDGES: Mapping[str, str] = MappingProxyType(
         for leaf in _LEAVES
     }
     | {
-        f"{theirs}.{leaf}": f"{ours}.{leaf}"
+        f"{key}.{leaf}": f"{ours}.{leaf}"
         for ours, spellings in _HEADS.items()
-        for theirs in spellings
+        for key in spellings
         for leaf in _LEAVES
     }
 )
@@ -119,19 +119,19 @@ _MODULES = (
     *("embedding.word", EMBEDDING_NORM, "embedding.position", _TYPES),
     *(*_BLOCK, "final_norm", POOLER, "output", _WORD_BIAS, WORDS, WORDS_NORM, ORDER),
 )
-_TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
+_TO_EDGE = {ours: key for key, ours in reversed([*EDGES.items()])}
 
 
-def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Return our name of Megatron's parameter `theirs`; None if GPT and BERT do not have it.
+def our_name(key: str, *, first_layer: int = 0) -> str | None:
+    """Return our name of Megatron's parameter `key`; None if GPT and BERT do not have it.
 
     Args:
-        theirs: dotted, without the prefix of `embedding.`, `encoder.`, `lm_head.` and so on.
+        key: dotted, without the prefix of `embedding.`, `encoder.`, `lm_head.` and so on.
         first_layer: the index in the whole model of the file's layer 0.
     """
-    if theirs in EDGES:
-        return EDGES[theirs]
-    match = _LAYER.fullmatch(theirs)
+    if key in EDGES:
+        return EDGES[key]
+    match = _LAYER.fullmatch(key)
     if match is None or match[2] not in BLOCK:
         return None
     return f"layers.{first_layer + int(match[1])}.{BLOCK[match[2]]}"
@@ -164,18 +164,18 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
     return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
 
 
-def is_beside_language_model(theirs: str) -> bool:
-    """Return whether Megatron's parameter `theirs` is of a BERT head outside the trunk.
+def is_beside_language_model(key: str) -> bool:
+    """Return whether Megatron's parameter `key` is of a BERT head outside the trunk.
 
     In modules they come after all others, including the last stage's copy of the embedding; in
     files that copy comes last.
     """
-    return theirs.startswith(_BESIDE)
+    return key.startswith(_BERT_HEADS)
 
 
-def is_parameter(theirs: str) -> bool:
+def is_parameter(key: str) -> bool:
     """Return whether an entry of a module's state is a parameter, not a computed value."""
-    return _NOT_PARAMETERS.fullmatch(theirs) is None
+    return _NOT_PARAMETERS.fullmatch(key) is None
 
 
 def partition_of_name(name: str, *, gated: bool) -> Partition | None:

@@ -223,7 +223,7 @@ class MegatronSource(SourceBase):
         for parameter, place in self._places.items():
             yield f"model/{parameter}", self._description(parameter, place, "model")
         if (shard := self._files.rank(0, 0).optimizer) is None:
-            self._say_why_no_optimizer()
+            self._warn_of_unread_optimizer()
             return
         for parameter, place in self._places.items():
             for kind in shard.tensors:
@@ -247,7 +247,7 @@ class MegatronSource(SourceBase):
             raise rank.error(f"no {name.partition('/')[0]} {key.name}", "copy the checkpoint whole")
         return held[key]
 
-    def _say_why_no_optimizer(self) -> None:
+    def _warn_of_unread_optimizer(self) -> None:
         beside = [
             path.name
             for name in SHARDED_OPTIMIZERS

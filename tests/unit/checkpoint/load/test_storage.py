@@ -388,7 +388,7 @@ def test_a_reader_during_saves_sees_a_whole_checkpoint_every_time(tmp_path):
 
 def test_ranks_and_people_are_told_everything_that_they_must_agree_on(tmp_path):
     save(tmp_path, 100)
-    seen = storage._Seen(7, "ab" * 16, 1, manifests.GridLayout(2, 1, 3), "here")
+    seen = storage._RankView(7, "ab" * 16, 1, manifests.GridLayout(2, 1, 3), "here")
     assert (
         storage._description_of(seen)
         == f"iteration 7, manifest {'ab' * 16}, version 1, tp=2 pp=1 dp=3"

@@ -81,8 +81,8 @@ GPT_NEOX = Family(
     tensors={
         "embedding.word.weight": Same("embed_in.weight"),
         **{
-            f"layers.{{}}.{ours}.{kind}": Same(f"layers.{{}}.{theirs}.{kind}")
-            for ours, theirs in (
+            f"layers.{{}}.{ours}.{kind}": Same(f"layers.{{}}.{key}.{kind}")
+            for ours, key in (
                 ("input_norm", "input_layernorm"),
                 ("attention.qkv", "attention.query_key_value"),
                 ("attention.output", "attention.dense"),
