@@ -31,7 +31,7 @@ def save(folder, ctx, iteration, *, beside):
 
 
 def save_until_it_fails(folder, beside, full=None):
-    """Save 100, then 200 where that cannot work: what is said of it."""
+    """Save 100, then 200 where that cannot work; return the error."""
     ctx = ParallelContext.build(Topology(dp=RANKS))
     with patch.object(folders, "require_space"):  # it would find that out before
         if not folders.iterations(folder):

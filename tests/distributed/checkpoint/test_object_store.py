@@ -34,7 +34,7 @@ def server() -> Iterator[ObjectStore]:
 def train_in(
     environment: dict[str, str], config: RunConfig, fault: str | None = None
 ) -> tuple[Record | str, str]:
-    """A rank of a run, and all that it said; processes have the environment of the first test."""
+    """Train one rank, return its output too; processes keep the first test's environment."""
     output: list[str] = []
     with patch.object(log, "_write", lambda message, stream: output.append(message)):
         return _train_in(environment, config, fault), "\n".join(output)

@@ -17,7 +17,7 @@ PIECE_S = 0.1  # for 64 bytes, of which there are 80
 
 
 def slowed_run(corpus: str) -> tuple[float, list[str]]:
-    """A run whose builder takes long: seconds that this rank verified, and what it said of it."""
+    """A run with a slow builder: the seconds that this rank verified, and its reports."""
     progress_barrier._BEAT_S = 0.0
     token_file._BLOCKS_PER_BEAT = 1
     damages, report_progress = TokenFile._damages, progress_barrier.ProgressBarrier.report_progress

@@ -1,4 +1,4 @@
-"""The grid of kills loses nothing in any format, and says so where something was lost."""
+"""The grid of kills loses nothing in any format, and reports a loss."""
 
 import random
 from collections.abc import Callable

@@ -182,7 +182,7 @@ def test_a_disk_that_fills_up_on_one_rank_ends_all_alike(
     results = run_on_ranks(RANKS, train_with_a_full_disk, config)
     assert results[0] == results[1]
     step, message = results[0]
-    # Beside the training it is heard of before the next step, or the one after on a slow machine.
+    # A background save reports it before the next step, or the one after on a slow machine.
     assert step in ((3, 4, 5) if async_save else (3,))
     assert "rank 1 of 2 failed while writing the checkpoint of iteration 4" in message
     assert "ENOSPC" in message
@@ -281,7 +281,7 @@ def test_any_iteration_can_be_gone_on_from(
 
 
 def loaded_only(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """A run of no iterations: its state, and what was said."""
+    """A run of no iterations: its state, and its log lines."""
     messages: list[str] = []
     with patch.object(log, "info", messages.append):
         record = train(config)

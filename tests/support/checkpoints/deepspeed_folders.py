@@ -72,7 +72,7 @@ class Local(NamedTuple):
 
 
 def write(case: Case, folder: Path, tag: str = "global_step2") -> dict[str, Tensor]:
-    """Train two steps, save to `folder`/`tag`, and say what was saved, by our names."""
+    """Train two steps, save to `folder`/`tag`, and return what was saved, by our names."""
     world = case.tp * case.dp
     ranks = run_on_ranks(
         world, _train_and_save, case, str(folder), tag, timeout_s=DEADLINE_S, deepspeed=True
@@ -152,7 +152,7 @@ def _load_universal(case: Case, folder: str, tag: str) -> dict[str, Local]:
 
 
 def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
-    os.environ["LOCAL_RANK"] = "0"  # which DeepSpeed wants to see, and has no use for on a CPU
+    os.environ["LOCAL_RANK"] = "0"  # which DeepSpeed requires, and does not use on a CPU
     deepspeed = start_deepspeed(ctx)
     precision = PrecisionConfig(bf16=case.precision == "bf16")
     model = tiny_model(tiny_config(**dict(case.model)), tiny_build(ctx, precision=precision))
@@ -216,7 +216,7 @@ def _config(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def held_by(engine: Any, model: GPTModel, case: Case) -> dict[str, Local]:
-    """What an engine holds of `model`, by our names, as DeepSpeed says."""
+    """Return an engine's state of `model`, by our names, as DeepSpeed returns it."""
     import deepspeed.utils as ask
 
     if case.stage in (1, 2):

@@ -32,7 +32,7 @@ Act = Callable[[], None]
 
 
 class Moment(NamedTuple):
-    """How to be there, and what is the latest checkpoint for whoever comes after."""
+    """How to enter the moment, and the latest checkpoint after it."""
 
     put_in: Callable[[Act], AbstractContextManager[Any]]
     on_first_alone: bool = False

@@ -1,4 +1,4 @@
-"""The kind of a model is told by its parameters, and another one is refused by both names."""
+"""The kind of a model follows from its parameters, and another one is refused with both names."""
 
 from collections.abc import Sequence
 

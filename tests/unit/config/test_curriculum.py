@@ -41,8 +41,8 @@ def read(values: Any) -> Curriculum:
 
 
 def lengths_of_deepspeed(values: Any, iterations: int) -> list[int]:
-    """What its scheduler says one step after the other, as Megatron-DeepSpeed asks it."""
-    # Seconds of imports, which whoever only collects tests need not wait for.
+    """Return the lengths of its scheduler step by step, as Megatron-DeepSpeed reads them."""
+    # Imports of seconds, which a collection of tests need not wait for.
     from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
     scheduler = CurriculumScheduler(values)

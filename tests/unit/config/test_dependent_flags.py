@@ -227,4 +227,4 @@ def test_defaults_that_differ_are_still_the_ones_that_the_page_names() -> None:
     assert training.exit_signal_handler
     assert precision.accumulate_allreduce_grads_in_fp32
     assert len(OTHER_DEFAULTS) == 3
-    assert a_run().data.split == "969, 30, 1"  # theirs too, where --data-path is given
+    assert a_run().data.split == "969, 30, 1"  # as in other Megatrons

@@ -1,4 +1,4 @@
-"""Nodes with disks of their own are told apart from nodes that share one, before training."""
+"""Nodes with disks of their own are distinguished from nodes that share one, before training."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Ranks decide together of which format a checkpoint is, and get one type of any."""
+"""Ranks agree on the format of a checkpoint, and get one type for any format."""
 
 from pathlib import Path
 

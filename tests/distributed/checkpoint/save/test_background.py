@@ -1,4 +1,4 @@
-"""Saves beside the training on several ranks: the same bytes, one verdict, no message between."""
+"""Background saves on several ranks: the same bytes, one result, no message between."""
 
 import errno
 import json
@@ -99,7 +99,7 @@ def save_both_ways(folder, tp, dp):
 
 def test_training_goes_on_while_a_slow_disk_is_written_to(tmp_path):
     for steps, stalled, seconds in run_on_ranks(2, step_beside_a_slow_disk, tmp_path):
-        # How long a look takes on a busy machine is not ours to say.
+        # The time of a poll on a busy machine is not bounded.
         assert steps >= 3
         assert stalled < seconds
 
@@ -119,7 +119,7 @@ COLLECTIVES = ("all_reduce", "all_gather_object", "barrier", "broadcast_object_l
 
 
 def test_no_other_thread_communicates(tmp_path):
-    """Messages are matched by their order in a group: one from elsewhere would shift them all."""
+    """Messages are matched by their order in a group: another thread's would shift them all."""
     for threads, calls, saved in run_on_ranks(2, note_who_communicates, tmp_path):
         assert threads == {"MainThread"}
         assert calls > 5

@@ -28,7 +28,7 @@ def loaded_natively(folder: str) -> int:
 
 
 def refusal(corpus: str, folders: list[str]) -> str:
-    """What a rank says whose file of the same name differs from another rank's."""
+    """Return the error of a rank whose file of the same name differs from another rank's."""
     os.chdir(folders[dist.get_rank()])
     config = tiny_run(corpus, deepspeed=True, deepspeed_config="ds.json", fp64=False)
     try:

@@ -1,4 +1,4 @@
-"""Ranks share one build, on one node or several, and a rank that waits too long says for what."""
+"""Ranks share one build, on one node or several; the error of a rank's timeout names the index."""
 
 import time
 from datetime import timedelta
@@ -108,7 +108,7 @@ def test_a_node_waits_for_the_builder_of_another_while_that_works(tmp_path: Path
 
 
 def wait_in_vain(folders: list[Path]) -> str:
-    """The builder is on another node, so that only the barrier tells of it."""
+    """The builder is on another node, so that only the barrier detects its end."""
     context = context_of(2, 2)
 
     def build_slowly() -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from tests.support.checkpoints.object_store import BUCKET, SECRET, object_store
 
 
 class Flaky(MemoryFileSystem):
-    """Objects in memory whose operations fail when they are told to."""
+    """Objects in memory whose operations fail on request."""
 
     protocol = "flaky"
     store: dict = {}  # noqa: RUF012  # as its base class has it

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is there, what is said when it is not, what is cleaned up."""
+"""The folder of checkpoints: its content, errors about missing files, and cleaning up."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A path leads to one checkpoint of one format, or to an error that says what is there."""
+"""A path leads to one checkpoint of one format, or to an error that lists the content."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What flags may say beside a checkpoint, what they may not, and what has no effect."""
+"""Which flags may change a checkpoint's config, which may not, and which have no effect."""
 
 from typing import Any
 

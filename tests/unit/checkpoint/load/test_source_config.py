@@ -1,4 +1,4 @@
-"""What a foreign checkpoint does not say takes our defaults, and what it must say is asked for."""
+"""Missing fields of a foreign checkpoint take our defaults; missing required ones are errors."""
 
 from pathlib import Path
 

@@ -132,7 +132,7 @@ def test_a_crash_at_any_step_leaves_the_former_checkpoint_or_the_new_one(
             else:
                 break
         if again and not (folder / "iter_0000100").exists():
-            aside += 1  # between two renames: readers are told, and the next save puts it back
+            aside += 1  # between two renames: readers get an error, and the next save puts it back
             with pytest.raises(CheckpointError, match="is not in the checkpoint folder"):
                 load(folder)
         else:

@@ -1,4 +1,4 @@
-"""Flags and JSON: two words about one number are an error that shows both."""
+"""Flags and JSON: two values for one setting are an error that shows both."""
 
 from typing import Any
 

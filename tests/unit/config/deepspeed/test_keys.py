@@ -1,4 +1,4 @@
-"""The tables of keys are whole: whatever the installed DeepSpeed asks for, it is told."""
+"""The tables of keys are complete: they have every key that the installed DeepSpeed reads."""
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from megatron.config.deepspeed.keys import (
 from megatron.config.deepspeed.plan import deepspeed_plan
 from tests.support.tiny import tiny_run
 
-# What DeepSpeed asks for and is not told, each with the reason why no number depends on it.
+# Keys that DeepSpeed reads and does not get, each with the reason why no number depends on it.
 HARMLESS = {
     "optimizer": "the optimizer is handed over as an object",
     "scheduler": "learning rates are set before every step",
@@ -42,7 +42,7 @@ HARMLESS = {
     "tensorboard.job_name": "off",
     "comet.api_key": "from the environment",
 }
-# Blocks of features that are told to be off: what else they hold is then not read.
+# Blocks of features that are turned off: their other keys are then not read.
 OFF_AS_A_WHOLE = (
     "autotuning",
     "compile",
@@ -57,7 +57,7 @@ DEPRECATED = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
 
 
 class Asked(dict[str, Any]):
-    """A JSON that writes down which of its keys were asked for."""
+    """A JSON that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str, log: set[str]) -> None:
         super().__init__(
@@ -85,7 +85,7 @@ class Asked(dict[str, Any]):
 
 
 class _Keys:
-    """`in block.keys()` asks for a key too."""
+    """`in block.keys()` reads a key too."""
 
     def __init__(self, block: Asked) -> None:
         self.block = block
@@ -104,7 +104,7 @@ def given_by(**flags: Any) -> dict[str, Any]:
 
 
 def untold(paths: Iterable[str], given: Mapping[str, Any]) -> list[str]:
-    """Paths that DeepSpeed asks for, is not told, and that no list here excuses."""
+    """Paths that DeepSpeed reads, does not get, and that no list here excuses."""
     return sorted(
         path
         for path in paths

@@ -158,7 +158,7 @@ def test_at_stage_0_deepspeed_is_told_of_neither_precision_nor_clipping() -> Non
     assert plan.json["bf16"]["enabled"] is False
     assert plan.json["gradient_clipping"] == 0.0
     assert any("ZeRO stage 0" in remark for remark in plan.remarks)
-    recorded = recorded_json(config, data_parallel_size=1)  # what the run does, whoever does it
+    recorded = recorded_json(config, data_parallel_size=1)  # whichever engine runs
     assert recorded["bf16"]["enabled"] is True
     assert recorded["gradient_clipping"] == 0.5
 

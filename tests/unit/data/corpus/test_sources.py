@@ -1,4 +1,4 @@
-"""What a run reads is said so that two runs, and two ranks, can be compared."""
+"""The description of a run's data lets two runs, and two ranks, be compared."""
 
 import os
 import shutil

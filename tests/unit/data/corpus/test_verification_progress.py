@@ -1,4 +1,4 @@
-"""A long verification is heard by the log now and then, and by whoever waits after each piece."""
+"""A long verification logs at intervals, and reports to waiting ranks after each piece."""
 
 import os
 

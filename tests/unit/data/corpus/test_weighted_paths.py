@@ -1,4 +1,4 @@
-"""Groups of weighted ranges: what they say, and each way of writing them wrong."""
+"""Groups of weighted ranges: their values, and each way of writing them wrong."""
 
 from pathlib import Path
 

@@ -48,7 +48,7 @@ class Vocabulary(Pieces):
 
 
 class Kind:
-    """A kind of dataset with the flags that ask for it and corpora that it reads."""
+    """A kind of dataset with the flags that select it and corpora that it reads."""
 
     def __init__(self, dataset, make, write, **flags):
         self.dataset, self.make, self.write, self.flags = dataset, make, write, flags

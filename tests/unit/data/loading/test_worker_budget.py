@@ -1,4 +1,4 @@
-"""What is too much for a node is said, with every number."""
+"""What exceeds the resources of a node is reported with every number."""
 
 import pytest
 

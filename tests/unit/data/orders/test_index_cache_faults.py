@@ -1,4 +1,4 @@
-"""Disks without room, folders that are closed to writers, and builders that died."""
+"""Full disks, folders without write permission, and builders that ended early."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A lock is held by one, renewed while held, and not kept by the dead."""
+"""A lock is held by one process, renewed while held, and taken over when its holder has ended."""
 
 import errno
 import os
@@ -94,7 +94,7 @@ def test_a_lock_that_was_renewed_at_the_last_moment_is_given_back(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.lock"]
     assert capsys.readouterr().err == ""
     path.unlink()
-    lease._take_over(path, STALE, "working", 1.0)  # somebody else was faster
+    lease._take_over(path, STALE, "working", 1.0)  # another process was faster
     assert list(tmp_path.iterdir()) == []
 
 

@@ -51,7 +51,7 @@ def test_bigsciences_gated_units_have_their_halves_in_the_other_order(tmp_path: 
     truth = joined(ranks, Case(stage=1, tp=2))
     folder = tmp_path / f"global_step{STEPS}"
     assert_holds(DeepSpeedSource(folder, SourceOptions()), truth)
-    # Its converter knows nothing of halves: they are scrambled in the file alone.
+    # Its converter ignores halves: they are scrambled in the file alone.
     assert_holds(UniversalSource(convert(folder), SourceOptions()), truth)
 
 

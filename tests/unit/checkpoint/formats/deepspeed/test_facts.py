@@ -1,4 +1,4 @@
-"""What a folder says about its run."""
+"""The facts that a folder records about its run."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_megatrons_flags_say_what_the_model_is_and_how_far_it_was() -> None:
     facts = FolderFacts.of(state, SourceOptions(vocab_size=10))
     assert facts.config["model"]["hidden_size"] == 4
     assert facts.progress == {"iteration": 5, "consumed_samples": 40, "consumed_tokens": 320}
-    assert facts.rows.version == 0  # not the latest, which is taken where nobody says
+    assert facts.rows.version == 0  # not the latest, which is the default
     assert facts.vocab_rows == 10
     assert facts.grid is None
     assert FolderFacts.of({"global_steps": 3}, SourceOptions()).progress == {"iteration": 3}

@@ -1,4 +1,4 @@
-"""The commit of a folder in DeepSpeed's layout, with a DeepSpeed that is made of straw.
+"""The commit of a folder in DeepSpeed's layout, with a stand-in for DeepSpeed.
 
 Real engines: tests/distributed/checkpoint/formats/deepspeed/test_save.py.
 """

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a model gives the same ids in `transformers` as here."""
+"""The tokenizer beside a model gives the same ids in `transformers` as here."""
 
 import json
 import shutil
@@ -88,7 +88,7 @@ def test_a_sentencepiece_model_is_copied_with_its_special_pieces(kind: str, tmp_
     assert settings["eos_token"] == "</s>"  # noqa: S105
     assert plan(config, NOTHING).special_ids["eos_token_id"] == ours.eod == 2
     reference = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS[:3]:  # of an empty one theirs makes <s>, and ours nothing
+    for text in TEXTS[:3]:  # transformers turns an empty text into <s>, our tokenizer into nothing
         assert reference(text)["input_ids"] == ours.tokenize(text)
     assert len(reference) == ours.vocab_size
     assert reference.eos_token_id == ours.eod

@@ -53,7 +53,7 @@ def test_an_index_that_the_files_do_not_follow_is_refused(
     tmp_path: Path, weight_map: dict[str, str], message: str | None
 ) -> None:
     two_shards(tmp_path, weight_map)
-    if message is None:  # a file that the index does not name is nobody's business
+    if message is None:  # a file that the index does not name is ignored
         assert list(open_weights(tmp_path).tensors) == ["a"]
         return
     with pytest.raises(CheckpointError, match="and their index do not agree") as caught:

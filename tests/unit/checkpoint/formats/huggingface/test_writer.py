@@ -38,7 +38,7 @@ GELU_FAST = "gpt_neox, one after the other"
 
 
 class MemorySource(SourceBase):
-    """A model of this process as a checkpoint, that counts how much is asked for at a time."""
+    """A model of this process as a checkpoint, which records the size of the largest read."""
 
     format_name = "memory"
     directory = Path("memory")
@@ -102,7 +102,7 @@ def json_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_config_says_is_what_transformers_said(case: str, tmp_path: Path) -> None:
-    """But for fields that say nothing about the network, the two configs are equal objects."""
+    """Except for fields without effect on the network, the two configs are equal objects."""
     there = save_case(case, tmp_path / "there")
     with HuggingFaceSource(there, SourceOptions()) as source:
         back = writer.write_huggingface(

@@ -134,7 +134,7 @@ def test_modules_are_sorted_as_megatron_registers_them() -> None:
 
 def test_rows_of_old_versions_are_put_in_our_order() -> None:
     heads, width, hidden = 3, 4, 5
-    # Row r of ours says which head, which of q k v, and which channel it is.
+    # The value of our row r encodes its head, its part of q k v, and its channel.
     ours = torch.tensor(
         [
             [head, kind, channel] + [0] * (hidden - 3)

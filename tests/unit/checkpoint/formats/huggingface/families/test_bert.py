@@ -38,7 +38,7 @@ WRONG = 50 * SAME
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder of each case, written once; nobody changes it."""
+    """A folder of each case, written once and never changed."""
     root, written = tmp_path_factory.mktemp("bert"), {}
 
     def folder(case: str) -> Path:

@@ -1,4 +1,4 @@
-"""Fields are of the kind that was asked for, or refused by name and value."""
+"""Fields are of the expected kind, or refused by name and value."""
 
 from collections.abc import Callable
 from pathlib import Path

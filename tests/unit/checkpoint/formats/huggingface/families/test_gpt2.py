@@ -1,4 +1,4 @@
-"""What GPT-2's config can say that our model cannot follow, and its defaults."""
+"""Values of GPT-2's config that our model does not support, and its defaults."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every rule says of every row of ours, exactly once, where it is."""
+"""Every rule maps each of our rows to exactly one place."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""MegatronBert is the BERT whose norms stand where ours do by default."""
+"""MegatronBert is the BERT with norms at the places of our default."""
 
 from pathlib import Path
 
