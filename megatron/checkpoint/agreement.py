@@ -43,7 +43,7 @@ def run_on_all_ranks(ctx: ParallelContext, doing: str, step: Callable[[], T]) ->
     if failures:
         verdict = _verdict(failures, ctx.world.size, doing)
         raise verdict from (cause if cause is not None and str(cause) != str(verdict) else None)
-    return [outcome.value for outcome in outcomes]
+    return [each.value for each in outcomes]
 
 
 def _as_megatron_error(error: Exception, doing: str) -> MegatronError:

@@ -91,9 +91,9 @@ def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     clash = _first_overlap(boxes)
     if clash is not None:
         return f"{format_box(clash[0])} and {format_box(clash[1])} overlap"
-    held = sum(box.size for box in boxes)
-    if held != outer.size:
-        return f"{held} of {outer.size} elements are there"
+    total = sum(box.size for box in boxes)
+    if total != outer.size:
+        return f"{total} of {outer.size} elements are there"
     return None
 
 

@@ -72,9 +72,9 @@ def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) 
 
     The message names the flags with which the one can be loaded into the other.
     """
-    there, here = heads_of(saved), heads_of(wanted)
-    lacking = [head for head in HEADS if head in here - there]
-    spare = [head for head in HEADS if head in there - here]
+    saved_heads, run_heads = heads_of(saved), heads_of(wanted)
+    lacking = [head for head in HEADS if head in run_heads - saved_heads]
+    spare = [head for head in HEADS if head in saved_heads - run_heads]
     if not lacking and not spare:
         return
     found = []
@@ -83,7 +83,7 @@ def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) 
     if spare:
         found.append(f"it has {', '.join(spare)}, which the run has not")
     fixes = []
-    if _ORDER in lacking and _POOLER not in there:
+    if _ORDER in lacking and _POOLER not in saved_heads:
         fixes.append("add --bert-no-binary-head")
     if _ORDER in spare:
         fixes.append("drop --bert-no-binary-head")

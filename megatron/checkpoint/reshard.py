@@ -47,11 +47,11 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopySte
             for s, piece in enumerate(saved)
             if (common := overlap(piece, target)) is not None
         ]
-        held = sum(copy.box.size for copy in found)
-        if held != target.size:
+        total = sum(copy.box.size for copy in found)
+        if total != target.size:
             raise CheckpointError(
                 f"the pieces of {name} in the checkpoint do not make up what this rank needs",
-                found=f"{held} elements saved for the {target.size} of {name}{format_box(target)}",
+                found=f"{total} elements saved for the {target.size} of {name}{format_box(target)}",
                 fix="the checkpoint is damaged: load an older iteration",
             )
         copies += found

@@ -44,18 +44,18 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
     """
     if not manifest.generators:
         return "the checkpoint was saved without random states"
-    here = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
-    if manifest.layout != here:
-        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(here)}"
+    grid = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
+    if manifest.layout != grid:
+        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(grid)}"
     return None
 
 
 def device_mismatch(states: GeneratorStates) -> str | None:
     """Return why states of the right rank cannot be restored: the device differs. Else None."""
-    saved, here = states.values.get("device_type"), device.current().type
-    if saved == here:
+    saved, current = states.values.get("device_type"), device.current().type
+    if saved == current:
         return None
-    return f"random states were saved on {saved}, this run uses {here}"
+    return f"random states were saved on {saved}, this run uses {current}"
 
 
 def _spelled(layout: GridLayout) -> str:

@@ -121,12 +121,12 @@ def _cut(
         shape = (placement.true_rows, *padded[1:])
     parts, padding = [], []
     for piece in partitions.pieces(padded, placement.partition, placement.index, placement.size):
-        here, there = from_slices(piece.local), from_slices(piece.global_)
+        local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
         for box, view in views:
-            common = overlap(box, here)
+            common = overlap(box, local_box)
             if common is None:
                 continue
-            placed = common.within(here).moved(there.offset)
+            placed = common.within(local_box).moved(global_box.offset)
             values = view[common.within(box).slices]
             keep = overlap(placed, whole(shape))
             if keep is None:

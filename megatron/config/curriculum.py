@@ -236,13 +236,15 @@ def flags_of_block(block: JsonObject) -> dict[str, object]:
     Raises:
         ConfigError: as `curriculum_of_block`.
     """
-    asked = curriculum_of_block(block)
-    if asked is None:
+    curriculum = curriculum_of_block(block)
+    if curriculum is None:
         return {}
-    needs = _NEEDS[asked.schedule]
-    values = {name: getattr(asked, name) for name in needs}
+    needs = _NEEDS[curriculum.schedule]
+    values = {name: getattr(curriculum, name) for name in needs}
     fields = {flag: _FLAGS[flag].removeprefix("--").replace("-", "_") for flag in _FLAGS}
-    return {"curriculum_schedule": asked.schedule} | {fields[name]: values[name] for name in needs}
+    return {"curriculum_schedule": curriculum.schedule} | {
+        fields[name]: values[name] for name in needs
+    }
 
 
 def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curriculum | None:

@@ -32,8 +32,8 @@ def sweep(folder: RemotePath) -> None:
         saves = {match[1] for name in names if (match := _PART.fullmatch(name))}
         if manifest.NAME in names and len(saves) == 1:
             continue  # all of one save, which was finished: its manifest need not be read
-        there = folder / directory
-        for part in _unnamed(there, _content(there)):
+        iteration_folder = folder / directory
+        for part in _unnamed(iteration_folder, _content(iteration_folder)):
             log.info(f"removing what a save that was cut short left behind: {part}")
             part.unlink(missing_ok=True)
 

@@ -37,15 +37,15 @@ def redundant(found: Sequence[FoundCheckpoint], rule: Retention, *, newest: int)
         return []
     if earlier[0].iteration != newest:
         return []
-    whole = [f for f in earlier if f.is_whole]
-    if len(whole) < rule.last:
+    intact = [f for f in earlier if f.is_whole]
+    if len(intact) < rule.last:
         return []
-    oldest_kept = whole[rule.last - 1].iteration
+    oldest_kept = intact[rule.last - 1].iteration
     kept = {f.iteration for f in earlier if f.iteration >= oldest_kept}
     if rule.every is not None:
         kept |= {f.iteration for f in earlier if f.iteration % rule.every == 0}
     if rule.best is not None:
         # Of equal losses the newer is better.
-        ranked = sorted((f.loss, -f.iteration) for f in whole if f.loss is not None)
+        ranked = sorted((f.loss, -f.iteration) for f in intact if f.loss is not None)
         kept |= {-iteration for _, iteration in ranked[: rule.best]}
     return [f.iteration for f in earlier if f.iteration not in kept]

@@ -420,8 +420,8 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
         content = _content(directory)
         if content is not None and content.iteration == iteration:
             contents[iteration] = directory, content
-            whole = counts and not verify.wrong_sizes(directory, content, content.files)
-            found.append(FoundCheckpoint(iteration, whole, content.validation_loss))
+            is_whole = counts and not verify.wrong_sizes(directory, content, content.files)
+            found.append(FoundCheckpoint(iteration, is_whole, content.validation_loss))
     retired = []
     for iteration in redundant(found, rule, newest=newest):
         directory, content = contents[iteration]

@@ -51,7 +51,7 @@ def wrong_digests(
     As many as `threads` are read at the same time.
     """
 
-    def look(name: str) -> list[DamagedFile]:
+    def compare(name: str) -> list[DamagedFile]:
         if bad := wrong_sizes(directory, manifest, [name]):
             return bad
         _, digest = store.digest_of(directory / name)
@@ -61,7 +61,7 @@ def wrong_digests(
         hit = tuple(_damaged_tensors(directory, manifest, name))
         return [DamagedFile(name, f"xxh3 {expected}", f"xxh3 {digest}", hit)]
 
-    return [bad for found in in_threads(look, list(names), threads) for bad in found]
+    return [bad for found in in_threads(compare, list(names), threads) for bad in found]
 
 
 def _damaged_tensors(directory: Place, manifest: Manifest, file: str) -> Iterable[str]:

@@ -58,11 +58,11 @@ def format_of(folder: str | Place, iteration: int | None = None) -> Format:
     Our own if there is no checkpoint, since our loader then reports what is wrong, and in object
     stores, since other formats are read from disks only.
     """
-    there = place(folder)
-    if not isinstance(there, Path):
+    root = place(folder)
+    if not isinstance(root, Path):
         return NATIVE
     try:
-        return recognise(locate(there, iteration)) or NATIVE
+        return recognise(locate(root, iteration)) or NATIVE
     except CheckpointError:
         return NATIVE
 
@@ -104,8 +104,8 @@ def open_source(
 
 def refuse_overlap(load: Path, save: Path) -> None:
     """Raise ConfigError if writing to `save` could change the checkpoint read from `load`."""
-    there, here = load.resolve(), save.resolve()
-    if there == here or there in here.parents or here in there.parents:
+    source, target = load.resolve(), save.resolve()
+    if source == target or source in target.parents or target in source.parents:
         raise ConfigError(
             "a checkpoint would be written over, or into, the one that is read",
             found=f"--load {load}, --save {save}",

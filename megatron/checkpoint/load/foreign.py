@@ -51,13 +51,13 @@ def open_foreign(
     """
     opened: list[CheckpointSource] = []
 
-    def look() -> _RankView:
+    def open_on_this_rank() -> _RankView:
         source = registry.open_source(Path(str(folder)), iteration, options=options)
         opened.append(source)
         facts = [source.format_name, source.config, source.progress, source.scalars]
         return _RankView(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
 
-    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", open_on_this_rank)
     for rank, other in enumerate(seen):
         if other != seen[0]:
             names = [name for name, a, b in zip(_RankView._fields, seen[0], other) if a != b]

@@ -76,12 +76,12 @@ def open_checkpoint(
     manifests: list[Manifest] = []
     directories: list[Place] = []
 
-    def look() -> _RankView:
-        there = place(folder)
-        wanted = latest_iteration(there) if iteration is None else iteration
-        directory = there / iteration_name(wanted)
+    def open_manifest() -> _RankView:
+        root = place(folder)
+        wanted = latest_iteration(root) if iteration is None else iteration
+        directory = root / iteration_name(wanted)
         if not directory.is_dir():
-            raise folders.missing_iteration(there, wanted)
+            raise folders.missing_iteration(root, wanted)
         if not sharded.recognise(directory):
             raise manifest.missing(directory)
         content, digest = manifest.load(directory)
@@ -95,7 +95,7 @@ def open_checkpoint(
         directories.append(directory)
         return _RankView(wanted, digest, manifest.VERSION, content.layout, this_host())
 
-    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", open_manifest)
     for rank, other in enumerate(seen):
         if other[:-1] != seen[0][:-1]:
             names = [n for n, a, b in zip(_RankView._fields[:-1], seen[0], other) if a != b]
@@ -161,15 +161,15 @@ def open_or_previous(
         CheckpointError: none is intact; with what is wrong with each. The same on every rank.
     """
 
-    def look() -> list[int]:
-        there = place(folder)
-        present = folders.saved_iterations(there)
-        if not present or (iteration is None and folders.names_release(there)):
+    def find_candidates() -> list[int]:
+        root = place(folder)
+        present = folders.saved_iterations(root)
+        if not present or (iteration is None and folders.names_release(root)):
             return []
         wanted = iteration
         if wanted is None:
             try:
-                wanted = latest_iteration(there, of=present)
+                wanted = latest_iteration(root, of=present)
             except CheckpointError as error:
                 refused.append(f"the tracker file: {_short(error)}")
                 return present[::-1]
@@ -178,7 +178,7 @@ def open_or_previous(
     refused: list[str] = []
     # One list for all ranks, in case they do not see the same.
     candidates = run_on_rank0(
-        ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused)
+        ctx, f"looking for checkpoints in {folder}", lambda: (find_candidates(), refused)
     )
     wanted, refused = candidates
     if not wanted:
@@ -312,11 +312,11 @@ class NativeCheckpoint:
             {name for name in need if (host, name) not in self._checked}
             for need, host in zip(needs, self.hosts)
         ]
-        met = {name for _, name in self._checked}
+        checked = {name for _, name in self._checked}
         sizes = {
             name: record.bytes
             for name, record in self.manifest.files.items()
-            if any(name in need for need in left) or (others and name not in met)
+            if any(name in need for need in left) or (others and name not in checked)
         }
         shares = verify.shares(sizes, left, self.hosts)
 

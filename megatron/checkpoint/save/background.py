@@ -164,10 +164,10 @@ class BackgroundSaves:
         size = copied_bytes(share)
         doing = "looking for the host memory that --async-save needs"
 
-        def look() -> _MemoryRequest:
+        def request() -> _MemoryRequest:
             return _MemoryRequest(this_host(), memory_taken(size), available_memory_bytes())
 
-        wanted = run_on_all_ranks(ctx, doing, look)
+        wanted = run_on_all_ranks(ctx, doing, request)
         run_on_all_ranks(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
         self._memory.threads = threads_of_this_rank([one.host for one in wanted], ctx.rank)
         self._making = _Work(lambda: self._memory.make_room(size))
@@ -310,12 +310,12 @@ class BackgroundSaves:
 
 
 def _require_memory(wanted: list[_MemoryRequest], rank: int) -> None:
-    here = [one for one in wanted if one.host == wanted[rank].host]
-    needed = sum(one.bytes for one in here)
-    free = min((one.free for one in here if one.free is not None), default=None)
+    of_host = [one for one in wanted if one.host == wanted[rank].host]
+    needed = sum(one.bytes for one in of_host)
+    free = min((one.free for one in of_host if one.free is not None), default=None)
     if free is not None and needed > free:
         raise ConfigError(
             "the host has no memory for the copy of the state that --async-save writes from",
-            found=f"{needed:,} bytes wanted by {len(here)} of its ranks, {free:,} free",
+            found=f"{needed:,} bytes wanted by {len(of_host)} of its ranks, {free:,} free",
             fix="drop --async-save, or spread the run over more hosts",
         )

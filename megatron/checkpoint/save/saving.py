@@ -284,16 +284,16 @@ def prepare(
     needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
     where: list[Place] = []
 
-    def look() -> None:
+    def locate() -> None:
         where.append(store.place(folder))
 
     def make() -> folders.StageName:
-        there = where[0]
-        folders.begin(there)
-        folders.require_space(there, needed)
-        return folders.stage_name(folders.make_stage(there, iteration))
+        root = where[0]
+        folders.begin(root)
+        folders.require_space(root, needed)
+        return folders.stage_name(folders.make_stage(root, iteration))
 
-    run_on_all_ranks(ctx, "looking for the folder to save in", look)
+    run_on_all_ranks(ctx, "looking for the folder to save in", locate)
     stage = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
     return StagedSave(

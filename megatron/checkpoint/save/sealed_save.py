@@ -38,14 +38,14 @@ class SealedSave:
         write: Callable[[], Mapping[str, FileRecord]],
         *,
         commit: Callable[[], Path],
-        look: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> Saved:
         """Write, seal and commit, by all ranks together.
 
         Args:
             write: writes this rank's files into the stage; their records by name.
             commit: makes the stage a checkpoint and names it in the trackers (rank 0).
-            look: checks the files of all ranks and raises if they are wrong (rank 0).
+            check: checks the files of all ranks and raises if they are wrong (rank 0).
 
         Raises:
             CheckpointError: the same on every rank; nothing of the stage is left.
@@ -60,7 +60,7 @@ class SealedSave:
                 layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
                 tensors={},  # the other framework's files define their pieces
             )
-            run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, look))
+            run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, check))
         except MegatronError:  # the same on all ranks, so none is still writing
             run_on_rank0(ctx, "removing what was written", lambda: folders.remove(stage))
             raise
@@ -86,10 +86,10 @@ class SealedSave:
             verify.read_back(self.stage, made)
         return WrittenPart(made, {}, generators)
 
-    def put(self, content: Manifest, look: Callable[[], None]) -> None:
-        """Check on rank 0 that every file has its size and `look` accepts them, then seal them."""
+    def put(self, content: Manifest, check: Callable[[], None]) -> None:
+        """Check on rank 0 that every file has its size and `check` accepts them, then seal them."""
         seal.check_lengths(self.stage, content)
-        look()
+        check()
         text = manifest.encode(content)
         manifest.decode(text, self.stage / SEAL)
         durable.write_file(self.stage / SEAL, text)

@@ -140,11 +140,11 @@ def _tensorboard_folder(user: JsonObject) -> str:
 
 def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
     training = config.training
-    micro, whole = training.micro_batch_size, training.global_batch_size
-    size = whole or micro * replicas
+    micro, global_size = training.micro_batch_size, training.global_batch_size
+    size = global_size or micro * replicas
     spelled = f"--micro-batch-size {micro} on {replicas} data-parallel ranks"
-    if whole is not None:
-        spelled = f"--global-batch-size {whole}, {spelled}"
+    if global_size is not None:
+        spelled = f"--global-batch-size {global_size}, {spelled}"
     steps, left = divmod(size, micro * replicas)
     implied = {
         "train_batch_size": ImpliedValue(size, spelled),
@@ -158,17 +158,17 @@ def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
 def _precision_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     chosen = flags.precision
-    asked = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
+    flag = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
     implied = {
-        "fp16.enabled": ImpliedValue(chosen is Precision.FP16, asked),
-        "bf16.enabled": ImpliedValue(chosen is Precision.BF16, asked),
+        "fp16.enabled": ImpliedValue(chosen is Precision.FP16, flag),
+        "bf16.enabled": ImpliedValue(chosen is Precision.BF16, flag),
     }
     if chosen is Precision.FP16:
         implied |= _scale_values(config)
     if chosen in _WORDS:
-        implied["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], asked)
+        implied["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], flag)
         wide = "" if flags.accumulate_allreduce_grads_in_fp32 else "no-"
-        spelled = f"{asked}, --{wide}accumulate-allreduce-grads-in-fp32"
+        spelled = f"{flag}, --{wide}accumulate-allreduce-grads-in-fp32"
         for path in ("communication_data_type", "data_types.grad_accum_dtype"):
             implied[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
     return implied

@@ -109,10 +109,10 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
 
 def _corpora(prefix: str) -> dict[str, str]:
     """Return the facts about the corpus `prefix`, or about the parts of a pair or dialogue."""
-    there = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
-    if not there:
+    existing = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
+    if not existing:
         return {f"index of {prefix}": ABSENT}
-    return {key: value for name in there for key, value in _corpus(name).items()}
+    return {key: value for name in existing for key, value in _corpus(name).items()}
 
 
 def _corpus(prefix: str) -> dict[str, str]:

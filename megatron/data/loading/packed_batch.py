@@ -39,18 +39,18 @@ def packed_batch(
     """
     tokens = text[:, :-1].contiguous()
     labels = text[:, 1:].contiguous()
-    here, there = segment_ids[:, :-1], segment_ids[:, 1:]
-    counts = (there != PADDING) & (here == there) & (is_input[:, 1:] == 0)
+    segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
+    counts = (next_segments != PADDING) & (segments == next_segments) & (is_input[:, 1:] == 0)
     positions = torch.arange(tokens.shape[1], device=text.device).expand(tokens.shape)
     if reset_position_ids:
-        positions = positions - _starts(here, positions)
-    is_prefix = ((is_input[:, :-1] != 0) & (here != PADDING)) if prefix_lm else None
+        positions = positions - _starts(segments, positions)
+    is_prefix = ((is_input[:, :-1] != 0) & (segments != PADDING)) if prefix_lm else None
     return PackedBatch(
         tokens,
         labels,
         counts.to(torch.float32),
         positions.contiguous(),
-        here.contiguous(),
+        segments.contiguous(),
         is_prefix,
     )
 

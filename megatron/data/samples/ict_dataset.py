@@ -90,10 +90,10 @@ class ICTDataset(SentenceDataset):
         document += self._first_document
         block = self.samples.sentences(start, stop)
         rng = self.samples.generator(index)
-        asked = int(rng.randint(0, len(block)))
-        query = block[asked]
+        position = int(rng.randint(0, len(block)))
+        query = block[position]
         if rng.random() >= self.recipe.query_in_block_prob and len(block) > 1:
-            del block[asked]
+            del block[position]
         title = None if self.titles is None else self.titles.get(document)
         return {
             **self._side("query", query, None),

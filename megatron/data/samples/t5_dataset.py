@@ -91,8 +91,8 @@ class T5Dataset(SentenceDataset):
     def __getitem__(self, index: SupportsIndex) -> Sample:
         """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
         start, stop, target = self.samples.row(index)
-        whole = joined(self.samples.sentences(start, stop))
-        tokens = whole[:target]
+        text = joined(self.samples.sentences(start, stop))
+        tokens = text[:target]
         masked = mask_words(
             tokens,
             self.recipe.vocabulary,
@@ -119,7 +119,7 @@ class T5Dataset(SentenceDataset):
             "text_dec": padded(sides.decoder_in, rows, pad),
             "labels": padded(sides.labels, rows, -1),
             "loss_mask": padded([1] * decoder, rows, 0),
-            "truncated": np.array(len(whole) > target, np.int64),
+            "truncated": np.array(len(text) > target, np.int64),
             "enc_mask": attention_mask(encoder, columns, encoder, columns),
             "dec_mask": np.tril(attention_mask(decoder, rows, decoder, rows)),
             "enc_dec_mask": attention_mask(decoder, rows, encoder, columns),

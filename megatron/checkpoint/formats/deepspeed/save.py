@@ -101,7 +101,7 @@ def save_deepspeed(
         CheckpointError: the same on every rank. The former checkpoint is as it was.
     """
     started = time.monotonic()
-    there = Path(folder)
+    run_folder = Path(folder)
     offers = run_on_all_ranks(
         ctx,
         "describing what to save",
@@ -113,16 +113,16 @@ def save_deepspeed(
     name = folders.deepspeed_name(iteration)
 
     def make() -> str:
-        folders.begin(there)
-        folders.require_space(there, sum(needed for _, needed in offers) + _ROOM_BYTES)
-        stage = there / f".{name}.partial-{secrets.token_hex(4)}"
+        folders.begin(run_folder)
+        folders.require_space(run_folder, sum(needed for _, needed in offers) + _ROOM_BYTES)
+        stage = run_folder / f".{name}.partial-{secrets.token_hex(4)}"
         stage.mkdir()
         return stage.name
 
-    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
+    stage = run_folder / run_on_rank0(ctx, "making room for the checkpoint", make)
     state = _client_state(snapshot, live, parameters, iteration, ctx)
     writer = DurableWriter()
-    _write_with_deepspeed(live, there, stage.name, state, writer)
+    _write_with_deepspeed(live, run_folder, stage.name, state, writer)
     save = SealedSave(
         ctx=ctx,
         stage=stage,
@@ -133,8 +133,8 @@ def save_deepspeed(
     )
     return save.complete(
         writer.result,
-        commit=lambda: _commit(stage, there / name, iteration),
-        look=lambda: _check_written(stage, snapshot),
+        commit=lambda: _commit(stage, run_folder / name, iteration),
+        check=lambda: _check_written(stage, snapshot),
     )
 
 
@@ -155,7 +155,7 @@ def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
     """
     counted = [t for t in snapshot.tensors if first or not t.name.startswith("model/")]
     parts = [part.view for tensor in counted for part in tensor.parts]
-    held = sum(view.numel() * view.element_size() for view in parts)
+    tensor_bytes = sum(view.numel() * view.element_size() for view in parts)
     # ZeRO keeps an fp32 copy of fp32 weights, too, which is no part of our state.
     weights = sum(
         part.view.numel() * part.view.element_size()
@@ -163,7 +163,7 @@ def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
         if tensor.name.startswith("model/")
         for part in tensor.parts
     )
-    return held + weights + _PARAMETER_BYTES * len(live.parameters)
+    return tensor_bytes + weights + _PARAMETER_BYTES * len(live.parameters)
 
 
 def _client_state(

@@ -157,9 +157,9 @@ def _partitioned(
             for name, shape in members.items():
                 size = math.prod(shape)
                 share = math.ceil(size / len(states))
-                here = max(0, min(share, size - rank * share))
+                count = max(0, min(share, size - rank * share))
                 for kind, values in flat.items():
-                    _add(held, name, kind, done, values.view(-1)[at : at + here])
+                    _add(held, name, kind, done, values.view(-1)[at : at + count])
                 at += share
     return _one_count(counts)
 

@@ -182,11 +182,11 @@ class DeepSpeedSource(FactsSource):
             pieces = partitions.pieces(entry.padded, partition, tp, self.grid.tp)
             moved: Tensor | None = None
             for piece in pieces:
-                here, there = from_slices(piece.local), from_slices(piece.global_)
-                common = overlap(there, box) if box.shape else there
+                local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
+                common = overlap(global_box, box) if box.shape else global_box
                 if common is None:
                     continue
-                wanted = common.within(there).moved(here.offset)
+                wanted = common.within(global_box).moved(local_box.offset)
                 target = result[common.within(box).slices]
                 if self.facts.rows.moves(entry.known.name):
                     if moved is None:

@@ -95,7 +95,7 @@ def save_megatron(
     started = time.monotonic()
     described = _described(snapshot, ctx)
     source = LiveSource(snapshot, described)
-    grid, there = ctx.topology, Path(folder)
+    grid, run_folder = ctx.topology, Path(folder)
     layout = run_on_all_ranks(
         ctx,
         "planning Megatron's files",
@@ -105,12 +105,12 @@ def save_megatron(
     )[0]
 
     def make() -> str:
-        folders.begin(there)
+        folders.begin(run_folder)
         needed = megatron_writer.needed_bytes(described, layout)
-        folders.require_space(there, needed + ctx.world.size * _GENERATOR_BYTES)
-        return folders.make_stage(there, iteration).name
+        folders.require_space(run_folder, needed + ctx.world.size * _GENERATOR_BYTES)
+        return folders.make_stage(run_folder, iteration).name
 
-    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
+    stage = run_folder / run_on_rank0(ctx, "making room for the checkpoint", make)
 
     def write() -> Mapping[str, FileRecord]:
         if not ctx.dp.is_first:

@@ -116,13 +116,13 @@ class MegatronSource(SourceBase):
                 )
             local: Tensor | None = None
             for piece in partitions.pieces(shape, partition, tp, holders):
-                here, there = from_slices(piece.local), from_slices(piece.global_)
-                common = overlap(there, box)
+                local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
+                common = overlap(global_box, box)
                 if common is None:
                     continue
                 if local is None:
                     local = self._order.to_ours(parameter, stored)
-                values = local[common.within(there).moved(here.offset).slices]
+                values = local[common.within(global_box).moved(local_box.offset).slices]
                 result[common.within(box).slices] = values
         return result
 
@@ -239,13 +239,13 @@ class MegatronSource(SourceBase):
         return TensorDescription(code_of(stored.dtype), shape)
 
     def _stored(self, rank: RankFile, name: str, key: Key) -> Tensor:
-        held: Mapping[Key, Tensor] = rank.parameters
+        tensors: Mapping[Key, Tensor] = rank.parameters
         if name.startswith("optimizer/"):
             kind = name.split("/")[1]
-            held = {} if rank.optimizer is None else rank.optimizer.tensors.get(kind, {})
-        if key not in held:
+            tensors = {} if rank.optimizer is None else rank.optimizer.tensors.get(kind, {})
+        if key not in tensors:
             raise rank.error(f"no {name.partition('/')[0]} {key.name}", "copy the checkpoint whole")
-        return held[key]
+        return tensors[key]
 
     def _warn_of_unread_optimizer(self) -> None:
         beside = [

@@ -287,9 +287,9 @@ def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
     """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
     rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
     flags: Mapping[str, Any] = source.config.get("tokenizer", {})
-    asked = flags.get("make_vocab_size_divisible_by") or 128
-    if padded_vocab_size(rows, divisible_by=asked, tp=layout.tp) == layout.padded_rows:
-        return int(asked)
+    divisor = flags.get("make_vocab_size_divisible_by") or 128
+    if padded_vocab_size(rows, divisible_by=divisor, tp=layout.tp) == layout.padded_rows:
+        return int(divisor)
     return layout.padded_rows // layout.tp
 
 
@@ -305,10 +305,10 @@ def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> T
         partitions.local_shape(shape, partition, layout.tp), dtype=dtype_of(description.dtype_code)
     )
     for piece in partitions.pieces(shape, partition, tp, layout.tp):
-        there = from_slices(piece.global_)
-        box = overlap(there, whole(description.global_shape))
+        global_box = from_slices(piece.global_)
+        box = overlap(global_box, whole(description.global_shape))
         if box is not None:
-            at = box.within(there).moved(from_slices(piece.local).offset)
+            at = box.within(global_box).moved(from_slices(piece.local).offset)
             local[at.slices] = source.read(name, box)
     return layout.order.from_ours(parameter, local)
 

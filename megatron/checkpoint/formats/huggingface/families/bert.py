@@ -116,7 +116,7 @@ def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
         "classification_head.dense": "classifier",
     }
     for leaf in ("weight", "bias"):
-        rules |= {f"{ours}.{leaf}": Same(f"{key}.{leaf}") for ours, key in same.items()}
+        rules |= {f"{ours}.{leaf}": Same(f"{hf_name}.{leaf}") for ours, hf_name in same.items()}
         query, key, value = (
             f"{there}attention.self.{part}.{leaf}" for part in ("query", "key", "value")
         )

@@ -77,11 +77,11 @@ class Family:
         for name, allowed in self.ours.items():
             value = getattr(config, name)
             if value not in allowed:
-                there = " or ".join(str(one) for one in allowed)
-                yield f"{_spelled(name)} {value} ({self.model_type} has {there})"
+                supported = " or ".join(str(one) for one in allowed)
+                yield f"{_spelled(name)} {value} ({self.model_type} has {supported})"
         if config.has_experts != self.experts:
-            there = "experts" if self.experts else "one MLP in a layer"
-            yield f"--num-experts {config.num_experts} ({self.model_type} has {there})"
+            supported = "experts" if self.experts else "one MLP in a layer"
+            yield f"--num-experts {config.num_experts} ({self.model_type} has {supported})"
         if not self.plain_heads:
             return
         heads, width = config.num_attention_heads, config.head_width
