@@ -35,9 +35,9 @@ WORD_HEAD = "cls.predictions.decoder.weight"
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 COPIES = dict.fromkeys(_BIASES, WORD_BIAS)
 # What GPT-2 has too; a family adds where its norms stand.
-OURS = {
+SUPPORTED = {
     name: values
-    for name, values in GPT2.ours.items()
+    for name, values in GPT2.supported.items()
     if name != "apply_residual_connection_post_layernorm"
 }
 
@@ -142,7 +142,7 @@ BERT = Family(
     architecture="BertForPreTraining",
     prefix="bert.",
     head=(WORD_HEAD,),
-    ours={**OURS, "apply_residual_connection_post_layernorm": (True,)},
+    supported={**SUPPORTED, "apply_residual_connection_post_layernorm": (True,)},
     tensors=encoder_tensors(
         {
             "layers.0.input_norm": "embeddings.LayerNorm",

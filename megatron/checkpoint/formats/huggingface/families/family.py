@@ -36,8 +36,8 @@ class Family:
         prefix: the beginning of the base model's keys in a model with a head; files of a bare base
             model leave it out.
         head: the keys of the output projection, the one to write first.
-        ours: the models of ours that the family can hold: attribute of `ModelConfig` to the values
-            it may have.
+        supported: the models of ours that the family can hold: attribute of `ModelConfig` to the
+            values it may have.
         tensors: rule for each of our tensors, by its name with `{}` for the layer. Keys are without
             `prefix`, except for `head` and keys with a prefix in `above`; `{before}` in a key
             stands for the layer before, `{last}` for the last one.
@@ -58,7 +58,7 @@ class Family:
     architecture: str
     prefix: str
     head: tuple[str, ...]
-    ours: Mapping[str, Sequence[object]]
+    supported: Mapping[str, Sequence[object]]
     tensors: Mapping[str, TensorRule]
     buffers: tuple[str, ...]
     read_config: Callable[[Fields], dict[str, object]]
@@ -74,7 +74,7 @@ class Family:
 
     def lacks(self, config: ModelConfig) -> Iterator[str]:
         """Yield the features of our model that the family lacks, spelled as flags."""
-        for name, allowed in self.ours.items():
+        for name, allowed in self.supported.items():
             value = getattr(config, name)
             if value not in allowed:
                 supported = " or ".join(str(one) for one in allowed)

@@ -67,7 +67,7 @@ GPT_NEOX = Family(
     prefix="gpt_neox.",
     # transformers 5 calls it lm_head in memory; files have had the first name all along.
     head=("embed_out.weight", "lm_head.weight"),
-    ours={
+    supported={
         "position_embedding_type": (PositionEmbedding.ROPE,),
         "normalization": (Normalization.LAYER_NORM,),
         "glu": (None,),

@@ -30,7 +30,7 @@ _GLU_NAMES = {
     GluActivation.REGLU: "relu",
     GluActivation.LIGLU: "linear",
 }
-OURS: Mapping[str, Sequence[object]] = {
+SUPPORTED: Mapping[str, Sequence[object]] = {
     "position_embedding_type": (PositionEmbedding.ROPE,),
     "rotary_percent": (1.0,),
     "normalization": (Normalization.RMS_NORM,),
@@ -140,8 +140,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **OURS,
+    supported={
+        **SUPPORTED,
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),
         "sliding_window": (None,),

@@ -59,8 +59,8 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),

@@ -75,8 +75,8 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "has_qkv_bias_alone": (True,),
         "qk_layernorm": (False,),
         "kv_channels": (None,),
@@ -93,8 +93,8 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (True,),
