@@ -143,9 +143,9 @@ class WriteOptions:
 
     `iteration` is that of the source where None. `tokenizer` is a folder of tokenizer files, for
     formats that keep them beside the weights; without it they are those of the source's config, or
-    none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what
-    weights are rounded to; None keeps theirs. `family` names the kind of model, for a format that
-    has several; None: the first that fits.
+    none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what weights
+    are rounded to; None keeps their dtype. `family` names the kind of model, for a format that has
+    several; None: the first that fits.
     """
 
     iteration: int | None = None

@@ -24,7 +24,7 @@ class PositionEmbedding(StrEnum):
 
 
 class Normalization(StrEnum):
-    """Which normalisation stands before attention, before the MLP and at the end."""
+    """The normalisation before attention, before the MLP and at the end."""
 
     LAYER_NORM = "LayerNorm"
     RMS_NORM = "RMSNorm"

@@ -77,8 +77,8 @@ class MegatronPretrainingRandomSampler:
 
     Sample number p of the run is element p mod total of the permutation drawn from (seed, p div
     total): nothing depends on ranks or batch sizes, and any `consumed_samples` can be resumed. One
-    iteration ends with the micro-batch that completes the epoch, which may reach into the next
-    one; iterating again goes on from there.
+    iteration ends with the micro-batch that completes the epoch, which may reach into the next one;
+    iterating again continues there.
     """
 
     def __init__(

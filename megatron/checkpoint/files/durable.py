@@ -2,7 +2,7 @@
 
 Any error on the way is a failed write; after a failed fsync the same descriptor is never tried
 again, because a second fsync may report success for data that is lost. Digests are of the bytes
-handed over, not of what is read back.
+passed to `write`, not of bytes read back.
 """
 
 import errno

@@ -1,9 +1,8 @@
 """Tensors to and from safetensors files, a bounded block at a time, digested while written.
 
-Writing needs no second copy of the data, and reading only touches the rows that are asked for and
-goes straight into the target where that lies in host memory as in the file; neither holds more than
-one block (or one row, where that is larger). Headers and their validation live in
-`safetensors_header`.
+Writing needs no second copy of the data. Reading touches only the requested rows, and fills the
+target directly if its layout in host memory is that of the file. Neither holds more than one block
+(or one row, where that is larger). Headers and their validation live in `safetensors_header`.
 """
 
 import math
@@ -40,7 +39,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 class Written(NamedTuple):
-    """What was handed over to the disk: whole file, and each tensor's data in order."""
+    """Sizes and digests of what was written: the whole file, and each tensor's data in order."""
 
     bytes: int
     xxh3: str

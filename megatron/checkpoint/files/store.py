@@ -1,8 +1,8 @@
 """Where the files of checkpoints live: folders of this machine, or objects behind an address.
 
 `place("s3://bucket/run")` has the few methods of a `Path` that reading needs, through fsspec;
-`create` makes a file on either, durable and compared with what was handed over. What a reader would
-get wrong: objects cannot be renamed, so a checkpoint exists once its manifest, written last, does.
+`create` makes a file on either, durable and compared with what was written. What a reader would get
+wrong: objects cannot be renamed, so a checkpoint exists once its manifest, written last, does.
 """
 
 import errno
@@ -416,7 +416,7 @@ class _Upload:
         return str(self._hash.hexdigest())
 
     def finish(self) -> None:
-        """Complete the upload, and compare it; OSError when it is not what was handed over."""
+        """Complete the upload, and compare it; OSError if it differs from what was written."""
         if self._file is None:
             self._path.fs.pipe_file(self._path._at, bytes(self._held))
         else:

@@ -76,7 +76,7 @@ def never_held_a_checkpoint(folder: str | Place) -> bool:
     try:
         names = _names(folder)
     except FileNotFoundError:
-        return not folder.is_symlink()  # a link to what is not mounted is no fresh start
+        return not folder.is_symlink()  # a link to an unmounted disk is no new folder
     except NotADirectoryError:
         return not os.path.lexists(str(folder))
     for name in names:

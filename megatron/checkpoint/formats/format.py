@@ -1,7 +1,7 @@
 """Defines the record of a checkpoint format: all that the rest of the program uses of it.
 
-A record stands in `format.py` of its package; `registry.FORMATS` lists them. Code that loads,
-saves, converts or checks flags reads a record, and never compares a format's name.
+A record is in `format.py` of its package; `registry.FORMATS` lists them. Code that loads, saves,
+converts or checks flags reads a record, and never compares a format's name.
 """
 
 from collections.abc import Callable
@@ -60,16 +60,16 @@ class Format:
         open_source: opens such a folder for reading, without a process group.
         write: makes a checkpoint in the folder --save of a tool, tracker and all, and returns its
             own folder; holds no more than one tensor or shard in memory. None: it is only read.
-        save_run: saves a running job, called by all ranks; returns None where it goes on beside
-            the training. None: only tools write this format.
+        save_run: saves a running job, called by all ranks; returns None if it continues in the
+            background. None: only tools write this format.
         refuse_run: the error where runs with these flags cannot be saved in this format.
         is_native: our own: with every flag of its run and digests of all files, also in object
             stores.
         has_optimizer: whether it holds the optimizer's state and progress beside the weights.
-        saves_in_background: whether `save_run` can write beside the training.
-        for_transformers: what is written can be opened with Hugging Face's transformers.
+        saves_in_background: whether `save_run` can write in the background.
+        for_transformers: whether Hugging Face's transformers opens its checkpoints.
         folder_tracker: the tracker file that holds the name of a checkpoint's folder beside it;
-            None: its folders are named by iterations, which our own tracker file tells.
+            None: its folders are named by iterations, as in our own tracker file.
     """
 
     name: str

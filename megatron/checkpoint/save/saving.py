@@ -2,7 +2,7 @@
 
 Agree on the plan and the room, write to a stage, agree, manifest, rename, tracker, retention. A
 failure on any rank is the same CheckpointError on all, removes the stage and leaves the former
-checkpoint as it was. `background` takes the same steps beside the training.
+checkpoint as it was. `background` runs the same steps in the background.
 """
 
 import hashlib

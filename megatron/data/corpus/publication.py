@@ -1,8 +1,8 @@
 """The last step of every writer of a corpus: index, checksums and sidecar, then the names.
 
 What a reader would get wrong: the token file has to be on disk, whole and closed, before this is
-called; and no moment may show new tokens with an old index, so the old index goes first and the
-new one appears last.
+called; and no moment may show new tokens with an old index, so the old index is removed first and
+the new one appears last.
 """
 
 import dataclasses

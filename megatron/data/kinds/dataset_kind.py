@@ -1,4 +1,4 @@
-"""Which kind of dataset a run reads, chosen from its flags alone, and what a prefix names for it.
+"""Selects the kind of dataset of a run by its flags, and opens a prefix as that kind.
 
 The only module that maps flags to a kind: builder, batch function and preflight use it. What a
 reader would get wrong: dialogues and pairs are two corpora under one prefix, and what a split is a

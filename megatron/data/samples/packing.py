@@ -2,7 +2,7 @@
 
 `PackedDataset` defines the order and the rows; its source defines the documents. What a reader
 would get wrong: a row is `seq_length + 1` tokens, and the rows of an epoch are not the documents of
-an epoch, as a row that an epoch leaves unfinished goes on in the next.
+an epoch, as a row that is unfinished at the end of an epoch continues in the next.
 """
 
 import operator

@@ -1,7 +1,7 @@
 """The samples of one split of a corpus of sentences.
 
-BERT, T5 and ICT datasets stand on `SentenceSamples`: a cached map, the sentences of a row, the
-generator of a sample. What a reader would get wrong: here a split is made of *documents*, ranges of
+BERT, T5 and ICT datasets use `SentenceSamples`: a cached map, the sentences of a row, the generator
+of a sample. What a reader would get wrong: here a split is made of *documents*, ranges of
 `doc_idx`, where a GPT split is made of items. The datasets define the items.
 """
 

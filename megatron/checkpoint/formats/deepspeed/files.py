@@ -1,6 +1,6 @@
 """The files of a `global_stepN` folder by rank, and how they are opened.
 
-Ranks are numbers: sorted as text, rank 10 would stand before rank 2.
+Ranks are numbers: sorted as text, rank 10 would come before rank 2.
 """
 
 # mp_rank_XX_model_states.pt                          weights, or nothing of them in a pipeline

@@ -2,7 +2,7 @@
 
 A plain model has Megatron's own names. In a pipeline they begin with the layer's number in
 DeepSpeed's list, which also counts functions, so that block 0 is number 2 or 3 depending on the
-fork; what is tied lies under `tied_modules`.
+fork; tied modules are under `tied_modules`.
 """
 
 import re

@@ -117,7 +117,7 @@ def _flat(tensor: Tensor) -> FlatRange:
 def _sliced(states: Sequence[Mapping[str, Any]], held: dict[str, RankTensors]) -> int | None:
     """Read ZeRO 1 and 2: a group is one flat tensor, cut evenly; offsets are stored beside it.
 
-    A parameter's part in the share of one rank goes on in that of the next.
+    A parameter may continue from the share of one rank to that of the next.
     """
     counts: set[int] = set()
     done: dict[tuple[str, str], int] = defaultdict(int)

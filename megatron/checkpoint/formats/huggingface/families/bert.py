@@ -1,8 +1,8 @@
 """BERT (Devlin et al. 2018): norms after additions, optional heads.
 
-What a reader would get wrong: a norm that stands at the end of a layer there is the one at the
-beginning of the next layer here, and the embedding's is that of layer 0. Dropout of the embedding
-is before that norm here and after it there, which matters in training alone.
+What a reader would get wrong: a norm at the end of a layer there is the one at the beginning of the
+next layer here, and the embedding's is that of layer 0. Dropout of the embedding is before that
+norm here and after it there, which matters in training alone.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ BUFFERS = (r"embeddings\.position_ids$", r"embeddings\.token_type_ids$")
 WORD_HEAD = "cls.predictions.decoder.weight"
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 COPIES = dict.fromkeys(_BIASES, WORD_BIAS)
-# What GPT-2 has too; a family adds where its norms stand.
+# As for GPT-2; a family adds the place of its norms.
 SUPPORTED = {
     name: values
     for name, values in GPT2.supported.items()
@@ -43,7 +43,7 @@ SUPPORTED = {
 
 
 def read_encoder(fields: Fields) -> dict[str, object]:
-    """Return the fields of both kinds of BERT, but for where the norms stand."""
+    """Return the fields of both kinds of BERT, except for the place of norms."""
     fields.must_be("position_embedding_type", "absolute", "absolute", why="relative positions")
     fields.must_be(
         "type_vocab_size", TOKEN_TYPES, TOKEN_TYPES, why="another number of kinds of segments"

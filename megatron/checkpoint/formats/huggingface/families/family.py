@@ -20,7 +20,7 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 class Sizes:
     """The sizes of a model that its `ModelConfig` does not hold.
 
-    `heads` are those of a BERT, which stand in the files and not in config.json; None: a GPT.
+    `heads` are those of a BERT, which follow from the files, not from config.json; None: a GPT.
     """
 
     vocab_rows: int
