@@ -53,7 +53,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that hold elements [start, stop) of a row-major tensor of `shape`, in flat order.
+    """Return boxes of elements [start, stop) of a row-major tensor of `shape`, in flat order.
 
     Each is itself a contiguous flat range: a partial row, whole rows, a partial row, at every
     depth, which makes at most 2 n - 1 boxes for n dimensions.

@@ -168,7 +168,7 @@ class Snapshot:
 
 
 def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
-    """`tensors` by name, in order; CheckpointError when two have the same."""
+    """Return `tensors` by name, in order; CheckpointError if two have the same."""
     named = {tensor.name: tensor for tensor in tensors}
     twice = sorted(set(_repeated(tensor.name for tensor in tensors)))
     if twice:

@@ -47,7 +47,7 @@ class RunConfig:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
-        """Nested JSON values; `from_plain` turns them back exactly."""
+        """Return nested JSON values; `from_plain` turns them back exactly."""
         groups = {name: to_plain(getattr(self, name)) for name in GROUPS}
         return groups | {"extra": dict(self.extra)}
 
@@ -77,12 +77,12 @@ class RunConfig:
         return cls(**groups, extra=dict(values.get("extra", {})))
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that differ between any two different configs."""
+        """Return sixteen hex digits that differ between any two different configs."""
         text = json.dumps(self.to_plain(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def flat(self) -> "FlatView":
-        """Megatron's flat namespace over the groups, for reading."""
+        """Return Megatron's flat namespace over the groups, for reading."""
         return FlatView(self)
 
 

@@ -76,7 +76,7 @@ class BERTDataset(SentenceDataset):
         self.recipe = recipe
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, target = self.samples.row(index)
         sentences = self.samples.sentences(start, stop)
         rng = self.samples.generator(index)
@@ -117,7 +117,7 @@ class BERTDataset(SentenceDataset):
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and masking are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and masking are."""
         return self.samples.fingerprint(
             kind="bert",
             seq_length=self.recipe.seq_length,

@@ -24,7 +24,7 @@ class SampleDataset(Protocol):
     """The interface of a dataset for loaders and blends."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: SupportsIndex, /) -> Sample:
@@ -78,7 +78,7 @@ class BlendableDataset:
         return len(self.dataset_index)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)} samples")

@@ -59,7 +59,7 @@ class MegatronPretrainingSampler:
             )
 
     def __len__(self) -> int:
-        """Micro-batches that this rank still gets."""
+        """Return the number of micro-batches that this rank still gets."""
         return self._full_steps + (self._tail_per_rank > 0)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,7 +111,7 @@ class MegatronPretrainingRandomSampler:
         self._step = micro_batch_size * data_parallel_size
 
     def __len__(self) -> int:
-        """Micro-batches that this rank still gets in the current epoch."""
+        """Return the number of micro-batches that this rank still gets in the current epoch."""
         left = self.total_samples - self.consumed_samples % self.total_samples
         return (left + self._step - 1) // self._step
 

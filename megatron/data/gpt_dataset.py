@@ -143,7 +143,7 @@ class GPTDataset:
         return self.plan.num_samples
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, npt.NDArray[np.int64]]:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
@@ -165,7 +165,7 @@ class GPTDataset:
         return {key: str(path) for key, path in self._index.files.items()}
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes and order are."""
+        """Return 32 hex digits, equal exactly where corpus sizes and order are."""
         return self._fingerprint
 
     def check_unchanged(self) -> None:

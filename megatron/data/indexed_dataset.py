@@ -199,7 +199,7 @@ class MMapIndexedDataset:
             yield self._file.read(first, last - first, _BYTE).data
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes, the documents or the lengths of files do.
+        """Return 32 hex digits that change with the sizes, the documents and the files' lengths.
 
         The tokens themselves are not read, so this costs one pass over the index.
         """

@@ -306,12 +306,12 @@ def stage_called(folder: Place, stage: StageName) -> Place:
 
 @overload
 def make_stage(folder: Path, iteration: int) -> Path:
-    """On a disk."""
+    """Return a new folder on a disk."""
 
 
 @overload
 def make_stage(folder: RemotePath, iteration: int) -> RemotePath:
-    """In a store of objects."""
+    """Return a new folder in a store of objects."""
 
 
 def make_stage(folder: Place, iteration: int) -> Place:
@@ -325,12 +325,12 @@ def make_stage(folder: Place, iteration: int) -> Place:
 
 @overload
 def commit(stage: Path, iteration: int) -> Path:
-    """On a disk."""
+    """Commit on a disk."""
 
 
 @overload
 def commit(stage: RemotePath, iteration: int) -> RemotePath:
-    """In a store of objects."""
+    """Commit in a store of objects."""
 
 
 def commit(stage: Place, iteration: int) -> Place:

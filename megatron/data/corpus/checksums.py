@@ -105,7 +105,7 @@ class IndexHasher:
         return count
 
     def digest(self) -> bytes:
-        """xxh3_128 of what was written."""
+        """Return the xxh3_128 of what was written."""
         return self._digest.digest()
 
 

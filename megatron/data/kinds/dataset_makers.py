@@ -234,7 +234,7 @@ class Sentences:
         return self.dataset(corpus.source, documents, num_samples=num_samples, cache=cache)
 
     def epochs(self, dataset: object, samples: int) -> float | None:
-        """Unknown: samples of all epochs are shuffled together."""
+        """Return None: samples of all epochs are shuffled together."""
         return None
 
 

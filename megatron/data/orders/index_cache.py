@@ -38,7 +38,7 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENO
 
 
 def fingerprint(description: Description) -> str:
-    """32 hex digits of the xxh3-128 of `description` as canonical JSON."""
+    """Return 32 hex digits of the xxh3-128 of `description` as canonical JSON."""
     return xxhash.xxh3_128_hexdigest(json.dumps(dict(description), sort_keys=True).encode())
 
 

@@ -117,7 +117,7 @@ class FIMDataset:
         return len(self.dataset)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index` of the dataset below, of the same length."""
+        """Return sample `index` of the dataset below, rearranged, of the same length."""
         i = operator.index(index)
         sample = self.dataset[i]
         if sample.keys() != {"text"}:
@@ -134,7 +134,7 @@ class FIMDataset:
         return {"text": text}
 
     def fingerprint(self) -> str:
-        """32 hex digits that change with the dataset below and every parameter."""
+        """Return 32 hex digits that change with the dataset below and every parameter."""
         return fingerprint(
             {
                 "order": f"fim-{_VERSION}",

@@ -85,7 +85,7 @@ class ICTDataset(SentenceDataset):
         self._first_document = documents.start
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, document, number = self.samples.row(index)
         document += self._first_document
         block = self.samples.sentences(start, stop)
@@ -102,7 +102,7 @@ class ICTDataset(SentenceDataset):
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and queries are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and queries are."""
         return self.samples.fingerprint(
             kind="ict",
             seq_length=self.recipe.seq_length,
@@ -118,7 +118,7 @@ class ICTDataset(SentenceDataset):
             self.titles.check_unchanged()
 
     def _side(self, key: str, text: Tokens, title: Tokens | None) -> Sample:
-        """CLS, the title and SEP if there is one, as much of the text as fits, SEP."""
+        """Return CLS, the title and SEP if there is one, as much of the text as fits, SEP."""
         vocabulary, length = self.recipe.vocabulary, self.recipe.seq_length
         opening = [vocabulary.cls]
         if title is not None:

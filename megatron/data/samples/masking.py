@@ -78,7 +78,7 @@ class MaskingVocabulary:
         return len(self.continues)
 
     def fingerprint(self) -> str:
-        """32 hex digits, equal exactly where masking is."""
+        """Return 32 hex digits, equal exactly where masking is."""
         digest = xxhash.xxh3_128(self.continues.tobytes())
         digest.update(repr((self.cls, self.sep, self.mask, self.pad)).encode())
         return digest.hexdigest()
@@ -146,7 +146,7 @@ def mask_words(
 
 
 def attention_mask(num_rows: int, rows: int, num_columns: int, columns: int) -> Int64s:
-    """1 where both positions are text, int64 [rows, columns], for texts of these lengths.
+    """Return int64 [rows, columns], 1 where both positions are within texts of these lengths.
 
     Megatron tests instead whether an id is 1 or more, which also hides text of id 0.
     """

@@ -159,7 +159,7 @@ class MLMDataset:
         return len(self.windows)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1."""
+        """Return sample `index`; IndexError outside 0..len - 1."""
         i = operator.index(index)
         text = self.windows[i]["text"]
         rng = random_of_sample(self.seed, i, use="mlm")
@@ -176,7 +176,7 @@ class MLMDataset:
         return {"input_tokens": inputs, "target_tokens": targets}
 
     def fingerprint(self) -> str:
-        """32 hex digits that change with the windows and every parameter."""
+        """Return 32 hex digits that change with the windows and every parameter."""
         return fingerprint(
             {
                 "order": f"mlm-{_VERSION}",

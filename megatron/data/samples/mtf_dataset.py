@@ -48,7 +48,7 @@ class MTFDataset:
         return len(self.inputs)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Pair `index`; IndexError outside 0..len - 1."""
+        """Return pair `index`; IndexError outside 0..len - 1."""
         i = operator.index(index)
         return {
             "input_tokens": self.inputs.get(i).astype(np.int64),
@@ -56,13 +56,13 @@ class MTFDataset:
         }
 
     def document(self, number: int) -> PackedDocument:
-        """Pair `number` as one document: the input, then the target."""
+        """Return pair `number` as one document: the input, then the target."""
         pair = self[number]
         is_input = np.repeat([True, False], [len(part) for part in pair.values()])
         return PackedDocument(np.concatenate(list(pair.values())), is_input)
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes of either corpus do."""
+        """Return 32 hex digits that change when the sizes of either corpus do."""
         return fingerprint(
             {"inputs": self.inputs.fingerprint(), "targets": self.targets.fingerprint()}
         )

@@ -116,7 +116,7 @@ class PackedDataset:
         return len(self._index["sample_idx"])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
@@ -153,7 +153,7 @@ class PackedDataset:
         return {key: str(path) for key, path in self._index.files.items()}
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes and order are."""
+        """Return 32 hex digits, equal exactly where corpus sizes and order are."""
         return self._fingerprint
 
     def check_unchanged(self) -> None:
@@ -213,7 +213,7 @@ def build_packed_indices(
     row_length: int,
     seed: int,
 ) -> dict[str, npt.NDArray[np.integer]]:
-    """`shuffle_idx` int64 [epochs x documents], and `sample_idx` int64 [rows, 2] into it.
+    """Return `shuffle_idx` int64 [epochs x documents], and `sample_idx` int64 [rows, 2] into it.
 
     Whole epochs are packed until there are more than `num_samples` rows; each shuffles all
     documents with one RandomState. A row takes documents while they fit; one longer than a row

@@ -72,7 +72,7 @@ class SentenceSamples:
         return len(self._index["rows"])
 
     def row(self, index: SupportsIndex) -> list[int]:
-        """Row `index` of the map; IndexError outside 0..len - 1, none counts from the end."""
+        """Return row `index` of the map; IndexError outside 0..len - 1."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")

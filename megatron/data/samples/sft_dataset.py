@@ -61,7 +61,7 @@ class SFTCorpus:
         return len(self.tokens)
 
     def document(self, number: int) -> PackedDocument:
-        """Dialogue `number`; DataError when its mask holds something else than 0 and 1."""
+        """Return dialogue `number`; DataError if its mask holds something else than 0 and 1."""
         mask = self.mask.get(number)
         if len(mask) and int(mask.max()) > 1:
             raise DataError(
@@ -72,7 +72,7 @@ class SFTCorpus:
         return PackedDocument(self.tokens.get(number), mask == 0)
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes of the dialogues do."""
+        """Return 32 hex digits that change when the sizes of the dialogues do."""
         return fingerprint({part: getattr(self, part).fingerprint() for part in PARTS})
 
     def check_unchanged(self) -> None:

@@ -89,7 +89,7 @@ class T5Dataset(SentenceDataset):
         self.recipe = recipe
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, target = self.samples.row(index)
         text = joined(self.samples.sentences(start, stop))
         tokens = text[:target]
@@ -126,7 +126,7 @@ class T5Dataset(SentenceDataset):
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and masking are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and masking are."""
         recipe = self.recipe
         return self.samples.fingerprint(
             kind="t5",

@@ -114,7 +114,7 @@ class FolderGrid(NamedTuple):
     dp: int
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """(stage, tensor-parallel rank, model-parallel rank), stage by stage."""
+        """Yield (stage, tensor-parallel rank, model-parallel rank), stage by stage."""
         for stage in range(self.pp):
             for tp in range(self.tp):
                 yield stage, tp, stage * self.tp + tp

@@ -55,7 +55,7 @@ class TokenizerFiles:
 
 
 def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
-    """Fields of `TokenizerConfig` that read the tokenizer in `directory`.
+    """Return the fields of `TokenizerConfig` that read the tokenizer in `directory`.
 
     Without one the model is a bare network, for which `NullTokenizer` is used.
     """
@@ -201,7 +201,7 @@ def _gpt2_files(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFil
 
 
 def _word_piece_files(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
-    """BERT's vocabulary with the two tokens and the extra ids that ours has behind it."""
+    """Return BERT's vocabulary, followed by the two tokens and the extra ids of our tokenizer."""
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     special = {

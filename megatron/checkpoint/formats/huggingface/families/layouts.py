@@ -116,7 +116,7 @@ class QkvApart:
     transposed: bool = False
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Three strips for each query group."""
+        """Yield three strips for each query group."""
         for start, which, count, at in _grouped(config):
             yield Strip(start, count, keys[which], at)
 
@@ -134,7 +134,7 @@ class QkvBlocks:
         return (self.key,)
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Three strips for each query group."""
+        """Yield three strips for each query group."""
         queries = config.num_attention_heads * config.head_width
         block = (0, queries, queries + config.query_groups * config.head_width)
         for start, which, count, at in _grouped(config):
@@ -170,7 +170,7 @@ def their_shapes(
 
 
 def _grouped(config: ModelConfig) -> Iterator[tuple[int, int, int, int]]:
-    """(our row, 0 for queries 1 for keys 2 for values, rows, row among its kind) in our order."""
+    """Yield (our row, 0: query 1: key 2: value, rows, row among its kind) in our order."""
     width, groups = config.head_width, config.query_groups
     queries = config.num_attention_heads // groups * width
     start = 0
