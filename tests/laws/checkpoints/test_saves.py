@@ -218,7 +218,7 @@ def test_a_terminated_run_waits_for_its_save(
         resumed(corpus, folder, straight, at=stopped[0])
 
 
-def say_and_train(config: RunConfig) -> tuple[Record | str, list[str]]:
+def train_with_messages(config: RunConfig) -> tuple[Record | str, list[str]]:
     """The run, or what ended it; and every warning of this rank."""
     messages: list[str] = []
     with patch.object(log, "warning", messages.append):
@@ -257,11 +257,11 @@ def test_a_damaged_checkpoint_ends_the_run_or_is_passed_over_loudly(
     else:
         shard.unlink()
         (folder / folders.TRACKER).write_text("four")
-    plain = run_on_ranks(RANKS, say_and_train, run_of(corpus, folder))
+    plain = run_on_ranks(RANKS, train_with_messages, run_of(corpus, folder))
     assert plain[0][0] == plain[1][0], "the same on every rank"
     assert isinstance(plain[0][0], str)
     config = run_of(corpus, folder, load_fallback="previous")
-    after = run_on_ranks(RANKS, say_and_train, config)
+    after = run_on_ranks(RANKS, train_with_messages, config)
     records = [record for record, _ in after if isinstance(record, Record)]
     assert len(records) == RANKS, after
     assert_went_on(records, straight, last=STEPS - 2)

@@ -103,7 +103,7 @@ def given_by(**flags: Any) -> dict[str, Any]:
     return dict(deepspeed_plan(config, data_parallel_size=1).json)
 
 
-def untold(paths: Iterable[str], given: Mapping[str, Any]) -> list[str]:
+def missing_paths(paths: Iterable[str], given: Mapping[str, Any]) -> list[str]:
     """Paths that DeepSpeed reads, does not get, and that no list here excuses."""
     return sorted(
         path
@@ -130,7 +130,7 @@ def test_deepspeed_is_told_every_key_that_it_asks_for() -> None:
         f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS
     }
     assert len(log) > 60, "the recorder does not see what is read"
-    assert untold(log - removed, given) == []
+    assert missing_paths(log - removed, given) == []
     known = {path.partition(".")[0] for path in KEYS}
     assert {key.partition(".")[0] for key in removed} <= known
 
@@ -172,7 +172,7 @@ def test_no_field_of_deepspeeds_models_is_left_to_its_default(
     names = {field.alias or key for key, field in model.model_fields.items()} - DEPRECATED
     older = {path.removeprefix(f"{block}.") for path in RENAMED if path.startswith(f"{block}.")}
     given = given_by(zero_stage="3", bf16=True, remote_device="cpu", cpu_optimizer=True)
-    assert untold({f"{block}.{key}" for key in names - older}, given) == []
+    assert missing_paths({f"{block}.{key}" for key in names - older}, given) == []
     assert set(value_at(given, block)) <= names, "a key that DeepSpeed does not know any more"
 
 
@@ -208,7 +208,7 @@ def test_a_key_that_nobody_thought_of_is_found() -> None:
     log = set[str]()
     block = Asked({"a": {"b": 1}}, "", log)
     assert ("a" in block.keys(), block["a"].get("c", 5)) == (True, 5)  # noqa: SIM118
-    assert untold(log, {"a": {"b": 1}}) == ["a.c"]
+    assert missing_paths(log, {"a": {"b": 1}}) == ["a.c"]
 
 
 def test_every_rule_says_why() -> None:

@@ -99,7 +99,7 @@ def test_a_bert_trains_on_from_a_folder_and_goes_back(
         assert found.worst.apart <= SAME, case
 
 
-def train_or_say(configs: Sequence[RunConfig]) -> list[str]:
+def train_or_error(configs: Sequence[RunConfig]) -> list[str]:
     """What stopped each run, if anything did."""
     messages = []
     for config in configs:
@@ -125,7 +125,7 @@ def test_a_folder_without_the_heads_of_a_run_says_how_it_can_be_loaded(
         run_of(bare, corpus, bert_binary_head=True),
         run_of(bare, corpus, bert_binary_head=True, load_except=missing),
     ]
-    (messages,) = run_on_ranks(1, train_or_say, runs)
+    (messages,) = run_on_ranks(1, train_or_error, runs)
     assert "fix: add --bert-no-binary-head, or begin with random values" in messages[0]
     assert "--load-except 'order_head.*' 'lm_head.*' 'output_bias.*'" in messages[1]
     assert messages[2] == ""
