@@ -133,7 +133,7 @@ class IndexCache:
                 raise MachineError(
                     f"the ranks did not meet after the index {stem} was built",
                     found=error,
-                    fix="see the messages of the other ranks; if one still builds, allow more "
+                    fix="read the logs of the other ranks; if one still builds, allow more "
                     "--distributed-timeout-minutes",
                 ) from error
 
