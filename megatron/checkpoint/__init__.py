@@ -1,5 +1,5 @@
 """Checkpoints: named shards in safetensors files under a manifest that says what is where.
 
-This package knows shards and files, not models or optimizers. It imports nothing here, so that
-programs which only read manifests never wait for torch.
+This package handles shards and files, not models or optimizers. Nothing is imported here, so that
+programs which only read manifests do not import torch.
 """

@@ -1,7 +1,7 @@
-"""One step taken by every rank, and one verdict on it: a rank's failure is data to the others.
+"""One step run by every rank, and one result for all: each rank learns of another's failure.
 
 Without this a rank that fails leaves the others waiting in their next collective. A step itself
-must not communicate. Ranks that die altogether are found by the collective's timeout, not here.
+must not communicate. Ranks whose process ends are detected by the collective's timeout, not here.
 """
 
 import traceback
@@ -34,16 +34,16 @@ def run_on_all_ranks(ctx: ParallelContext, doing: str, step: Callable[[], T]) ->
     """
     cause: Exception | None = None
     try:
-        mine = _Outcome(step(), None)
+        outcome = _Outcome(step(), None)
     except Exception as error:
         cause = error
-        mine = _Outcome(None, _as_megatron_error(error, doing))
-    outcomes = collectives.all_gather_object(mine, ctx.world)
+        outcome = _Outcome(None, _as_megatron_error(error, doing))
+    outcomes = collectives.all_gather_object(outcome, ctx.world)
     failures = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
     if failures:
         verdict = _verdict(failures, ctx.world.size, doing)
         raise verdict from (cause if cause is not None and str(cause) != str(verdict) else None)
-    return [outcome.value for outcome in outcomes]
+    return [each.value for each in outcomes]
 
 
 def _as_megatron_error(error: Exception, doing: str) -> MegatronError:

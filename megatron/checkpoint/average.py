@@ -49,22 +49,22 @@ class AveragedSource(SourceBase):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """The flags of the last one."""
+        """The flags of the last source."""
         return self._last.config
 
     @property
     def kind(self) -> str:
-        """The kind of model, which is the same of all."""
+        """The kind of model, equal for all sources."""
         return self._last.kind
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far the last one was."""
+        """The progress of the last source."""
         return self._last.progress
 
     @property
     def scalars(self) -> JsonObject:
-        """Nothing: there is no optimizer."""
+        """Empty: there is no optimizer."""
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -90,14 +90,15 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
     model_kind.refuse_kind(
         source.kind, last.kind, where=source.directory, wants=f"an average with {last.directory}"
     )
-    ours, theirs = _weights(last), _weights(source)
-    problems = reshard.mismatches(theirs, ours)
-    problems += reshard.unexpected(theirs, ours, ("model/",))
-    a, b = _meaning(last), _meaning(source)
+    expected, weights = _weights(last), _weights(source)
+    problems = reshard.mismatches(weights, expected)
+    problems += reshard.unexpected(weights, expected, ("model/",))
+    last_fields, fields = _model_fields(last), _model_fields(source)
     problems += [
-        f"--{name.replace('_', '-')}: {b.get(name)}, but {a.get(name)} in {last.directory}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
+        f"--{name.replace('_', '-')}: {fields.get(name)}, "
+        f"but {last_fields.get(name)} in {last.directory}"
+        for name in sorted(last_fields.keys() | fields.keys())
+        if last_fields.get(name) != fields.get(name)
     ]
     if problems:
         raise CheckpointError(
@@ -107,14 +108,12 @@ def _check_same_model(last: CheckpointSource, source: CheckpointSource) -> None:
         )
 
 
-def _meaning(source: CheckpointSource) -> JsonObject:
-    """Return what the flags of a model say it computes, without what only matters while it
-    is trained.
-    """
+def _model_fields(source: CheckpointSource) -> JsonObject:
+    """Return the model's fields that affect its output, without those used in training only."""
     try:
         found = from_plain(ModelConfig, source.config.get("model", {})).meaning()
     except ConfigError:
-        return {}  # a format that does not say; names and shapes are compared all the same
+        return {}  # the format does not record them; names and shapes are compared in any case
     return {name: value for name, value in found.items() if name not in _TRAINING_ONLY}
 
 

@@ -1,7 +1,7 @@
-"""Names and shapes of every tensor of a BERT, from its config and from which heads it has.
+"""Names and shapes of every tensor of a BERT, from its config and its heads.
 
-As `gpt_tensors` for GPTs, and held to the model itself by a test. One encoder serves with any of
-the heads, so a checkpoint of another program may have any of them.
+Like `gpt_tensors` for GPTs; a test compares them with the model itself. One encoder is used with
+any of the heads, so a checkpoint of another program may have any of them.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,7 @@ class BertHeads(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "BertHeads":
-        """Return the heads whose parameters are among `shapes`, by global names without
-        `model/`.
-        """
+        """Return the heads present in `shapes`, by global names without `model/`."""
         classes = shapes.get(f"{CLASSES}.weight", (0,))
         return cls(
             pooler=f"{POOLER}.weight" in shapes,

@@ -1,7 +1,7 @@
 """Boxes of a tensor's index space: overlap, flat ranges as boxes, exact tiling. Pure arithmetic.
 
-Everything that decides which bytes go where rests on this module. A box of a zero-dimensional
-tensor is `Box((), ())` and holds one element.
+All decisions about which bytes go where use this module. A box of a zero-dimensional tensor is
+`Box((), ())` and holds one element.
 """
 
 import math
@@ -22,15 +22,15 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the tensor it is a box of."""
+        """The box as an index into its tensor."""
         return tuple(slice(start, start + length) for start, length in zip(*self))
 
     def within(self, outer: "Box") -> "Box":
-        """Return the same box, counted from the first corner of `outer`, which holds it."""
+        """Return the box relative to the first corner of `outer`, which contains it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.shape)
 
     def moved(self, origin: Sequence[int]) -> "Box":
-        """Return the box as far from `origin` as this one is from zero; undoes `within`."""
+        """Return the box shifted by `origin`; undoes `within`."""
         return Box(tuple(a + b for a, b in zip(self.offset, origin)), self.shape)
 
 
@@ -53,7 +53,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that hold elements [start, stop) of a row-major tensor of `shape`, in flat order.
+    """Return boxes of elements [start, stop) of a row-major tensor of `shape`, in flat order.
 
     Each is itself a contiguous flat range: a partial row, whole rows, a partial row, at every
     depth, which makes at most 2 n - 1 boxes for n dimensions.
@@ -91,15 +91,16 @@ def tiling_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     clash = _first_overlap(boxes)
     if clash is not None:
         return f"{format_box(clash[0])} and {format_box(clash[1])} overlap"
-    held = sum(box.size for box in boxes)
-    if held != outer.size:
-        return f"{held} of {outer.size} elements are there"
+    total = sum(box.size for box in boxes)
+    if total != outer.size:
+        return f"{total} of {outer.size} elements are there"
     return None
 
 
 def _first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return a sweep along dimension 0, which most tensors are cut along, so that few pairs
-    are met.
+    """Return two boxes that overlap, or None.
+
+    Sweeps along dimension 0, along which most tensors are cut, so few pairs are compared.
     """
     live: list[Box] = []
     for box in sorted(box for box in boxes if box.size):

@@ -1,7 +1,7 @@
 """Names and shapes of every tensor of a GPT, from its config alone.
 
-A format that is not ours has to know what a model consists of before there is one. Held to the
-model itself by a test, since this layer does not import it.
+Other formats need the list of a model's tensors before it is built. A test compares it with the
+model itself, which this layer does not import.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Which kind of model a checkpoint is of, and which heads it has above what is common to its kind.
+"""The kind of a checkpoint's model, and the heads that it has above the common part.
 
-Ours record the kind: the name of the `PretrainTask` that was trained. Of other formats, and of
-checkpoints from before it was recorded, names of parameters tell. A reader would expect heads to be
-part of the kind: they are not, since one BERT serves with and without them. No torch here.
+Our checkpoints record the kind: the name of the `PretrainTask` that was trained. For other formats,
+and for older checkpoints, it follows from the names of parameters. A reader would expect heads to
+be part of the kind: they are not, since one BERT is used with and without them. No torch here.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from megatron.errors import CheckpointError
 
 GPT, BERT, CLASSIFIER = "gpt", "bert", "classifier"
 
-_CALLED = {
+_TEXTS = {
     GPT: "a GPT (kind gpt)",
     BERT: "a BERT (kind bert)",
     CLASSIFIER: "a fine-tuned classifier on a BERT (kind classifier)",
 }
 _PREFIX = "model/"
-# What tells a BERT by the names of its parameters, and what of it stands above its encoder.
+# Names of parameters that identify a BERT, and those of its heads.
 _SEGMENTS = "embedding.tokentype."
 _POOLER, _ORDER = "pooler", "order_head"
 _WORDS = ("lm_head", "output_bias")
@@ -26,9 +26,7 @@ HEADS = (_POOLER, _ORDER, *_WORDS, _CLASSES)
 
 
 def kind_from_names(names: Iterable[str]) -> str:
-    """Return the kind of model that parameters of these names make, with or without
-    `model/` before.
-    """
+    """Return the kind of model with parameters of these names, with or without `model/`."""
     found = {name.removeprefix(_PREFIX) for name in names}
     heads = heads_of(found)
     if _CLASSES in heads:
@@ -43,40 +41,40 @@ def heads_of(names: Iterable[str]) -> frozenset[str]:
 
 
 def known_kind(kind: str, names: Iterable[str]) -> str:
-    """`kind`, or what the names of its parameters tell where a user's program made it up."""
-    return kind if kind in _CALLED else kind_from_names(names)
+    """Return `kind`, or for a kind of a user's program the one that parameter names give."""
+    return kind if kind in _TEXTS else kind_from_names(names)
 
 
 def differ(saved: str, wanted: str) -> bool:
     """Return whether two kinds are known to be different models.
 
-    A user's program may call its kind anything: names and shapes are what it is compared by.
+    A user's program may choose any kind: its checkpoints are compared by names and shapes.
     """
-    return saved != wanted and {saved, wanted} <= _CALLED.keys()
+    return saved != wanted and {saved, wanted} <= _TEXTS.keys()
 
 
 def refuse_kind(saved: str, wanted: str, *, where: object, wants: str = "this run") -> None:
-    """Raise CheckpointError when a model of another kind is wanted than `where` holds.
+    """Raise CheckpointError if a model of another kind is needed than `where` holds.
 
     Args:
-        wants: what it is that wants the other kind.
+        wants: a description of what needs the other kind.
     """
     if differ(saved, wanted):
         raise CheckpointError(
             f"the checkpoint is of another kind of model than {wants} takes",
-            found=f"{where} holds {_CALLED[saved]}, and {wants} takes {_CALLED[wanted]}",
-            fix=f"give a checkpoint of {_CALLED[wanted]}, or use a program for {_CALLED[saved]}",
+            found=f"{where} holds {_TEXTS[saved]}, and {wants} takes {_TEXTS[wanted]}",
+            fix=f"give a checkpoint of {_TEXTS[wanted]}, or use a program for {_TEXTS[saved]}",
         )
 
 
 def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) -> None:
     """Raise CheckpointError when `saved` and `wanted` (global names) have different heads.
 
-    The message has the flags with which the one can be loaded into the other.
+    The message names the flags with which the one can be loaded into the other.
     """
-    there, here = heads_of(saved), heads_of(wanted)
-    lacking = [head for head in HEADS if head in here - there]
-    spare = [head for head in HEADS if head in there - here]
+    saved_heads, run_heads = heads_of(saved), heads_of(wanted)
+    lacking = [head for head in HEADS if head in run_heads - saved_heads]
+    spare = [head for head in HEADS if head in saved_heads - run_heads]
     if not lacking and not spare:
         return
     found = []
@@ -85,7 +83,7 @@ def refuse_heads(saved: Iterable[str], wanted: Iterable[str], *, where: object) 
     if spare:
         found.append(f"it has {', '.join(spare)}, which the run has not")
     fixes = []
-    if _ORDER in lacking and _POOLER not in there:
+    if _ORDER in lacking and _POOLER not in saved_heads:
         fixes.append("add --bert-no-binary-head")
     if _ORDER in spare:
         fixes.append("drop --bert-no-binary-head")

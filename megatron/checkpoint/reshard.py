@@ -1,7 +1,7 @@
-"""Which saved bytes go into which wanted tensors, for any two layouts. Pure arithmetic.
+"""Maps saved bytes to tensors to fill, for any two layouts. Pure arithmetic.
 
-The same plan serves a load at the layout of the save, a load at another one, and an offline
-conversion; nobody else may compute such overlaps. Reading the bytes is left to the format.
+A load at the layout of the save, a load at another one and an offline conversion use the same plan;
+no other module computes such overlaps. The formats read the bytes.
 """
 
 import difflib
@@ -23,7 +23,7 @@ class CopyStep(NamedTuple):
 
 
 class TensorFacts(Protocol):
-    """What saved and wanted tensors are compared by."""
+    """The properties by which saved and wanted tensors are compared."""
 
     @property
     def dtype_code(self) -> str:
@@ -47,11 +47,11 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopySte
             for s, piece in enumerate(saved)
             if (common := overlap(piece, target)) is not None
         ]
-        held = sum(copy.box.size for copy in found)
-        if held != target.size:
+        total = sum(copy.box.size for copy in found)
+        if total != target.size:
             raise CheckpointError(
                 f"the pieces of {name} in the checkpoint do not make up what this rank needs",
-                found=f"{held} elements saved for the {target.size} of {name}{format_box(target)}",
+                found=f"{total} elements saved for the {target.size} of {name}{format_box(target)}",
                 fix="the checkpoint is damaged: load an older iteration",
             )
         copies += found
@@ -61,7 +61,7 @@ def plan(name: str, saved: Sequence[Box], wanted: Sequence[Box]) -> list[CopySte
 def mismatches(
     saved: Mapping[str, TensorFacts], wanted: Mapping[str, TensorFacts], *, cast: bool = False
 ) -> list[str]:
-    """Return what keeps `wanted` from being filled: names not there, other shapes, other dtypes."""
+    """Return why `wanted` cannot be filled: missing names, other shapes, other dtypes."""
     problems = []
     for name, target in wanted.items():
         source = saved.get(name)
@@ -83,7 +83,7 @@ def mismatches(
 def unexpected(
     saved: Iterable[str], wanted: Collection[str], prefixes: tuple[str, ...]
 ) -> list[str]:
-    """Saved names under `prefixes` that no rank wants."""
+    """Return saved names under `prefixes` that no rank loads."""
     return [
         f"unexpected: {name}{_nearest(name, wanted)}"
         for name in saved

@@ -1,8 +1,8 @@
 """Every random generator of one rank, to and from the flat form that a checkpoint holds.
 
-A generator's state means something only to the rank that had it, so states are kept per rank and
-go back only into the same grid on the same kind of device. At any other layout the caller seeds
-anew from (seed, iteration) and says so; `why_not_restorable` has the words.
+A generator's state is valid only for its rank, so states are kept per rank and restored only into
+the same grid on the same kind of device. At any other layout the caller seeds anew from (seed,
+iteration) and logs it, with the reason that `why_not_restorable` returns.
 """
 
 from collections.abc import Mapping
@@ -38,26 +38,24 @@ def restore(states: GeneratorStates, streams: RandomStreams) -> None:
 
 
 def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
-    """Return why the saved states cannot go on in this run; None when they can.
+    """Return why the saved states cannot be restored in this run; None if they can.
 
-    The kind of device is not in the manifest: ask `device_mismatch` with the states.
+    The kind of device is not in the manifest: call `device_mismatch` with the states.
     """
     if not manifest.generators:
         return "the checkpoint was saved without random states"
-    here = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
-    if manifest.layout != here:
-        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(here)}"
+    grid = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
+    if manifest.layout != grid:
+        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(grid)}"
     return None
 
 
 def device_mismatch(states: GeneratorStates) -> str | None:
-    """Return why states of the right rank still cannot go on: another kind of device. None:
-    they can.
-    """
-    saved, here = states.values.get("device_type"), device.current().type
-    if saved == here:
+    """Return why states of the right rank cannot be restored: the device differs. Else None."""
+    saved, current = states.values.get("device_type"), device.current().type
+    if saved == current:
         return None
-    return f"random states were saved on {saved}, this run uses {here}"
+    return f"random states were saved on {saved}, this run uses {current}"
 
 
 def _spelled(layout: GridLayout) -> str:

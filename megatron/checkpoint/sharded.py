@@ -1,8 +1,8 @@
-"""One rank's part of a named whole tensor, and everything that one checkpoint holds.
+"""One rank's part of a named whole tensor, and the content of one checkpoint.
 
-A `ShardedTensor` serves both directions: saving reads its views, loading writes into them. Padding
-rows (a vocabulary rounded up for tensor parallelism) have no place in a checkpoint: they are cut
-off here when saving and zeroed when loading, so that another padding is only another layout.
+A `ShardedTensor` is used for both: saving reads its views, loading writes into them. Padding rows
+(a vocabulary rounded up for tensor parallelism) are not stored in a checkpoint: they are removed
+here when saving and zeroed when loading, so the padding may differ between runs.
 """
 
 import math
@@ -23,9 +23,9 @@ from megatron.mpu.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which part of a whole tensor a rank holds: part `index` of `size` along `partition`.
+    """The part of a whole tensor on one rank: part `index` of `size` along `partition`.
 
-    `true_rows`: rows of the whole tensor that mean something; the rest, up to the padded size, are
+    `true_rows`: rows of the whole tensor without padding; the rest, up to the padded size, are
     zeros and are not stored. None: no padding.
     """
 
@@ -60,7 +60,7 @@ class ShardedTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, placement: Placement = REPLICATED) -> "ShardedTensor":
-        """Return the rank's local `tensor`, the part of the whole that `placement` says."""
+        """Return the rank's local `tensor` as the part of the whole that `placement` gives."""
         views = [ShardPart(whole(tensor.shape), tensor.detach())]
         return _cut(name, views, tensor.shape, placement)
 
@@ -86,7 +86,7 @@ class ShardedTensor:
         for box in flat_boxes(tuple(local_shape), start, stop):
             views.append(ShardPart(box, flat.detach()[done : done + box.size].view(box.shape)))
             done += box.size
-        if not views:  # an empty share still says the tensor's name, shape and dtype
+        if not views:  # an empty share still gives the tensor's name, shape and dtype
             return _cut(name, [], local_shape, placement, dtype=flat.dtype)
         return _cut(name, views, local_shape, placement)
 
@@ -113,7 +113,7 @@ def _cut(
     placement: Placement,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """Move `views` (boxes of the local tensor) to global boxes, and take off the padding rows."""
+    """Move `views` (boxes of the local tensor) to global boxes, and remove the padding rows."""
     padded = partitions.global_shape(local_shape, placement.partition, placement.size)
     shape = padded
     if placement.true_rows is not None:
@@ -121,12 +121,12 @@ def _cut(
         shape = (placement.true_rows, *padded[1:])
     parts, padding = [], []
     for piece in partitions.pieces(padded, placement.partition, placement.index, placement.size):
-        here, there = from_slices(piece.local), from_slices(piece.global_)
+        local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
         for box, view in views:
-            common = overlap(box, here)
+            common = overlap(box, local_box)
             if common is None:
                 continue
-            placed = common.within(here).moved(there.offset)
+            placed = common.within(local_box).moved(global_box.offset)
             values = view[common.within(box).slices]
             keep = overlap(placed, whole(shape))
             if keep is None:
@@ -147,7 +147,7 @@ class GeneratorStates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Everything one rank hands over for one checkpoint.
+    """The state that one rank saves in one checkpoint.
 
     `progress` and `scalars` must be equal on all ranks; `config` and `data` are rank 0's. All are
     plain JSON values. `tensors` are views: nothing may change them until the save returns.
@@ -168,9 +168,9 @@ class Snapshot:
 
 
 def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
-    """`tensors` by name, in order; CheckpointError when two have the same."""
+    """Return `tensors` by name, in order; CheckpointError if two have the same."""
     named = {tensor.name: tensor for tensor in tensors}
-    twice = sorted(set(_twice(tensor.name for tensor in tensors)))
+    twice = sorted(set(_repeated(tensor.name for tensor in tensors)))
     if twice:
         raise CheckpointError(
             "two tensors of one rank have the same name in the checkpoint",
@@ -180,7 +180,7 @@ def by_name(tensors: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
     return named
 
 
-def _twice(names: Iterator[str]) -> Iterator[str]:
+def _repeated(names: Iterator[str]) -> Iterator[str]:
     seen = set()
     for name in names:
         if name in seen:

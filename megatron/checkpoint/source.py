@@ -1,8 +1,8 @@
 """A checkpoint of any format, opened for reading: whole tensors under our names, box by box.
 
-Whoever loads or converts knows this interface alone. A source translates names, layouts and shards
-of its format; it needs no process group and keeps no more in memory than it is asked for.
-`formats/registry.py` lists the formats.
+Loads and conversions use only this interface. A source translates names, layouts and shards of its
+format; it needs no process group and holds only requested tensors in memory. `formats/registry.py`
+lists the formats.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from megatron.json_values import JsonObject
 
 
 class TensorDescription(NamedTuple):
-    """The element type and whole shape of a tensor, as all ranks agree."""
+    """The element type and whole shape of a tensor, equal on all ranks."""
 
     dtype_code: str  # the safetensors name, such as BF16
     global_shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class CheckpointSource(Protocol):
 
     @property
     def seal(self) -> Manifest | None:
-        """What a run of ours recorded beside files of another format; None where none did."""
+        """Our manifest beside files of another format; None if there is none."""
 
     @property
     def tensors(self) -> Mapping[str, TensorDescription]:
@@ -47,36 +47,36 @@ class CheckpointSource(Protocol):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """Groups of `RunConfig.to_plain()`, with the fields that the format knows."""
+        """Groups of `RunConfig.to_plain()`, with the fields that the format records."""
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """`Progress.to_plain()` as far as the format knows it; empty for bare weights."""
+        """`Progress.to_plain()` as far as the format records it; empty for bare weights."""
 
     @property
     def kind(self) -> str:
-        """The kind of model, as `model_kind` knows it; else derived from names."""
+        """The kind of model, as in `model_kind`; if not recorded, derived from names."""
 
     @property
     def scalars(self) -> JsonObject:
-        """What `EngineState.scalars` holds; empty for bare weights."""
+        """The values of `EngineState.scalars`; empty for bare weights."""
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return the elements `box` of the whole tensor `name`, on the CPU, in its own dtype.
 
         Raises:
-            CheckpointError: the file is damaged, or does not hold what its format promises.
+            CheckpointError: the file is damaged, or does not comply with its format.
         """
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
-        """Check part `share` of `of` parts of the files, as far as the format lets one tell.
+        """Check part `share` of `of` parts of the files, as far as the format allows.
 
         Raises:
-            CheckpointError: a file is damaged; it says which.
+            CheckpointError: a file is damaged; the message names it.
         """
 
     def close(self) -> None:
-        """Let go of files; reading is over."""
+        """Close the files."""
 
     def __enter__(self) -> Self:
         """Return the source itself."""
@@ -98,18 +98,18 @@ class _Named(Protocol):
 
 
 class SourceBase:
-    """What a source need not write again: closing, files without digests, the kind by names."""
+    """Default methods of a source: nothing to close, no digests, the kind by names."""
 
     seal: Manifest | None = None
 
     @property
     def kind(self: "_Named") -> str:
-        """The kind of model: what a run of ours trained, or what names of parameters tell."""
+        """The kind of model: recorded by a run of ours, or derived from names of parameters."""
         recorded = None if self.seal is None else self.seal.model_kind
         return recorded or model_kind.kind_from_names(self.tensors)
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
-        """Check nothing: the format has nothing to check its files by."""
+        """Do nothing: the format has no digests or checksums."""
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -128,10 +128,10 @@ class SourceBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What only the reader knows about a checkpoint of another tool.
+    """Facts about a checkpoint of another tool that its files may lack.
 
-    `vocab_size` is the number of tokens: a source that holds padding rows, and cannot tell them
-    from true ones, leaves out the rows beyond it. None: every row counts.
+    `vocab_size` is the number of tokens: a source with padding rows that it cannot identify leaves
+    out the rows beyond it. None: every row counts.
     """
 
     vocab_size: int | None = None
@@ -139,13 +139,13 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a checkpoint is written by one process; a format ignores what it has no use for.
+    """Options of writing a checkpoint by one process; a format ignores those that it does not use.
 
     `iteration` is that of the source where None. `tokenizer` is a folder of tokenizer files, for
     formats that keep them beside the weights; without it they are those of the source's config, or
-    none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what
-    weights are rounded to; None keeps theirs. `family` names the kind of model, for a format that
-    has several; None: the first that fits.
+    none where `copy_tokenizer` is off. `dtype` (a safetensors code such as BF16) is what weights
+    are rounded to; None keeps their dtype. `family` names the kind of model, for a format that has
+    several; None: the first that fits.
     """
 
     iteration: int | None = None
@@ -161,7 +161,7 @@ class WriteOptions:
     max_shard_bytes: int | None = None
 
     def iteration_of(self, source: CheckpointSource) -> int:
-        """Return the iteration that is written: the one asked for, or the source's, or 0."""
+        """Return the iteration to write: the option's, or the source's, or 0."""
         if self.iteration is not None:
             return self.iteration
         return int(source.progress.get("iteration", 0))

@@ -1,1 +1,1 @@
-"""What a run is asked to do, as frozen values; imports neither torch nor numpy."""
+"""The configuration of a run, as frozen values; imports neither torch nor numpy."""

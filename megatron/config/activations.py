@@ -1,7 +1,7 @@
-"""What of a forward pass is kept for its backward pass: the choices, and which exclude each other.
+"""What a forward pass saves for its backward pass: the choices, and which exclude each other.
 
-The flags themselves are fields of `TrainingConfig`; what needs the number of ranks is checked in
-preflight. Nothing here recomputes anything.
+The flags themselves are fields of `TrainingConfig`; checks that need the number of ranks are in
+preflight. This module recomputes nothing.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class RecomputeMethod(StrEnum):
 
 
 class RecomputeModule(StrEnum):
-    """The parts of a layer that selective recomputation knows."""
+    """The parts of a layer that selective recomputation supports."""
 
     CORE_ATTN = "core_attn"  # softmax(q k^T) v, without the matrices around it
     MLP = "mlp"
@@ -39,7 +39,7 @@ class RecomputeModule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPolicy:
-    """What is done about the activations of every virtual stage; nothing by default.
+    """How every virtual stage reduces the memory of activations; not at all by default.
 
     Args:
         method: None: no whole layers are recomputed.
@@ -76,7 +76,7 @@ class _Flags(Protocol):
 
 
 def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
-    """Yield everything that contradicts itself in the flags about activations."""
+    """Yield the contradictions in the flags about activations."""
     granularity = flags.recompute_granularity
     of_full = {
         "--recompute-method": flags.recompute_method,

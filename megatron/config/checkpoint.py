@@ -9,14 +9,14 @@ from megatron.errors import ConfigError
 
 
 class Verification(StrEnum):
-    """What of a checkpoint's files is compared with its manifest before they are read."""
+    """What is compared with the manifest before a checkpoint's files are read."""
 
     SIZE = "size"
     FULL = "full"
 
 
 class LoadFallback(StrEnum):
-    """Where a run goes on when the checkpoint that it asked for is damaged."""
+    """Where a run continues when the requested checkpoint is damaged."""
 
     PREVIOUS = "previous"
 
@@ -44,7 +44,7 @@ class CheckpointConfig:
     checkpoint_format: CheckpointFormatName = flag(
         CheckpointFormatName.SHARDED,
         help="what --save writes: our sharded format, the files of Megatron-LM (mp_rank_*), or "
-        "those of DeepSpeed; --load knows by itself what it is given",
+        "those of DeepSpeed; --load detects the format by itself",
     )
     save_interval: int | None = flag(
         None, help="iterations between checkpoints; when not set only at the end"

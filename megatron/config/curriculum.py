@@ -1,10 +1,10 @@
 """Curriculum: the length of training sequences as a function of the iteration, and nothing else.
 
 The schedules and their arithmetic are DeepSpeed's (`curriculum_learning`, type seqlen; Li et al.
-2022, arXiv 2108.06084), so a block of its JSON and our own flags come to the same value. Because
-nothing is stored, a resumed run cannot disagree with an uninterrupted one. What a reader would get
+2022, arXiv 2108.06084), so a block of its JSON and our own flags give the same value. Because
+nothing is stored, a resumed run cannot differ from an uninterrupted one. What a reader would get
 wrong: DeepSpeed counts steps from 1, and a linear schedule ends at a multiple of its step, so that
-it may come to its maximum some iterations after its last.
+it may reach its maximum some iterations after its last.
 """
 
 import difflib
@@ -61,7 +61,7 @@ class Curriculum:
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
-        """Every length that a run may come through, ascending."""
+        """Every length that a run may use, ascending."""
         if self.schedule is CurriculumSchedule.FIXED_DISCRETE:
             return tuple(sorted(set(self.lengths)))
         multiples = range(self._shortest, self.max_length, self.step)
@@ -69,7 +69,7 @@ class Curriculum:
 
     @property
     def settled_at(self) -> int:
-        """The first iteration, from 0, from which on the length stays what it is."""
+        """The first iteration, from 0, after which the length no longer changes."""
         if self.schedule is CurriculumSchedule.FIXED_DISCRETE:
             return self.until[-1]
         below, settled = -1, 1
@@ -121,7 +121,7 @@ class CurriculumFlags(Protocol):
     def curriculum_seqlens_until(self) -> tuple[int, ...] | None: ...
 
 
-# How each value is called in flags and in DeepSpeed's block.
+# The name of each value in flags and in DeepSpeed's block.
 _FLAGS: Mapping[str, str] = {
     "min_length": "--curriculum-seqlen-min",
     "max_length": "--curriculum-seqlen-max",
@@ -146,23 +146,23 @@ _NEEDS: Mapping[CurriculumSchedule, tuple[str, ...]] = {
     CurriculumSchedule.FIXED_ROOT: (*_LINEAR, "root_degree"),
     CurriculumSchedule.FIXED_DISCRETE: ("lengths", "until"),
 }
-_OUTER_KEYS = ("min_length", "max_length")  # the others stand in schedule_config
+_OUTER_KEYS = ("min_length", "max_length")  # the others are in schedule_config
 
 
 def curriculum_of_flags(flags: CurriculumFlags, *, seq_length: int) -> Curriculum | None:
-    """Return what the --curriculum flags ask for; None where they ask for nothing.
+    """Return the curriculum of the --curriculum flags, or None.
 
     Without --curriculum-seqlen-max it grows to `seq_length`.
     """
     schedule = flags.curriculum_schedule
     if schedule is None:
         return None
-    return _build_curriculum(schedule, {"max_length": seq_length} | _of_flags(flags))
+    return _build_curriculum(schedule, {"max_length": seq_length} | _values_of_flags(flags))
 
 
 def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
-    """Yield everything that contradicts itself in the flags about the curriculum."""
-    values, schedule = _of_flags(flags), flags.curriculum_schedule
+    """Yield the contradictions in the flags about the curriculum."""
+    values, schedule = _values_of_flags(flags), flags.curriculum_schedule
     if schedule is None:
         if values:
             yield ConfigError(
@@ -173,14 +173,14 @@ def curriculum_problems(flags: CurriculumFlags) -> Iterator[ConfigError]:
         return
     shown = f"--curriculum-schedule {schedule}"
     needs = [name for name in _NEEDS[schedule] if name != "max_length"]
-    yield from _misfits(values, needs, _NEEDS[schedule], _FLAGS, shown)
+    yield from _value_problems(values, needs, _NEEDS[schedule], _FLAGS, shown)
 
 
 def curriculum_of_block(block: JsonObject) -> Curriculum | None:
-    """Return what a `curriculum_learning` block of DeepSpeed's JSON asks for; None if not enabled.
+    """Return the curriculum of a `curriculum_learning` block of DeepSpeed's JSON; None if disabled.
 
     Raises:
-        ConfigError: what is wrong with it, first of all.
+        ConfigError: the first problem of the block.
     """
     _refuse_unknown(
         block,
@@ -225,35 +225,37 @@ def curriculum_of_block(block: JsonObject) -> Curriculum | None:
     }
     needs = tuple(dict.fromkeys((*_OUTER_KEYS, *_NEEDS[schedule])))
     shown = f"curriculum_learning with schedule_type {schedule}"
-    for problem in _misfits(values, needs, needs, _KEYS, shown):
+    for problem in _value_problems(values, needs, needs, _KEYS, shown):
         raise problem
     return _build_curriculum(schedule, values)
 
 
 def flags_of_block(block: JsonObject) -> dict[str, object]:
-    """Return the --curriculum flags, by field name, that ask for what a block of the JSON asks for.
+    """Return the --curriculum flags, by field name, that mean the same as a block of the JSON.
 
     Raises:
         ConfigError: as `curriculum_of_block`.
     """
-    asked = curriculum_of_block(block)
-    if asked is None:
+    curriculum = curriculum_of_block(block)
+    if curriculum is None:
         return {}
-    needs = _NEEDS[asked.schedule]
-    values = {name: getattr(asked, name) for name in needs}
+    needs = _NEEDS[curriculum.schedule]
+    values = {name: getattr(curriculum, name) for name in needs}
     fields = {flag: _FLAGS[flag].removeprefix("--").replace("-", "_") for flag in _FLAGS}
-    return {"curriculum_schedule": asked.schedule} | {fields[name]: values[name] for name in needs}
+    return {"curriculum_schedule": curriculum.schedule} | {
+        fields[name]: values[name] for name in needs
+    }
 
 
 def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curriculum | None:
-    """Return the curriculum of a run of which flags and DeepSpeed's JSON may both speak.
+    """Return the curriculum of a run, given by flags, by DeepSpeed's JSON, or equally by both.
 
     Raises:
-        ConfigError: they speak of two.
+        ConfigError: they give two different ones.
     """
     if flags is not None and block is not None and flags != block:
         raise ConfigError(
-            "the flags and DeepSpeed's JSON ask for two curricula",
+            "the flags and DeepSpeed's JSON give two curricula",
             found=f"flags: {flags}; JSON: {block}",
             fix="leave out the --curriculum flags, or the curriculum_learning block",
         )
@@ -263,7 +265,7 @@ def one_curriculum(flags: Curriculum | None, block: Curriculum | None) -> Curric
 def _build_curriculum(schedule: CurriculumSchedule, values: Mapping[str, object]) -> Curriculum:
     """Build a curriculum from values without problems."""
     lengths = _numbers(values, "lengths")
-    # The ends of a discrete schedule say no more than its lengths.
+    # The ends of a discrete schedule follow from its lengths.
     ends = {} if lengths is None else {"min_length": lengths[0], "max_length": lengths[-1]}
     make: Callable[..., Curriculum] = Curriculum
     return make(schedule=schedule, **{**values, **ends})
@@ -279,7 +281,7 @@ def _numbers(values: Mapping[str, object], name: str) -> tuple[int, ...] | None:
     return value if isinstance(value, tuple) else None
 
 
-def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
+def _values_of_flags(flags: CurriculumFlags) -> dict[str, object]:
     given: dict[str, object] = {
         "min_length": flags.curriculum_seqlen_min,
         "max_length": flags.curriculum_seqlen_max,
@@ -292,21 +294,21 @@ def _of_flags(flags: CurriculumFlags) -> dict[str, object]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _misfits(
+def _value_problems(
     values: Mapping[str, object],
     needs: Sequence[str],
-    knows: Sequence[str],
+    allowed: Sequence[str],
     spelled: Mapping[str, str],
     shown: str,
 ) -> Iterator[ConfigError]:
-    """Yield what is missing, of no use, or no possible value for a schedule."""
+    """Yield errors for missing, unused and impossible values of a schedule."""
     if missing := [spelled[name] for name in needs if name not in values]:
         yield ConfigError(
             "a curriculum lacks what its schedule is made of",
             found=f"{shown} without {', '.join(missing)}",
             fix=f"give {' and '.join(missing)}",
         )
-    if useless := [spelled[name] for name in values if name not in knows]:
+    if useless := [spelled[name] for name in values if name not in allowed]:
         yield ConfigError(
             "a curriculum was given what its schedule does not read",
             found=f"{shown} and {', '.join(useless)}",
@@ -320,7 +322,7 @@ def _misfits(
             fix="use whole numbers of tokens and iterations from 1 on, such as 64",
         )
     if not missing and not odd:
-        yield from _disorder(values, spelled)
+        yield from _order_problems(values, spelled)
 
 
 def _is_possible(name: str, value: object) -> bool:
@@ -335,8 +337,10 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _disorder(values: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Values that are possible one by one, but not together."""
+def _order_problems(
+    values: Mapping[str, object], spelled: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Yield errors for values that are possible one by one, but not together."""
     shortest, longest = _number(values, "min_length"), _number(values, "max_length")
     if shortest is not None and longest is not None and shortest > longest:
         yield ConfigError(

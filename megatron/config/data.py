@@ -18,21 +18,21 @@ class DataLoaderKind(StrEnum):
 class DataIntegrity(StrEnum):
     """How much of a corpus is compared with the checksums that it was written with."""
 
-    OFF = "off"  # nothing: lengths and the index have to be consistent, as always
+    OFF = "off"  # nothing; lengths and the index must be consistent in any case
     HEADER = "header"  # the index, when the corpus is opened
     TOUCHED = "touched"  # the index, and each block of tokens before its first use
     FULL = "full"  # everything, before training
 
 
 class OnTooLong(StrEnum):
-    """What becomes of a document that is longer than a row it would be packed into."""
+    """What is done with a document that is longer than a row."""
 
     ERROR = "error"
     SKIP = "skip"
     CUT = "cut"  # its beginning is kept
 
 
-# What selects another kind of dataset than windows of text, and the flags that are part of it.
+# Flags that select another kind of dataset than windows of text, and the flags of that kind.
 _KINDS = {
     "fim_data": (
         "fim_rate",
@@ -202,12 +202,12 @@ class DataConfig:
             )
 
     def _kind_problems(self) -> Iterator[ConfigError]:
-        """Yield an error for two kinds at once, and for flags of a kind that was not asked for."""
+        """Yield an error for two kinds at once, and for flags of a kind that is not selected."""
         asked = [name for name in _KINDS if getattr(self, name) not in (False, None)]
         if len(asked) > 1:
             flags = [flag_name(name) for name in asked]
             yield ConfigError(
-                "two kinds of training data were asked for at once",
+                "two kinds of training data were given at once",
                 found=" together with ".join(flags),
                 fix=f"keep one of {' and '.join(flags)}; runs of different kinds follow each "
                 "other with --load",

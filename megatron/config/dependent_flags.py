@@ -1,8 +1,8 @@
 """Flags of other Megatrons whose meaning depends on the flags beside them.
 
-Each rule gives such a flag the meaning that it has there, or refuses it with the flags that say the
-same here. What a reader would get wrong: rules see values of presets and of DeepSpeed's JSON too,
-and they apply to command lines only; what a checkpoint stores is never reinterpreted.
+Each rule gives such a flag its meaning in that Megatron, or refuses it with the equivalent flags.
+What a reader would get wrong: rules see values of presets and of DeepSpeed's JSON too, and they
+apply to command lines only; the config in a checkpoint is never reinterpreted.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,16 +37,16 @@ Meaning = FlagValue | NoChange | ConfigError
 
 
 class DependentFlag(NamedTuple):
-    """A flag, its rule, and what the page of flags says about it."""
+    """A flag, its rule, and its text on the page of flags."""
 
     flag: str
     meaning: str
     rule: Callable[[GivenFlags], Iterator[Meaning]]
-    is_ours: bool = True  # whether the parser knows the flag
+    is_ours: bool = True  # whether the parser has the flag
 
 
 def meanings(given: GivenFlags) -> Iterator[tuple[str, Meaning]]:
-    """Yield each flag whose meaning depends on others, with what it means on this command line."""
+    """Yield each flag whose meaning depends on others, with its meaning on this command line."""
     for dependent in DEPENDENT:
         for meaning in dependent.rule(given):
             yield dependent.flag, meaning
@@ -142,20 +142,20 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
             found=f"--num-experts {experts} without --moe-router-topk",
             fix="add --moe-router-topk 2, or --moe-router-topk 1 --moe-router-pre-softmax",
         )
-    theirs = sorted(_DEEPSPEED_EXPERTS & set(given.words))
-    if theirs and "moe_aux_loss_coeff" not in given.values:
+    deepspeed_flags = sorted(_DEEPSPEED_EXPERTS & set(given.words))
+    if deepspeed_flags and "moe_aux_loss_coeff" not in given.values:
         yield ConfigError(
             "Megatron-DeepSpeed balances experts with a loss of weight 0.1 unless a flag says "
             "otherwise",
-            found=f"{theirs[0]} without --moe-loss-coeff",
+            found=f"{deepspeed_flags[0]} without --moe-loss-coeff",
             fix="add --moe-loss-coeff 0, or --moe-loss-coeff 0.1 "
             "--moe-router-load-balancing-type seq_aux_loss",
         )
-    if theirs and "--expert-interval" not in given.words:
+    if deepspeed_flags and "--expert-interval" not in given.words:
         yield ConfigError(
             "Megatron-DeepSpeed gives experts to every second layer unless a flag says otherwise, "
             "and here every layer has them",
-            found=f"{theirs[0]} without --expert-interval",
+            found=f"{deepspeed_flags[0]} without --expert-interval",
             fix="add --expert-interval 1",
         )
 
@@ -202,10 +202,10 @@ DEPENDENT: tuple[DependentFlag, ...] = (
     ),
 )
 
-# Words that the parser does not know and a rule explains.
+# Words that the parser does not have and a rule explains.
 EXPLAINED: frozenset[str] = frozenset(one.flag for one in DEPENDENT if not one.is_ours)
 
-# What other Megatrons do where a flag is not given, by the field whose default here is another.
+# Defaults of other Megatrons, by the field whose default here differs.
 OTHER_DEFAULTS: Mapping[str, str] = {
     "eval_interval": "Megatron-LM does not evaluate; Megatron-DeepSpeed as here",
     "exit_signal_handler": "off: SIGTERM ends the run without a checkpoint",

@@ -1,4 +1,4 @@
-"""EngineConfig: which engine trains, and what of DeepSpeed's choices are flags.
+"""EngineConfig: which engine trains, and the flags about DeepSpeed.
 
 The JSON file that `--deepspeed_config` names is read by `config.deepspeed.plan`, which compares it
 with the flags key by key; nothing here opens a file.
@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 
 
 class ZeroStage(StrEnum):
-    """What ZeRO shares out over replicas: each stage the part named, and those before it."""
+    """What ZeRO partitions over replicas: each stage its own part and those before it."""
 
     NOTHING = "0"
     OPTIMIZER = "1"
@@ -22,15 +22,15 @@ class ZeroStage(StrEnum):
 
 
 class RemoteDevice(StrEnum):
-    """Where parameters of ZeRO stage 3 lie while they are not in use."""
+    """The device of ZeRO stage 3 parameters that are not in use."""
 
     NONE = "none"
     CPU = "cpu"
     NVME = "nvme"
 
 
-# Flags that mean something to DeepSpeed alone.
-_OF_DEEPSPEED = (
+# Flags with a meaning for DeepSpeed only.
+_DEEPSPEED_FIELDS = (
     "deepspeed_config",
     "zero_stage",
     "zero_reduce_scatter",
@@ -53,7 +53,7 @@ class EngineConfig:
     )
     deepspeed_config: str | None = flag(
         None,
-        help="DeepSpeed's JSON file; what it says fills flags that are not given, and must not "
+        help="DeepSpeed's JSON file; its values fill flags that are not given, and must not "
         "contradict those that are",
         aliases=("--deepspeed_config", "--deepscale_config"),
     )
@@ -108,8 +108,8 @@ class EngineConfig:
 
     @property
     def flags_of_deepspeed(self) -> tuple[str, ...]:
-        """Names of the fields that are set and mean something to DeepSpeed alone."""
-        return tuple(name for name in _OF_DEEPSPEED if getattr(self, name) not in (None, False))
+        """Return the names of the fields that are set and have a meaning for DeepSpeed only."""
+        return tuple(name for name in _DEEPSPEED_FIELDS if getattr(self, name) not in (None, False))
 
     def _problems(self) -> Iterator[ConfigError]:
         for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):

@@ -1,6 +1,6 @@
-"""What flags about experts may say: how tokens choose them, and how that is kept balanced.
+"""Checks the flags about experts: how tokens choose them, and how the load is balanced.
 
-The flags themselves are fields of `ModelConfig`, and none of them means anything in a dense model.
+The flags themselves are fields of `ModelConfig`; they have no meaning in a dense model.
 """
 
 import math
@@ -13,15 +13,15 @@ from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
 PER_SEQUENCE = "seq_aux_loss"
-_TOGETHER = (
+_ASSIGNS_TOGETHER = (
     "it assigns the tokens of a micro-batch together, so that its size would change the model"
 )
-_ANOTHER_BALANCE: Mapping[str, str] = MappingProxyType(
+_UNSUPPORTED_BALANCING: Mapping[str, str] = MappingProxyType(
     {
         "aux_loss": "its loss is of whole micro-batches, so that their size would change the model",
         "global_aux_loss": "its loss is of what was seen so far, which depends on micro-batches",
-        "sinkhorn": _TOGETHER,
-        "quantile_balancing": _TOGETHER,
+        "sinkhorn": _ASSIGNS_TOGETHER,
+        "quantile_balancing": _ASSIGNS_TOGETHER,
     }
 )
 
@@ -48,7 +48,7 @@ class _Flags(Protocol):
 
 
 def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
-    """Yield what is wrong with the flags about experts of a model that has some."""
+    """Yield the errors in the flags about experts of a model that has experts."""
     if not flags.has_experts:
         return
     experts, taken = flags.num_experts or 0, flags.moe_router_topk
@@ -60,8 +60,8 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
         )
     if taken == 1 and not flags.moe_router_pre_softmax:
         yield ConfigError(
-            "the share of the only expert that a token takes would always be 1, and nothing would "
-            "teach the router",
+            "the share of the only expert that a token takes would always be 1, and the router "
+            "would learn nothing",
             found="--moe-router-topk 1 without --moe-router-pre-softmax",
             fix="add --moe-router-pre-softmax, or use --moe-router-topk 2",
         )
@@ -88,7 +88,7 @@ def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
     kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     given = f"--moe-router-load-balancing-type {kind}"
     if kind not in (NO_BALANCE, PER_SEQUENCE):
-        because = _ANOTHER_BALANCE.get(kind, "there is no such type")
+        because = _UNSUPPORTED_BALANCING.get(kind, "there is no such type")
         yield ConfigError(
             f"experts cannot be balanced in this way: {because}",
             found=given,

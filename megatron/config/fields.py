@@ -1,7 +1,7 @@
 """A command-line flag is declared once, as a dataclass field; this module reads it back.
 
-Name, type and default come from the field, help and spellings from `flag()`. Nothing here knows
-any particular flag, and nothing imports torch: `--help` has to answer in milliseconds.
+Name, type and default come from the field, help and spellings from `flag()`. This module is
+independent of particular flags, and does not import torch: `--help` must be fast.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def flag(
 
 
 def flag_name(field_name: str) -> str:
-    """Return the flag that a field answers to: `hidden_size` is `--hidden-size`."""
+    """Return the flag of a field: `hidden_size` is `--hidden-size`."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -77,7 +77,7 @@ def check_field(
 
 
 def raise_all(errors: Iterator[ConfigError]) -> None:
-    """Raise everything that a config group found wrong with itself, as one error."""
+    """Raise all problems of a config group as one error."""
     found = list(errors)
     if len(found) == 1:
         raise found[0]
@@ -86,7 +86,7 @@ def raise_all(errors: Iterator[ConfigError]) -> None:
 
 
 class FieldsError(ConfigError):
-    """Several things wrong in one config group; `errors` holds each on its own."""
+    """Several problems of one config group; `errors` holds each of them."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self.errors = tuple(errors)
@@ -101,10 +101,10 @@ class FieldsError(ConfigError):
 def add_flags(
     parser: argparse.ArgumentParser, group: "type[DataclassInstance]", problems: list[ConfigError]
 ) -> None:
-    """Give `parser` one flag for every field of config class `group`.
+    """Add to `parser` one flag for every field of the config class `group`.
 
     Values that cannot be converted are appended to `problems` instead of ending the program, so
-    that everything wrong with a command line is reported together.
+    that all problems of a command line are reported together.
     """
     section = parser.add_argument_group(group.__name__, (group.__doc__ or "").strip())
     hints = typing.get_type_hints(group)
@@ -128,7 +128,7 @@ def add_flags(
 
 
 def from_flags(group: type[C], parsed: Mapping[str, object]) -> C:
-    """Build one frozen config from what the user typed; defaults stay with the dataclass."""
+    """Build one frozen config from the given flags; defaults are those of the dataclass."""
     fields = {field.name: field for field in dataclasses.fields(group)}
     missing = [
         name
@@ -153,7 +153,7 @@ def to_plain(group: "DataclassInstance") -> dict[str, JsonValue]:
 def from_plain(group: type[C], values: Mapping[str, object]) -> C:
     """Rebuild a config group from `to_plain`.
 
-    A field that is absent takes its default: a version that did not have the flag behaved so.
+    A missing field takes its default: versions without the flag behaved so.
 
     Raises:
         ConfigError: unknown names, required ones that are absent, or values of another version.

@@ -1,6 +1,6 @@
 """ModelConfig: the shape of the network and how its values begin.
 
-Only what the user asked for is stored; what follows from it is a property.
+Only values of flags are stored; derived values are properties.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron.json_values import JsonValue
 
 
 class PositionEmbedding(StrEnum):
-    """How a model knows where a token stands."""
+    """How a model represents the positions of tokens."""
 
     LEARNED = "learned_absolute"
     ROPE = "rope"
@@ -24,7 +24,7 @@ class PositionEmbedding(StrEnum):
 
 
 class Normalization(StrEnum):
-    """Which normalisation stands before attention, before the MLP and at the end."""
+    """The normalisation before attention, before the MLP and at the end."""
 
     LAYER_NORM = "LayerNorm"
     RMS_NORM = "RMSNorm"
@@ -343,7 +343,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether every layer has several MLPs, of which a token takes some."""
+        """Whether every layer has several MLPs, of which each token uses some."""
         return self.num_experts is not None and self.num_experts > 1
 
     @property
@@ -353,7 +353,7 @@ class ModelConfig:
 
     @property
     def balance_weight(self) -> float:
-        """Weight of the loss that looks at each sequence by itself, 0 where there is none."""
+        """Weight of the balancing loss of each sequence by itself, 0 if there is none."""
         balanced = self.moe_router_load_balancing_type == PER_SEQUENCE
         return self.moe_aux_loss_coeff if self.has_experts and balanced else 0.0
 
@@ -383,10 +383,10 @@ class ModelConfig:
         return not self.untie_embeddings_and_output_weights
 
     def meaning(self) -> dict[str, JsonValue]:
-        """Return the fields as plain values with every default resolved, by what is computed.
+        """Return the fields that affect what is computed, as plain values with defaults resolved.
 
-        Two configs of equal meaning are the same network, however their flags were spelled. What
-        does not apply (frequencies where nothing rotates) is left out.
+        Two configs of equal meaning are the same network, however their flags were spelled. Fields
+        that do not apply (frequencies of a model without rotation) are left out.
         """
         fields = to_plain(self)
         for spelling in _ACTIVATION_FLAGS:
@@ -413,21 +413,27 @@ class ModelConfig:
         return fields | {"moe_ffn_hidden_size": self.expert_width}
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
-        """Return the fields, as they were spelled, that make `other` another network than
-        this one.
-        """
-        mine, theirs = self.meaning(), other.meaning()
-        names = {n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n)}
+        """Return the names of the fields that make `other` a different network."""
+        own_meaning, other_meaning = self.meaning(), other.meaning()
+        names = {
+            n
+            for n in own_meaning.keys() | other_meaning.keys()
+            if own_meaning.get(n) != other_meaning.get(n)
+        }
         if names & {"activation", "glu_activation"}:
             names |= set(_ACTIVATION_FLAGS)
         if names & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
-        ours, others = to_plain(self), to_plain(other)
-        return [name for name in sorted(names & ours.keys()) if ours[name] != others[name]]
+        own_fields, other_fields = to_plain(self), to_plain(other)
+        return [
+            name
+            for name in sorted(names & own_fields.keys())
+            if own_fields[name] != other_fields[name]
+        ]
 
 
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
-# Those of training, which do not change what a given set of weights computes.
+# Used in training only: they do not change the output for given weights.
 _ROUTER_LOSSES = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),

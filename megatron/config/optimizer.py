@@ -19,7 +19,7 @@ class OptimizerKind(StrEnum):
 
 
 class StateDtype(StrEnum):
-    """Dtype in which the optimizer's state lies between updates."""
+    """Dtype of the optimizer's state between updates."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -95,10 +95,10 @@ class OptimizerConfig:
                 yield from self._narrow_problems(name, beta)
 
     def _narrow_problems(self, name: str, beta: str) -> Iterator[ConfigError]:
-        """Yield what is wrong with keeping a running mean in bfloat16.
+        """Yield the errors of keeping a running mean in bfloat16.
 
         Its values lie up to 2^-7 apart, relative to their size. A mean that decays by no more than
-        half of that is rounded back to where it was, and stays for ever.
+        half of that is rounded back to its old value, so it never changes.
         """
         flag_, value = f"--{name.replace('_', '-')}-dtype", getattr(self, beta)
         if self.optimizer is not OptimizerKind.ADAM:
@@ -233,13 +233,13 @@ class ScheduleConfig:
         wsd_length = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style is DecayStyle.WSD and wsd_length == (None, None):
             yield ConfigError(
-                "a WSD schedule does not know how long its decay is",
+                "a WSD schedule needs the length of its decay",
                 found="--lr-decay-style WSD without a decay length",
                 fix="add --lr-wsd-decay-iters (a tenth of the training is usual)",
             )
 
     def _token_problems(self) -> Iterator[ConfigError]:
-        """Yield an error unless the whole schedule is in tokens, or nothing of it."""
+        """Yield an error if only a part of the schedule is in tokens."""
         in_tokens = self.lr_decay_tokens is not None
         if self.lr_warmup_tokens and not in_tokens:
             yield ConfigError(

@@ -18,7 +18,7 @@ class PipelineSchedule(StrEnum):
 
 
 class PipelineBalance(StrEnum):
-    """What is made as equal as it can be over pipeline stages."""
+    """The quantity that is balanced over pipeline stages."""
 
     LAYERS = "layers"
     PARAMETERS = "parameters"  # embedding, final norm and head included
@@ -26,7 +26,7 @@ class PipelineBalance(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is split over ranks; what is left over is data parallel."""
+    """How the model is split over ranks; the remaining factor is data parallelism."""
 
     tensor_model_parallel_size: int = flag(
         1, help="ranks that share each layer's matrices", aliases=("--tensor-parallel",)
@@ -153,7 +153,7 @@ class ParallelConfig:
             )
 
     def _contradictions(self) -> Iterator[ConfigError]:
-        """Yield an error for flags that say the same thing twice, or contradict each other."""
+        """Yield an error for flags that are redundant or contradict each other."""
         chunks = self.num_virtual_stages_per_pipeline_rank
         size = self.num_layers_per_virtual_pipeline_stage
         if chunks is not None and size is not None:
@@ -172,15 +172,15 @@ class ParallelConfig:
                 fix="drop --decoder-first-pipeline-num-layers and "
                 "--decoder-last-pipeline-num-layers",
             )
-        weighed = self.pipeline_layer_costs is not None
+        has_costs = self.pipeline_layer_costs is not None
         balanced = self.pipeline_balance is not PipelineBalance.LAYERS
-        if weighed and balanced:
+        if has_costs and balanced:
             yield ConfigError(
                 "what stages are balanced by is given twice",
                 found=f"--pipeline-balance {self.pipeline_balance.value}, --pipeline-layer-costs",
                 fix="give one of the two",
             )
-        if (weighed or balanced) and (counts, first, last, size) != (None, None, None, None):
+        if (has_costs or balanced) and (counts, first, last, size) != (None, None, None, None):
             yield ConfigError(
                 "the layers of the stages are given, and what they are to be balanced by too",
                 found="--pipeline-layer-costs or --pipeline-balance with flags that count layers",

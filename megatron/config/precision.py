@@ -1,4 +1,4 @@
-"""PrecisionConfig: which numbers the model computes in, and how fp16 is kept from underflow."""
+"""PrecisionConfig: the dtypes of the arithmetic, and how fp16 avoids underflow."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Precision(StrEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         bits = {Precision.FP64: 64, Precision.FP32: 32, Precision.BF16: 16, Precision.FP16: 16}
         return bits[self] // 8
 

@@ -1,7 +1,7 @@
 """RunConfig: every config group of one run, as one value that can be stored and compared.
 
-The fingerprint is what ranks compare and checkpoints record. The flat view is what `get_args()`
-hands to user programs: it reads, and never writes.
+Ranks compare its fingerprint, and checkpoints record it. `get_args()` returns the flat view to user
+programs, which can only read it.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything the user asked for in one run."""
+    """The complete configuration of one run."""
 
     model: ModelConfig
     data: DataConfig
@@ -47,7 +47,7 @@ class RunConfig:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
-        """Nested JSON values; `from_plain` turns them back exactly."""
+        """Return nested JSON values; `from_plain` turns them back exactly."""
         groups = {name: to_plain(getattr(self, name)) for name in GROUPS}
         return groups | {"extra": dict(self.extra)}
 
@@ -55,7 +55,7 @@ class RunConfig:
     def from_plain(cls, values: Mapping[str, Mapping[str, object]]) -> "RunConfig":
         """Rebuild a config from `to_plain`; a missing or an unknown group is an error.
 
-        A group that older versions did not have takes its defaults: they behaved so.
+        A group that older versions did not have takes its defaults, as those versions behaved.
         """
         missing = sorted(set(GROUPS) - set(values) - ADDED_LATER)
         if missing:
@@ -77,12 +77,12 @@ class RunConfig:
         return cls(**groups, extra=dict(values.get("extra", {})))
 
     def fingerprint(self) -> str:
-        """Sixteen hex digits that differ between any two different configs."""
+        """Return sixteen hex digits that differ between any two different configs."""
         text = json.dumps(self.to_plain(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def flat(self) -> "FlatView":
-        """Megatron's flat namespace over the groups, for reading."""
+        """Return Megatron's flat namespace over the groups, for reading."""
         return FlatView(self)
 
 
@@ -100,7 +100,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "launch": LaunchConfig,
     "engine": EngineConfig,
 }
-# Groups that a stored config may lack, and what may stand beside the groups: the JSON that
+# Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file.
 ADDED_LATER = frozenset({"engine"})
 RECORDED_JSON = "deepspeed_json"

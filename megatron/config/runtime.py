@@ -1,4 +1,4 @@
-"""LoggingConfig and LaunchConfig: what is reported, and on which machines the run stands."""
+"""LoggingConfig and LaunchConfig: what is reported, and the devices of the run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class LogLevel(StrEnum):
 
 
 class DeviceKind(StrEnum):
-    """Where tensors live."""
+    """The kind of device of tensors."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -40,7 +40,7 @@ class LoggingConfig:
     log_interval: int = flag(100, help="iterations between log lines")
     log_level: LogLevel = flag(LogLevel.INFO, help="lowest level of messages that rank 0 prints")
     log_level_replica: LogLevel = flag(
-        LogLevel.ERROR, help="level from which the other ranks speak"
+        LogLevel.ERROR, help="lowest level of messages that the other ranks print"
     )
     tensorboard_dir: str | None = flag(None, help="folder for TensorBoard events")
     tensorboard_log_interval: int = flag(1, help="iterations between TensorBoard points")
@@ -81,7 +81,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """On which devices the run stands, and how its ranks talk."""
+    """The devices of a run, and the communication of its ranks."""
 
     device: DeviceKind = flag(DeviceKind.AUTO, help="auto is cuda where there is one")
     distributed_backend: Backend | None = flag(

@@ -1,4 +1,4 @@
-"""Iterations whose data are passed over without training, as ranges of iteration numbers."""
+"""Iterations whose data are skipped without training, as ranges of iteration numbers."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def skip_problems(words: Sequence[str]) -> Iterator[ConfigError]:
-    """Yield what is wrong with `--skip-train-iteration-range`."""
+    """Yield the errors in `--skip-train-iteration-range`."""
     for word in words:
         match = _RANGE.fullmatch(word)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -21,9 +21,7 @@ def skip_problems(words: Sequence[str]) -> Iterator[ConfigError]:
 
 
 def skipped_ranges(words: Sequence[str]) -> tuple[range, ...]:
-    """Return the iterations to skip, counted from 1, in order; ranges that touch or overlap
-    are one.
-    """
+    """Return the iterations to skip, from 1, as sorted ranges; adjacent ones are merged."""
     bounds = sorted((int(first), int(last)) for first, last in (w.split("-") for w in words))
     merged: list[range] = []
     for first, last in bounds:

@@ -1,7 +1,7 @@
 """Flags of launch scripts that were written for other Megatrons, as tables.
 
-Each is an alias, is accepted and said to have no effect (with the reason), or is refused with its
-successor. What a reader would get wrong: other names of a flag of ours stand beside its field.
+Each is an alias, is accepted with a log line that it has no effect and why, or is refused with its
+successor. What a reader would get wrong: other names of a flag of ours are declared at its field.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ class NoEffect(NamedTuple):
 
     values: int  # how many values follow the flag; -1 for one that may be left out
     because: str
-    only: str | None = None  # the one value that asks for nothing; others are refused
+    only: str | None = None  # the one value without effect; others are refused
 
 
 _FUSED = "the arithmetic is the same with and without fused kernels"
@@ -127,7 +127,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),
     "--abort-on-unmet-fused-kernel-constraints": NoEffect(0, _FUSED),
     "--fim-pad-token": NoEffect(1, "a document that is rearranged keeps its length"),
-    "--fim-eod-token": NoEffect(1, "documents end where the tokenizer says so"),
+    "--fim-eod-token": NoEffect(1, "documents end at the tokenizer's end-of-document token"),
 }
 
 REMOVED: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""TrainingConfig: batches, how long samples and runs are, what ends them, evaluation, memory."""
+"""TrainingConfig: batches, length of samples and runs, what ends a run, evaluation, memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class NonfinitePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """Batch sizes, duration, evaluation and what ends a run."""
+    """Batch sizes, duration, evaluation and the conditions that end a run."""
 
     micro_batch_size: int = flag(help="samples per forward pass of one data-parallel rank")
     global_batch_size: int | None = flag(
@@ -126,7 +126,7 @@ class TrainingConfig:
 
     @property
     def activations(self) -> ActivationPolicy:
-        """What is kept of a forward pass for its backward pass; what was left open is filled in."""
+        """What a forward pass saves for its backward pass, with defaults filled in."""
         full = self.recompute_granularity is RecomputeGranularity.FULL
         selective = self.recompute_granularity is RecomputeGranularity.SELECTIVE
         modules = self.recompute_modules or (RecomputeModule.CORE_ATTN,)
@@ -140,7 +140,7 @@ class TrainingConfig:
 
     @property
     def skipped(self) -> tuple[range, ...]:
-        """Iterations, counted from 1, whose data are passed over."""
+        """Iterations, counted from 1, whose data are skipped."""
         return skipped_ranges(self.skip_train_iteration_range or ())
 
     def _problems(self) -> Iterator[ConfigError]:

@@ -1,5 +1,5 @@
 """Corpora on disk, sample orders, and the loaders that feed them to a run.
 
-Everything here works without torch.distributed: ranks and sizes arrive as integers, a barrier as
-a function. Only `loaders` and batches (`*_batch`) import torch; this package imports nothing.
+The package works without torch.distributed: ranks and sizes are passed as integers, a barrier as a
+function. Only `loaders` and batches (`*_batch`) import torch; this package imports nothing.
 """

@@ -1,6 +1,6 @@
-"""BERT's samples: two segments in their order or swapped, with words to guess.
+"""BERT's samples: two segments in their order or swapped, with masked words.
 
-Item for item Megatron's for the same seed (docs/data.md). What a reader would get wrong:
+Each sample equals Megatron's for the same seed (docs/data.md). What a reader would get wrong:
 `is_random` means swapped, the segments always follow each other in one document; and a sample has
 its own target length, to which it is cut, so most rows end in padding.
 """
@@ -28,7 +28,7 @@ _SPECIAL_TOKENS = 3  # CLS, SEP, SEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BERTRecipe:
-    """How samples are cut and masked; `binary_head` is the one that guesses the order."""
+    """How samples are cut and masked; `binary_head` is the one that predicts the order."""
 
     vocabulary: MaskingVocabulary
     seq_length: int
@@ -55,10 +55,11 @@ class BERTRecipe:
 
 
 class BERTDataset(SentenceDataset):
-    """Sample i is a row [seq_length] each of `text`, `types`, `labels`, `loss_mask` and
-    `padding_mask`, and the numbers `is_random` and `truncated`; all int64.
+    """Pairs of segments with masked words, for BERT.
 
-    `labels` are -1 where nothing is to be guessed. Raises DataError for a corpus without a sample.
+    Sample i is a row [seq_length] each of `text`, `types`, `labels`, `loss_mask` and
+    `padding_mask`, and the numbers `is_random` and `truncated`; all int64. `labels` are -1 where
+    nothing is to be predicted. Raises DataError for a corpus without a sample.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class BERTDataset(SentenceDataset):
         self.recipe = recipe
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, target = self.samples.row(index)
         sentences = self.samples.sentences(start, stop)
         rng = self.samples.generator(index)
@@ -116,7 +117,7 @@ class BERTDataset(SentenceDataset):
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and masking are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and masking are."""
         return self.samples.fingerprint(
             kind="bert",
             seq_length=self.recipe.seq_length,
@@ -140,7 +141,7 @@ def _two_segments(
 def _truncated(
     first: list[int], second: list[int], target: int, rng: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Token by token, from a random end of the longer segment, the second one if they are equal."""
+    """Remove tokens one by one from a random end of the longer segment (the second if equal)."""
     segments = (first, second)
     starts, stops = [0, 0], [len(first), len(second)]
     excess = max(0, len(first) + len(second) - target)

@@ -1,8 +1,8 @@
 """Several datasets as one, mixed by weight in Megatron's greedy order.
 
-The order of the first n samples does not depend on how many follow. What a reader would get
-wrong: weights are shares of *samples drawn*, not of what the components hold; a component that is
-too small for its share is an error here, before training, and never wraps around.
+The order of the first n samples does not depend on how many follow. What a reader would get wrong:
+weights are shares of *samples drawn*, not of the sizes of the components; a component that is too
+small for its share is an error before training, and never wraps around.
 """
 
 import math
@@ -21,10 +21,10 @@ Sample = dict[str, npt.NDArray[np.int64]]
 
 
 class SampleDataset(Protocol):
-    """What loaders and blends need of a dataset."""
+    """The interface of a dataset for loaders and blends."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: SupportsIndex, /) -> Sample:
@@ -78,7 +78,7 @@ class BlendableDataset:
         return len(self.dataset_index)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)} samples")
@@ -110,7 +110,7 @@ def draw_problems(
 
 
 def samples_of_component(num_samples: int, weight: float) -> int:
-    """Return samples that a blend of `num_samples` asks of a component with this share of them.
+    """Return the samples that a blend of `num_samples` needs of a component with this share.
 
     The half percent on top is Megatron's. The greedy order never takes more than
     `weight * (num_samples - 1) + 1`, so the result always suffices.

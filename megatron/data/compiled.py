@@ -1,4 +1,4 @@
-"""Which compiled modules of this package are there, and fit the Python that calls them.
+"""Finds the compiled modules of this package, and checks that they fit their Python callers.
 
 Every compiled module has a Python twin with the same results, so a missing one costs speed only.
 What a reader would get wrong: a module left over from older source would import too; the number
@@ -20,15 +20,15 @@ def built_module(name: str) -> ModuleType | None:
 
 
 def is_current(module: ModuleType | None, interface: int) -> bool:
-    """Return whether `module` is there and was built from the source that goes with its caller."""
+    """Return whether `module` exists and was built from the source that fits its caller."""
     return module is not None and getattr(module, "INTERFACE", None) == interface
 
 
 def warn_of_python_twin(name: str, module: ModuleType | None) -> None:
-    """Warn, once for each name, that Python does what a compiled module would do faster."""
+    """Warn, once per name, that Python code is used in place of a faster compiled module."""
     what = "is not built" if module is None else "was built from other source"
     log.warning_once(
         f"compiled {name}",
-        f"megatron.data._{name} {what}; its Python twin serves (same results, slower): "
+        f"megatron.data._{name} {what}; its Python twin is used (same results, slower): "
         "python setup.py build_ext --inplace builds it",
     )

@@ -1,4 +1,4 @@
-"""Which samples each rank takes next: lists of sample numbers, one list per micro-batch.
+"""Selects the samples of each rank: lists of sample numbers, one list per micro-batch.
 
 A step of the whole data-parallel group takes `micro_batch_size * data_parallel_size` samples in
 order and rank r the r-th slice of them, so the union over ranks, and with it a resumed run, does
@@ -59,7 +59,7 @@ class MegatronPretrainingSampler:
             )
 
     def __len__(self) -> int:
-        """Micro-batches that this rank still gets."""
+        """Return the number of micro-batches that this rank still gets."""
         return self._full_steps + (self._tail_per_rank > 0)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -77,8 +77,8 @@ class MegatronPretrainingRandomSampler:
 
     Sample number p of the run is element p mod total of the permutation drawn from (seed, p div
     total): nothing depends on ranks or batch sizes, and any `consumed_samples` can be resumed. One
-    iteration ends with the micro-batch that completes the epoch, which may reach into the next
-    one; iterating again goes on from there.
+    iteration ends with the micro-batch that completes the epoch, which may reach into the next one;
+    iterating again continues there.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MegatronPretrainingRandomSampler:
         self._step = micro_batch_size * data_parallel_size
 
     def __len__(self) -> int:
-        """Micro-batches that this rank still gets in the current epoch."""
+        """Return the number of micro-batches that this rank still gets in the current epoch."""
         left = self.total_samples - self.consumed_samples % self.total_samples
         return (left + self._step - 1) // self._step
 
@@ -128,7 +128,7 @@ class MegatronPretrainingRandomSampler:
                     next_order = self._permutation(epoch + 1)
                 past = max(start - self.total_samples, 0)
                 batch += next_order[past : stop - self.total_samples].tolist()
-            # The position moves before the hand-over: whoever reads it sees this batch as taken.
+            # The position is updated before the yield: readers see this batch as consumed.
             self.consumed_samples += self._step
             yield batch
 

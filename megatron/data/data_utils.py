@@ -1,7 +1,7 @@
 """From the strings of `--data-path` and `--split`, or named groups of ranges, to datasets.
 
-One builder for every kind of dataset: a `DatasetMaker` says what the kind is. What a reader would
-get wrong: each component of a blend is cut by itself, in what its kind calls a document; and the
+One builder for every kind of dataset: a `DatasetMaker` defines the kind. What a reader would get
+wrong: each component of a blend is cut by itself, in what its kind calls a document; and the
 borders follow Megatron's rounding, because a document that moves from test to train between two
 tools is a leak.
 """
@@ -46,7 +46,7 @@ class WeightedPrefix(NamedTuple):
 
 
 class DatasetSplits(NamedTuple):
-    """A dataset for each use, or None for a use of which no sample was asked."""
+    """A dataset for each use, or None for a use without samples."""
 
     train: SampleDataset | None
     valid: SampleDataset | None
@@ -62,12 +62,12 @@ class NamedDatasets(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """What a prefix names, opened as the kind of dataset that is made of it asks for."""
+    """The corpus of a prefix, opened as its kind of dataset requires."""
 
     prefix: str
-    source: Any  # what datasets of the kind take
-    num_documents: int  # of what a split is a range of
-    files: tuple[MMapIndexedDataset, ...]  # those that hold tokens of the vocabulary
+    source: Any  # the argument of datasets of the kind
+    num_documents: int  # number of the items that splits divide
+    files: tuple[MMapIndexedDataset, ...]  # the files that hold tokens of the vocabulary
     lengths: npt.NDArray[np.integer]  # tokens, of each document or smaller part of one
 
 
@@ -81,7 +81,7 @@ class DocumentSlice:
 
 
 class DatasetMaker(Protocol):
-    """A kind of dataset with all that its samples depend on beside the documents."""
+    """A kind of dataset with all parameters of its samples except the documents."""
 
     def open(self, prefix: str) -> Corpus:
         """Return the corpus that datasets of this kind read under `prefix`; raises DataError."""
@@ -94,15 +94,13 @@ class DatasetMaker(Protocol):
         ...
 
     def epochs(self, dataset: Any, samples: int) -> float | None:
-        """Return passes over its documents that the first `samples` are; None where that is
-        unknown.
-        """
+        """Return how many passes over its documents the first `samples` take; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexPlace:
-    """Where indices of samples are kept, and who builds them; each rank of a run has its own.
+    """Where indices of samples are kept, and which rank builds them; each rank has its own value.
 
     `wait` is reached once per index, by every rank.
     """
@@ -129,7 +127,7 @@ class _Component(NamedTuple):
 
 
 class _Corpora(dict[str, Corpus]):
-    """Corpora by prefix, each opened once, when it is first asked for."""
+    """Corpora by prefix, each opened once, on first use."""
 
     def __init__(self, maker: DatasetMaker) -> None:
         super().__init__()
@@ -143,11 +141,11 @@ class _Corpora(dict[str, Corpus]):
 def corpus_opener(
     data: DataConfig, *, is_builder: bool, report_progress: ReportProgress = no_progress
 ) -> OpenCorpus:
-    """Return how `data` wants its corpora opened.
+    """Return a function that opens corpora as `data` configures.
 
-    Of --data-integrity full only builders read everything first, and say through `report_progress`
-    how far they are; the others wait for them, and verify what they touch, since they may see
-    another disk.
+    With --data-integrity full only builders read everything first, and report their progress
+    through `report_progress`; the others wait for them, and verify blocks on first use, since they
+    may see another disk.
     """
     integrity = data.data_integrity
     if integrity is DataIntegrity.FULL and not is_builder:
@@ -159,7 +157,7 @@ def corpus_opener(
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[WeightedPrefix]:
-    """`("P",)` or `("w1", "P1", "w2", "P2", ...)` as weighted prefixes; raises ConfigError."""
+    """Parse `("P",)` or `("w1", "P1", "w2", "P2", ...)`, weighted prefixes; raises ConfigError."""
     words = [str(word) for word in data_path]
     if not words:
         raise ConfigError(
@@ -186,7 +184,7 @@ def parse_data_path(data_path: Sequence[str]) -> list[WeightedPrefix]:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Fractions of train, valid and test that sum to one, from "969,30,1"; raises ConfigError."""
+    """Parse "969,30,1" as fractions of train, valid and test that sum to 1; raises ConfigError."""
     words = split.replace("/", ",").split(",")
     try:
         parts = [float(word) for word in words]
@@ -204,9 +202,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
-    """Borders b so that split k holds documents b[k]..b[k + 1] - 1, in Megatron's rounding.
+    """Return borders b: split k holds documents b[k]..b[k + 1] - 1, in Megatron's rounding.
 
-    Each part is rounded half to even, then what the sum is off by is taken from every border. A
+    Each part is rounded half to even, then the error of the sum is subtracted from every border. A
     first part of zero stays empty, where Megatron would give it a document or a negative border.
     """
     fractions = parse_split(split)
@@ -219,10 +217,9 @@ def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
 
 
 def check_data_path(data: DataConfig) -> list[MegatronError]:
-    """Return everything wrong with --data-path, its siblings and --split; opens nothing, raises
-    nothing.
+    """Return all errors in --data-path, its siblings and --split; opens and raises nothing.
 
-    Of weighted ranges `weighted_problems` says the same.
+    `weighted_problems` does the same for weighted ranges.
     """
     errors: list[MegatronError] = []
     try:
@@ -238,9 +235,7 @@ def check_data_path(data: DataConfig) -> list[MegatronError]:
 
 
 def named_prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Return every prefix that the flags name, each once; raises ConfigError where they
-    cannot be read.
-    """
+    """Return each prefix that the flags name, once; raises ConfigError if unreadable."""
     splits = weighted_splits(data)
     if splits is not None:
         return splits.prefixes
@@ -261,7 +256,7 @@ def build_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> DatasetSplits | NamedDatasets:
-    """Return the datasets that the flags of a run ask for, however they name the data."""
+    """Return the datasets of a run from its flags, whichever flags name the data."""
     groups = weighted_splits(data)
     if groups is not None:
         return build_weighted_datasets(
@@ -288,8 +283,7 @@ def build_train_valid_test_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> DatasetSplits:
-    """Return a dataset made by `maker`, or a blend of them, for every split of which samples are
-    asked.
+    """Return a dataset by `maker`, or a blend, for each split of which samples are requested.
 
     Either `data_path` is cut by `split`, or each split has its own path in `separate`, used whole.
     `min_samples` is what one step needs (the global batch size). Every rank must call this alike.
@@ -304,7 +298,7 @@ def build_train_valid_test_datasets(
         words = separate[number] if data_path is None else data_path
         if words is None:
             raise ConfigError(
-                f"samples are asked of the {name} split, which has no corpus",
+                f"samples are requested of the {name} split, which has no corpus",
                 found=f"{wanted} samples, no --{name}-data-path",
                 fix=f"give --{name}-data-path, or ask for no {name} samples",
             )
@@ -330,11 +324,10 @@ def build_weighted_datasets(
     min_samples: int = 1,
     place: IndexPlace,
 ) -> NamedDatasets:
-    """Return a dataset made by `maker`, or a blend, for every group of ranges; each has all samples
-    asked.
+    """Return a dataset by `maker`, or a blend, for every group of ranges, with all its samples.
 
-    A use without groups has no dataset, as in Megatron-DeepSpeed, and that is said. Every rank must
-    call this alike.
+    A use without groups has no dataset, as in Megatron-DeepSpeed; a log line states it. Every rank
+    must call this alike.
     """
     announce_overlaps(splits)
     corpora = _Corpora(maker)
@@ -353,7 +346,7 @@ def build_weighted_datasets(
 
 
 def _components_of(group: WeightedGroup, corpora: _Corpora) -> list[_Component]:
-    """Return the documents that a group uses of each corpus, each of which is opened once."""
+    """Return the documents that a group uses of each corpus; each corpus is opened once."""
     components = []
     for part in group.ranges:
         start, stop = part.items(corpora[part.prefix].num_documents)
@@ -399,7 +392,7 @@ def _build_split(
 def _announce_mixture(
     name: str, maker: DatasetMaker, blend: BlendableDataset, components: Sequence[_Component]
 ) -> None:
-    """Say once what each component of a blend really gives, and how often it is passed over."""
+    """Log once the share of each component in a blend, and its number of epochs."""
     total = sum(component.weight for component in components)
     lines = [f"{name} is a blend of {len(blend):,} samples:"]
     for (weight, corpus, _), dataset, samples in zip(components, blend.datasets, blend.counts):

@@ -1,9 +1,9 @@
 """Samples of `seq_length + 1` tokens cut from a stream of shuffled documents.
 
 The order is Megatron's, bit for bit (docs/data.md): documents are shuffled, laid end to end, cut,
-and the samples are shuffled again. What a reader would get wrong: the length of the dataset is
-every sample of the epochs it needs, so it is usually more than `num_samples`, and a document here
-is an item of the corpus.
+and the samples are shuffled again. What a reader would get wrong: the dataset has all samples of
+its epochs, so it is usually longer than `num_samples`, and a document here is an item of the
+corpus.
 """
 
 import operator
@@ -41,7 +41,7 @@ def plan_epochs(
 ) -> EpochPlan:
     """Return the fewest epochs that give `num_samples`, and whether the last is shuffled by itself.
 
-    It is, when less than `last_epoch_cutoff` of its samples are needed: otherwise some documents
+    It is, if less than `last_epoch_cutoff` of its samples are needed: otherwise some documents
     would be seen one time more often than others. (Megatron-LM uses 0.95, some forks 0.80.)
     """
     # samples in E epochs = (E * tokens - 1) // seq_length, as neighbours share a token
@@ -143,7 +143,7 @@ class GPTDataset:
         return self.plan.num_samples
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, npt.NDArray[np.int64]]:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
@@ -165,7 +165,7 @@ class GPTDataset:
         return {key: str(path) for key, path in self._index.files.items()}
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes and order are."""
+        """Return 32 hex digits, equal exactly where corpus sizes and order are."""
         return self._fingerprint
 
     def check_unchanged(self) -> None:
@@ -176,9 +176,7 @@ class GPTDataset:
 def _document_order(
     documents: npt.NDArray[np.integer], plan: EpochPlan, rng: np.random.RandomState
 ) -> npt.NDArray[np.integer]:
-    """Return every document once per epoch, shuffled over all epochs (or all but a separate
-    last one).
-    """
+    """Return the documents of all epochs in shuffled order; a separate last epoch by itself."""
     shuffled_together = plan.num_epochs - int(plan.last_epoch_is_separate)
     order = np.tile(documents, shuffled_together)
     rng.shuffle(order)
@@ -204,7 +202,7 @@ def _sample_order(plan: EpochPlan, rng: np.random.RandomState) -> npt.NDArray[np
 def _checked_documents(
     indexed: MMapIndexedDataset, documents: npt.NDArray[np.integer], name: str
 ) -> npt.NDArray[np.integer]:
-    """`documents` as int32 (as Megatron stores them), int64 for a corpus too large for that."""
+    """Return `documents` as int32, as Megatron stores them, or int64 for a larger corpus."""
     if len(documents) == 0:
         raise DataError(
             f"the {name} split of {indexed.prefix} has no documents",

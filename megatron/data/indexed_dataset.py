@@ -1,9 +1,9 @@
 """The corpus format of Megatron: `P.idx` (sizes, offsets) and `P.bin` (tokens), read and written.
 
-Opening checks every number of the index against the length of both files, and the index against
-its checksum, so a damaged or mismatched pair is refused before the first token is read. What a
-reader would get wrong: an *item* is an entry of `sizes`; a *document* is a range of items in
-`doc_idx`; GPT corpora have one item per document. Reading bytes is left to `token_file`.
+Opening checks every number of the index against the length of both files, and the index against its
+checksum, so a damaged or mismatched pair is refused before the first token is read. What a reader
+would get wrong: an *item* is an entry of `sizes`; a *document* is a range of items in `doc_idx`;
+GPT corpora have one item per document. `token_file` reads the bytes.
 """
 
 import contextlib
@@ -79,10 +79,10 @@ def best_fitting_dtype(vocab_size: int | None = None) -> type[np.uint16] | type[
 class MMapIndexedDataset:
     """A corpus of token sequences, read by item number; checked whole when it is opened.
 
-    `integrity` says how much is compared with the checksums of the corpus; a corpus without any is
-    read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
-    that is cut short under it ends the process with SIGBUS. `report_progress` is told how far a
-    verification of everything (`full`) is. Raises DataError when the pair of files is missing,
+    `integrity` selects how much is compared with the checksums of the corpus; a corpus without any
+    is read after one warning. `mapped` reads through a mapping: faster, without a copy, but a file
+    that is cut short under it ends the process with SIGBUS. `report_progress` gets the progress of
+    a verification of everything (`full`). Raises DataError when the pair of files is missing,
     damaged, or not one corpus.
     """
 
@@ -118,7 +118,7 @@ class MMapIndexedDataset:
 
     @staticmethod
     def exists(prefix: str) -> bool:
-        """Return whether both files of the corpus `prefix` are there."""
+        """Return whether both files of the corpus `prefix` exist."""
         return both_files_exist(prefix)
 
     def __len__(self) -> int:
@@ -137,9 +137,7 @@ class MMapIndexedDataset:
     def __getitem__(self, index: slice) -> list[Tokens]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | list[Tokens]:
-        """Return the tokens of one item, or of each item of a slice: own arrays, or views
-        of a mapping.
-        """
+        """Return the tokens of an item, or of each item of a slice: copies or mapped views."""
         if isinstance(index, slice):
             return [self.get(item) for item in range(*index.indices(len(self)))]
         return self.get(index)
@@ -148,7 +146,7 @@ class MMapIndexedDataset:
         return (self.get(item) for item in range(len(self)))
 
     def get(self, idx: SupportsIndex, offset: int = 0, length: int | None = None) -> Tokens:
-        """`length` tokens of item `idx` from `offset` on; to its end when no length is given.
+        """Return `length` tokens of item `idx` from `offset` on; to its end without a length.
 
         Raises IndexError outside the item: nothing is cut short and no index counts from the end.
         """
@@ -184,17 +182,15 @@ class MMapIndexedDataset:
     def verify(self, report_progress: ReportProgress = no_progress) -> None:
         """Compare every byte with the checksums; DataError names the damaged blocks.
 
-        Does nothing where there are no checksums, or `integrity` keeps away from them.
-        `report_progress` is called after each piece with what is being done.
+        Does nothing without checksums, or if `integrity` is off. `report_progress` is called after
+        each piece with what is being done.
         """
         self._file.verify_all(VerificationProgress(self._file.path, report_progress))
         self._seen = None
         self._reader = self._compiled_reader()
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
-        """Yield bytes [start, stop) of all tokens in order, verified like tokens that are
-        asked for.
-        """
+        """Yield bytes [start, stop) of all tokens in order, verified like single items."""
         end = self._file.stamp.size_bytes if stop is None else stop
         for first in range(start, end, _COPY_BYTES):
             last = min(first + _COPY_BYTES, end)
@@ -203,7 +199,7 @@ class MMapIndexedDataset:
             yield self._file.read(first, last - first, _BYTE).data
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes, the documents or the lengths of files do.
+        """Return 32 hex digits that change with the sizes, the documents and the files' lengths.
 
         The tokens themselves are not read, so this costs one pass over the index.
         """
@@ -250,7 +246,7 @@ class MMapIndexedDataset:
     def _join_with_python(
         self, items: npt.NDArray[np.integer], start: int, stop: int | None
     ) -> npt.NDArray[np.int64]:
-        """Return the twin of the compiled reader, and what verifies and complains on its behalf."""
+        """Join tokens in Python: the twin of the compiled reader, with verification and errors."""
         parts: list[Tokens] = []
         for place, item in enumerate(items.tolist()):
             begin = start if place == 0 else 0
@@ -281,17 +277,17 @@ class MMapIndexedDataset:
         if self.integrity is DataIntegrity.FULL:
             self.verify(report_progress)
         elif self.integrity is DataIntegrity.TOUCHED:
-            # Asked once for each read, so it is one look at one byte. Shared by forked workers.
+            # Checked for each read, so it is one byte per item. Shared by forked workers.
             self._seen = mmap.mmap(-1, len(self))
 
     def _verify(self, item: int, start: int, stop: int) -> None:
-        """Verify bytes [start, stop) of an item, of which some block was never looked at."""
+        """Verify bytes [start, stop) of an item with a block that was not verified yet."""
         first: int = self._pointers.item(item)
         last = first + self.sizes.item(item) * self.dtype.itemsize
         if not self._file.is_verified(first, last):
             self._file.verify(start, stop)
             if not self._file.is_verified(first, last):
-                return  # a long item: the next read of it comes here again
+                return  # a long item: its next read verifies again
         if self._seen is not None:
             self._seen[item] = 1
 
@@ -309,13 +305,13 @@ class MMapIndexedDataset:
     def _check_counts_of_metadata(self) -> None:
         if self.metadata is None:
             return
-        said = (self.metadata.num_items, self.metadata.num_documents, self.metadata.num_tokens)
+        recorded = (self.metadata.num_items, self.metadata.num_documents, self.metadata.num_tokens)
         found = (len(self), len(self.doc_idx) - 1, self.num_tokens)
-        if said != found:
+        if recorded != found:
             raise damaged(
                 metadata_file_path(self.prefix),
                 "the sidecar describes another corpus",
-                expected=f"(items, documents, tokens) {said}",
+                expected=f"(items, documents, tokens) {recorded}",
                 found=found,
                 fix=f"remove it, or copy the one that belongs to {self.prefix}.bin",
             )
@@ -384,7 +380,7 @@ class MMapIndexedDatasetBuilder:
             )
         if len(ids) > _LARGEST_ITEM:
             raise DataError(
-                "an item is longer than the format can say",
+                "an item is longer than the format can store",
                 found=f"{len(ids)} tokens; at most {_LARGEST_ITEM}",
                 fix="split the document",
             )
@@ -413,7 +409,7 @@ class MMapIndexedDatasetBuilder:
         self.end_document()
 
     def merge_file_(self, prefix: str) -> None:
-        """Append the corpus `prefix` whole, as its items and documents are, verified on the way."""
+        """Append all items and documents of the corpus `prefix`, verified while they are copied."""
         if Path(prefix).resolve() == Path(self.prefix).resolve():
             raise DataError(
                 "a merge may not read the corpus that it writes",
@@ -437,7 +433,7 @@ class MMapIndexedDatasetBuilder:
         self._num_tokens += other.num_tokens
 
     def finalize(self) -> None:
-        """Write the index, force both files to disk and give them their names."""
+        """Write the index, force both files to disk and rename them to their final names."""
         if not self._discard.alive:
             raise DataError(
                 f"the corpus {self.prefix} is already finished or given up",
@@ -498,9 +494,7 @@ class MMapIndexedDatasetBuilder:
 def make_builder(
     prefix: str, *, vocab_size: int | None, metadata: CorpusMetadata | None = None
 ) -> MMapIndexedDatasetBuilder:
-    """Return a builder whose token type is Megatron's choice for a vocabulary of
-    `vocab_size` ids.
-    """
+    """Return a builder with the token dtype that Megatron chooses for `vocab_size` ids."""
     return MMapIndexedDatasetBuilder(prefix, best_fitting_dtype(vocab_size), metadata=metadata)
 
 
@@ -524,9 +518,9 @@ def _sync_and_close(file: BinaryIO) -> None:
 
 
 def _discard(file: BinaryIO, temporary: Path, owner: int) -> None:
-    """Close and remove what was not published; after a publication nothing is left to remove."""
+    """Close and remove the unpublished files; does nothing after a publication."""
     if os.getpid() != owner:
         return  # a forked child dropped its copy of the builder; the file is the parent's
-    with contextlib.suppress(OSError):  # a full disk refuses the last buffer; the file goes anyway
+    with contextlib.suppress(OSError):  # a full disk refuses the last buffer
         file.close()
     temporary.unlink(missing_ok=True)

@@ -101,8 +101,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "random states of another layout are not taken",
             "megatron/checkpoint/rng.py",
-            "if manifest.layout != here:",
-            "if manifest.layout.world != here.world:",
+            "if manifest.layout != grid:",
+            "if manifest.layout.world != grid.world:",
             "tests/unit/checkpoint/test_rng.py::test_states_go_back_only_into_the_same_grid",
         ),
         Mutant(
@@ -139,7 +139,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an edited manifest is refused",
             "megatron/checkpoint/folder/manifest.py",
-            "if blank == text or found != said:",
+            "if blank == text or found != recorded:",
             "if blank == text:",
             "tests/unit/checkpoint/folder/test_manifest.py::test_an_edit_by_hand_is_found",
         ),
@@ -218,8 +218,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a sealed checkpoint's digests are compared",
             "megatron/checkpoint/folder/seal.py",
-            "if damages := verify.wrong_digests(directory, content, mine):",
-            "if damages := verify.wrong_sizes(directory, content, mine):",
+            "if damages := verify.wrong_digests(directory, content, files):",
+            "if damages := verify.wrong_sizes(directory, content, files):",
             "tests/unit/checkpoint/folder/test_seal.py::test_a_file_that_is_not_as_it_was_is_named",
         ),
         Mutant(
@@ -366,7 +366,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "only whole checkpoints count as kept",
             "megatron/checkpoint/folder/retention.py",
-            "oldest_kept = whole[rule.last - 1].iteration",
+            "oldest_kept = intact[rule.last - 1].iteration",
             "oldest_kept = earlier[rule.last - 1].iteration",
             "tests/unit/checkpoint/folder/test_retention.py::"
             "test_damaged_ones_do_not_count_as_kept",
@@ -374,9 +374,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "of equal losses the newer is kept",
             "megatron/checkpoint/folder/retention.py",
-            "ranked = sorted((f.loss, -f.iteration) for f in whole if f.loss is not None)\n"
+            "ranked = sorted((f.loss, -f.iteration) for f in intact if f.loss is not None)\n"
             "        kept |= {-iteration for",
-            "ranked = sorted((f.loss, f.iteration) for f in whole if f.loss is not None)\n"
+            "ranked = sorted((f.loss, f.iteration) for f in intact if f.loss is not None)\n"
             "        kept |= {iteration for",
             "tests/unit/checkpoint/folder/test_retention.py::"
             "test_of_equal_losses_the_newer_is_better",
@@ -386,8 +386,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "pieces that are missing are refused",
             "megatron/checkpoint/reshard.py",
-            "        if held != target.size:\n",
-            "        if held > target.size:\n",
+            "        if total != target.size:\n",
+            "        if total > target.size:\n",
             "tests/unit/checkpoint/test_reshard.py::test_pieces_that_leave_a_gap_are_refused",
         ),
         Mutant(
@@ -416,8 +416,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "holes in a tensor are refused",
             "megatron/checkpoint/boxes.py",
-            "    if held != outer.size:\n",
-            "    if held > outer.size:\n",
+            "    if total != outer.size:\n",
+            "    if total > outer.size:\n",
             "tests/unit/checkpoint/test_boxes.py::test_a_fault_in_a_tiling_is_named",
         ),
         Mutant(

@@ -162,15 +162,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "padding is not predicted",
             "megatron/data/loading/packed_batch.py",
-            "counts = (there != PADDING) & (here == there)",
-            "counts = here == there",
+            "counts = (next_segments != PADDING) & (segments == next_segments)",
+            "counts = segments == next_segments",
             "tests/unit/data/loading/test_packed_batch.py::test_a_row_by_hand",
         ),
         Mutant(
             "the first token of a document is not predicted",
             "megatron/data/loading/packed_batch.py",
-            "(there != PADDING) & (here == there) &",
-            "(there != PADDING) &",
+            "(next_segments != PADDING) & (segments == next_segments) &",
+            "(next_segments != PADDING) &",
             "tests/unit/data/loading/test_packed_batch.py::"
             "test_a_batch_is_what_a_loop_over_its_tokens_says",
         ),
@@ -185,8 +185,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "each packed document counts positions from 0",
             "megatron/data/loading/packed_batch.py",
-            "positions = positions - _starts(here, positions)",
-            "positions = positions - 0 * _starts(here, positions)",
+            "positions = positions - _starts(segments, positions)",
+            "positions = positions - 0 * _starts(segments, positions)",
             "tests/unit/data/loading/test_packed_batch.py::test_a_row_by_hand",
         ),
         Mutant(

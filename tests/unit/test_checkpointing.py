@@ -440,7 +440,7 @@ def test_files_that_do_not_name_their_model_are_held_to_names_and_shapes(
     second.load()
     assert equal(second.weights(), first.weights())
     assert "does not record its model's flags" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="does not say how many samples"):
+    with pytest.raises(CheckpointError, match="does not record how many samples"):
         run_of(load=load).load()
 
 

@@ -68,7 +68,7 @@ def test_flags_speak_for_a_checkpoint_that_says_nothing_of_its_model(tmp_path: P
     (found,) = run_on_ranks(1, weights_of_another_tool, str(bare), [*tokens, *model])
     assert torch.equal(found, expected)
     (message,) = run_on_ranks(1, weights_of_another_tool, str(bare), tokens)
-    assert "does not say enough about its model" in message
+    assert "does not record enough about its model" in message
     assert "load it with the flags of its model beside it" in message
 
 

@@ -349,7 +349,7 @@ def test_without_deepspeed_the_file_says_nothing(tmp_path: Path) -> None:
     ("text", "problems"),
     [
         ("{", ["DeepSpeed's JSON file is not JSON"]),
-        ('{"a": 1, "b": 2}', ["DeepSpeed knows no such key"] * 2),
+        ('{"a": 1, "b": 2}', ["DeepSpeed has no such key"] * 2),
     ],
 )
 def test_a_file_that_cannot_be_used_is_reported_with_all_else(

@@ -121,5 +121,5 @@ def test_the_json_of_deepspeed_speaks_of_lengths_too_and_must_not_contradict(
     asked = curriculum(tiny_run("nowhere", **through))
     assert asked == curriculum(tiny_run("nowhere", **GROWS))
     assert curriculum(tiny_run("nowhere", **through, **GROWS)) == asked
-    with pytest.raises(ConfigError, match="ask for two curricula"):
+    with pytest.raises(ConfigError, match="give two curricula"):
         curriculum(tiny_run("nowhere", **through, **(GROWS | {"curriculum_iters": 5})))

@@ -1,8 +1,8 @@
-"""Files that are on the disk when we say so: write, flush, fsync, close, and only then rename.
+"""Durable files: write, flush, fsync, close, and only then rename.
 
 Any error on the way is a failed write; after a failed fsync the same descriptor is never tried
 again, because a second fsync may report success for data that is lost. Digests are of the bytes
-handed over, not of what is read back.
+passed to `write`, not of bytes read back.
 """
 
 import errno
@@ -22,12 +22,12 @@ from megatron.errors import CheckpointError
 
 _AHEAD_BYTES = 32 << 20  # written since the last request to write to the disk
 
-# Set in a thread that writes beside the training, and by whoever wants it to end early.
+# Set to end a thread that writes in the background early.
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
 
 
 def refuse_if_cancelled() -> None:
-    """Raise OSError (ECANCELED) once whoever asked for what this thread writes wants it no more."""
+    """Raise OSError (ECANCELED) if the write of this thread has been cancelled."""
     cancelled = CANCELLED.get()
     if cancelled is not None and cancelled.is_set():
         raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -36,8 +36,8 @@ def refuse_if_cancelled() -> None:
 class DurableFile:
     """A new file that is written once from start to end and is durable after `close`.
 
-    Leaving the `with` block by an exception closes the file without calling it durable. The disk
-    begins while there is still more to write, so that fsync does not have to wait for all of it.
+    Leaving the `with` block by an exception closes the file, which is then not durable. The kernel
+    is asked to write pages early, so that fsync does not have to wait for all of them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class DurableFile:
         refuse_if_cancelled()
         view = memoryview(data).cast("B")
         self._hash.update(view)
-        with _naming(self._path):
+        with _add_file_name(self._path):
             while view:
                 done = self._file.write(view)  # unbuffered: may take only a part
                 view = view[done:]
@@ -77,14 +77,14 @@ class DurableFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._file, _naming(self._path):
+        with self._file, _add_file_name(self._path):
             if kind is None:
                 os.fsync(self._file.fileno())
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """What the system says about a descriptor does not name the file; we do."""
+def _add_file_name(path: Path) -> Iterator[None]:
+    """Add the file's name to errors of the system, which hold only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -130,7 +130,7 @@ _FIXES_OF_OBJECTS = {
 
 
 def from_os_error(error: OSError, doing: str) -> CheckpointError:
-    """Return what the operating system refused, as an error that says what to do."""
+    """Return an error with a fix for a failed operation of the operating system."""
     name = errno.errorcode.get(error.errno or 0, "?")
     if "://" in str(error.filename):  # a store of objects, not a disk
         return CheckpointError(

@@ -43,19 +43,19 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Everything a file says about itself."""
+    """The metadata and the entries of one file."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return bytes of a tensor; KeyError for an unknown dtype."""
+    """Return the size of a tensor in bytes; KeyError for an unknown dtype."""
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
 def encode(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON for `(name, dtype, shape)` in the order in which the data will follow.
+    """Return length and JSON of a header for `(name, dtype, shape)`, in the order of the data.
 
     Larger element types must come first, or tensors would lie at odd addresses.
     """

@@ -1,9 +1,8 @@
 """Tensors to and from safetensors files, a bounded block at a time, digested while written.
 
-Writing needs no second copy of the data, and reading only touches the rows that are asked for and
-goes straight into the target where that lies in host memory as in the file; neither holds more than
-one block (or one row, where that is larger). Headers and their validation live in
-`safetensors_header`.
+Writing needs no second copy of the data. Reading touches only the requested rows, and fills the
+target directly if its layout in host memory is that of the file. Neither holds more than one block
+(or one row, where that is larger). Headers and their validation live in `safetensors_header`.
 """
 
 import math
@@ -40,7 +39,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 class Written(NamedTuple):
-    """What was handed over to the disk: whole file, and each tensor's data in order."""
+    """Sizes and digests of what was written: the whole file, and each tensor's data in order."""
 
     bytes: int
     xxh3: str
@@ -85,7 +84,7 @@ def write_stream(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write tensors that are made one at a time; `described` says (name, dtype code, shape) first.
+    """Write tensors made one at a time; `described` gives (name, dtype code, shape) beforehand.
 
     Raises:
         OSError: as `write`.
@@ -93,7 +92,7 @@ def write_stream(
     """
 
     def fill(file: NewFile) -> tuple[str, ...]:
-        digests, held = [], _Held()
+        digests, buffer = [], _BlockBuffer()
         file.write(headers.encode(described, metadata or {}))
         for (name, code, shape), tensor in zip(described, tensors, strict=True):
             if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
@@ -104,19 +103,19 @@ def write_stream(
                     fix="the checkpoint that it is read from is damaged: copy it again",
                 )
             digest = xxhash.xxh3_128()
-            for block in _blocks(tensor, held):
+            for block in _blocks(tensor, buffer):
                 digest.update(block)
                 file.write(block)
             digests.append(str(digest.hexdigest()))
         return tuple(digests)
 
-    # What is made one at a time cannot be made again.
+    # Tensors that are made one at a time cannot be made again.
     created, digests = create(path, fill, again=not isinstance(tensors, Iterator))
     return Written(created.bytes, created.xxh3, digests)
 
 
-class _Held(threading.local):
-    """Memory of each thread for a block, kept: new memory takes longer than what is done with it.
+class _BlockBuffer(threading.local):
+    """A block of memory per thread, reused: allocating takes longer than the copy itself.
 
     Pinned where a GPU copies to it or from it.
     """
@@ -124,17 +123,15 @@ class _Held(threading.local):
     _bytes: Tensor | None = None
 
     def block(self, size: int, *, like: Tensor) -> Tensor:
-        """Room for `size` bytes, to be copied to the device of `like` or from there."""
+        """Return `size` bytes for a copy to or from the device of `like`."""
         pinned = like.device.type == "cuda"
         if self._bytes is None or self._bytes.numel() < size or self._bytes.is_pinned() != pinned:
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._bytes[:size]
 
 
-def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
-    """Yield the row-major bytes of `tensor`, wherever and however strided it is; one block
-    at a time.
-    """
+def _blocks(tensor: Tensor, buffer: _BlockBuffer) -> Iterator[memoryview]:
+    """Yield the row-major bytes of `tensor` block by block, whatever its device and strides."""
     if tensor.numel() == 0:
         return
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
@@ -144,7 +141,7 @@ def _blocks(tensor: Tensor, held: _Held) -> Iterator[memoryview]:
         block = rows[at : at + step]
         if block.device.type != "cpu" or not block.is_contiguous():
             size = block.element_size() * block.numel()
-            copied = held.block(size, like=block).view(block.dtype).view(block.shape)
+            copied = buffer.block(size, like=block).view(block.dtype).view(block.shape)
             block = copied.copy_(block)
         yield block.view(-1).view(torch.uint8).numpy().data
 
@@ -159,7 +156,7 @@ class Reader:
         self.path = path
         self.header = headers.read(path)
         self._file = path.open("rb", buffering=0)
-        self._held = _Held()
+        self._buffer = _BlockBuffer()
 
     def __enter__(self) -> "Reader":
         return self
@@ -202,7 +199,7 @@ class Reader:
             if as_stored:
                 self._fill(at, rows.view(-1).view(torch.uint8))
                 continue
-            data = self._held.block(count * row_bytes, like=target)
+            data = self._buffer.block(count * row_bytes, like=target)
             self._fill(at, data)
             rows.copy_(data.view(dtype).view(count, *shape[1:])[(slice(None), *columns)])
 
@@ -215,7 +212,7 @@ class Reader:
         return whole
 
     def _fill(self, start: int, target: Tensor) -> None:
-        """The bytes from `start` on into all of `target`, which is contiguous and of bytes."""
+        """Read the bytes from `start` on into `target`, a contiguous tensor of bytes."""
         view = target.numpy().data
         while view:
             got = read_at(self._file, view, start)

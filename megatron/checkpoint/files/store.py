@@ -1,8 +1,8 @@
 """Where the files of checkpoints live: folders of this machine, or objects behind an address.
 
 `place("s3://bucket/run")` has the few methods of a `Path` that reading needs, through fsspec;
-`create` makes a file on either, durable and compared with what was handed over. What a reader would
-get wrong: objects cannot be renamed, so what makes a checkpoint of them one is its manifest, last.
+`create` makes a file on either, durable and compared with what was written. What a reader would get
+wrong: objects cannot be renamed, so a checkpoint exists once its manifest, written last, does.
 """
 
 import errno
@@ -59,7 +59,7 @@ _SECRETS = re.compile(
 
 
 def place(text: "str | Path | RemotePath") -> "Place":
-    """Return the folder or the address that `text` names; nothing is looked at.
+    """Return the folder or the address that `text` names, without accessing it.
 
     Raises:
         ConfigError: the address is of a kind that nothing installed here can reach, or it holds a
@@ -98,7 +98,7 @@ def _file_system(scheme: str) -> Any:
             options["config_kwargs"] = {
                 "connect_timeout": _TIMEOUT_S,
                 "read_timeout": _TIMEOUT_S,
-                "retries": {"max_attempts": 2},  # tries are ours, so that they stay few
+                "retries": {"max_attempts": 2},  # retries are made here, so that they stay few
             }
         made = fsspec.filesystem(scheme, **options)
         if scheme == "s3":
@@ -114,7 +114,7 @@ def _file_system(scheme: str) -> Any:
 
 
 class RemoteStat(NamedTuple):
-    """What is asked of `Path.stat()`."""
+    """The fields of `Path.stat()` that are used."""
 
     st_size: int
 
@@ -123,8 +123,8 @@ class RemoteStat(NamedTuple):
 class RemotePath:
     """An object, or a folder of objects, by its address; the methods are those of `Path`.
 
-    Every method tries again, with growing pauses, where the server or the network may have been at
-    fault, and raises OSError with the address in it. `token` marks the objects of one save.
+    Every method retries after failures of the server or the network, with growing pauses, and
+    raises OSError with the address in it. `token` marks the objects of one save.
     """
 
     scheme: str
@@ -175,11 +175,11 @@ class RemotePath:
         return self.is_dir() or self.is_file()
 
     def is_symlink(self) -> bool:
-        """No object is."""
+        """Return False: objects are no links."""
         return False
 
     def iterdir(self) -> "Iterator[RemotePath]":
-        """Yield what is directly below; nothing when there is nothing."""
+        """Yield the objects and folders directly below."""
         try:
             listed = self.attempt(lambda: self.fs.ls(self._at, detail=True))
         except FileNotFoundError:
@@ -215,10 +215,10 @@ class RemotePath:
                 raise
 
     def attempt(self, call: Callable[[], T], *, tries: int = _TRIES) -> T:
-        """Return the value of `call`, tried again a few times while the fault may pass.
+        """Return the value of `call`, retried a few times after transient faults.
 
         Raises:
-            OSError: of the kind that a disk would raise, naming this address.
+            OSError: as a disk would raise it, with this address.
         """
         pause = _FIRST_PAUSE_S
         for left in reversed(range(tries)):
@@ -227,7 +227,7 @@ class RemotePath:
             except Exception as error:
                 if not isinstance(error, OSError) and _is_ours(error):
                     raise
-                if not left or not _may_pass(error):
+                if not left or not _is_transient(error):
                     raise _as_os_error(error, str(self), tries - left) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -249,7 +249,7 @@ Place = Path | RemotePath
 
 
 class RemoteReader:
-    """An object, read like an unbuffered file: by ranges, each with its own tries."""
+    """An object, read like an unbuffered file: by ranges, each with its own retries."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._size, self._at = path, path.stat().st_size, 0
@@ -286,25 +286,25 @@ class RemoteReader:
         return len(data)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class Created(NamedTuple):
-    """What was handed over for a file that is durable now."""
+    """Size and digest of a file that was made durable."""
 
     bytes: int
     xxh3: str
 
 
 def create(path: Place, fill: Callable[["NewFile"], T], *, again: bool = True) -> tuple[Created, T]:
-    """Make the file `path` by `fill(file)`, durable and whole on return; with what `fill` returns.
+    """Write the file `path` durably by `fill(file)`; return its record and the value of `fill`.
 
     On a disk that is `DurableFile`. An object is uploaded, and then compared by its length and its
-    checksum, or read back where the store does not tell one that is known beforehand. When an
-    upload has to begin anew, `fill` is called again, unless `again` says that it cannot be.
+    checksum, or read back where the store gives no checksum that can be computed here. If an upload
+    has to be repeated, `fill` is called again, unless `again` is false.
 
     Raises:
-        OSError: it could not be written, or is not as it was handed over.
+        OSError: it could not be written, or differs from what was written.
     """
     if isinstance(path, Path):
         with DurableFile(path) as file:
@@ -325,14 +325,14 @@ def create(path: Place, fill: Callable[["NewFile"], T], *, again: bool = True) -
 
 
 def write_file(path: Place, data: bytes) -> None:
-    """Make a file with `data` in it; an object of that name is replaced at once and whole."""
+    """Write a file with `data` in it; an existing object is replaced atomically."""
     create(path, lambda file: file.write(data))
 
 
 def read_at(file: "FileIO | RemoteReader", target: memoryview, start: int) -> int:
     """Fill `target` from byte `start` of an unbuffered file on; returns how many bytes came.
 
-    Where the file stands does not matter and stays, so several threads may read one file.
+    The file's position is neither used nor changed, so several threads may read one file.
     """
     if isinstance(file, RemoteReader):
         data = file.read_at(start, len(target))
@@ -345,7 +345,7 @@ def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
     """Return bytes and xxh3-128 digest of a file, read in chunks.
 
     Args:
-        from_disk: ask the system to forget what it holds of the file in memory.
+        from_disk: drop the file from the system's page cache first.
     """
     total, digest = 0, xxhash.xxh3_128()
     buffer = bytearray(_CACHED_BYTES if isinstance(path, Path) else _READ_BYTES)
@@ -362,7 +362,7 @@ def digest_of(path: Place, *, from_disk: bool = False) -> tuple[int, str]:
 
 
 def name_of_part(directory: Place, name: str) -> str:
-    """Return what a file of a checkpoint is called in `directory`.
+    """Return the name of a checkpoint's file in `directory`.
 
     Objects are never overwritten: those of another save of the same iteration stay readable until
     the new manifest is there.
@@ -416,7 +416,7 @@ class _Upload:
         return str(self._hash.hexdigest())
 
     def finish(self) -> None:
-        """Complete the upload, and compare it; OSError when it is not what was handed over."""
+        """Complete the upload, and compare it; OSError if it differs from what was written."""
         if self._file is None:
             self._path.fs.pipe_file(self._path._at, bytes(self._held))
         else:
@@ -431,19 +431,19 @@ class _Upload:
             raise OSError(errno.EIO, f"xxh3 {found} arrived, {self.xxh3} was sent")
 
     def abandon(self) -> None:
-        """Leave no object, as far as that is possible."""
+        """Abort the upload; errors of the abort are logged."""
         if self._file is None or self._file.closed or not hasattr(self._file, "buffer"):
             return
         self._file.closed = True  # or it would be completed when memory is collected
         try:
             self._file.discard()
-        except Exception as error:  # the upload's own error is the one to tell
+        except Exception as error:  # the upload's own error is the one to report
             log.debug(f"{self._path}: an upload that failed is left behind: {_error_text(error)}")
 
     def _checksums(self) -> set[str]:
-        """Return what S3 calls the object if it arrived whole: in one piece, or in parts."""
+        """Return the ETags that S3 gives an intact object: uploaded in one piece, or in parts."""
         parts = [*self._parts, *([self._part.digest()] if self._part_bytes else [])]
-        parts = parts or [self._part.digest()]  # of nothing
+        parts = parts or [self._part.digest()]  # of an empty file
         whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
         single = {parts[0].hex()} if len(parts) == 1 else set()
         return {f"{whole}-{len(parts)}", *single}
@@ -456,8 +456,8 @@ def _md5() -> Any:
     return hashlib.md5(usedforsecurity=False)
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Return whether the same request may work a moment later."""
+def _is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed a moment later."""
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return False
     if isinstance(error, TimeoutError | ConnectionError):
@@ -468,7 +468,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return whether it came from what was to be written, and not from a library for objects."""
+    """Return whether the error is one of this program, not of a library for objects."""
     return type(error).__module__.partition(".")[0] in ("builtins", "megatron")
 
 
@@ -484,10 +484,10 @@ def _as_os_error(error: Exception, address: str, tries: int) -> OSError:
 
 
 def _error_text(error: BaseException) -> str:
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return without_secrets(" ".join(str(said).split()))
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return without_secrets(" ".join(str(text).split()))
 
 
 def without_secrets(text: str) -> str:
-    """`text` with what may be a credential blotted out."""
+    """Return `text` with possible credentials replaced by ***."""
     return _SECRETS.sub("***", text)

@@ -1,4 +1,4 @@
-"""One rank's reading, digesting and copying in a few threads, which let go of Python's lock.
+"""One rank's reading, digesting and copying in a few threads, which release the GIL.
 
 None of them communicates. How many there are follows from the cores that ranks of one host share.
 """
@@ -14,25 +14,25 @@ from megatron.host import usable_cpus
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST = 4  # as many as a disk or the memory of a host has use for
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells containers called "localhost" apart
+_MAX_THREADS = 4  # more do not speed up a disk or the memory of a host
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # distinguishes containers called "localhost"
 
 
 def this_host() -> str:
-    """Return a name that ranks have in common where they share memory and a view of the disks."""
+    """Return a name that is equal on ranks that share memory and disks."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
 
 def threads_of_this_rank(hosts: Sequence[str], rank: int) -> int:
-    """Threads for `rank` of ranks on `hosts`: its part of the cores, and a few at most."""
-    return max(1, min(_MOST, int(usable_cpus()) // hosts.count(hosts[rank])))
+    """Return the number of threads of `rank` among `hosts`: its part of the cores, at most 4."""
+    return max(1, min(_MAX_THREADS, int(usable_cpus()) // hosts.count(hosts[rank])))
 
 
 def in_threads(step: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """`step` of each item, in order; raises what the first one that failed has raised.
+    """Return `step` of each item, in order; raises the error of the first that failed.
 
-    With one thread, or one item, it is the caller's own.
+    With one thread, or one item, the caller's thread runs it.
     """
     if min(threads, len(items)) < 2:
         return [step(item) for item in items]

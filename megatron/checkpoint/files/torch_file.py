@@ -1,7 +1,7 @@
 """Files of torch.save, made durable and digested while they are written; `unpickle` reads them.
 
-For the layouts of other frameworks, which are made of nothing else. What a reader would get wrong:
-torch.save hides what a full disk said behind an error of its own, so that is kept and raised.
+For the layouts of other frameworks, which consist of such files. What a reader would get wrong:
+torch.save hides the error of a full disk behind one of its own, so the first is kept and raised.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def save(path: Path, content: Any) -> FileRecord:
 
 
 class _Stream:
-    """What torch.save asks of a file."""
+    """The part of a file's interface that torch.save uses."""
 
     def __init__(self, file: DurableFile) -> None:
         self._file = file

@@ -3,7 +3,7 @@
 torch's weights-only reader builds nothing but what an explicit list allows. The list below adds
 what old training programs keep beside tensors: an argparse namespace, numpy's numbers and random
 states, and enums of packages that are not installed here; for the latter inert stand-ins are built.
-A file that asks for anything else is refused before any of it runs, by the name it asked for.
+A file that names anything else is refused, with that name, before any of it runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron.checkpoint.files.durable import from_os_error
 from megatron.errors import CheckpointError
 
 _BLOCK_BYTES = 4 << 20
-_ASKED_FOR = (
+_REFUSED_NAMES = (
     re.compile(r"GLOBAL ([\w.<>]+) was not an allowed"),
     re.compile(r"unsupported GLOBAL ([\w.<>]+)"),
     re.compile(r"unrecognized function (.+)"),
@@ -30,16 +30,14 @@ _ASKED_FOR = (
 
 
 class EnumValue(NamedTuple):
-    """A member of an enum whose class is not here: the class's name, and the member's value."""
+    """A member of an enum whose class is not installed: the class's name and the member's value."""
 
     kind: str
     value: Any
 
 
 def enum_of(kind: str) -> Callable[[Any], EnumValue]:
-    """Return what builds the stand-in for a member of the enum class with the dotted name
-    `kind`.
-    """
+    """Return a function that builds stand-ins for members of the enum `kind` (a dotted name)."""
 
     def build(value: Any) -> EnumValue:
         return EnumValue(kind, value)
@@ -48,13 +46,13 @@ def enum_of(kind: str) -> Callable[[Any], EnumValue]:
 
 
 class Inert:
-    """An object of a class that is not here: it keeps the state it was saved with (see `vars`)."""
+    """An object of a class that is not installed; `vars` gives the state it was saved with."""
 
     def __new__(cls, *_: Any) -> Self:
         return super().__new__(cls)
 
     def __init__(self, *_: Any) -> None:
-        """Ignore what the class would have been called with."""
+        """Ignore the arguments of the class."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -85,7 +83,7 @@ class NumpyType(Inert):
 
 
 class NumpyArray(Inert):
-    """A numpy array whose bytes were left where they were: a random state that is not read."""
+    """A numpy array whose bytes are not read: a random state."""
 
 
 def _array(*_: Any) -> NumpyArray:
@@ -114,18 +112,17 @@ ALLOWED: Mapping[str, Any] = {"argparse.Namespace": argparse.Namespace, **_ENUMS
 
 
 def load(path: Path, *, also: Mapping[str, Any] | None = None) -> Any:
-    """Return what a torch.save file holds; tensors on the CPU, mapped from the file where it allows
-    that.
+    """Return the content of a torch.save file, tensors on the CPU and mapped where possible.
 
     A mapped tensor is read when it is used, and must not be written to. Files from before
     torch 1.6 cannot be mapped and are read whole.
 
     Args:
-        also: more classes and functions that the file may ask for, by dotted name; what they
-            build must be as inert as what `ALLOWED` builds.
+        also: more classes and functions that the file may name, by dotted name; what they build
+            must be as inert as what `ALLOWED` builds.
 
     Raises:
-        CheckpointError: it is missing, damaged, or asks for what is not allowed. Nothing of it ran.
+        CheckpointError: it is missing, damaged, or names what is not allowed. Nothing of it ran.
     """
     allowed: list[Any] = [(value, name) for name, value in {**ALLOWED, **(also or {})}.items()]
     try:
@@ -147,7 +144,7 @@ def check(path: Path) -> None:
     """Compare every record with the checksum that torch.save keeps of it (since torch 1.6).
 
     Raises:
-        CheckpointError: the file is damaged; it says which record.
+        CheckpointError: the file is damaged; the message names the record.
     """
     try:
         if not is_mapped(path):
@@ -169,11 +166,11 @@ def check(path: Path) -> None:
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
     text = str(error)
-    for pattern in _ASKED_FOR:
+    for pattern in _REFUSED_NAMES:
         if match := pattern.search(text):
             return CheckpointError(
-                "a checkpoint file asks for code that it is not allowed to run",
-                found=f"{path} asks for {match[1].strip()}; nothing of it was run",
+                "a checkpoint file names code that it is not allowed to run",
+                found=f"{path} names {match[1].strip()}; nothing of it was run",
                 fix="do not trust the file; if it is yours, save it again with tensors and plain "
                 "values only",
             )

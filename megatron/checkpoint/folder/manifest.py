@@ -1,8 +1,8 @@
 """`manifest.json`: what a checkpoint holds, which file holds it, and every file's digest.
 
-A folder without a valid manifest is not a checkpoint. The text is meant for people too: one line
-per file and per tensor. It carries a digest of itself, so an edit or a flipped bit is found
-before anything else is believed. No torch here.
+A folder without a valid manifest is not a checkpoint. People can read the text too: one line per
+file and per tensor. It contains a digest of itself, which is verified before anything else is used.
+No torch here.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ VERSION = 1
 # One folder or one below it, no way out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_SELF = '"manifest_xxh3": "{}"'
+_DIGEST_LINE = '"manifest_xxh3": "{}"'
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class GridLayout(NamedTuple):
 
 
 class FileRecord(NamedTuple):
-    """Length and xxh3-128 digest of one file, of the bytes that were handed over."""
+    """Length and xxh3-128 digest of one file, of the bytes as they were written."""
 
     bytes: int
     xxh3: str
@@ -87,8 +87,8 @@ class Manifest:
 
     `generators` names one file per rank, in rank order; it is empty when none were saved.
     `written_by` maps "megatron" and "torch" to versions. `created` is UTC, ISO 8601.
-    `validation_loss` is that of these very weights, if they were evaluated. `model_kind` is what
-    was trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
+    `validation_loss` is that of these weights, if they were evaluated. `model_kind` is what was
+    trained (`PretrainTask.name`); None in checkpoints from before it was recorded.
     """
 
     iteration: int
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def kind(self) -> str:
-        """The kind of model: the one that is recorded, else the one that names tell."""
+        """The kind of model: as recorded, else derived from the names of parameters."""
         return self.model_kind or model_kind.kind_from_names(self.tensors)
 
     @cached_property
@@ -125,9 +125,7 @@ class Manifest:
 
 
 def entry_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return what a piece is called inside its file: the tensor's name, and the box unless
-    it is whole.
-    """
+    """Return the key of a piece in its file: the tensor's name, plus the box unless whole."""
     return name if box == whole(shape) else f"{name}{format_box(box)}"
 
 
@@ -135,8 +133,8 @@ def encode(manifest: Manifest) -> bytes:
     """Return the manifest as JSON text.
 
     Raises:
-        CheckpointError: a value of progress, scalars or config is nothing JSON can hold exactly
-            (NaN and infinities included).
+        CheckpointError: JSON cannot hold a value of progress, scalars or config exactly (NaN and
+            infinities included).
     """
     try:
         head = json.dumps(_plain_head(manifest), indent=2, allow_nan=False)[1:-2]
@@ -153,12 +151,12 @@ def encode(manifest: Manifest) -> bytes:
             "{" + head + ",",
             *_one_line_each("files", files),
             *_one_line_each("tensors", tensors),
-            "  " + _SELF.format(""),
+            "  " + _DIGEST_LINE.format(""),
             "}\n",
         )
     )
     digest = xxhash.xxh3_128_hexdigest(text.encode())
-    return text.replace(_SELF.format(""), _SELF.format(digest)).encode()
+    return text.replace(_DIGEST_LINE.format(""), _DIGEST_LINE.format(digest)).encode()
 
 
 def _plain_head(manifest: Manifest) -> JsonObject:
@@ -208,11 +206,10 @@ def load(directory: Place) -> tuple[Manifest, str]:
 
 
 def load_seal(directory: Place) -> Manifest | None:
-    """Return the manifest of a folder in another framework's layout; None where a run of ours wrote
-    none.
+    """Return our manifest of a folder in another framework's layout, or None without one.
 
     Raises:
-        CheckpointError: as for `load`, but that it is missing.
+        CheckpointError: as for `load`, except for a missing file.
     """
     path = directory / SEAL
     return decode(path.read_bytes(), path) if path.is_file() else None
@@ -224,13 +221,13 @@ def missing(directory: Place) -> CheckpointError:
     return CheckpointError(
         "a checkpoint folder has no manifest",
         found=f"{directory / NAME}: no such file; beside it: {names or 'nothing'}",
-        fix="without it nothing says what the other files are: copy the folder whole, with that "
+        fix="without it the other files cannot be identified: copy the folder whole, with that "
         "file, or load another iteration",
     )
 
 
 def decode(text: bytes, path: Place) -> Manifest:
-    """Return the manifest that `text` says; `path` is for messages.
+    """Return the manifest parsed from `text`; `path` is for messages.
 
     Raises:
         CheckpointError: as for `load`.
@@ -273,11 +270,13 @@ class _Parser:
         return fields
 
     def check_digest(self, text: bytes, fields: JsonObject) -> None:
-        said = str(fields.get("manifest_xxh3"))
-        blank = text.replace(_SELF.format(said).encode(), _SELF.format("").encode())
+        recorded = str(fields.get("manifest_xxh3"))
+        blank = text.replace(
+            _DIGEST_LINE.format(recorded).encode(), _DIGEST_LINE.format("").encode()
+        )
         found = xxhash.xxh3_128_hexdigest(blank)
-        if blank == text or found != said:
-            raise self.error(f"digest {found}, expected {said[:40]}")
+        if blank == text or found != recorded:
+            raise self.error(f"digest {found}, expected {recorded[:40]}")
 
     def manifest(self, fields: JsonObject) -> Manifest:
         get = self.get

@@ -4,8 +4,8 @@
     RUN/iter_0000100/manifest.json                               put at once: now it is a checkpoint
     RUN/latest_checkpointed_iteration.txt                        put at once, last of all
 
-What is not named by a manifest was left by a save that was cut short. `folder` decides what is
-done, on a disk or here; one job at a time saves to a folder.
+Objects that no manifest names were left by an interrupted save. `run_folder` decides what is done,
+on a disk or here; one job at a time saves to a folder.
 """
 
 import re
@@ -19,34 +19,35 @@ from megatron.checkpoint.folder.manifest import Manifest
 from megatron.errors import CheckpointError
 
 _PART = re.compile(r"[A-Za-z0-9_-]+\.([0-9a-f]{8})\.safetensors")
-_BELOW = re.compile(r"(iter_\d{7,})/([^/]+)")
+_PART_NAME = re.compile(r"(iter_\d{7,})/([^/]+)")
 
 
 def sweep(folder: RemotePath) -> None:
     """Remove parts that no manifest names, by exact names only."""
     below: dict[str, set[str]] = {}
     for name in folder.find():
-        if match := _BELOW.fullmatch(name):
+        if match := _PART_NAME.fullmatch(name):
             below.setdefault(match[1], set()).add(match[2])
     for directory, names in below.items():
         saves = {match[1] for name in names if (match := _PART.fullmatch(name))}
         if manifest.NAME in names and len(saves) == 1:
             continue  # all of one save, which was finished: its manifest need not be read
-        there = folder / directory
-        for part in _unnamed(there, _content(there)):
+        iteration_folder = folder / directory
+        for part in _unnamed(iteration_folder, _content(iteration_folder)):
             log.info(f"removing what a save that was cut short left behind: {part}")
             part.unlink(missing_ok=True)
 
 
 def make_stage(folder: RemotePath, name: str) -> RemotePath:
-    """Return where the parts of a new save go: beside those of a former one, under names of
-    their own.
+    """Return the place for the parts of a new save.
+
+    Its parts have names of their own, so those of an earlier save of the iteration stay readable.
     """
     return RemotePath(folder.scheme, f"{folder.key}/{name}", folder.fs, secrets.token_hex(4))
 
 
 def commit(stage: RemotePath, tracker: RemotePath, iteration: int) -> RemotePath:
-    """Name what has a manifest by now as the latest, and remove the parts of its predecessor."""
+    """Set the tracker to a checkpoint with a manifest, and remove the parts of its predecessor."""
     write_file(tracker, f"{iteration}\n".encode())
     directory = RemotePath(stage.scheme, stage.key, stage.fs)
     try:
@@ -58,7 +59,7 @@ def commit(stage: RemotePath, tracker: RemotePath, iteration: int) -> RemotePath
 
 
 def discard(stage: RemotePath) -> None:
-    """Remove the parts of a save that failed, unless they have become a checkpoint after all."""
+    """Remove the parts of a save that failed, unless its manifest was written."""
     assert stage.token is not None  # noqa: S101  # invariant: made by make_stage
     directory = RemotePath(stage.scheme, stage.key, stage.fs)
     try:
@@ -71,7 +72,7 @@ def discard(stage: RemotePath) -> None:
 
 
 def delete(directory: RemotePath, content: Manifest) -> None:
-    """Delete a checkpoint: first what makes it one, then its parts."""
+    """Delete a checkpoint: first the manifest, then its parts."""
     (directory / manifest.NAME).unlink()
     for name in content.files:
         (directory / name).unlink(missing_ok=True)
@@ -105,7 +106,7 @@ def _unnamed(directory: RemotePath, content: Manifest | None) -> Iterator[Remote
 
 
 def _content(directory: RemotePath) -> Manifest | None:
-    """Return what the manifest says; None when there is none.
+    """Return the content of the manifest; None when there is none.
 
     Raises:
         OSError: it cannot be read, or is damaged: nothing may be deleted then.

@@ -1,7 +1,7 @@
 """Which of a folder's checkpoints a newer one makes redundant. Pure.
 
-Only what is whole counts as kept, so that damaged checkpoints never push out good ones; the newest
-is always kept. Deleting is left to `folder`.
+Only intact checkpoints count as kept, so that damaged ones never displace good ones; the newest is
+always kept. `run_folder` deletes.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Retention(NamedTuple):
-    """What is kept: the newest `last` (None: everything), multiples of `every`, the `best`."""
+    """What to keep: the newest `last` (None: everything), multiples of `every`, the `best`."""
 
     last: int | None = None
     every: int | None = None
@@ -28,7 +28,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def redundant(found: Sequence[FoundCheckpoint], rule: Retention, *, newest: int) -> list[int]:
-    """Iterations to delete, newest first, once the one of `newest` has been verified.
+    """Return the iterations to delete, newest first, once that of `newest` has been verified.
 
     Nothing unless that one is whole; nothing after it (a run that was rolled back).
     """
@@ -37,15 +37,15 @@ def redundant(found: Sequence[FoundCheckpoint], rule: Retention, *, newest: int)
         return []
     if earlier[0].iteration != newest:
         return []
-    whole = [f for f in earlier if f.is_whole]
-    if len(whole) < rule.last:
+    intact = [f for f in earlier if f.is_whole]
+    if len(intact) < rule.last:
         return []
-    oldest_kept = whole[rule.last - 1].iteration
+    oldest_kept = intact[rule.last - 1].iteration
     kept = {f.iteration for f in earlier if f.iteration >= oldest_kept}
     if rule.every is not None:
         kept |= {f.iteration for f in earlier if f.iteration % rule.every == 0}
     if rule.best is not None:
         # Of equal losses the newer is better.
-        ranked = sorted((f.loss, -f.iteration) for f in whole if f.loss is not None)
+        ranked = sorted((f.loss, -f.iteration) for f in intact if f.loss is not None)
         kept |= {-iteration for _, iteration in ranked[: rule.best]}
     return [f.iteration for f in earlier if f.iteration not in kept]

@@ -4,8 +4,8 @@
     SAVE/latest_checkpointed_iteration.txt    "100"; replaced by rename, last of all
     SAVE/.iter_0000100.partial-1f3a5c7e/      a save under way, or one that crashed
 
-`object_folder` does the same in a store of objects. One process works on a folder at a time; who
-that is is `storage`'s business. No torch here.
+`object_folder` does the same in a store of objects. One process works on a folder at a time, chosen
+by `storage`. No torch here.
 """
 
 import contextlib
@@ -65,19 +65,18 @@ def deepspeed_iterations(folder: Place) -> list[int]:
 
 
 def never_held_a_checkpoint(folder: str | Place) -> bool:
-    """Return whether nothing in `folder` says that a checkpoint, ours or another tool's, was ever
-    there.
+    """Return whether `folder` shows no trace of a checkpoint of this or another tool.
 
     True for a folder that does not exist, and for one in which only a first save was cut short.
     """
     folder = place(folder)
     if isinstance(folder, RemotePath) and not folder.is_dir():
         return True  # without objects there is no folder
-    # Looked at once: the probe of another rank may make it and remove it again meanwhile.
+    # Listed once: the probe of another rank may make and remove the folder meanwhile.
     try:
         names = _names(folder)
     except FileNotFoundError:
-        return not folder.is_symlink()  # a link to what is not mounted is no fresh start
+        return not folder.is_symlink()  # a link to an unmounted disk is no new folder
     except NotADirectoryError:
         return not os.path.lexists(str(folder))
     for name in names:
@@ -202,8 +201,7 @@ def _tracker_fix(folder: Place, present: list[int]) -> str:
 
 
 def probe_writable(folder: str | Place) -> MegatronError | None:
-    """Return why a checkpoint could not be written to `folder`; None when a small file went all the
-    way.
+    """Return why a checkpoint could not be written to `folder`; None if a test file could.
 
     The file is written, made durable, renamed and removed, and so is a folder that was missing: a
     launch that is refused for another reason leaves nothing behind. In a store of objects it is
@@ -246,14 +244,14 @@ def _machine_error(error: OSError) -> MachineError:
 def _unlink_quietly(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # the probe's own error is the one to tell
+    except OSError as error:  # the probe's own error is the one to report
         log.debug(f"{path} is left behind: {error}")
 
 
 def require_space(folder: Place, needed: int) -> None:
     """Raise CheckpointError when the file system of `folder` has not `needed` bytes for this user.
 
-    A store of objects does not say how much room it has.
+    A store of objects does not report its free space.
     """
     if isinstance(folder, RemotePath):
         return
@@ -268,7 +266,7 @@ def require_space(folder: Place, needed: int) -> None:
 
 
 def begin(folder: Place) -> None:
-    """Make the folder if it is missing, and remove what crashed saves left behind in it."""
+    """Make the folder if it is missing, and remove the remains of interrupted saves."""
     if isinstance(folder, RemotePath):
         object_folder.sweep(folder)
         return
@@ -277,9 +275,7 @@ def begin(folder: Place) -> None:
 
 
 def refuse_existing(folder: Path, iteration: int) -> None:
-    """Raise CheckpointError when `iteration` is there already: only a run that goes on
-    replaces it.
-    """
+    """Raise CheckpointError if `iteration` exists: only a resumed run may replace it."""
     final = folder / iteration_name(iteration)
     if final.exists():
         raise CheckpointError(
@@ -290,7 +286,7 @@ def refuse_existing(folder: Path, iteration: int) -> None:
 
 
 class StageName(NamedTuple):
-    """What rank 0 tells the other ranks of the stage that it made."""
+    """The stage of rank 0, as sent to the other ranks."""
 
     name: str
     token: str | None  # marks the objects of this save; None on a disk
@@ -310,12 +306,12 @@ def stage_called(folder: Place, stage: StageName) -> Place:
 
 @overload
 def make_stage(folder: Path, iteration: int) -> Path:
-    """On a disk."""
+    """Return a new folder on a disk."""
 
 
 @overload
 def make_stage(folder: RemotePath, iteration: int) -> RemotePath:
-    """In a store of objects."""
+    """Return a new folder in a store of objects."""
 
 
 def make_stage(folder: Place, iteration: int) -> Place:
@@ -329,16 +325,16 @@ def make_stage(folder: Place, iteration: int) -> Place:
 
 @overload
 def commit(stage: Path, iteration: int) -> Path:
-    """On a disk."""
+    """Commit on a disk."""
 
 
 @overload
 def commit(stage: RemotePath, iteration: int) -> RemotePath:
-    """In a store of objects."""
+    """Commit in a store of objects."""
 
 
 def commit(stage: Place, iteration: int) -> Place:
-    """Make the finished `stage` the checkpoint of `iteration`; readers see the former or it."""
+    """Make the finished `stage` the checkpoint of `iteration`, atomically for readers."""
     if isinstance(stage, RemotePath):
         return object_folder.commit(stage, stage.parent / TRACKER, iteration)
     return publish(stage, iteration_name(iteration), {TRACKER: f"{iteration}\n"})
@@ -347,8 +343,7 @@ def commit(stage: Place, iteration: int) -> Place:
 def publish(stage: Path, name: str, trackers: Mapping[str, str]) -> Path:
     """Rename the finished `stage` to `name` beside it; then replace each tracker file, in order.
 
-    What has that name already is moved aside first and removed after; it is never deleted before
-    the new one is in place.
+    An existing folder of that name is moved aside first and deleted once the new one is in place.
     """
     folder, token = stage.parent, stage.name[-8:]
     final = folder / name
@@ -386,9 +381,9 @@ def remove(directory: Place) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashed saves left behind, and put back a checkpoint they had moved aside.
+    """Remove the remains of interrupted saves, and put back a checkpoint they had moved aside.
 
-    Only folders whose names match exactly. Nobody else may be saving to `folder`.
+    Only folders whose names match exactly. No other process may be saving to `folder`.
     """
     for entry in sorted(os.listdir(folder)):
         match = _LEFTOVER.fullmatch(entry)
@@ -418,15 +413,15 @@ def retire(folder: Place, rule: Retention, *, newest: int) -> list[int]:
     contents: dict[int, tuple[Place, Manifest]] = {}
     found: list[FoundCheckpoint] = []
     for iteration, directory in _latest_first(folder, newest):
-        # Of what stays or goes whatever it holds, no file is looked at.
+        # No file is read of checkpoints that are kept or deleted in any case.
         counts = sum(f.is_whole for f in found) < (rule.last or 0) or rule.best is not None
         if not counts and rule.every is not None and iteration % rule.every == 0:
             continue
         content = _content(directory)
         if content is not None and content.iteration == iteration:
             contents[iteration] = directory, content
-            whole = counts and not verify.wrong_sizes(directory, content, content.files)
-            found.append(FoundCheckpoint(iteration, whole, content.validation_loss))
+            is_whole = counts and not verify.wrong_sizes(directory, content, content.files)
+            found.append(FoundCheckpoint(iteration, is_whole, content.validation_loss))
     retired = []
     for iteration in redundant(found, rule, newest=newest):
         directory, content = contents[iteration]
@@ -461,7 +456,7 @@ def _content(directory: Place) -> Manifest | None:
 
 
 def _foreign(directory: Place, content: Manifest) -> str | None:
-    """Something in a checkpoint's folder that its manifest does not name."""
+    """Return something in a checkpoint's folder that its manifest does not name, or None."""
     if directory.is_symlink():
         return "a link to another place"
     named = {manifest.NAME, manifest.SEAL, *content.files}
@@ -469,9 +464,7 @@ def _foreign(directory: Place, content: Manifest) -> str | None:
 
 
 def _files(directory: Place) -> Iterator[str]:
-    """Yield names of files in a folder and one below it; of folders, where there is
-    anything else.
-    """
+    """Yield the files of a folder and of its subfolders; an empty subfolder by its name."""
     entries: list[Place] = [*directory.iterdir()]
     for entry in sorted(entries, key=lambda entry: entry.name):
         is_folder = entry.is_dir() and not entry.is_symlink()

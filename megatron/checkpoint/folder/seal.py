@@ -1,8 +1,8 @@
-"""`megatron.json`: what a run of ours says about a checkpoint in another framework's layout.
+"""`megatron.json`: our manifest of a checkpoint in another framework's layout.
 
-The manifest of such a folder: the length and digest of every file, random states of every rank, the
-run's flags. Other programs look past it. What is in the files is left to their formats; without it
-nothing proves the folder whole, so it can be loaded but is never deleted. `sealed_save` writes it.
+It holds the length and digest of every file, the random states of every rank and the run's flags.
+Other programs ignore it. The formats read the other files. A folder without it cannot be shown to
+be complete, so it can be loaded but is never deleted. `sealed_save` writes it.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron.checkpoint.folder.manifest import Manifest
 
 
 def of(directory: Path) -> Manifest | None:
-    """Return what a save of ours wrote about `directory`; None where another program alone did.
+    """Return our manifest of `directory`; None if only another program wrote there.
 
     Raises:
         CheckpointError: it is damaged, or files are missing or of another length.
@@ -30,7 +30,7 @@ def check_lengths(directory: Path, content: Manifest) -> None:
 
 
 def check_digests(directory: Path, content: Manifest, *, share: int, of: int) -> None:
-    """Raise CheckpointError where a file of part `share` of `of` parts is not as it was written."""
-    mine = list(content.files)[share::of]
-    if damages := verify.wrong_digests(directory, content, mine):
+    """Raise CheckpointError if a file in part `share` of `of` parts is not as it was written."""
+    files = list(content.files)[share::of]
+    if damages := verify.wrong_digests(directory, content, files):
         raise verify.damage_error(directory, damages)

@@ -1,4 +1,4 @@
-"""Whether the ranks of several nodes see one folder: asked at the start, not at the first save.
+"""Checks at the start, not at the first save, that ranks of several nodes see one folder.
 
 A folder of the same name on each node's own disk would hold a part of every checkpoint on each.
 What a reader would get wrong: network file systems show other nodes a new file only after a while.
@@ -16,14 +16,14 @@ from megatron.errors import CheckpointError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
 
-PATIENCE_S = 45.0  # NFS may believe for 30 s (acdirmin) that a name is not there
+PATIENCE_S = 45.0  # NFS may cache for 30 s (acdirmin) that a name does not exist
 _PAUSE_S = 0.25
 
 
 def refuse_separate_disks(
     folder: str, ctx: ParallelContext, *, patience_s: float = PATIENCE_S
 ) -> None:
-    """Let rank 0 put a small file into `folder`, and every rank look for it; nothing stays there.
+    """Check that every rank sees a file that rank 0 writes to `folder`; it is removed again.
 
     Raises:
         CheckpointError: on every rank, naming those that do not see it.
@@ -40,7 +40,7 @@ def refuse_separate_disks(
                 where.mkdir(parents=True, exist_ok=True)
             write_file(where / name, b"seen")
 
-    def look() -> bool:
+    def is_visible() -> bool:
         until = time.monotonic() + patience_s
         while not (where / name).exists():
             if time.monotonic() >= until:
@@ -50,7 +50,7 @@ def refuse_separate_disks(
 
     try:
         run_on_all_ranks(ctx, "writing to the folder for checkpoints", write)
-        seen = run_on_all_ranks(ctx, "looking into the folder for checkpoints", look)
+        seen = run_on_all_ranks(ctx, "looking into the folder for checkpoints", is_visible)
     finally:
         if ctx.rank == 0:
             try:
@@ -60,11 +60,11 @@ def refuse_separate_disks(
             for path in missing:
                 with suppress(OSError):  # in use by another run by now
                     path.rmdir()
-    blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if blind:
+    failed = [rank for rank, sees in enumerate(seen) if not sees]
+    if failed:
         raise CheckpointError(
             "the nodes do not see one folder for checkpoints",
-            found=f"{where}: what rank 0 wrote is not there for {len(blind)} of {len(seen)} ranks, "
-            f"the first of them rank {blind[0]}",
+            found=f"{where}: what rank 0 wrote is not there for {len(failed)} of {len(seen)} "
+            f"ranks, the first of them rank {failed[0]}",
             fix="give --save a folder of a file system that all nodes share, or an address (s3://)",
         )

@@ -1,7 +1,7 @@
-"""Are the files of a checkpoint the ones that were handed over? Lengths, digests, and who checks.
+"""Compares the files of a checkpoint with what was written: lengths, digests, who checks what.
 
-Lengths cost one `stat` per file; digests read every byte, so ranks of one host share the files
-they need between them. Damage is described by file and by the tensors that it hit. No torch here.
+Lengths cost one `stat` per file; digests read every byte, so ranks of one host share the files they
+need between them. Damage is described by file and by affected tensors. No torch here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -51,7 +51,7 @@ def wrong_digests(
     As many as `threads` are read at the same time.
     """
 
-    def look(name: str) -> list[DamagedFile]:
+    def compare(name: str) -> list[DamagedFile]:
         if bad := wrong_sizes(directory, manifest, [name]):
             return bad
         _, digest = store.digest_of(directory / name)
@@ -61,11 +61,11 @@ def wrong_digests(
         hit = tuple(_damaged_tensors(directory, manifest, name))
         return [DamagedFile(name, f"xxh3 {expected}", f"xxh3 {digest}", hit)]
 
-    return [bad for found in in_threads(look, list(names), threads) for bad in found]
+    return [bad for found in in_threads(compare, list(names), threads) for bad in found]
 
 
 def _damaged_tensors(directory: Place, manifest: Manifest, file: str) -> Iterable[str]:
-    """Tensors of `file` whose data has another digest; none when only its header is hit."""
+    """Return the tensors of `file` whose data has another digest; none if only the header has."""
     try:
         entries = safetensors_header.read(directory / file).entries
     except CheckpointError:
@@ -86,7 +86,7 @@ def _damaged_tensors(directory: Place, manifest: Manifest, file: str) -> Iterabl
 
 
 def read_back(directory: Place, files: Mapping[str, FileRecord]) -> None:
-    """Compare files that were just written with what was handed over, from the disk if possible.
+    """Compare files that were just written with their records, from the disk if possible.
 
     Raises:
         CheckpointError: the disk holds something else.
@@ -126,9 +126,9 @@ def shares(
 ) -> list[tuple[str, ...]]:
     """Return which files each rank checks, so that every host checks all that its ranks will read.
 
-    `files` gives lengths; `needs[r]` and `hosts[r]` are rank r's. Hosts may see different disks,
-    so one does not answer for another. Files that no rank needs are checked once, by anyone.
-    Deterministic, and even by bytes.
+    `files` gives lengths; `needs[r]` and `hosts[r]` are rank r's. Hosts may see different disks, so
+    every host checks its own files. Files that no rank needs are checked once, by any rank.
+    Deterministic, and balanced by bytes.
     """
     loads = [0] * len(needs)
     result: list[list[str]] = [[] for _ in needs]

@@ -1,7 +1,7 @@
-"""What a format of checkpoints is: one record of all that the rest of the program knows about it.
+"""Defines the record of a checkpoint format: all that the rest of the program uses of it.
 
-A record stands in `format.py` of its package; `registry.FORMATS` lists them. Whoever loads, saves,
-converts or checks flags reads a record, and never asks for a format by its name.
+A record is in `format.py` of its package; `registry.FORMATS` lists them. Code that loads, saves,
+converts or checks flags reads a record, and never compares a format's name.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class RunSave:
     Attributes:
         num_chunks: virtual stages of each pipeline rank.
         padded_rows: rows of the vocabulary in the run, padding included.
-        live: returns what DeepSpeed saves by itself (`Engine.live`).
-        background: where a format that can writes beside the training; None: the training waits.
+        live: returns the parts of the engine that DeepSpeed saves itself (`Engine.live`).
+        background: for formats that can write in the background; None: the training waits.
     """
 
     folder: str
@@ -43,7 +43,7 @@ class RunSave:
 
 
 class PlannedRun(NamedTuple):
-    """A run before it starts, for a format to say whether it can hold its checkpoints."""
+    """A run before it starts, for which a format checks whether it can hold its checkpoints."""
 
     config: RunConfig
     has_equal_stages: Callable[[], bool]  # whether all pipeline stages have as many layers
@@ -60,16 +60,16 @@ class Format:
         open_source: opens such a folder for reading, without a process group.
         write: makes a checkpoint in the folder --save of a tool, tracker and all, and returns its
             own folder; holds no more than one tensor or shard in memory. None: it is only read.
-        save_run: saves a running job, called by all ranks; returns None where it goes on beside
-            the training. None: only tools write this format.
+        save_run: saves a running job, called by all ranks; returns None if it continues in the
+            background. None: only tools write this format.
         refuse_run: the error where runs with these flags cannot be saved in this format.
         is_native: our own: with every flag of its run and digests of all files, also in object
             stores.
         has_optimizer: whether it holds the optimizer's state and progress beside the weights.
-        saves_in_background: whether `save_run` can write beside the training.
-        for_transformers: what is written can be opened with Hugging Face's transformers.
+        saves_in_background: whether `save_run` can write in the background.
+        for_transformers: whether Hugging Face's transformers opens its checkpoints.
         folder_tracker: the tracker file that holds the name of a checkpoint's folder beside it;
-            None: its folders are named by iterations, which our own tracker file tells.
+            None: its folders are named by iterations, as in our own tracker file.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The list of checkpoint formats, and which one of them a path leads to.
+"""The list of checkpoint formats, and the search for the format of a path.
 
 A path is either one checkpoint's own folder, or a folder of several with a tracker file that names
 the latest: ours and Megatron's name an iteration (or "release"), DeepSpeed's name a folder.
@@ -20,7 +20,7 @@ from megatron.checkpoint.formats.native.format import FORMAT as NATIVE
 from megatron.checkpoint.source import CheckpointSource, SourceOptions
 from megatron.errors import CheckpointError, ConfigError
 
-# Asked in this order: of a folder that two formats recognise, the first one wins.
+# Tried in this order: if two formats recognise a folder, the first one is used.
 FORMATS: tuple[Format, ...] = (NATIVE, MEGATRON, UNIVERSAL, DEEPSPEED, HUGGINGFACE)
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -55,14 +55,14 @@ def recognise(directory: Path) -> Format | None:
 def format_of(folder: str | Place, iteration: int | None = None) -> Format:
     """Return the format of the checkpoint that a load of `folder` takes.
 
-    Our own also where there is none, since our own loading says what is wrong then, and in object
-    stores, since other formats are read from disks alone.
+    Our own if there is no checkpoint, since our loader then reports what is wrong, and in object
+    stores, since other formats are read from disks only.
     """
-    there = place(folder)
-    if not isinstance(there, Path):
+    root = place(folder)
+    if not isinstance(root, Path):
         return NATIVE
     try:
-        return recognise(locate(there, iteration)) or NATIVE
+        return recognise(locate(root, iteration)) or NATIVE
     except CheckpointError:
         return NATIVE
 
@@ -74,11 +74,11 @@ def locate(path: str | Path, iteration: int | None = None) -> Path:
         CheckpointError: there is no such folder or iteration, or nothing in it is recognised.
     """
     path = Path(path)
-    # A folder of ours is what its tracker says, whatever else was put beside the iterations.
+    # Our tracker decides, whatever else is beside the iterations.
     if iteration is None and not (path / folder.TRACKER).is_file() and recognise(path) is not None:
         return path
     if not path.is_dir() or iteration is not None or (path / folder.TRACKER).is_file():
-        return _of_iteration(path, iteration)
+        return _iteration_folder(path, iteration)
     # Sorted: `latest` of DeepSpeed before `latest_universal`, which is made from it.
     for name in sorted(form.folder_tracker for form in FORMATS if form.folder_tracker):
         if (path / name).is_file():
@@ -103,11 +103,9 @@ def open_source(
 
 
 def refuse_overlap(load: Path, save: Path) -> None:
-    """Raise ConfigError when writing to `save` could touch the checkpoint that is read from
-    `load`.
-    """
-    there, here = load.resolve(), save.resolve()
-    if there == here or there in here.parents or here in there.parents:
+    """Raise ConfigError if writing to `save` could change the checkpoint read from `load`."""
+    source, target = load.resolve(), save.resolve()
+    if source == target or source in target.parents or target in source.parents:
         raise ConfigError(
             "a checkpoint would be written over, or into, the one that is read",
             found=f"--load {load}, --save {save}",
@@ -116,9 +114,7 @@ def refuse_overlap(load: Path, save: Path) -> None:
 
 
 def unrecognised(directory: Path) -> CheckpointError:
-    """Return the error for a folder that holds a checkpoint of no format that this program
-    knows.
-    """
+    """Return the error for a folder with a checkpoint of no supported format."""
     names = sorted(entry.name for entry in directory.iterdir())
     if any(_OURS.fullmatch(name) for name in names):
         return manifest.missing(directory)
@@ -130,7 +126,7 @@ def unrecognised(directory: Path) -> CheckpointError:
     )
 
 
-def _of_iteration(path: Path, iteration: int | None) -> Path:
+def _iteration_folder(path: Path, iteration: int | None) -> Path:
     if iteration is None and _tracker_text(path / folder.TRACKER) == folder.RELEASE:
         if not (path / folder.RELEASE).is_dir():
             raise CheckpointError(
@@ -139,8 +135,8 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
                 fix="copy the folder whole, or name an iteration that is there in that file",
             )
         return path / folder.RELEASE
-    if (theirs := _of_deepspeed(path, iteration)) is not None:
-        return theirs
+    if (saved := _deepspeed_folder(path, iteration)) is not None:
+        return saved
     wanted = folder.latest_iteration(path) if iteration is None else iteration
     directory = path / folder.iteration_name(wanted)
     if not directory.is_dir():
@@ -148,20 +144,18 @@ def _of_iteration(path: Path, iteration: int | None) -> Path:
     return directory
 
 
-def _of_deepspeed(path: Path, iteration: int | None) -> Path | None:
-    """Return the folder of an iteration that was saved in DeepSpeed's layout; None: there
-    is none.
-    """
+def _deepspeed_folder(path: Path, iteration: int | None) -> Path | None:
+    """Return the folder of an iteration saved in DeepSpeed's layout, or None."""
     text = _tracker_text(path / folder.TRACKER) if iteration is None else str(iteration)
     name = f"global_step{text}"
     is_there = text.isdecimal() and (path / name).is_dir()
     if not is_there or (path / folder.iteration_name(int(text))).is_dir():
         return None
-    theirs = _tracker_text(path / DEEPSPEED_TRACKER)
-    if iteration is None and theirs not in ("", name):
+    latest = _tracker_text(path / DEEPSPEED_TRACKER)
+    if iteration is None and latest not in ("", name):
         log.warning_once(
             f"trackers of {path}",
-            f"{folder.TRACKER} in {path} names iteration {text} and DeepSpeed's `latest` {theirs}: "
+            f"{folder.TRACKER} in {path} names iteration {text} and DeepSpeed's `latest` {latest}: "
             f"a save was cut short between the two, or one was edited; {name} is loaded",
         )
     return path / name

@@ -1,8 +1,8 @@
-"""A checkpoint of another format loaded into a running job by all ranks, as one of ours would be.
+"""Loads a checkpoint of another format into a running job, with the interface of our own.
 
-Each rank opens the source and reads only what it holds; what they see, and every verdict, is agreed
-on first. There are random states in it only where a run of ours wrote it, and where it has no
-optimizer state it can only begin a run.
+Each rank opens the source and reads only its own parts, after all ranks agree on the content and on
+every check. Only a checkpoint that a run of ours wrote has random states, and one without optimizer
+state can only start a run.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 
 
-class _Seen(NamedTuple):
-    """What one rank found: digests of what is in the checkpoint, without its values."""
+class _RankView(NamedTuple):
+    """The checkpoint as one rank sees it: digests of its description, without values."""
 
     directory: str
     tensors: str
@@ -51,16 +51,16 @@ def open_foreign(
     """
     opened: list[CheckpointSource] = []
 
-    def look() -> _Seen:
+    def open_on_this_rank() -> _RankView:
         source = registry.open_source(Path(str(folder)), iteration, options=options)
         opened.append(source)
         facts = [source.format_name, source.config, source.progress, source.scalars]
-        return _Seen(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
+        return _RankView(source.directory.name, _digest(dict(source.tensors)), _digest(facts))
 
-    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", open_on_this_rank)
     for rank, other in enumerate(seen):
         if other != seen[0]:
-            names = [name for name, a, b in zip(_Seen._fields, seen[0], other) if a != b]
+            names = [name for name, a, b in zip(_RankView._fields, seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
                 found=f"{', '.join(names)} of rank {rank} differ from rank 0's; in {folder}",
@@ -75,9 +75,9 @@ def _digest(values: object) -> str:
 
 
 def _as_manifest(source: CheckpointSource) -> Manifest:
-    """Return what our own checkpoints say about themselves, as far as this one knows it."""
+    """Return the manifest of our format, with the fields that this checkpoint has."""
     iteration = int(source.progress.get("iteration", 0))
-    # A run of ours that saved as another tool does has put a manifest beside its files.
+    # A run of ours that saved in another format wrote a manifest beside the files.
     seal = source.seal
     return Manifest(
         iteration=iteration,
@@ -120,7 +120,7 @@ class ForeignCheckpoint:
 
     @property
     def is_native(self) -> bool:
-        """No: it is of another format."""
+        """False: it is of another format."""
         return False
 
     def check_resumable(self) -> None:
@@ -128,7 +128,7 @@ class ForeignCheckpoint:
         known = self.source.progress
         if int(known.get("iteration", 0)) and "consumed_samples" not in known:
             raise CheckpointError(
-                "the checkpoint does not say how many samples its run had consumed",
+                "the checkpoint does not record how many samples its run had consumed",
                 found=f"{self.directory} at iteration {known['iteration']}",
                 fix="add --finetune to begin a run with these weights",
             )
@@ -156,10 +156,10 @@ class ForeignCheckpoint:
         )
 
     def verify_all(self) -> None:
-        """Check every file once, shared out over the ranks, as far as the format lets one tell.
+        """Check every file once, distributed over the ranks, as far as the format allows.
 
         Raises:
-            CheckpointError: what is damaged. The same on every rank.
+            CheckpointError: a file is damaged. The same on every rank.
         """
         if self._verified or self.verification is not Verification.FULL:
             return
@@ -172,7 +172,7 @@ class ForeignCheckpoint:
         self._verified.append(True)
 
     def read_generators(self) -> GeneratorStates:
-        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; call `rng.why_not_restorable` first.
 
         Raises:
             CheckpointError: they are damaged. The same on every rank.
@@ -186,7 +186,7 @@ class ForeignCheckpoint:
         return states[0]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self.source.close()
 
     def _match(self, wanted: dict[str, ShardedTensor], cast: bool) -> None:

@@ -1,8 +1,8 @@
-"""The run that a checkpoint is used as: its own flags, and what a command line says beside them.
+"""The config of inference: the flags of a checkpoint, changed by those of a command line.
 
-Arithmetic on flags alone. What speaks of the weights has to agree with the checkpoint; precision,
-layout, tokenizer, window and device may be others; what only training listens to is named as
-without effect. Where a checkpoint of another tool says nothing, flags speak for it.
+Works on flags only. Flags about the weights must agree with the checkpoint; precision, layout,
+tokenizer, window and device may differ; flags that only training reads are reported as without
+effect. Flags supply what a checkpoint of another tool does not record.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,12 +22,12 @@ from megatron.errors import CheckpointError, ConfigError
 
 Values = Mapping[str, Any]  # flags that were given, by the names of their fields
 
-# Fields of the model that say how it is trained or begun, not what its weights mean.
+# Fields of the model for training or initialisation, without effect on what its weights mean.
 TRAINING_ONLY_FIELDS = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
 )
 PRECISIONS = ("fp16", "bf16", "fp64")
-_OF_UPDATES = frozenset(
+_UPDATE_FIELDS = frozenset(
     {"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "ddp_bucket_size"}
 )
 _TOKENIZER = (
@@ -41,16 +41,16 @@ PLACEHOLDER_FIELDS = frozenset(
 
 
 class Inference(NamedTuple):
-    """What a checkpoint is used as."""
+    """The config of inference with a checkpoint."""
 
     config: RunConfig
-    window: int | None  # --seq-length, which says nothing about the weights; None: not given
+    window: int | None  # --seq-length, which does not depend on the weights; None: not given
     notes: tuple[str, ...]  # to be logged once
 
 
 def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
-    """Groups of a config, for what a checkpoint of another tool does not say about its model."""
-    said = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
+    """Return config groups from flags, for what a checkpoint of another tool does not record."""
+    values = {name: value for name, value in given.items() if not _is_placeholder(name, value)}
     groups = {
         "model": field_names(ModelConfig),
         "data": ("seq_length",),
@@ -58,13 +58,13 @@ def values_from_command_line(given: Values) -> dict[str, dict[str, Any]]:
         "precision": field_names(PrecisionConfig),
     }
     return {
-        group: {name: said[name] for name in names if name in said}
+        group: {name: values[name] for name in names if name in values}
         for group, names in groups.items()
     }
 
 
 def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inference:
-    """`stored` as flags want it used.
+    """Return `stored` changed by the flags of inference.
 
     Args:
         stored: the whole config of a checkpoint.
@@ -72,7 +72,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         load: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: flags speak of another model than the checkpoint holds.
+        CheckpointError: flags describe another model than the checkpoint's.
         ConfigError: flags contradict each other.
     """
     placeholders = [name for name, value in given.items() if _is_placeholder(name, value)]
@@ -86,8 +86,8 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         notes.append(
             f"computing in {precision.precision}; the checkpoint is of {stored.precision.precision}"
         )
-    silent = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
-    notes += _note("without effect, as nothing is trained", silent)
+    ignored = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
+    notes += _note("without effect, as nothing is trained", ignored)
     launch = replace(stored.launch, distributed_backend=None)
     logging = ("log_level", "log_level_replica")
     config = replace(
@@ -95,11 +95,13 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         model=model,
         precision=precision,
         tokenizer=_tokenizer(stored.tokenizer, given),
-        parallel=ParallelConfig(**_of(given, set(field_names(ParallelConfig)) - _OF_UPDATES)),
-        checkpoint=CheckpointConfig(load=load, **_of(given, {"checkpoint_verify"})),
-        training=replace(stored.training, **_of(given, {"micro_batch_size", "num_threads"})),
-        launch=replace(launch, **_of(given, set(field_names(LaunchConfig)))),
-        logging=replace(stored.logging, **_of(given, set(logging))),
+        parallel=ParallelConfig(
+            **_subset(given, set(field_names(ParallelConfig)) - _UPDATE_FIELDS)
+        ),
+        checkpoint=CheckpointConfig(load=load, **_subset(given, {"checkpoint_verify"})),
+        training=replace(stored.training, **_subset(given, {"micro_batch_size", "num_threads"})),
+        launch=replace(launch, **_subset(given, set(field_names(LaunchConfig)))),
+        logging=replace(stored.logging, **_subset(given, set(logging))),
         engine=EngineConfig(),
     )
     return Inference(config, window, tuple(notes))
@@ -109,7 +111,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
 INFERENCE_FIELDS = frozenset(
     {
         *(set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS),
-        *(set(field_names(ParallelConfig)) - _OF_UPDATES),
+        *(set(field_names(ParallelConfig)) - _UPDATE_FIELDS),
         *field_names(TokenizerConfig),
         *field_names(LaunchConfig),
         *PRECISIONS,
@@ -120,12 +122,10 @@ INFERENCE_FIELDS = frozenset(
 
 
 def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
-    """Return the model of the checkpoint, which nothing may contradict; where it has no
-    table, its end.
-    """
-    said = _of(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
-    longest = said.pop("max_position_embeddings", None)
-    differing = list(_differing(stored.model, said))
+    """Return the checkpoint's model; flags may only set its length, where no table does."""
+    flags = _subset(given, set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS)
+    longest = flags.pop("max_position_embeddings", None)
+    differing = list(_differing(stored.model, flags))
     model = stored.model
     if longest is not None:
         if model.position_embedding_type is not PositionEmbedding.LEARNED:
@@ -138,22 +138,22 @@ def _model(stored: RunConfig, given: Values, load: str) -> ModelConfig:
         raise CheckpointError(
             "flags and checkpoint describe different models",
             found=f"{'; '.join(differing)}; in {load}",
-            fix="leave out the flags of the model, which the checkpoint knows, or load another one",
+            fix="leave out the flags of the model, which the checkpoint records, or load another",
         )
     return model
 
 
-def _differing(stored: ModelConfig, said: Values) -> Iterator[str]:
-    theirs = to_plain(stored)
+def _differing(stored: ModelConfig, flags: Values) -> Iterator[str]:
+    stored_values = to_plain(stored)
     try:
-        asked = replace(stored, **said)
-    except ConfigError:  # in such a checkpoint they make no model: compared as they are spelled
-        names = [name for name in said if said[name] != getattr(stored, name)]
+        requested = replace(stored, **flags)
+    except ConfigError:  # together they make no valid model: compared as they are spelled
+        names = [name for name in flags if flags[name] != getattr(stored, name)]
     else:
-        names = asked.fields_that_differ(stored)
+        names = requested.fields_that_differ(stored)
     for name in names:
-        value = said.get(name, theirs[name])
-        yield f"{format_value(name, value)} given, {theirs[name]} stored"
+        value = flags.get(name, stored_values[name])
+        yield f"{format_value(name, value)} given, {stored_values[name]} stored"
 
 
 def _rows_of_table(stored: RunConfig) -> int:
@@ -174,8 +174,8 @@ def _check_window(model: ModelConfig, stored: RunConfig, window: int | None) -> 
 
 
 def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
-    """Return what flags say; the precision of the training where they say nothing."""
-    wide = _of(given, {"fp32_residual_connection"})
+    """Return the precision of the flags, or without one that of the training."""
+    wide = _subset(given, {"fp32_residual_connection"})
     if not any(name in given for name in PRECISIONS):
         return replace(stored, **wide)
     chosen = {name: given.get(name, False) for name in PRECISIONS}
@@ -185,18 +185,19 @@ def _precision(stored: PrecisionConfig, given: Values) -> PrecisionConfig:
 
 
 def _tokenizer(stored: TokenizerConfig, given: Values) -> TokenizerConfig:
-    """Return the checkpoint's, with the files that are given; a type with files stands for
-    itself.
+    """Return the checkpoint's tokenizer with the files that flags give.
+
+    A type that is given with files, or that differs, replaces the checkpoint's files.
     """
-    said = _of(given, set(field_names(TokenizerConfig)))
-    kind, named = said.get("tokenizer_type"), [n for n in said if n in _TOKENIZER[1:]]
+    flags = _subset(given, set(field_names(TokenizerConfig)))
+    kind, named = flags.get("tokenizer_type"), [n for n in flags if n in _TOKENIZER[1:]]
     if kind is None or (kind == stored.tokenizer_type and not named):
-        return replace(stored, **said)
-    forgotten = {name: None for name in _TOKENIZER[1:-1]}
-    return replace(stored, **({**forgotten, "vocab_extra_ids": 0} | said))
+        return replace(stored, **flags)
+    cleared = {name: None for name in _TOKENIZER[1:-1]}
+    return replace(stored, **({**cleared, "vocab_extra_ids": 0} | flags))
 
 
-def _of(given: Values, names: Collection[str]) -> dict[str, Any]:
+def _subset(given: Values, names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
@@ -210,7 +211,7 @@ def _note(what: str, values: Values) -> Iterator[str]:
 
 
 def format_value(name: str, value: Any) -> str:
-    """Return a field and its value as one would type them."""
+    """Return a field and its value as on a command line."""
     if isinstance(value, bool):
         return flag_name(name) if value else "--no-" + flag_name(name)[2:]
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""A checkpoint opened by all ranks of a job, of whatever format it is.
+"""A checkpoint of any format, opened by all ranks of a job.
 
-Which format it is gets decided here, once, by all ranks together. Our own is then read by its
-manifest (`storage`), any other through its source (`foreign`).
+All ranks determine its format together, once. Our own format is then read by its manifest
+(`storage`), any other through its source (`foreign`).
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class OpenedCheckpoint(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What our own checkpoints record, as far as the format knows it."""
+        """The manifest of our format, with the fields that this format has."""
 
     @property
     def ctx(self) -> ParallelContext:
@@ -45,7 +45,7 @@ class OpenedCheckpoint(Protocol):
         """Whether it is of our own format, so that it records every flag of its run."""
 
     def check_resumable(self) -> None:
-        """Raise CheckpointError where a run could not go on with its data from here."""
+        """Raise CheckpointError if a run cannot continue in its data from here."""
 
     def verify_all(self) -> None:
         """Raise CheckpointError, the same on every rank, where a file is damaged."""
@@ -70,14 +70,14 @@ class OpenedCheckpoint(Protocol):
         """
 
     def read_generators(self) -> GeneratorStates:
-        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; call `rng.why_not_restorable` first.
 
         Raises:
             CheckpointError: there are none for this rank, or they are damaged.
         """
 
     def close(self) -> None:
-        """Let go of the files; reading tensors is over."""
+        """Close the files; no tensors can be read afterwards."""
 
 
 def open_on_all_ranks(

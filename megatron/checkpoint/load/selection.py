@@ -1,7 +1,7 @@
-"""Which parameters of a run are to be loaded, by patterns of their names, and what became of each.
+"""Selects the parameters to load by patterns of their names, and reports each.
 
-Every parameter is loaded exactly once or named as left at its initial value; every tensor of the
-checkpoint that is not wanted is named as skipped. A pattern that fits nothing is an error.
+Every parameter is loaded exactly once or reported as left at its initial value; every tensor of the
+checkpoint that is not loaded is reported as skipped. A pattern without a match is an error.
 """
 
 import difflib
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What becomes of each parameter of the run, and of each of the checkpoint, on all ranks."""
+    """The parameters that are loaded, left at initial values or skipped, on all ranks."""
 
     loaded: tuple[str, ...]
     left: tuple[str, ...]  # at their initial values
@@ -64,17 +64,17 @@ def choose(
     *,
     ctx: ParallelContext,
 ) -> Choice:
-    """Return what the run's `tensors` (of this rank) and the checkpoint's `saved` names come to.
+    """Return the choice for the run's `tensors` (of this rank) and the checkpoint's `saved` names.
 
     Raises:
         CheckpointError: a pattern fits no parameter of the run or of the checkpoint, on every
             rank.
     """
-    mine = [tensor.name for tensor in tensors if tensor.name.startswith(PREFIX)]
-    told = run_on_all_ranks(ctx, "choosing what to load", lambda: mine)
-    here = list(dict.fromkeys(name for names in told for name in names))
-    there = [name for name in saved if name.startswith(PREFIX)]
-    known = [name.removeprefix(PREFIX) for name in dict.fromkeys([*here, *there])]
+    own_names = [tensor.name for tensor in tensors if tensor.name.startswith(PREFIX)]
+    names_by_rank = run_on_all_ranks(ctx, "choosing what to load", lambda: own_names)
+    run_names = list(dict.fromkeys(name for names in names_by_rank for name in names))
+    saved_names = [name for name in saved if name.startswith(PREFIX)]
+    known = [name.removeprefix(PREFIX) for name in dict.fromkeys([*run_names, *saved_names])]
     for flag, patterns in (("--load-only", selection.only), ("--load-except", selection.excepted)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in known):
@@ -86,22 +86,20 @@ def choose(
                     fix="names are as tools/inspect_checkpoint.py shows them, without model/; "
                     "put * for any text",
                 )
-    loaded = [name for name in here if selection.takes(name)]
+    loaded = [name for name in run_names if selection.takes(name)]
     return Choice(
-        tuple(_bare(loaded)),
-        tuple(_bare(name for name in here if not selection.takes(name))),
-        tuple(_bare(name for name in there if not selection.takes(name))),
+        tuple(_without_prefix(loaded)),
+        tuple(_without_prefix(name for name in run_names if not selection.takes(name))),
+        tuple(_without_prefix(name for name in saved_names if not selection.takes(name))),
     )
 
 
-def _bare(names: Iterable[str]) -> Iterable[str]:
+def _without_prefix(names: Iterable[str]) -> Iterable[str]:
     return (name.removeprefix(PREFIX) for name in names)
 
 
 def folded(names: Iterable[str]) -> str:
-    """Return names in a line, those that differ in one number only as one:
-    `layers.[0-11].mlp.weight`.
-    """
+    """Join names in one line, merged where one number differs: `layers.[0-11].mlp.weight`."""
     groups: dict[str, list[int]] = {}
     for name in names:
         numbers = _NUMBER.findall(name)

@@ -1,8 +1,8 @@
-"""Opening checkpoints by all ranks together: one view, one verdict, and only then a tensor.
+"""Opens and reads checkpoints of our own format by all ranks together.
 
-Agree on which checkpoint it is, check lengths and digests, agree, and read from whatever layout it
-was saved at. `save` is here too, for whoever does both; its steps are `saving`'s. What to save or
-load, and when, is the program's policy, not ours.
+The ranks agree on the checkpoint, check lengths and digests, agree on the result, and only then
+read tensors, from whatever layout they were saved at. `save` is re-exported here; its steps are in
+`saving`. The program decides what to save or load, and when.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 
-class _Seen(NamedTuple):
-    """What one rank found in the folder."""
+class _RankView(NamedTuple):
+    """The checkpoint as one rank sees it."""
 
     iteration: int
     manifest: str  # its digest
@@ -64,11 +64,10 @@ def open_checkpoint(
     ctx: ParallelContext,
     verification: Verification = Verification.FULL,
 ) -> "NativeCheckpoint":
-    """Return the checkpoint of `iteration` in `folder` (None: the latest), the same one on every
-    rank.
+    """Return the checkpoint of `iteration` in `folder` (None: the latest), the same on all ranks.
 
-    Reads the manifest and checks every file's length; tensors stay untouched. `verification` says
-    whether later reads check digests too, or trust the lengths.
+    Reads the manifest and checks every file's length, but no tensor. `verification` selects whether
+    later reads check digests too, or only lengths.
 
     Raises:
         CheckpointError: missing, incomplete, damaged, of a newer version, or ranks see different
@@ -77,12 +76,12 @@ def open_checkpoint(
     manifests: list[Manifest] = []
     directories: list[Place] = []
 
-    def look() -> _Seen:
-        there = place(folder)
-        wanted = latest_iteration(there) if iteration is None else iteration
-        directory = there / iteration_name(wanted)
+    def open_manifest() -> _RankView:
+        root = place(folder)
+        wanted = latest_iteration(root) if iteration is None else iteration
+        directory = root / iteration_name(wanted)
         if not directory.is_dir():
-            raise folders.missing_iteration(there, wanted)
+            raise folders.missing_iteration(root, wanted)
         if not sharded.recognise(directory):
             raise manifest.missing(directory)
         content, digest = manifest.load(directory)
@@ -94,16 +93,16 @@ def open_checkpoint(
             )
         manifests.append(content)
         directories.append(directory)
-        return _Seen(wanted, digest, manifest.VERSION, content.layout, this_host())
+        return _RankView(wanted, digest, manifest.VERSION, content.layout, this_host())
 
-    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", look)
+    seen = run_on_all_ranks(ctx, f"opening the checkpoint in {folder}", open_manifest)
     for rank, other in enumerate(seen):
         if other[:-1] != seen[0][:-1]:
-            names = [n for n, a, b in zip(_Seen._fields[:-1], seen[0], other) if a != b]
+            names = [n for n, a, b in zip(_RankView._fields[:-1], seen[0], other) if a != b]
             raise CheckpointError(
                 "ranks see different checkpoints in the same folder",
-                found=f"{', '.join(names)} differ: rank 0 has {_told(seen[0])}; rank {rank} has "
-                f"{_told(other)}; in {folder}",
+                found=f"{', '.join(names)} differ: rank 0 has {_description_of(seen[0])}; "
+                f"rank {rank} has {_description_of(other)}; in {folder}",
                 fix="put --load on a file system that all ranks see, or copy it to all nodes again",
             )
     opened = NativeCheckpoint(
@@ -118,7 +117,7 @@ def open_checkpoint(
     return opened
 
 
-def _told(seen: _Seen) -> str:
+def _description_of(seen: _RankView) -> str:
     layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
     return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
 
@@ -149,38 +148,37 @@ def open_or_previous(
     *,
     ctx: ParallelContext,
 ) -> C:
-    """Return the checkpoint that is asked for, or the newest whole one before it, which is said
-    loudly.
+    """Return the requested checkpoint or, with a warning, the newest intact one before it.
 
-    Each is verified before it is taken. With a tracker that is missing or garbled the newest whole
-    one of all is taken. Where no iterations are told apart (a checkpoint's own folder, a release)
-    there is nothing to fall back to.
+    Every candidate is verified first. If the tracker is missing or damaged, the newest intact one
+    of all is returned. A folder without numbered iterations (a checkpoint's own folder, a release)
+    has no fallback.
 
     Args:
         open_at: opens the checkpoint of an iteration, of whatever format; None: the folder's own.
 
     Raises:
-        CheckpointError: none is whole; with what is wrong with each. The same on every rank.
+        CheckpointError: none is intact; with what is wrong with each. The same on every rank.
     """
 
-    def look() -> list[int]:
-        there = place(folder)
-        present = folders.saved_iterations(there)
-        if not present or (iteration is None and folders.names_release(there)):
+    def find_candidates() -> list[int]:
+        root = place(folder)
+        present = folders.saved_iterations(root)
+        if not present or (iteration is None and folders.names_release(root)):
             return []
         wanted = iteration
         if wanted is None:
             try:
-                wanted = latest_iteration(there, of=present)
+                wanted = latest_iteration(root, of=present)
             except CheckpointError as error:
                 refused.append(f"the tracker file: {_short(error)}")
                 return present[::-1]
         return [wanted, *(i for i in reversed(present) if i < wanted)]
 
     refused: list[str] = []
-    # One list for all, in case they do not see the same.
+    # One list for all ranks, in case they do not see the same.
     candidates = run_on_rank0(
-        ctx, f"looking for checkpoints in {folder}", lambda: (look(), refused)
+        ctx, f"looking for checkpoints in {folder}", lambda: (find_candidates(), refused)
     )
     wanted, refused = candidates
     if not wanted:
@@ -228,11 +226,11 @@ class NativeCheckpoint:
 
     @property
     def is_native(self) -> bool:
-        """Yes: it is of our own format."""
+        """True: it is of our own format."""
         return True
 
     def check_resumable(self) -> None:
-        """Do nothing: the manifest says how far the run was."""
+        """Do nothing: the manifest records the progress of the run."""
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -243,9 +241,11 @@ class NativeCheckpoint:
         Raises:
             CheckpointError: files are missing or of another length.
         """
-        here = [r for r, host in enumerate(self.hosts) if host == self.hosts[self.ctx.rank]]
-        mine = list(self.manifest.files)[here.index(self.ctx.rank) :: len(here)]
-        if damages := verify.wrong_sizes(self.directory, self.manifest, mine):
+        ranks_of_host = [
+            r for r, host in enumerate(self.hosts) if host == self.hosts[self.ctx.rank]
+        ]
+        files = list(self.manifest.files)[ranks_of_host.index(self.ctx.rank) :: len(ranks_of_host)]
+        if damages := verify.wrong_sizes(self.directory, self.manifest, files):
             raise verify.damage_error(self.directory, damages)
 
     def read_into(
@@ -275,7 +275,7 @@ class NativeCheckpoint:
         run_on_all_ranks(self.ctx, "reading the checkpoint", lambda: plans[0].fill(threads))
 
     def read_generators(self) -> GeneratorStates:
-        """Return this rank's random states; first ask `rng.why_not_restorable` whether they fit.
+        """Return this rank's random states; call `rng.why_not_restorable` first.
 
         Raises:
             CheckpointError: there are none for this rank, or they are damaged.
@@ -297,10 +297,10 @@ class NativeCheckpoint:
         return states[0]
 
     def verify_all(self) -> None:
-        """Check the digest of every file once, shared out over the ranks.
+        """Check the digest of every file once, distributed over the ranks.
 
         Raises:
-            CheckpointError: what is damaged.
+            CheckpointError: a file is damaged.
         """
         self._verify([set() for _ in self.hosts], others=True)
 
@@ -312,18 +312,18 @@ class NativeCheckpoint:
             {name for name in need if (host, name) not in self._checked}
             for need, host in zip(needs, self.hosts)
         ]
-        met = {name for _, name in self._checked}
+        checked = {name for _, name in self._checked}
         sizes = {
             name: record.bytes
             for name, record in self.manifest.files.items()
-            if any(name in need for need in left) or (others and name not in met)
+            if any(name in need for need in left) or (others and name not in checked)
         }
         shares = verify.shares(sizes, left, self.hosts)
 
         def check() -> None:
-            mine, threads = shares[self.ctx.rank], threads_of_this_rank(self.hosts, self.ctx.rank)
+            files, threads = shares[self.ctx.rank], threads_of_this_rank(self.hosts, self.ctx.rank)
             if damages := verify.wrong_digests(
-                self.directory, self.manifest, mine, threads=threads
+                self.directory, self.manifest, files, threads=threads
             ):
                 raise verify.damage_error(self.directory, damages)
 

@@ -1,1 +1,1 @@
-"""The steps of a save, while training waits or beside it."""
+"""The steps of a save, while training waits or in the background."""

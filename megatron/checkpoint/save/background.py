@@ -1,10 +1,10 @@
-"""Saves beside the training: it stands still only while its state is copied to host memory.
+"""Background saves: training stops only while its state is copied to host memory.
 
 A thread of each rank writes and never communicates. All agreement happens on the main thread, in
 `poll` between two steps: whether all have written, then whether rank 0 has put the checkpoint in
-place. So no message of a save can come between those of the training. One save is under way at a
-time; a failure is raised by the next `poll`, the same on every rank. Memory for the copy is made
-by such a thread too, when the run begins, so that no save has to wait for it.
+place. So messages of a save cannot interleave with those of the training. One save is under way at
+a time; a failure is raised by the next `poll`, the same on every rank. Such a thread also allocates
+the memory for the copy when the run begins, so that no save has to wait for it.
 """
 
 import contextvars
@@ -40,9 +40,9 @@ from megatron.host import available_memory_bytes
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
 
-_LOOK_S = (0.002, 0.5)  # first and longest pause between two looks of a rank that waits
-_WORTH_SAYING_S = 0.1
-_LEAVE_S = 10.0  # how long a run that fails waits for its own thread
+_POLL_PAUSE_S = (0.002, 0.5)  # first and longest pause between two polls of a rank that waits
+_LOGGED_WAIT_S = 0.1
+_JOIN_TIMEOUT_S = 10.0  # how long a run that fails waits for its own thread
 
 
 class _Work:
@@ -75,14 +75,14 @@ class _Work:
         return self.is_done and self._error is not None
 
     def cancel(self) -> None:
-        """Let it fail at the next block that it writes."""
+        """Cancel the call: it fails at the next block that it writes."""
         self._cancelled.set()
 
     def join(self, seconds: float | None = None) -> None:
         self._thread.join(seconds)
 
     def part(self) -> Any:
-        """Return the result, or None if it was cancelled: somebody else has the error to tell."""
+        """Return the result, or None if it was cancelled: another rank reports the error."""
         try:
             return self.result()
         except OSError as error:
@@ -106,8 +106,8 @@ class _Flight:
         self.is_writing = True  # else rank 0 puts the checkpoint in place
 
 
-class _Wanted(NamedTuple):
-    """Host memory that one rank asks for, and what its host has left, where that is known."""
+class _MemoryRequest(NamedTuple):
+    """Host memory that one rank needs, and the free memory of its host, if known."""
 
     host: str
     bytes: int
@@ -117,14 +117,14 @@ class _Wanted(NamedTuple):
 class BackgroundSaves:
     """The saves of one run; make one on every rank, and call each method on all ranks together.
 
-    A context manager: leaving it by an error gives a save under way up, which leaves the former
-    checkpoint. Otherwise `wait` has to be called before.
+    A context manager: leaving it by an error abandons a save under way, and the former checkpoint
+    stays. Otherwise `wait` has to be called before.
     """
 
     def __init__(self, ctx: ParallelContext) -> None:
         self._ctx, self._memory = ctx, HostMemory()
         self._flight: _Flight | None = None
-        self._making: _Work | None = None  # memory, while a thread asks the system for it
+        self._making: _Work | None = None  # memory, while a thread allocates it
 
     def __enter__(self) -> "BackgroundSaves":
         return self
@@ -138,7 +138,7 @@ class BackgroundSaves:
         flight, self._flight = self._flight, None
         if self._making is not None:
             self._making.cancel()
-            self._making.join(_LEAVE_S)
+            self._making.join(_JOIN_TIMEOUT_S)
         if flight is None:
             return
         if flight.is_writing:
@@ -147,33 +147,33 @@ class BackgroundSaves:
                 "given up; the one before it stays"
             )
             flight.work.cancel()
-        flight.work.join(_LEAVE_S)  # putting it in place takes moments
+        flight.work.join(_JOIN_TIMEOUT_S)  # putting it in place takes moments
 
     def reserve(self, tensors: Iterable[ShardedTensor]) -> None:
-        """Begin to make the host memory that saves of such `tensors` are copied to.
+        """Begin to allocate the host memory that saves of such `tensors` are copied to.
 
-        A thread goes on with it, and the first `start` waits until it is there. Without this call
-        the first save makes it.
+        A thread allocates it, and the first `start` waits for it. Without this call the first save
+        allocates it.
 
         Raises:
-            ConfigError: the ranks of a host want more than it has left. The same on every rank.
-            CheckpointError: ranks do not fit together. The same on every rank.
+            ConfigError: the ranks of a host need more than it has free. The same on every rank.
+            CheckpointError: ranks disagree about the tensors. The same on every rank.
         """
         ctx = self._ctx
         share = share_of(Snapshot(tuple(tensors), progress={}, config={}), ctx=ctx)
         size = copied_bytes(share)
         doing = "looking for the host memory that --async-save needs"
 
-        def look() -> _Wanted:
-            return _Wanted(this_host(), memory_taken(size), available_memory_bytes())
+        def request() -> _MemoryRequest:
+            return _MemoryRequest(this_host(), memory_taken(size), available_memory_bytes())
 
-        wanted = run_on_all_ranks(ctx, doing, look)
+        wanted = run_on_all_ranks(ctx, doing, request)
         run_on_all_ranks(ctx, doing, lambda: _require_memory(wanted, ctx.rank))
         self._memory.threads = threads_of_this_rank([one.host for one in wanted], ctx.rank)
         self._making = _Work(lambda: self._memory.make_room(size))
 
     def wait_for_memory(self) -> None:
-        """Return when the memory that `reserve` asked for is there; does not communicate.
+        """Wait until the memory of `reserve` is allocated; does not communicate.
 
         Raises:
             MachineError: the system refuses it.
@@ -192,16 +192,16 @@ class BackgroundSaves:
     ) -> None:
         """Copy `snapshot` to host memory and begin to write it as the checkpoint of `iteration`.
 
-        Waits for the save before, if that is still under way, which is said.
+        Waits for the previous save, if that is still under way, and logs the wait.
 
         Raises:
-            CheckpointError: the save before has failed, or this one cannot begin.
+            CheckpointError: the previous save has failed, or this one cannot begin.
         """
         started = time.monotonic()
         if self._flight is not None:
             before = self._flight.stage.iteration
             self.wait()
-            if (seconds := time.monotonic() - started) >= _WORTH_SAYING_S:
+            if (seconds := time.monotonic() - started) >= _LOGGED_WAIT_S:
                 log.warning(
                     f"the checkpoint of iteration {before} was not written when that of iteration "
                     f"{iteration} was due: training stood still for {seconds:.1f} s"
@@ -220,21 +220,21 @@ class BackgroundSaves:
             share = sharded.share(snapshot, stage.plan, rank=ctx.rank)
             return self._memory.copy_of(share)
 
-        mine: list[Snapshot] = []
+        copies: list[Snapshot] = []
         try:
-            run_on_all_ranks(ctx, "copying the state to host memory", lambda: mine.append(take()))
+            run_on_all_ranks(ctx, "copying the state to host memory", lambda: copies.append(take()))
         except MegatronError:
             run_on_rank0(ctx, "removing what was written", stage.discard)
             raise
-        work = _Work(lambda: stage.write(mine[0], ctx.rank))
-        self._flight = _Flight(stage, mine[0], work, time.monotonic() - started)
+        work = _Work(lambda: stage.write(copies[0], ctx.rank))
+        self._flight = _Flight(stage, copies[0], work, time.monotonic() - started)
 
     def poll(self) -> Saved | None:
-        """Go on with the save under way, without waiting; what it became once it is complete.
+        """Continue the save under way, without waiting; return its result once it is complete.
 
         Raises:
-            CheckpointError: it has failed on some rank. Nothing of it is left, unless the message
-                says so, and the former checkpoint is as it was.
+            CheckpointError: it has failed on some rank. Its files are removed, unless the message
+                says otherwise, and the former checkpoint is unchanged.
         """
         flight = self._flight
         if flight is None:  # on all ranks, since all begin and end a save together
@@ -259,8 +259,8 @@ class BackgroundSaves:
         return saved
 
     def wait(self) -> Saved | None:
-        """Return when no save is under way: what the last one became. Raises as `poll` does."""
-        pause, longest = _LOOK_S
+        """Wait until no save is under way; return the last one's result. Raises as `poll` does."""
+        pause, longest = _POLL_PAUSE_S
         saved = None
         while (flight := self._flight) is not None and saved is None:
             began = time.monotonic()
@@ -270,13 +270,13 @@ class BackgroundSaves:
             saved = self.poll()
         return saved
 
-    def _agree(self, *said: bool) -> list[bool]:
-        """Return what is true on all ranks."""
-        votes = torch.tensor([float(one) for one in said], device=device.current())
+    def _agree(self, *values: bool) -> list[bool]:
+        """Return which of `values` are true on all ranks."""
+        votes = torch.tensor([float(one) for one in values], device=device.current())
         return [bool(one) for one in all_reduce(votes, self._ctx.world, op="min").tolist()]
 
     def _put_in_place(self, flight: _Flight) -> None:
-        """All have written, or one has failed: agree on which; then rank 0 goes on."""
+        """Agree whether all ranks have written or one has failed; then rank 0 commits."""
         stage, snapshot, ctx = flight.stage, flight.snapshot, self._ctx
         try:
             parts: list[WrittenPart] = run_on_all_ranks(
@@ -309,13 +309,13 @@ class BackgroundSaves:
         return saved
 
 
-def _require_memory(wanted: list[_Wanted], rank: int) -> None:
-    here = [one for one in wanted if one.host == wanted[rank].host]
-    needed = sum(one.bytes for one in here)
-    free = min((one.free for one in here if one.free is not None), default=None)
+def _require_memory(wanted: list[_MemoryRequest], rank: int) -> None:
+    of_host = [one for one in wanted if one.host == wanted[rank].host]
+    needed = sum(one.bytes for one in of_host)
+    free = min((one.free for one in of_host if one.free is not None), default=None)
     if free is not None and needed > free:
         raise ConfigError(
             "the host has no memory for the copy of the state that --async-save writes from",
-            found=f"{needed:,} bytes wanted by {len(here)} of its ranks, {free:,} free",
+            found=f"{needed:,} bytes wanted by {len(of_host)} of its ranks, {free:,} free",
             fix="drop --async-save, or spread the run over more hosts",
         )

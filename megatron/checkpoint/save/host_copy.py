@@ -1,8 +1,8 @@
-"""A copy of what a rank will write, in host memory that one save hands on to the next.
+"""A copy of the data that a rank will write, in host memory that saves reuse.
 
-Pinned where a GPU copies into it. The copy is taken at once, so that training may go on; only one
-copy exists at a time, and whoever writes it must be done before the next is taken. Memory that is
-new costs many times what a copy does, so it is made, and touched, before the first copy.
+Pinned where a GPU copies into it. The copy is made at once, so that training may continue; only one
+copy exists at a time, and it must be written before the next is made. Allocating memory takes many
+times longer than a copy, so it is allocated, and touched, before the first copy.
 """
 
 import contextlib
@@ -22,25 +22,26 @@ from megatron.checkpoint.sharded import GeneratorStates, ShardPart, Snapshot
 from megatron.errors import MachineError
 
 _ALIGNMENT = 64  # bytes; of any element type
-_BLOCK_BYTES = 4 << 20  # of one copy by a thread; less is not worth one
-_TOUCH_BYTES = 256 << 20  # between two looks whether the memory is still wanted
+_BLOCK_BYTES = 4 << 20  # of one copy by a thread; a smaller one needs no thread
+_TOUCH_BYTES = 256 << 20  # between two checks whether the memory is still needed
 
 
 def copied_bytes(snapshot: Snapshot) -> int:
-    """Return bytes of memory that a copy of `snapshot` takes."""
+    """Return the bytes of memory that a copy of `snapshot` takes."""
     return sum(_padded(part.view) for tensor in snapshot.tensors for part in tensor.parts)
 
 
 def memory_taken(size: int) -> int:
-    """Return bytes that `make_room(size)` takes of the host: torch rounds pinned memory to
-    powers of 2.
+    """Return the bytes of host memory that `make_room(size)` takes.
+
+    torch rounds pinned memory up to powers of 2.
     """
     is_pinned = device.current().type == "cuda"
     return 1 << (size - 1).bit_length() if is_pinned and size else size
 
 
 class HostMemory:
-    """Memory of the host for one copy, kept between copies and only ever made larger.
+    """Host memory for one copy, reused between copies and never made smaller.
 
     `threads` copy at the same time where the values are in host memory too.
     """
@@ -50,15 +51,15 @@ class HostMemory:
         self.threads = 1
 
     def make_room(self, size: int) -> None:
-        """Have memory for a copy of `size` bytes, every page of it given by the system.
+        """Allocate memory for a copy of `size` bytes, and touch every page of it.
 
         Raises:
             MachineError: the system refuses it.
-            OSError: ECANCELED, when it is no longer wanted.
+            OSError: ECANCELED, when it is no longer needed.
         """
         if self._bytes.numel() >= size:
             return
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # the old memory goes first
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
         try:
             if device.current().type == "cuda":
                 self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -74,7 +75,7 @@ class HostMemory:
             ) from error
 
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the same snapshot, with values that only it holds; complete on return."""
+        """Return a copy of the snapshot with values in its own memory; complete on return."""
         self.make_room(copied_bytes(snapshot))
         at, tensors = 0, []
         with _Copies(self.threads) as copies:
@@ -101,7 +102,7 @@ class HostMemory:
 
 
 class _Copies:
-    """Copies under way, in threads where that is worth it; leaving the `with` block ends them."""
+    """Copies under way, in threads if they are large; leaving the `with` block waits for them."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "checkpoint") if threads > 1 else None
@@ -117,7 +118,7 @@ class _Copies:
             copied.result()
 
     def take(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` into `target`, of the same shape; it may still go on when this returns."""
+        """Start to copy `source` into `target`, of the same shape; may return before the end."""
         size = target.element_size() * target.numel()
         if self._pool is None or source.device.type != "cpu" or size < _BLOCK_BYTES:
             target.copy_(source, non_blocking=True)
@@ -129,7 +130,7 @@ class _Copies:
 
 
 def _touched(size: int) -> Tensor:
-    """New memory, in large pages where the system has them: those are given many times faster."""
+    """Allocate memory, in large pages if possible: the system provides them many times faster."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,8 +1,8 @@
-"""The steps of a save, and a save that takes them one after the other while the training waits.
+"""The steps of a save, and a save that runs them in order while the training waits.
 
 Agree on the plan and the room, write to a stage, agree, manifest, rename, tracker, retention. A
 failure on any rank is the same CheckpointError on all, removes the stage and leaves the former
-checkpoint as it was. `background` takes the same steps beside the training.
+checkpoint as it was. `background` runs the same steps in the background.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class Saved(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What must be equal on all ranks before they write one checkpoint."""
+    """Facts that must be equal on all ranks before they write one checkpoint."""
 
     iteration: int
     progress: str
@@ -76,7 +76,7 @@ class StagedSave:
 
     plan: SharedPlan
     folder: Place
-    directory: Place  # where the files go before they are a checkpoint
+    directory: Place  # the folder of the files before the commit
     iteration: int
     layout: GridLayout
     retention: Retention
@@ -85,7 +85,7 @@ class StagedSave:
     def write(self, snapshot: Snapshot, rank: int) -> WrittenPart:
         """Write the part of `rank` durably.
 
-        Where an older checkpoint may be deleted because of this one, the part is read back too.
+        If an older checkpoint may be deleted because of this one, the part is read back too.
         """
         on_disk = isinstance(self.directory, Path)
         if on_disk and not self.directory.is_dir():
@@ -102,7 +102,7 @@ class StagedSave:
     def describe(self, snapshot: Snapshot, parts: Sequence[WrittenPart]) -> Manifest:
         """Check on rank 0 that every file exists with its expected size, then write the manifest.
 
-        In an object store it is a checkpoint from here on.
+        In an object store this commits the checkpoint.
         """
         content = self._manifest(snapshot, parts)
         damages = verify.wrong_sizes(self.directory, content, content.files)
@@ -131,7 +131,7 @@ class StagedSave:
             ) from error
 
     def retire(self) -> tuple[int, ...]:
-        """Return as the function of this name."""
+        """Delete older checkpoints; see the function of this name."""
         return retire(self.folder, self.retention, newest=self.iteration)
 
     def discard(self) -> None:
@@ -139,7 +139,7 @@ class StagedSave:
         folders.remove(self.directory)
 
     def saved(self, directory: Place, size: int, retired: tuple[int, ...]) -> Saved:
-        """Return what to tell of it once all steps are taken."""
+        """Return the record of the finished save."""
         seconds = time.monotonic() - self.started
         return Saved(self.iteration, directory, size, seconds, seconds, retired)
 
@@ -167,7 +167,7 @@ def manifest_of(
     layout: GridLayout,
     tensors: Mapping[str, SavedTensor],
 ) -> Manifest:
-    """Return the manifest of what all ranks have written; `parts` are in rank order."""
+    """Return the manifest of the files of all ranks; `parts` are in rank order."""
     return Manifest(
         iteration=iteration,
         layout=layout,
@@ -229,10 +229,10 @@ def save(
 
 
 def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
-    """Return what this rank would write of such a snapshot; all ranks call this together.
+    """Return the part of such a snapshot that this rank would write; all ranks call this together.
 
     Raises:
-        CheckpointError: ranks do not fit together. The same on every rank.
+        CheckpointError: ranks disagree about the tensors. The same on every rank.
     """
     offers = run_on_all_ranks(
         ctx, "describing what will be saved", lambda: sharded.describe(snapshot)
@@ -241,14 +241,14 @@ def share_of(snapshot: Snapshot, *, ctx: ParallelContext) -> Snapshot:
 
 
 def writing(iteration: int) -> str:
-    """Return what ranks are doing that write their parts, for messages."""
+    """Return the description of the write step, for messages."""
     return f"writing the checkpoint of iteration {iteration}"
 
 
 def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ...]:
     """Delete what the checkpoint of `newest` makes redundant.
 
-    That one is safe by now, so trouble with the old ones is only said.
+    That one is already safe, so failures to delete others are only logged.
     """
     if retention.last is None:
         return ()
@@ -273,7 +273,7 @@ def prepare(
     ctx: ParallelContext,
     retention: Retention = KEEP_ALL,
 ) -> StagedSave:
-    """Agree on who writes what, and make room for it; all ranks call this together.
+    """Agree on which rank writes what, and reserve space; all ranks call this together.
 
     Raises:
         CheckpointError: the same on every rank; nothing is left behind.
@@ -284,16 +284,16 @@ def prepare(
     needed = sum(part.bytes for part in plan.ranks) + pieces + _ROOM_BYTES
     where: list[Place] = []
 
-    def look() -> None:
+    def locate() -> None:
         where.append(store.place(folder))
 
     def make() -> folders.StageName:
-        there = where[0]
-        folders.begin(there)
-        folders.require_space(there, needed)
-        return folders.stage_name(folders.make_stage(there, iteration))
+        root = where[0]
+        folders.begin(root)
+        folders.require_space(root, needed)
+        return folders.stage_name(folders.make_stage(root, iteration))
 
-    run_on_all_ranks(ctx, "looking for the folder to save in", look)
+    run_on_all_ranks(ctx, "looking for the folder to save in", locate)
     stage = run_on_rank0(ctx, "making room for the checkpoint", make)
     topology = ctx.topology
     return StagedSave(

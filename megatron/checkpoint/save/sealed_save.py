@@ -1,8 +1,7 @@
 """The end of a save in another framework's layout: random states, the seal, rename, retention.
 
-`formats.megatron.save` and `formats.deepspeed.save` say how the files are written and named; from
-there on both go the way of our own format. One verdict of all ranks, nothing half-made, the tracker
-last.
+`formats.megatron.save` and `formats.deepspeed.save` write and name the files; the remaining steps
+are those of our own format: all ranks agree, one rename commits, the tracker comes last.
 """
 
 import time
@@ -25,7 +24,7 @@ from megatron.mpu.context import ParallelContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedSave:
-    """A save that has its stage; `started` is by the monotonic clock."""
+    """A save with its stage; `started` is by the monotonic clock."""
 
     ctx: ParallelContext
     stage: Path
@@ -39,14 +38,14 @@ class SealedSave:
         write: Callable[[], Mapping[str, FileRecord]],
         *,
         commit: Callable[[], Path],
-        look: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> Saved:
         """Write, seal and commit, by all ranks together.
 
         Args:
             write: writes this rank's files into the stage; their records by name.
             commit: makes the stage a checkpoint and names it in the trackers (rank 0).
-            look: raises if what all have written is not what it should be (rank 0).
+            check: checks the files of all ranks and raises if they are wrong (rank 0).
 
         Raises:
             CheckpointError: the same on every rank; nothing of the stage is left.
@@ -59,9 +58,9 @@ class SealedSave:
                 parts,
                 iteration=self.iteration,
                 layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
-                tensors={},  # the other framework's files say where they are
+                tensors={},  # the other framework's files define their pieces
             )
-            run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, look))
+            run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, check))
         except MegatronError:  # the same on all ranks, so none is still writing
             run_on_rank0(ctx, "removing what was written", lambda: folders.remove(stage))
             raise
@@ -77,7 +76,7 @@ class SealedSave:
     def write_part(self, files: Mapping[str, FileRecord]) -> WrittenPart:
         """Add this rank's random states to the `files` that it has written.
 
-        Where an older checkpoint may be deleted because of this one, all of them are read back.
+        If an older checkpoint may be deleted because of this one, all of them are read back.
         """
         made, generators, states = dict(files), None, self.snapshot.generators
         if states is not None:
@@ -87,10 +86,10 @@ class SealedSave:
             verify.read_back(self.stage, made)
         return WrittenPart(made, {}, generators)
 
-    def put(self, content: Manifest, look: Callable[[], None]) -> None:
-        """Check on rank 0 that every file has its size and `look` accepts them, then seal them."""
+    def put(self, content: Manifest, check: Callable[[], None]) -> None:
+        """Check on rank 0 that every file has its size and `check` accepts them, then seal them."""
         seal.check_lengths(self.stage, content)
-        look()
+        check()
         text = manifest.encode(content)
         manifest.decode(text, self.stage / SEAL)
         durable.write_file(self.stage / SEAL, text)

@@ -1,8 +1,8 @@
-"""Do the flags and DeepSpeed's JSON say the same? Key by key, and all contradictions at once.
+"""Compares the flags and DeepSpeed's JSON key by key, and reports all contradictions at once.
 
 A key that the JSON leaves out, or leaves open with "auto", follows the flags. In the other
-direction `flags_from_json` gives what the JSON says as values for flags that a command line does
-not give. What is left over are two words about one number, and that is an error.
+direction `flags_from_json` returns values of the JSON for flags that a command line does not give.
+Two different values for one setting are an error.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class ImpliedValue(NamedTuple):
 def agreement_problems(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> Iterator[ConfigError]:
-    """Yield everything wrong between the flags and the JSON; both values are named each time.
+    """Yield every contradiction between the flags and the JSON, with both values.
 
     Args:
         user: what `read_json` returned.
@@ -53,8 +53,8 @@ def agreement_problems(
     where = config.engine.deepspeed_config or "the JSON"
     wrong = list(_wrong_values(user, KEYS, where))
     yield from wrong
-    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
-    for path, (value, flags) in said.items():
+    implied = values_from_flags(config, user, data_parallel_size=data_parallel_size)
+    for path, (value, flags) in implied.items():
         given = value_at(user, path)
         if given is None or any(path in str(error.found) for error in wrong):
             continue
@@ -82,18 +82,18 @@ def stage_of(config: RunConfig, user: JsonObject) -> int:
 def values_from_flags(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, ImpliedValue]:
-    """Return what the flags say, by the path of the key of the JSON that means the same."""
-    said = _batch_values(config, data_parallel_size) | _precision_values(config)
-    said["gradient_clipping"] = ImpliedValue(
+    """Return the values that flags imply, by the path of the equivalent key of the JSON."""
+    implied = _batch_values(config, data_parallel_size) | _precision_values(config)
+    implied["gradient_clipping"] = ImpliedValue(
         float(config.optimizer.clip_grad), f"--clip-grad {config.optimizer.clip_grad}"
     )
-    return said | _memory_values(config) | _engine_values(config, user)
+    return implied | _memory_values(config) | _engine_values(config, user)
 
 
 def flags_from_json(user: JsonObject, typed: Mapping[str, object]) -> dict[str, object]:
-    """Values for the flags that are not in `typed`, from what the JSON says; by field name.
+    """Return values of the JSON for the flags that are not in `typed`, by field name.
 
-    What is of the wrong kind is left to `agreement_problems`.
+    `agreement_problems` reports values of the wrong kind.
     """
     found: dict[str, object] = {}
     if not any(name.startswith("curriculum_") for name in typed):
@@ -140,44 +140,44 @@ def _tensorboard_folder(user: JsonObject) -> str:
 
 def _batch_values(config: RunConfig, replicas: int) -> dict[str, ImpliedValue]:
     training = config.training
-    micro, whole = training.micro_batch_size, training.global_batch_size
-    size = whole or micro * replicas
+    micro, global_size = training.micro_batch_size, training.global_batch_size
+    size = global_size or micro * replicas
     spelled = f"--micro-batch-size {micro} on {replicas} data-parallel ranks"
-    if whole is not None:
-        spelled = f"--global-batch-size {whole}, {spelled}"
+    if global_size is not None:
+        spelled = f"--global-batch-size {global_size}, {spelled}"
     steps, left = divmod(size, micro * replicas)
-    said = {
+    implied = {
         "train_batch_size": ImpliedValue(size, spelled),
         "train_micro_batch_size_per_gpu": ImpliedValue(micro, f"--micro-batch-size {micro}"),
     }
-    if not left:  # else the batch does not divide, which a check of its own says
-        said["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
-    return said
+    if not left:  # else the batch does not divide, which another check reports
+        implied["gradient_accumulation_steps"] = ImpliedValue(steps, spelled)
+    return implied
 
 
 def _precision_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     chosen = flags.precision
-    asked = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
-    said = {
-        "fp16.enabled": ImpliedValue(chosen is Precision.FP16, asked),
-        "bf16.enabled": ImpliedValue(chosen is Precision.BF16, asked),
+    flag = f"--{chosen.name.lower()}" if chosen is not Precision.FP32 else "no --fp16 or --bf16"
+    implied = {
+        "fp16.enabled": ImpliedValue(chosen is Precision.FP16, flag),
+        "bf16.enabled": ImpliedValue(chosen is Precision.BF16, flag),
     }
     if chosen is Precision.FP16:
-        said |= _scale_values(config)
+        implied |= _scale_values(config)
     if chosen in _WORDS:
-        said["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], asked)
+        implied["data_types.param_dtype"] = ImpliedValue(_WORDS[chosen], flag)
         wide = "" if flags.accumulate_allreduce_grads_in_fp32 else "no-"
-        spelled = f"{asked}, --{wide}accumulate-allreduce-grads-in-fp32"
+        spelled = f"{flag}, --{wide}accumulate-allreduce-grads-in-fp32"
         for path in ("communication_data_type", "data_types.grad_accum_dtype"):
-            said[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
-    return said
+            implied[path] = ImpliedValue(_WORDS[flags.gradient_precision], spelled)
+    return implied
 
 
 def _scale_values(config: RunConfig) -> dict[str, ImpliedValue]:
     flags = config.precision
     fixed = flags.loss_scale
-    said = {
+    implied = {
         "fp16.loss_scale": ImpliedValue(
             0.0 if fixed is None else fixed,
             "no --loss-scale" if fixed is None else f"--loss-scale {fixed}",
@@ -190,11 +190,11 @@ def _scale_values(config: RunConfig) -> dict[str, ImpliedValue]:
     power = math.log2(flags.initial_loss_scale)
     if power.is_integer():
         spelled = f"--initial-loss-scale {flags.initial_loss_scale:g}"
-        said["fp16.initial_scale_power"] = ImpliedValue(int(power), spelled)
+        implied["fp16.initial_scale_power"] = ImpliedValue(int(power), spelled)
     if flags.min_loss_scale.is_integer():
         spelled = f"--min-loss-scale {flags.min_loss_scale:g}"
-        said["fp16.min_loss_scale"] = ImpliedValue(int(flags.min_loss_scale), spelled)
-    return said
+        implied["fp16.min_loss_scale"] = ImpliedValue(int(flags.min_loss_scale), spelled)
+    return implied
 
 
 def _memory_values(config: RunConfig) -> dict[str, ImpliedValue]:
@@ -219,40 +219,40 @@ def _memory_values(config: RunConfig) -> dict[str, ImpliedValue]:
 
 def _engine_values(config: RunConfig, user: JsonObject) -> dict[str, ImpliedValue]:
     engine, stages = config.engine, config.parallel.pipeline_model_parallel_size
-    said = {"pipeline.stages": ImpliedValue(stages, f"--pipeline-model-parallel-size {stages}")}
+    implied = {"pipeline.stages": ImpliedValue(stages, f"--pipeline-model-parallel-size {stages}")}
     zero = "zero_optimization"
     if engine.zero_stage is not None:
         stage = engine.zero_stage.value
-        said[f"{zero}.stage"] = ImpliedValue(int(stage), f"--zero-stage {stage}")
+        implied[f"{zero}.stage"] = ImpliedValue(int(stage), f"--zero-stage {stage}")
     if engine.zero_reduce_scatter:
-        said[f"{zero}.reduce_scatter"] = ImpliedValue(True, "--zero-reduce-scatter")
+        implied[f"{zero}.reduce_scatter"] = ImpliedValue(True, "--zero-reduce-scatter")
     if engine.zero_contigious_gradients:
-        said[f"{zero}.contiguous_gradients"] = ImpliedValue(True, "--zero-contigious-gradients")
+        implied[f"{zero}.contiguous_gradients"] = ImpliedValue(True, "--zero-contigious-gradients")
     for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):
         size = getattr(engine, name)
         if size is not None:
             key = name.removeprefix("zero_")
-            said[f"{zero}.{key}"] = ImpliedValue(size, f"{flag_name(name)} {size}")
+            implied[f"{zero}.{key}"] = ImpliedValue(size, f"{flag_name(name)} {size}")
     if engine.remote_device is not None:
         device = engine.remote_device.value
-        said[f"{zero}.offload_param.device"] = ImpliedValue(device, f"--remote-device {device}")
+        implied[f"{zero}.offload_param.device"] = ImpliedValue(device, f"--remote-device {device}")
     if engine.cpu_optimizer:
-        said[f"{zero}.offload_optimizer.device"] = ImpliedValue(
+        implied[f"{zero}.offload_optimizer.device"] = ImpliedValue(
             RemoteDevice.CPU.value, "--cpu-optimizer"
         )
     if engine.use_pin_memory:
         for name in ("offload_param", "offload_optimizer"):
-            said[f"{zero}.{name}.pin_memory"] = ImpliedValue(True, "--use-pin-memory")
+            implied[f"{zero}.{name}.pin_memory"] = ImpliedValue(True, "--use-pin-memory")
     if engine.pp_partition_method is not None:
         method = engine.pp_partition_method
-        said["pipeline.partition"] = ImpliedValue(method, f"--pp-partition-method {method}")
-    return said
+        implied["pipeline.partition"] = ImpliedValue(method, f"--pp-partition-method {method}")
+    return implied
 
 
 def _wrong_values(
     user: JsonObject, tree: Tree, where: str, prefix: str = ""
 ) -> Iterator[ConfigError]:
-    """Values of the wrong kind, values that cannot be, and features that are not here."""
+    """Yield errors for values of the wrong kind, fixed values that differ, and missing features."""
     for key, value in user.items():
         rule, path = tree.get(key), prefix + key
         if value is None or value == "auto" or isinstance(rule, DroppedKey):
@@ -260,7 +260,7 @@ def _wrong_values(
         if rule is None:
             near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
             yield ConfigError(
-                "DeepSpeed knows no such key",
+                "DeepSpeed has no such key",
                 found=f"{path} in {where}",
                 fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
             )
@@ -276,13 +276,13 @@ def _wrong_values(
                 yield _wrong_kind(path, value, where, str(wanted))
         elif isinstance(rule, FixedKey) and value != rule.value:
             yield ConfigError(
-                "DeepSpeed's JSON asks for what a run here cannot be",
+                "DeepSpeed's JSON has a value that is not possible here",
                 found=f"{path} {_json(value)} in {where}",
                 fix=f"leave it out, or make it {_json(rule.value)}: {rule.because}",
             )
         elif isinstance(rule, UnsupportedKey) and not _is_off(value):
             yield ConfigError(
-                "DeepSpeed's JSON asks for a feature that is not here",
+                "DeepSpeed's JSON turns on a feature that is not here",
                 found=f"{path} in {where}: {rule.feature}",
                 fix=rule.instead,
             )
@@ -301,7 +301,7 @@ def _is_off(value: JsonValue) -> bool:
     if isinstance(value, Mapping):
         switches = [value[key] for key in _SWITCHES if key in value]
         return not value or (bool(switches) and not any(switches))
-    return not value or (value in (1, -1) and not _is_bool(value))  # sizes of nothing
+    return not value or (value in (1, -1) and not _is_bool(value))  # zero sizes
 
 
 def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -330,11 +330,11 @@ def _precision_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 def _offload_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
     stage = stage_of(config, user)
-    said = _engine_values(config, user)
+    implied = _engine_values(config, user)
     for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
         path = f"zero_optimization.{name}"
         given = value_at(user, f"{path}.device")
-        flag = said.get(f"{path}.device")
+        flag = implied.get(f"{path}.device")
         device = given if flag is None else flag.value
         if device in (None, RemoteDevice.NONE):
             continue

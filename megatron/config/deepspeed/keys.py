@@ -1,8 +1,8 @@
-"""Every key of DeepSpeed's JSON, with what becomes of it here; DeepSpeed 0.19.
+"""Every key of DeepSpeed's JSON, with its treatment here; DeepSpeed 0.19.
 
-A key that is not in `KEYS` is an error. No default of DeepSpeed's is left in force for a key that
-affects numbers: `Free` writes ours, `Only` the one value that a run can have. A test compares these
-tables with what the installed DeepSpeed asks for.
+A key that is not in `KEYS` is an error. For keys that affect numbers no default of DeepSpeed's is
+used: `FreeKey` writes ours, `FixedKey` the only possible value. A test compares these tables with
+the keys that the installed DeepSpeed reads.
 """
 
 from collections.abc import Mapping
@@ -15,44 +15,42 @@ Kind = type | tuple[str, ...]  # bool, int, float, str, list, dict, or the words
 
 
 class FreeKey(NamedTuple):
-    """The user may choose; without a word of theirs DeepSpeed gets `default`."""
+    """The user may choose; if left open DeepSpeed gets `default`."""
 
     default: JsonValue
     kind: Kind | None = None  # None: that of the default
 
 
 class FixedKey(NamedTuple):
-    """There is one value; another one in the JSON is refused, with the reason."""
+    """Only one value is possible; another one in the JSON is refused, with the reason."""
 
     value: JsonValue
     because: str
 
 
 class DroppedKey(NamedTuple):
-    """Accepted and not handed on to DeepSpeed; the reason is logged."""
+    """Accepted and not passed on to DeepSpeed; the reason is logged."""
 
     because: str
-    instead: JsonValue = (
-        None  # what DeepSpeed gets, where leaving the key out would not be the same
-    )
+    instead: JsonValue = None  # the value that DeepSpeed gets, if omitting the key would differ
 
 
 class UnsupportedKey(NamedTuple):
-    """A feature that is not here: accepted where it is turned off."""
+    """An unsupported feature: accepted if it is turned off."""
 
     feature: str
     instead: str
     written: JsonObject | None = (
-        None  # what turns it off in DeepSpeed's JSON; None: the key is left out
+        None  # the value that turns it off in DeepSpeed's JSON; None: the key is left out
     )
 
 
 Rule = FreeKey | FixedKey | DroppedKey | UnsupportedKey
 Tree = Mapping[str, "Rule | Tree"]
 
-_OF_NUMBERS = "the numbers of a run would not be those of its flags"
-_LOADS_ANY = "checkpoints of every layout are recognised and loaded by --load"
-_WIDE = "master weights and the optimizer's state are fp32"
+_CHANGES_NUMBERS = "the numbers of a run would not be those of its flags"
+_LOADS_ANY_LAYOUT = "checkpoints of every layout are recognised and loaded by --load"
+_FP32_STATE = "master weights and the optimizer's state are fp32"
 
 _DISABLED: JsonObject = {"enabled": False}
 
@@ -89,7 +87,7 @@ ZERO: Tree = {
     "overlap_comm": FreeKey(False),  # at stage 3 on, as DeepSpeed has it
     "compute_grad_norm": FixedKey(True, "every step reports its gradient norm"),
     "load_from_fp32_weights": FreeKey(True),
-    "elastic_checkpoint": DroppedKey(_LOADS_ANY),
+    "elastic_checkpoint": DroppedKey(_LOADS_ANY_LAYOUT),
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
     "zenflow": UnsupportedKey("ZenFlow, which delays a part of each update", "leave it out"),
@@ -108,9 +106,11 @@ ZERO: Tree = {
     "round_robin_gradients": FreeKey(False),
     "parameter_alignment": FixedKey(False, "the shards are read by name, without gaps"),
     "zero_hpz_partition_size": FixedKey(1, "no groups of the ranks of a node are made for it"),
-    "zero_quantized_weights": FixedKey(False, f"it rounds weights to 8 bits: {_OF_NUMBERS}"),
+    "zero_quantized_weights": FixedKey(False, f"it rounds weights to 8 bits: {_CHANGES_NUMBERS}"),
     "zero_quantized_nontrainable_weights": FixedKey(False, "every weight is trained"),
-    "zero_quantized_gradients": FixedKey(False, f"it rounds gradients to 4 bits: {_OF_NUMBERS}"),
+    "zero_quantized_gradients": FixedKey(
+        False, f"it rounds gradients to 4 bits: {_CHANGES_NUMBERS}"
+    ),
     "memory_efficient_linear": DroppedKey("it would replace torch's linear everywhere", False),
     "pipeline_loading_checkpoint": FreeKey(False),
     "override_module_apply": FreeKey(True),
@@ -144,7 +144,7 @@ KEYS: Tree = {
     ),
     "prescale_gradients": FreeKey(False),
     "gradient_predivide_factor": FreeKey(1.0),
-    "gradient_allreduce_op": FixedKey("mean", f"with sums {_OF_NUMBERS}"),
+    "gradient_allreduce_op": FixedKey("mean", f"with sums {_CHANGES_NUMBERS}"),
     "gradient_clipping": FreeKey(0.0),
     "zero_allow_untested_optimizer": FixedKey(True, "the optimizer is torch's, built by the flags"),
     "zero_force_ds_cpu_optimizer": DroppedKey("CPUAdam is used where it builds", False),
@@ -160,15 +160,15 @@ KEYS: Tree = {
         "hysteresis": FreeKey(2),
         "consecutive_hysteresis": FixedKey(False, "--hysteresis counts as it does natively"),
         "min_loss_scale": FreeKey(1),
-        "fp16_master_weights_and_grads": FixedKey(False, _WIDE),
+        "fp16_master_weights_and_grads": FixedKey(False, _FP32_STATE),
     },
     "bf16": {
         "enabled": FreeKey(False),
         # DeepSpeed's default keeps every bf16 gradient beside its fp32 one: 2 bytes per parameter.
         "immediate_grad_update": FreeKey(True),
         "check_grad_overflow": FixedKey(True, "a gradient that is not finite is never applied"),
-        "bf16_master_weights_and_grads": FixedKey(False, _WIDE),
-        "bf16_optimizer_states": FixedKey(False, _WIDE),
+        "bf16_master_weights_and_grads": FixedKey(False, _FP32_STATE),
+        "bf16_optimizer_states": FixedKey(False, _FP32_STATE),
     },
     "torch_autocast": {
         "enabled": FixedKey(False, "--bf16 and --fp16 choose the precision"),
@@ -182,7 +182,7 @@ KEYS: Tree = {
         "keep_in_fp32_modules": FreeKey("auto", list),
     },
     "zero_optimization": ZERO,
-    "optimizer": {  # compared with the flags, then left out: the optimizer is handed over
+    "optimizer": {  # compared with the flags, then left out: it is passed as an object
         "type": FreeKey(None, str),
         "params": FreeKey(None, dict),
         "legacy_fusion": FreeKey(False),
@@ -218,7 +218,7 @@ KEYS: Tree = {
     },
     "checkpoint": {
         "tag_validation": FreeKey("WARN", ("WARN", "FAIL", "IGNORE")),
-        "load_universal": DroppedKey(_LOADS_ANY, False),
+        "load_universal": DroppedKey(_LOADS_ANY_LAYOUT, False),
         "use_node_local_storage": FixedKey(False, "every rank reads the whole checkpoint's folder"),
         "parallel_write": {"pipeline_stage": FreeKey(False)},
         "checkpoint_serialization": FreeKey(True),
@@ -301,7 +301,7 @@ KEYS: Tree = {
     "gradient_accumulation_dtype": UnsupportedKey(
         "a key of this name", "use data_types.grad_accum_dtype"
     ),
-    # DeepSpeed 0.19 ends with an error where one of these is there at all, even turned off.
+    # DeepSpeed 0.19 raises an error if one of these is present at all, even turned off.
     "amp": UnsupportedKey("Apex AMP, which DeepSpeed has removed", "use --bf16 or --fp16"),
     "nebula": UnsupportedKey("Nebula, which DeepSpeed has removed", "leave it out"),
     "compression_training": UnsupportedKey(
@@ -348,13 +348,12 @@ RENAMED: Mapping[str, str] = {
     ),
 }
 
-# Not part of what DeepSpeed gets, because the program has read it, or hands over an object instead.
+# Keys not passed on to DeepSpeed: the program reads them, or passes an object instead.
 KEPT_BACK = frozenset({"optimizer", "scheduler", "curriculum_learning"})
 
 
 def value_at(user: JsonObject, path: str) -> JsonValue:
-    """Return what a JSON says at `path`, as in "fp16.enabled"; None where it leaves the choice
-    open.
+    """Return the value at `path` of a JSON, such as "fp16.enabled"; None if left open.
 
     Null and "auto" leave it open, like a key that is not there.
     """
@@ -367,10 +366,10 @@ def value_at(user: JsonObject, path: str) -> JsonValue:
 
 
 def as_kind(value: JsonValue, rule: FreeKey) -> JsonValue:
-    """`value` as the kind that a key has: 5e8 as a whole number, "Warn" as the word "WARN".
+    """Return `value` as the kind of a key: 5e8 as a whole number, "Warn" as the word "WARN".
 
     Raises:
-        ValueError: it is of another kind; the message says which is wanted.
+        ValueError: it is of another kind; the message names the expected kind.
     """
     kind = type(rule.default) if rule.kind is None else rule.kind
     if isinstance(kind, tuple):

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON file: read strictly, and completed so that no default of its own is left.
+"""Reads DeepSpeed's JSON file strictly, and completes it so that no default of its own is used.
 
-`deepspeed_plan` is what an engine asks for: the stage, the complete JSON, and what of it concerns
-the program rather than DeepSpeed. Whether file and flags agree is `config.deepspeed.agreement`'s.
+`deepspeed_plan` returns what an engine needs: the stage, the complete JSON, and the settings that
+concern the program rather than DeepSpeed. `config.deepspeed.agreement` compares file and flags.
 """
 
 import difflib
@@ -46,18 +46,18 @@ _OFFLOADS = ("offload_param", "offload_optimizer")
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedPlan:
-    """What a run through DeepSpeed does: the same on every rank, and recorded in checkpoints.
+    """The settings of a run through DeepSpeed, equal on every rank and recorded in checkpoints.
 
     Attributes:
         stage: of ZeRO, 0 to 3.
-        json: what `deepspeed.initialize` gets: complete, without optimizer and scheduler. At stage
-            0 without precision and clipping, which are the business of our own optimizer there.
-        offload_optimizer: where the optimizer's state lies.
+        json: the argument of `deepspeed.initialize`: complete, without optimizer and scheduler. At
+            stage 0 without precision and clipping, which our own optimizer handles there.
+        offload_optimizer: the device of the optimizer's state.
         offload_param: the same of parameters, which only stage 3 can move.
         cpu_adam: offloaded weights may be updated by DeepSpeed's CPUAdam, where it builds.
         partition_method: how the model is cut into pipeline stages; None: as natively.
         curriculum: the block `curriculum_learning`, which the loop follows; None: no such block.
-        remarks: what of the file is not handed on to DeepSpeed, and why; for the log.
+        remarks: what of the file is not passed on to DeepSpeed, and why; for the log.
     """
 
     stage: int
@@ -71,42 +71,42 @@ class DeepSpeedPlan:
 
 
 def deepspeed_plan(config: RunConfig, *, data_parallel_size: int) -> DeepSpeedPlan:
-    """Return what `--deepspeed`, the flags and the file that `--deepspeed_config` names ask for.
+    """Return the plan of `--deepspeed`, the flags and the file of `--deepspeed_config`.
 
     Raises:
-        ConfigError: the file cannot be read, or contradicts the flags; with all that is wrong.
+        ConfigError: the file cannot be read, or contradicts the flags; lists all problems.
     """
     user = user_json(config)
     raise_all(agreement_problems(config, user, data_parallel_size=data_parallel_size))
-    whole = complete_json(config, user, data_parallel_size=data_parallel_size)
-    stage = _stage(whole)
+    complete = complete_json(config, user, data_parallel_size=data_parallel_size)
+    stage = _stage(complete)
     partition = value_at(user, "pipeline.partition")
     assert partition is None or isinstance(partition, str)  # noqa: S101  # invariant: `agreement_problems`
     torch_adam = value_at(user, "optimizer.params.torch_adam")
     curriculum = value_at(user, "curriculum_learning")
     return DeepSpeedPlan(
         stage=stage,
-        json=_handed_on(whole),
-        offload_optimizer=_device(whole, "offload_optimizer"),
-        offload_param=_device(whole, "offload_param"),
+        json=_json_for_deepspeed(complete),
+        offload_optimizer=_device(complete, "offload_optimizer"),
+        offload_param=_device(complete, "offload_param"),
         cpu_adam=not (config.engine.cpu_torch_adam or torch_adam),
         partition_method=config.engine.pp_partition_method or partition,
         curriculum=curriculum if isinstance(curriculum, Mapping) else None,
-        remarks=(*remarks(user), *_remarks_on(stage)),
+        remarks=(*remarks(user), *_stage_remarks(stage)),
     )
 
 
 def user_json(config: RunConfig) -> dict[str, JsonValue]:
-    """Return what the file says that `--deepspeed_config` names; nothing without the flag."""
+    """Return the content of the file of `--deepspeed_config`; empty without the flag."""
     path = config.engine.deepspeed_config
     return {} if path is None else read_json(path)
 
 
 def recorded_json(config: RunConfig, *, data_parallel_size: int) -> dict[str, JsonValue]:
-    """Return what ranks agree on and checkpoints record: the complete JSON, with what is not handed
-    on.
+    """Return the complete JSON that ranks compare and checkpoints record.
 
-    Another run gets the same from it as its file. Empty without --deepspeed.
+    Includes the keys that are not passed on to DeepSpeed: a run that gets it as its file returns
+    the same. Empty without --deepspeed.
     """
     if not config.engine.deepspeed:
         return {}
@@ -119,8 +119,8 @@ def read_json(path: str) -> dict[str, JsonValue]:
     """Return the JSON file as nested dicts, each key by the name that `KEYS` has for it.
 
     Raises:
-        ConfigError: it is not there, not JSON, or has keys that DeepSpeed does not know (which
-            DeepSpeed itself would pass over in silence).
+        ConfigError: it is missing, not JSON, or has unknown keys (which DeepSpeed itself would
+            ignore silently).
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -139,27 +139,26 @@ def read_json(path: str) -> dict[str, JsonValue]:
 def complete_json(
     config: RunConfig, user: JsonObject, *, data_parallel_size: int
 ) -> dict[str, JsonValue]:
-    """Return the complete JSON: every key that affects numbers, whether a user has thought of it or
-    not.
+    """Return the complete JSON: every key that affects numbers, set by the user or not.
 
     Args:
         user: what `read_json` returned, without contradiction to the flags (`agreement_problems`).
     """
-    said = values_from_flags(config, user, data_parallel_size=data_parallel_size)
-    whole = _completed(KEYS, user, said, "")
-    zero, pipeline = (object_at(whole, block) for block in ("zero_optimization", "pipeline"))
+    implied = values_from_flags(config, user, data_parallel_size=data_parallel_size)
+    complete = _completed(KEYS, user, implied, "")
+    zero, pipeline = (object_at(complete, block) for block in ("zero_optimization", "pipeline"))
     if value_at(user, "zero_optimization.overlap_comm") is None:
-        zero["overlap_comm"] = stage_of(config, user) == 3  # as DeepSpeed decides without a word
+        zero["overlap_comm"] = stage_of(config, user) == 3  # the default of DeepSpeed
     for name, size in _BY_WIDTH.items():
         if object_at(user, "zero_optimization").get(name) == "auto":
             zero[name] = size(config.model.hidden_size)
     # Layers are recomputed by this program, which replays its generators.
     pipeline["activation_checkpoint_interval"] = 0
-    return whole | {"zero_optimization": zero, "pipeline": pipeline}
+    return complete | {"zero_optimization": zero, "pipeline": pipeline}
 
 
 def remarks(user: JsonObject) -> Iterator[str]:
-    """Yield what of a user's JSON is not handed on to DeepSpeed, and why, one sentence each."""
+    """Yield what of a user's JSON is not passed on to DeepSpeed, and why, one sentence each."""
     for name in ("optimizer", "scheduler"):
         if user.get(name):
             yield f"{name}: agrees with the flags, which alone decide; not handed to DeepSpeed"
@@ -168,25 +167,25 @@ def remarks(user: JsonObject) -> Iterator[str]:
             yield f"{path}: has no effect here because {rule.because}"
 
 
-def _remarks_on(stage: int) -> tuple[str, ...]:
+def _stage_remarks(stage: int) -> tuple[str, ...]:
     if stage > 0:
         return ()
     return (
         "ZeRO stage 0: the native optimizer updates, clips and scales inside DeepSpeed's engine, "
-        "which is told of neither precision nor clipping",
+        "which gets neither precision nor clipping",
     )
 
 
-def _handed_on(whole: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return what DeepSpeed gets of the complete JSON."""
-    if _stage(whole) > 0:
-        return whole
+def _json_for_deepspeed(complete: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the part of the complete JSON that DeepSpeed gets."""
+    if _stage(complete) > 0:
+        return complete
     own = {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}
-    return whole | {
+    return complete | {
         "gradient_clipping": 0.0,
-        "fp16": object_at(whole, "fp16") | {"enabled": False},
-        "bf16": object_at(whole, "bf16") | {"enabled": False},
-        "data_types": object_at(whole, "data_types") | own,
+        "fp16": object_at(complete, "fp16") | {"enabled": False},
+        "bf16": object_at(complete, "bf16") | {"enabled": False},
+        "data_types": object_at(complete, "data_types") | own,
     }
 
 
@@ -202,7 +201,7 @@ def _device(whole: JsonObject, offload: str) -> RemoteDevice:
 
 
 def _completed(
-    tree: Tree, user: JsonObject, said: Mapping[str, ImpliedValue], prefix: str
+    tree: Tree, user: JsonObject, implied: Mapping[str, ImpliedValue], prefix: str
 ) -> dict[str, JsonValue]:
     out: dict[str, JsonValue] = {}
     for key, rule in tree.items():
@@ -210,11 +209,11 @@ def _completed(
         if path in KEPT_BACK:
             continue
         if isinstance(rule, Mapping):
-            block = _completed(rule, user, said, f"{path}.")
+            block = _completed(rule, user, implied, f"{path}.")
             is_offload_off = key in _OFFLOADS and block["device"] == RemoteDevice.NONE
             out[key] = None if is_offload_off else block
         elif isinstance(rule, FreeKey):
-            given = said[path].value if path in said else value_at(user, path)
+            given = implied[path].value if path in implied else value_at(user, path)
             value = rule.default if given is None else as_kind(given, rule)
             out[key] = list(value) if isinstance(value, tuple) else value
         elif isinstance(rule, FixedKey):
@@ -309,7 +308,7 @@ def _unknown_keys(
         if rule is None:
             near = difflib.get_close_matches(key, tree, n=1, cutoff=0.5)
             yield ConfigError(
-                "DeepSpeed knows no such key",
+                "DeepSpeed has no such key",
                 found=f"{prefix}{key} in {path}",
                 fix=f"did you mean {prefix}{near[0]}?" if near else "leave it out",
             )

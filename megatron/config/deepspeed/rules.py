@@ -1,7 +1,7 @@
-"""The blocks `optimizer` and `scheduler` of DeepSpeed's JSON against the flags that mean the same.
+"""Compares `optimizer` and `scheduler` of DeepSpeed's JSON with the equivalent flags.
 
-Neither block is handed to DeepSpeed: the optimizer is built by the flags, and learning rates come
-from the loop. So what stands here is comparison only, in DeepSpeed's names and units (iterations).
+Neither block is passed on to DeepSpeed: the optimizer is built by the flags, and learning rates
+come from the loop. So this module only compares, in DeepSpeed's names and units (iterations).
 """
 
 import difflib
@@ -16,7 +16,7 @@ from megatron.json_values import JsonObject, JsonValue
 
 
 class _Rule(NamedTuple):
-    """What a parameter of a block has to be, and the flags that say so."""
+    """The required value of a parameter of a block, and the flags that imply it."""
 
     value: JsonValue
     flags: str
@@ -32,12 +32,12 @@ _SCHEDULERS = {
     "WarmupDecayLR": DecayStyle.LINEAR,
     "WarmupCosineLR": DecayStyle.COSINE,
 }
-_ALWAYS = "the update rule that --optimizer names"
-_ANYTHING = frozenset({"torch_adam", "last_batch_iteration"})  # of no consequence for numbers
+_UPDATE_RULE = "the update rule that --optimizer names"
+_IGNORED_PARAMETERS = frozenset({"torch_adam", "last_batch_iteration"})  # without effect on numbers
 
 
 def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """Yield what the block `optimizer` says that the flags do not."""
+    """Yield the contradictions between the block `optimizer` and the flags."""
     kind = value_at(user, "optimizer.type")
     flags = config.optimizer
     if isinstance(kind, str):
@@ -61,11 +61,11 @@ def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Itera
         ),
         "eps": _Rule(flags.adam_eps, f"--adam-eps {flags.adam_eps}"),
         "momentum": _Rule(flags.sgd_momentum, f"--sgd-momentum {flags.sgd_momentum}"),
-        "adam_w_mode": _Rule(True, _ALWAYS),
-        "bias_correction": _Rule(True, _ALWAYS),
-        "amsgrad": _Rule(False, _ALWAYS),
-        "nesterov": _Rule(False, _ALWAYS),
-        "dampening": _Rule(0, _ALWAYS),
+        "adam_w_mode": _Rule(True, _UPDATE_RULE),
+        "bias_correction": _Rule(True, _UPDATE_RULE),
+        "amsgrad": _Rule(False, _UPDATE_RULE),
+        "nesterov": _Rule(False, _UPDATE_RULE),
+        "dampening": _Rule(0, _UPDATE_RULE),
     }
     if config.schedule.weight_decay_incr_style is not WeightDecayStyle.CONSTANT:
         style = config.schedule.weight_decay_incr_style
@@ -74,7 +74,7 @@ def optimizer_problems(config: RunConfig, user: JsonObject, where: str) -> Itera
 
 
 def scheduler_problems(config: RunConfig, user: JsonObject, where: str) -> Iterator[ConfigError]:
-    """Yield what the block `scheduler` says that the flags of the schedule do not."""
+    """Yield the contradictions between the block `scheduler` and the flags of the schedule."""
     kind = value_at(user, "scheduler.type")
     if kind is None:
         return
@@ -142,7 +142,7 @@ def _compared(
         return
     for key, value in given.items():
         path = f"{block}.params.{key}"
-        if value in (None, "auto") or key in _ANYTHING:
+        if value in (None, "auto") or key in _IGNORED_PARAMETERS:
             continue
         if key == "max_grad_norm":
             yield ConfigError(
@@ -162,7 +162,7 @@ def _compared(
 
 
 def _equal(given: JsonValue, value: JsonValue) -> bool:
-    """Equality, of fractions of iterations and ratios up to rounding."""
+    """Return whether values are equal, for fractions of iterations and ratios up to rounding."""
     if isinstance(given, float) and isinstance(value, float):
         return abs(given - value) <= 1e-12 * max(abs(given), abs(value))
     return bool(given == value)

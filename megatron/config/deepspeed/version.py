@@ -1,4 +1,4 @@
-"""Which DeepSpeed the tests run with; what is installed is compared with it without an import."""
+"""The version of DeepSpeed in the tests; compared with the installed one without an import."""
 
 from importlib import metadata
 
@@ -9,7 +9,7 @@ INSTALL = f"python -m pip install --no-build-isolation 'deepspeed=={TESTED}.*'"
 
 
 def version_problem() -> MachineError | None:
-    """Return what is wrong with the DeepSpeed of this machine: missing, too old or too new."""
+    """Return the problem of the installed DeepSpeed: missing, too old or too new; or None."""
     fix = f"{INSTALL}, or leave out --deepspeed: the native engine trains the same models"
     try:
         found = metadata.version("deepspeed")

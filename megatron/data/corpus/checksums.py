@@ -35,7 +35,7 @@ _READ_BYTES = 8 * 2**20
 
 
 class CorpusChecksums(NamedTuple):
-    """What a pair of files was when it was written."""
+    """The checksums of a pair of files when it was written."""
 
     block_bytes: int
     data_bytes: int
@@ -70,7 +70,7 @@ class BlockHasher:
         self._room -= len(view)
 
     def finish(self, index: "IndexHasher") -> CorpusChecksums:
-        """Return the checksums of all that came, together with those of its index."""
+        """Return the checksums of all updates, together with those of its index."""
         if self._room < BLOCK_BYTES:
             self._close_block()
         return CorpusChecksums(
@@ -88,7 +88,7 @@ class BlockHasher:
 
 
 class IndexHasher:
-    """A file to write an index to, of which the digest is known at the end."""
+    """A file to write an index to, which computes its digest."""
 
     def __init__(self, file: "IO[bytes] | None" = None) -> None:
         self._file = file
@@ -96,7 +96,7 @@ class IndexHasher:
         self.total_bytes = 0
 
     def write(self, data: Buffer) -> int:
-        """Write to the file behind, and take note."""
+        """Write to the underlying file, and update the digest."""
         count = len(memoryview(data).cast("B"))
         if self._file is not None:
             self._file.write(data)
@@ -105,7 +105,7 @@ class IndexHasher:
         return count
 
     def digest(self) -> bytes:
-        """xxh3_128 of what was written."""
+        """Return the xxh3_128 of what was written."""
         return self._digest.digest()
 
 
@@ -120,9 +120,7 @@ def write_checksums(path: Path, checksums: CorpusChecksums) -> None:
 
 
 def read_checksums(prefix: str) -> CorpusChecksums | None:
-    """Return the checksums of `prefix`, or None where it has none; raises DataError for
-    damaged ones.
-    """
+    """Return the checksums of `prefix`, or None; raises DataError for damaged ones."""
     path = checksum_file_path(prefix)
     try:
         content = Path(path).read_bytes()
@@ -145,17 +143,16 @@ def read_checksums(prefix: str) -> CorpusChecksums | None:
 
 
 class Digests(NamedTuple):
-    """What names a corpus without reading it, as hex digits."""
+    """Digests that identify a corpus without reading it, as hex digits."""
 
     index_digest: str  # xxh3_128 of .idx
     pair_id: str
 
 
 def recorded_digests(prefix: str) -> Digests | None:
-    """Return the digests that the checksums of `prefix` say, from a few bytes; None where there are
-    none.
+    """Return the digests recorded in the checksums of `prefix`, or None; reads a few bytes.
 
-    Nothing is compared with them here. Raises DataError when the file cannot be read as checksums.
+    Does not compare them with the data. Raises DataError when the file cannot be read as checksums.
     """
     path = checksum_file_path(prefix)
     try:
@@ -173,7 +170,7 @@ def recorded_digests(prefix: str) -> Digests | None:
 
 
 def digest_of_file(path: str) -> str:
-    """xxh3_128 of a whole file, as hex digits; DataError where it cannot be read."""
+    """Return the xxh3_128 of a whole file, as hex digits; DataError if it cannot be read."""
     digest = xxhash.xxh3_128()
     for piece in _pieces(path):
         digest.update(piece)
@@ -199,7 +196,7 @@ def check_index(prefix: str, checksums: CorpusChecksums) -> None:
 def adopt(prefix: str) -> CorpusChecksums:
     """Write `P.sums` for a corpus that has none, from its bytes as they are now.
 
-    Raises DataError where there are checksums: new ones would declare any damage to be right.
+    Raises DataError if there are checksums: new ones would hide any damage.
     """
     path = Path(checksum_file_path(prefix))
     if path.exists():

@@ -1,8 +1,8 @@
-"""The `.idx` file: its layout, and the checks that a reader makes before it trusts one number.
+"""The `.idx` file: its layout, and the checks that a reader makes before it uses a number.
 
 34 bytes of header, then sizes, byte offsets and document borders (docs/data.md). What a reader
-would get wrong: nothing is aligned, so the arrays of a mapped index are unaligned views. Reading
-tokens and writing corpora is left to `indexed_dataset`.
+would get wrong: nothing is aligned, so the arrays of a mapped index are unaligned views.
+`indexed_dataset` reads tokens and writes corpora.
 """
 
 import os
@@ -26,7 +26,7 @@ DTYPE_OF_CODE: dict[int, np.dtype[np.integer]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-_FLOAT_CODES = (6, 7)  # writers disagree whether 7 is float32 or float64; tokens are neither
+_FLOAT_CODES = (6, 7)  # 7 is float32 in some writers and float64 in others; tokens are neither
 
 # The index is read into memory up to this size and mapped above it: reading cannot SIGBUS, but a
 # copy per process of an index of a hundred million items would not fit beside eight ranks.
@@ -34,7 +34,7 @@ _MOST_INDEX_BYTES_READ = 64 * 2**20
 
 
 class Stamp(NamedTuple):
-    """What tells one state of a file from another without reading it."""
+    """The identity of one state of a file, found without reading it."""
 
     device: int
     inode: int
@@ -47,7 +47,7 @@ class Stamp(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What an `.idx` file says, checked."""
+    """The checked content of an `.idx` file."""
 
     dtype: np.dtype[np.integer]
     sizes: npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class Index(NamedTuple):
 
 
 class Writable(Protocol):
-    """What an index can be written to."""
+    """The interface of a file that an index is written to."""
 
     def write(self, data: memoryview | bytes, /) -> object:
         """Take the next bytes."""
@@ -87,7 +87,7 @@ def read_index(path: str) -> Index:
 
 
 def check_index_arrays(path: str, index: Index) -> None:
-    """Raise DataError where the numbers of an index contradict each other; then freeze them."""
+    """Raise DataError if the numbers of an index contradict each other; else freeze them."""
     for array in (index.sizes, index.pointers, index.doc_idx, index.modes):
         if array is not None:
             array.flags.writeable = False
@@ -111,7 +111,7 @@ def write_index(
 def item_starts(
     sizes: npt.NDArray[np.int32], dtype: "np.dtype[np.integer]"
 ) -> npt.NDArray[np.int64]:
-    """Byte at which each item starts in the `.bin`: the exclusive scan of the sizes."""
+    """Return the byte at which each item starts in the `.bin`: the exclusive scan of the sizes."""
     starts = np.zeros(len(sizes), np.int64)
     np.cumsum(sizes[:-1], dtype=np.int64, out=starts[1:])
     starts *= dtype.itemsize
@@ -169,7 +169,7 @@ def _check_header(path: str, header: bytes, stamp: Stamp) -> _Header:
         raise damaged(path, "the corpus holds nothing", expected="at least one item", found=0)
     shapes = [("<i4", num_items), ("<i8", num_items), ("<i8", len_doc_idx)]
     expected = HEADER.size + 12 * num_items + 8 * len_doc_idx
-    if stamp.size_bytes == expected + num_items:  # newer Megatrons say the mode of each item
+    if stamp.size_bytes == expected + num_items:  # newer Megatrons store the mode of each item
         shapes.append(("<i1", num_items))
     elif stamp.size_bytes != expected:
         raise damaged(

@@ -30,9 +30,7 @@ _MOST_SIZE = np.iinfo(np.int32).max
 
 
 def read_any_index(path: str) -> Index:
-    """Return the index at `path`, checked, whichever format its first bytes name; raises
-    DataError.
-    """
+    """Read and check the index at `path`, of either format; raises DataError."""
     with os.fdopen(open_to_read(path), "rb") as file:
         if file.read(len(LEGACY_MAGIC)) != LEGACY_MAGIC:
             return read_index(path)

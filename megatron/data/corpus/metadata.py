@@ -1,7 +1,7 @@
 """The sidecar `P.meta.json`: what an indexed corpus was made from.
 
-The `.bin/.idx` pair says nothing about its tokenizer or about whether an item is a document or a
-sentence; the sidecar does. It is optional: corpora of other tools have none.
+The `.bin/.idx` pair records neither its tokenizer nor whether an item is a document or a sentence;
+the sidecar does. It is optional: corpora of other tools have none.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def read_metadata(prefix: str) -> CorpusMetadata | None:
     version = fields.get("format_version")
     if version != FORMAT_VERSION:
         raise _unreadable(path, f"format_version {version!r}, this program reads {FORMAT_VERSION}")
-    # A sidecar may grow fields: those that are not ours to read are left alone.
+    # A sidecar may have further fields, which are ignored.
     names = [each.name for each in dataclasses.fields(CorpusMetadata)]
     known = [name for name in names if name in fields or name not in _ADDED_LATER]
     wrong = [name for name in known if not _fits(name, fields.get(name, dataclasses.MISSING))]
@@ -110,7 +110,7 @@ def read_metadata(prefix: str) -> CorpusMetadata | None:
 
 
 def digests_of_files(paths: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of each file by its name; of a folder, the files that describe a tokenizer."""
+    """Return the SHA-256 of each file by name; of a folder, of its tokenizer files."""
     digests = {}
     for path in paths:
         inside = sorted(path.iterdir()) if path.is_dir() else []

@@ -1,4 +1,4 @@
-"""The names of a corpus: a prefix `P` stands for `P.bin`, `P.idx` and what lies beside them.
+"""The names of a corpus: a prefix `P` stands for `P.bin`, `P.idx` and the files beside them.
 
 What a reader would get wrong: a prefix may contain dots, so suffixes are appended, never replaced.
 """
@@ -12,35 +12,33 @@ from megatron.errors import DataError
 
 
 def index_file_path(prefix: str) -> str:
-    """Path of the index file of the corpus `prefix`."""
+    """Return the path of the index file of the corpus `prefix`."""
     return prefix + ".idx"
 
 
 def data_file_path(prefix: str) -> str:
-    """Path of the token file of the corpus `prefix`."""
+    """Return the path of the token file of the corpus `prefix`."""
     return prefix + ".bin"
 
 
 def checksum_file_path(prefix: str) -> str:
-    """Path of the checksums of the corpus `prefix`."""
+    """Return the path of the checksums of the corpus `prefix`."""
     return prefix + ".sums"
 
 
 def metadata_file_path(prefix: str) -> str:
-    """Path of the sidecar of the corpus `prefix`."""
+    """Return the path of the sidecar of the corpus `prefix`."""
     return prefix + ".meta.json"
 
 
 def corpus_files(prefix: str) -> tuple[Path, ...]:
-    """Return every file that the corpus `prefix` may consist of; the index is first, as it
-    goes first.
-    """
+    """Return the files that the corpus `prefix` may consist of, in the order of removal."""
     names = (index_file_path, data_file_path, metadata_file_path, checksum_file_path)
     return tuple(Path(name(prefix)) for name in names)
 
 
 def both_files_exist(prefix: str) -> bool:
-    """Return whether both files of the corpus `prefix` are there."""
+    """Return whether both files of the corpus `prefix` exist."""
     return os.path.isfile(index_file_path(prefix)) and os.path.isfile(data_file_path(prefix))
 
 
@@ -81,7 +79,7 @@ def require_regular_file(prefix: str, path: str) -> None:
 
 
 def _similar_prefixes(prefix: str) -> list[str]:
-    """Prefixes in the same folder that have both files and a name like the wanted one."""
+    """Return prefixes in the same folder that have both files and a similar name."""
     folder = Path(prefix).parent
     try:
         names = {path.stem for path in folder.iterdir() if path.suffix in (".idx", ".bin")}

@@ -1,8 +1,8 @@
 """The last step of every writer of a corpus: index, checksums and sidecar, then the names.
 
 What a reader would get wrong: the token file has to be on disk, whole and closed, before this is
-called; and no moment may show new tokens with an old index, so the old index goes first and the
-new one appears last.
+called; and no moment may show new tokens with an old index, so the old index is removed first and
+the new one appears last.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from megatron.data.corpus.paths import (
 
 
 class CorpusLayout(NamedTuple):
-    """What the index of a new corpus says of its tokens."""
+    """The sizes and documents in the index of a new corpus."""
 
     dtype: "np.dtype[np.integer]"
     sizes: npt.NDArray[np.int32]  # tokens of each item
@@ -44,15 +44,15 @@ def publish_corpus(
 ) -> None:
     """Make the token file `temporary` the corpus `prefix`: all of its files appear, or none.
 
-    `checksums` is asked for what was hashed of the tokens, with the index as it was written; the
-    counts of `metadata` are filled in. Raises MachineError where something cannot be written, and
-    leaves `temporary` to the caller then.
+    `checksums` returns the checksums of the tokens and of the index as written; the counts of
+    `metadata` are filled in. Raises MachineError if something cannot be written; the caller then
+    removes `temporary`.
     """
     data_path, index_path = Path(data_file_path(prefix)), Path(index_file_path(prefix))
     checksum_path = Path(checksum_file_path(prefix))
     new_index = atomic.temporary_name(index_path)
     new_checksums = atomic.temporary_name(checksum_path)
-    unfinished: tuple[Path, ...] = ()  # what would be left of a corpus without an index
+    unfinished: tuple[Path, ...] = ()  # the remains of a corpus without an index
     try:
         found = checksums(_write_index(new_index, layout))
         write_checksums(new_checksums, found)

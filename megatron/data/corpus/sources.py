@@ -1,9 +1,9 @@
 """Describes what a run reads, in short texts that ranks compare and checkpoints store.
 
-Flags name files, and files change. So each corpus is known by the digest of its index, the length
-of its tokens and the pair id of its checksums, and each file of weighted paths by its text. What a
-reader would get wrong: nothing is refused here. A file that is not there is called absent, since
-other checks say why, and a rank that lacks it is named when ranks compare.
+Flags name files, and files change. So each corpus is identified by the digest of its index, the
+length of its tokens and the pair id of its checksums, and each file of weighted paths by its text.
+What a reader would get wrong: nothing is refused here. A missing file is recorded as absent, since
+other checks report why, and a rank that lacks it is named when ranks compare.
 """
 
 import os
@@ -21,7 +21,7 @@ from megatron.data.data_utils import parse_data_path
 from megatron.errors import MegatronError
 
 ABSENT = "absent"
-PAIR_ID = "pair id of "  # how keys begin that a corpus without checksums does not have
+PAIR_ID = "pair id of "  # prefix of the keys that only a corpus with checksums has
 _LONGEST_TEXT = 200
 _PARTS = (
     "",
@@ -33,9 +33,7 @@ _PARTS = (
 
 
 def files_of_paths(data: DataConfig) -> dict[str, str]:
-    """Return the text of each file that names corpora, by its flag; cut, with a digest, if
-    it is long.
-    """
+    """Return the text of each file that lists corpora, by flag; a long text cut, with a digest."""
     named = {
         "train": data.train_weighted_split_paths_path,
         "valid": data.valid_weighted_split_paths_path,
@@ -49,7 +47,7 @@ def files_of_paths(data: DataConfig) -> dict[str, str]:
 
 
 def data_sources(data: DataConfig) -> dict[str, str]:
-    """Return what every file that `data` names holds, in a form that two runs can compare.
+    """Return a description of every file that `data` names, which two runs can compare.
 
     Reads the index of corpora without checksums, and otherwise a few bytes of each.
     """
@@ -60,7 +58,7 @@ def data_sources(data: DataConfig) -> dict[str, str]:
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return what both name and is not the same, as text: `name: before -> now`."""
+    """Return the names in both whose values differ, as text: `name: before -> now`."""
     return [
         f"{name}: {before[name]} -> {now[name]}"
         for name in before
@@ -71,12 +69,12 @@ def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
 def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> None:
     """Warn of corpora of validation and test that training reads too, whatever their names are.
 
-    Of splits and weighted ranges this is not asked: the first cannot overlap, and who writes the
-    second is told elsewhere.
+    Splits and weighted ranges are not checked here: the first cannot overlap, and
+    `announce_overlaps` checks the second.
     """
-    trained = {_identity(prefix, sources): prefix for prefix in _named(data.train_data_path)}
+    trained = {_identity(prefix, sources): prefix for prefix in _prefixes_of(data.train_data_path)}
     for use, words in (("valid", data.valid_data_path), ("test", data.test_data_path)):
-        for prefix in _named(words):
+        for prefix in _prefixes_of(words):
             twin = trained.get(_identity(prefix, sources))
             if twin is not None:
                 log.warning_once(
@@ -87,17 +85,15 @@ def announce_shared_corpora(data: DataConfig, sources: Mapping[str, str]) -> Non
 
 
 def _identity(prefix: str, sources: Mapping[str, str]) -> str:
-    """Return what two names of one corpus have in common; without checksums only the name
-    itself.
-    """
+    """Return a key that all names of one corpus share; without checksums its real path."""
     return sources.get(f"{PAIR_ID}{prefix}", f"name {os.path.realpath(prefix)}")
 
 
-def _named(words: Sequence[str] | None) -> list[str]:
+def _prefixes_of(words: Sequence[str] | None) -> list[str]:
     try:
         return [part.prefix for part in parse_data_path(words or ())] if words else []
     except MegatronError:
-        return []  # the check of the corpora says so
+        return []  # the check of the corpora reports it
 
 
 def _prefixes(data: DataConfig) -> tuple[str, ...]:
@@ -107,18 +103,16 @@ def _prefixes(data: DataConfig) -> tuple[str, ...]:
         if splits is not None:
             return splits.prefixes
     except MegatronError:
-        return ()  # the check of the corpora says so
-    return tuple(dict.fromkeys(prefix for given in words for prefix in _named(given)))
+        return ()  # the check of the corpora reports it
+    return tuple(dict.fromkeys(prefix for given in words for prefix in _prefixes_of(given)))
 
 
 def _corpora(prefix: str) -> dict[str, str]:
-    """Return what is known of the corpus `prefix`, or of those that pairs and dialogues
-    keep under it.
-    """
-    there = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
-    if not there:
+    """Return the facts about the corpus `prefix`, or about the parts of a pair or dialogue."""
+    existing = [name for name in (prefix + part for part in _PARTS) if both_files_exist(name)]
+    if not existing:
         return {f"index of {prefix}": ABSENT}
-    return {key: value for name in there for key, value in _corpus(name).items()}
+    return {key: value for name in existing for key, value in _corpus(name).items()}
 
 
 def _corpus(prefix: str) -> dict[str, str]:

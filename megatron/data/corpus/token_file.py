@@ -26,11 +26,11 @@ Tokens = npt.NDArray[np.integer]
 _built = built_module("token_reader")
 _INTERFACE = 1  # of csrc/data/token_reader.cpp
 _MOST_DAMAGES_SHOWN = 8
-_BLOCKS_PER_BEAT = 256  # 64 MiB: a second or so of a slow disk
+_BLOCKS_PER_BEAT = 256  # 64 MiB: about a second of a slow disk
 
 
 class DamagedBlock(NamedTuple):
-    """A block that is not as it was written."""
+    """A block with another checksum than when it was written."""
 
     start: int  # byte in the .bin
     stop: int
@@ -50,10 +50,10 @@ class TokenReader(Protocol):
     def join(
         self, items: npt.NDArray[np.integer], start: int, stop: int, /
     ) -> npt.NDArray[np.int64] | None:
-        """Return tokens of `items`, of the first from `start` on and of the last before `stop`.
+        """Return the tokens of `items`, of the first from `start` on and of the last before `stop`.
 
-        A negative `stop` is the end. None for whatever is not in order: items that do not exist
-        or were not verified, and bytes that cannot be read.
+        A negative `stop` is the end. Returns None if items do not exist or were not verified, or if
+        bytes cannot be read.
         """
         ...
 
@@ -73,7 +73,7 @@ class TokenFile:
         self._verified: mmap.mmap | None = None
 
     def read(self, start: int, count: int, dtype: np.dtype[np.integer]) -> Tokens:
-        """`count` tokens from byte `start` on: a copy, or a read-only view of the mapping.
+        """Return `count` tokens from byte `start` on: a copy, or a read-only view of the mapping.
 
         Raises DataError when the file is shorter than it was. Does not verify.
         """
@@ -93,10 +93,10 @@ class TokenFile:
         *,
         only_verified: bool,
     ) -> TokenReader | None:
-        """Return a compiled reader of items of `sizes` tokens at bytes `pointers`; None if not
-        built.
+        """Return a compiled reader for items of `sizes` tokens at bytes `pointers`, or None.
 
-        With `only_verified` it declines items of blocks that were not compared since `expect`.
+        None if it was not built. With `only_verified` the reader returns None for items of blocks
+        that were not compared since `expect`.
         """
         if not is_current(_built, _INTERFACE) or _built is None or sys.byteorder != "little":
             warn_of_python_twin("token_reader", _built)
@@ -108,7 +108,7 @@ class TokenFile:
         return reader
 
     def expect(self, checksums: CorpusChecksums) -> mmap.mmap:
-        """Say what `verify` compares with; returns the marks of what was compared: none yet."""
+        """Set the checksums that `verify` compares with; return the marks of compared blocks."""
         self._checksums = checksums
         # One byte for each block, 1 where it was verified. Shared memory: what a forked worker
         # verifies need not be verified again by the others.
@@ -116,7 +116,7 @@ class TokenFile:
         return self._verified
 
     def verify(self, start: int, stop: int) -> None:
-        """Compare the blocks that hold bytes [start, stop) and were not; DataError if damaged."""
+        """Compare those blocks of bytes [start, stop) that were not yet; DataError if damaged."""
         if self._checksums is None or self._verified is None or start == stop:
             return
         for damage in self._damages(self._checksums, self._verified, self._blocks(start, stop)):
@@ -132,14 +132,13 @@ class TokenFile:
     def verify_all(
         self, report_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Compare every block; raise one DataError that names those that are damaged.
+        """Compare every block; raise one DataError that names the damaged ones.
 
-        `report_progress` is called now and then with the bytes that were compared, and those there
-        are.
+        `report_progress` is called regularly with the bytes that were compared, and the total.
         """
         if self._checksums is None:
             return
-        verified = self.expect(self._checksums)  # what was compared before, is compared again
+        verified = self.expect(self._checksums)  # also blocks that were compared before
         blocks = range(len(self._checksums.blocks))
         damages: list[DamagedBlock] = []
         for first in blocks[::_BLOCKS_PER_BEAT]:
@@ -160,7 +159,7 @@ class TokenFile:
     def _damages(
         self, checksums: CorpusChecksums, verified: mmap.mmap, blocks: range
     ) -> Iterator[DamagedBlock]:
-        """Verify those of `blocks` that were not, and mark those that are right."""
+        """Verify those of `blocks` that were not verified yet, and mark the intact ones."""
         buffer = np.empty(checksums.block_bytes, np.uint8)
         for number in blocks:
             if verified[number]:
@@ -177,7 +176,7 @@ class TokenFile:
                 yield DamagedBlock(start, stop, found, expected)
 
     def _read_into(self, tokens: Tokens, start: int) -> None:
-        """Fill `tokens` from byte `start` on."""
+        """Read into `tokens` from byte `start` on."""
         buffer = tokens.data
         done = self._read_some(buffer, start)
         while done < tokens.nbytes:

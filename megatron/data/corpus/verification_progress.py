@@ -1,7 +1,7 @@
 """Reports progress while a whole corpus is compared with its checksums, which may take hours.
 
-The log gets a line now and then; `report_progress` is called after every piece, so that ranks
-that wait for this one know that it is at work. How a report travels is left to the caller.
+The log gets a line at intervals; `report_progress` is called after every piece, so that waiting
+ranks see that this one is at work. The caller decides how reports are sent.
 """
 
 import time
@@ -9,28 +9,28 @@ from collections.abc import Callable
 
 from megatron import log
 
-_SAY_S = 30.0
+_LOG_EVERY_S = 30.0
 
 ReportProgress = Callable[[str], None]
 
 
 def no_progress(doing: str) -> None:
-    """Report to nobody."""
+    """Do nothing: no process waits for a report."""
 
 
 class VerificationProgress:
-    """Called with the bytes that were compared and those there are; tells both who listen."""
+    """Called with the bytes compared and the total; reports to the log and to waiting ranks."""
 
     def __init__(
-        self, path: str, report_progress: ReportProgress, *, say_s: float = _SAY_S
+        self, path: str, report_progress: ReportProgress, *, log_every_s: float = _LOG_EVERY_S
     ) -> None:
-        self._path, self._report, self._say_s = path, report_progress, say_s
-        self._started = self._spoken = time.monotonic()
+        self._path, self._report, self._log_every_s = path, report_progress, log_every_s
+        self._started = self._logged_at = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         doing = f"verifying {self._path}: {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
         self._report(doing)
         now = time.monotonic()
-        if now - self._spoken >= self._say_s:
-            self._spoken = now
+        if now - self._logged_at >= self._log_every_s:
+            self._logged_at = now
             log.info(f"{doing}, for {now - self._started:.0f} s now")

@@ -1,8 +1,8 @@
-"""Named mixtures of ranges of corpora: what stands behind `--train-weighted-split-paths`.
+"""Named mixtures of ranges of corpora, as given with `--train-weighted-split-paths`.
 
-A group is written `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`. What a reader would
-get wrong: START and END are shares of the *items* of a corpus, rounded half to even, and nothing
-but the user keeps the ranges of training and validation apart, so an overlap is announced.
+A group is written `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX`. What a reader would get
+wrong: START and END are shares of the *items* of a corpus, rounded half to even, and only the user
+keeps the ranges of training and validation disjoint, so an overlap is logged.
 """
 
 import math
@@ -29,7 +29,7 @@ class WeightedRange(NamedTuple):
     prefix: str
 
     def items(self, count: int) -> tuple[int, int]:
-        """First item, and the one after the last, of a corpus of `count` items."""
+        """Return the first item, and the one after the last, of a corpus of `count` items."""
         return round(self.start * count), round(self.end * count)
 
 
@@ -49,16 +49,16 @@ class WeightedSplits(NamedTuple):
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """Every corpus that is named, once."""
+        """Every named corpus, once."""
         groups = (*self.train, *self.valid, *self.test)
         return tuple(dict.fromkeys(part.prefix for group in groups for part in group.ranges))
 
 
 def weighted_splits(data: DataConfig) -> WeightedSplits | None:
-    """Return what the weighted-split flags say, or None where none of them is given.
+    """Return the groups of the weighted-split flags, or None if none of them is given.
 
     Raises:
-        ConfigError: the first thing that is wrong; `weighted_problems` says all.
+        ConfigError: the first problem; `weighted_problems` yields all.
     """
     for problem in weighted_problems(data):
         raise problem
@@ -66,9 +66,7 @@ def weighted_splits(data: DataConfig) -> WeightedSplits | None:
 
 
 def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
-    """Yield everything wrong with the texts of the weighted-split flags, without opening a
-    corpus.
-    """
+    """Yield all errors in the weighted-split flags, without opening a corpus."""
     if not data.has_weighted_splits:
         return
     failed = False
@@ -92,7 +90,7 @@ def weighted_problems(data: DataConfig) -> Iterator[MegatronError]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ConfigError(
             "two groups of weighted paths have the same name, so that their losses could not be "
-            "told apart",
+            "distinguished",
             found=f"{name} in --valid-weighted-split-paths and --test-weighted-split-paths",
             fix=f"give each its own name, such as {name}-valid and {name}-test",
         )
@@ -162,7 +160,7 @@ def _read(data: DataConfig) -> WeightedSplits:
 
 
 class _Texts(NamedTuple):
-    """What the two flags of one use say, of which at most one is given."""
+    """The values of the two flags of one use, of which at most one is given."""
 
     use: str
     words: tuple[str, ...] | None

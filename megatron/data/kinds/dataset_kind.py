@@ -1,6 +1,6 @@
-"""Which kind of dataset a run reads, chosen from its flags alone, and what a prefix names for it.
+"""Selects the kind of dataset of a run by its flags, and opens a prefix as that kind.
 
-The one place where a flag becomes a kind: builder, batch function and preflight ask here. What a
+The only module that maps flags to a kind: builder, batch function and preflight use it. What a
 reader would get wrong: dialogues and pairs are two corpora under one prefix, and what a split is a
 range of (items, documents of sentences, pairs) differs from kind to kind.
 """
@@ -34,23 +34,23 @@ class DatasetKind(StrEnum):
 
     @property
     def is_packed(self) -> bool:
-        """Whether whole documents share a row, so that none may look at another."""
+        """Whether whole documents share a row, so that none may attend to another."""
         return self in (DatasetKind.SFT, DatasetKind.MTF)
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the beginning of a row is a sample too: in the others the answers come last."""
+        """Whether the beginning of a row is a sample too: in other kinds the targets come last."""
         return self in (DatasetKind.GPT, DatasetKind.FIM)
 
     @property
     def level(self) -> ItemLevel:
-        """What an item of its corpora is, as their sidecars say it."""
+        """The level of the items of its corpora, as in their sidecars."""
         sentences = (DatasetKind.BERT, DatasetKind.T5, DatasetKind.ICT)
         return ItemLevel.SENTENCE if self in sentences else ItemLevel.DOCUMENT
 
 
 def dataset_kind(data: DataConfig) -> DatasetKind:
-    """Return the kind of dataset that the flags of a program for GPT ask for."""
+    """Return the kind of dataset that the flags of a GPT program select."""
     if data.sft:
         return DatasetKind.SFT
     if data.mtf:
@@ -68,9 +68,9 @@ def bert_dataset_kind(data: DataConfig) -> DatasetKind:
 
 def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only datasets of sentences read, if it was given."""
-    for name, shown in _given(data, _OF_SENTENCES):
+    for name, shown in _given(data, _SENTENCE_FIELDS):
         yield ConfigError(
-            "a flag was given that the data of a GPT do not know",
+            "a flag was given that has no effect on the data of a GPT",
             found=shown,
             fix=f"leave {name} out; it is for BERT",
         )
@@ -78,9 +78,9 @@ def flags_unread_by_gpt(data: DataConfig) -> Iterator[ConfigError]:
 
 def flags_unread_by_bert(data: DataConfig) -> Iterator[ConfigError]:
     """Yield an error for each flag that only other datasets than BERT's read, if it was given."""
-    for name, shown in _given(data, _OF_OTHERS_THAN_BERT):
+    for name, shown in _given(data, _NOT_FOR_BERT):
         yield ConfigError(
-            "a flag was given that the data of a BERT do not know",
+            "a flag was given that has no effect on the data of a BERT",
             found=shown,
             fix=f"leave {name} out",
         )
@@ -94,13 +94,13 @@ def _given(data: DataConfig, fields: Iterable[str]) -> Iterator[tuple[str, str]]
             yield flag_name(field), f"{flag_name(field)} {value}"
 
 
-# Fields of kinds that are read by other programs than those that train a GPT.
-_OF_SENTENCES = (
+# Fields that are read by other programs than those that train a GPT.
+_SENTENCE_FIELDS = (
     "mask_prob",
     "short_seq_prob",
     "bert_binary_head",
 )
-_OF_OTHERS_THAN_BERT = (
+_NOT_FOR_BERT = (
     "sft",
     "mtf",
     "fim_data",
@@ -112,9 +112,7 @@ _OF_OTHERS_THAN_BERT = (
 
 
 def open_of_kind(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
-    """Return what `prefix` names for datasets of `kind`; raises DataError where it is
-    something else.
-    """
+    """Open `prefix` for datasets of `kind`; raises DataError for a corpus of another kind."""
     if kind.is_packed:
         return _open_parts(kind, prefix, open_corpus)
     indexed = open_corpus(prefix)
@@ -138,7 +136,7 @@ _SPLIT = {
 
 
 def _open_parts(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corpus:
-    """Return the two corpora of dialogues or pairs, of which all are tokens but the masks."""
+    """Return the two corpora of dialogues or pairs; all except masks hold tokens."""
     if kind is DatasetKind.SFT:
         _refuse_other_prefixes(prefix, "--sft", DIALOGUE_PARTS, "tools/preprocess_sft.py")
         dialogues = SFTCorpus(prefix, open_corpus=open_corpus)
@@ -150,7 +148,7 @@ def _open_parts(kind: DatasetKind, prefix: str, open_corpus: OpenCorpus) -> Corp
 
 
 def _refuse_other_prefixes(prefix: str, flag: str, parts: tuple[str, str], maker: str) -> None:
-    """Say what the prefix is, where it is not the one that both corpora share."""
+    """Raise DataError if the prefix is not the one that both corpora share."""
     names = [part_prefix(prefix, part) for part in parts]
     if any(both_files_exist(name) for name in names) or not both_files_exist(prefix):
         return  # opening the pair reports what is missing

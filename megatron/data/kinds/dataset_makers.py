@@ -1,9 +1,9 @@
 """Each kind of dataset as a value that the builder of `data_utils` makes splits and blends of.
 
 `gpt_maker` is for programs that train a decoder and takes the kind from the flags; programs for
-BERT, T5 and inverse cloze name theirs. What a reader would get wrong: tokens with a meaning of
-their own (marks, sentinels, padding) come from the tokenizer, and a kind that lacks one is refused
-here, before anything is opened.
+BERT, T5 and inverse cloze select their own kind. What a reader would get wrong: special tokens
+(marks, sentinels, padding) come from the tokenizer, and a kind that lacks one is refused here,
+before anything is opened.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from megatron.errors import ConfigError
 
 
 class Vocabulary(PieceVocabulary, WordPieces, Protocol):
-    """What the kinds together ask of a tokenizer."""
+    """The interface of a tokenizer for all kinds."""
 
     @property
     def eod(self) -> int | None:
@@ -213,7 +213,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentences:
-    """Samples of BERT, T5 or inverse cloze; `dataset` makes one of a recipe already chosen."""
+    """Samples of BERT, T5 or inverse cloze; `dataset` makes one with a bound recipe."""
 
     kind: DatasetKind
     open_corpus: OpenCorpus
@@ -234,7 +234,7 @@ class Sentences:
         return self.dataset(corpus.source, documents, num_samples=num_samples, cache=cache)
 
     def epochs(self, dataset: object, samples: int) -> float | None:
-        """Unknown: samples of all epochs are shuffled together."""
+        """Return None: samples of all epochs are shuffled together."""
         return None
 
 
@@ -246,8 +246,7 @@ def gpt_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """Return the datasets that the flags of a program for GPT ask for; plain windows need no
-    tokenizer.
+    """Return the dataset maker of a GPT program; plain windows need no tokenizer.
 
     Raises:
         ConfigError: the tokenizer lacks tokens that the kind needs, or lengths do not work out.
@@ -270,7 +269,7 @@ def gpt_maker(
             open_corpus=open_corpus,
             seq_length=data.seq_length,
             seed=seed,
-            # Padding is told by its segment, so any id that the model has would do.
+            # Padding is identified by its segment, so any id of the model is valid.
             pad=next((id_ for id_ in (tokenizer.pad, tokenizer.eod) if id_ is not None), 0),
             on_too_long=data.on_too_long_document,
         )
@@ -305,9 +304,7 @@ def bert_maker(
     is_builder: bool,
     report_progress: ReportProgress = no_progress,
 ) -> DatasetMaker:
-    """Return the datasets of a program for BERT; raises ConfigError for a tokenizer without
-    [MASK].
-    """
+    """Return the dataset maker of a BERT program; raises ConfigError without a [MASK] token."""
     if tokenizer is None:
         raise ValueError(f"{DatasetKind.BERT.value} are not made without a tokenizer")
     recipe = BERTRecipe(

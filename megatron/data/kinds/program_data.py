@@ -1,7 +1,7 @@
-"""What each program reads: which kind of dataset its flags ask for, and who makes it.
+"""The data of each program: the kind of dataset that its flags select, and its maker.
 
-Programs, their checks before training and the loop all take the same value, so that they cannot
-disagree about what a flag means.
+Programs, their checks before training and the loop all use the same value, so that a flag has one
+meaning.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class MakerOfData(Protocol):
 
 
 class ProgramData(NamedTuple):
-    """What a program reads; `unread_flags` yields an error for each flag that would do nothing."""
+    """The data of a program; `unread_flags` yields an error for each flag without effect."""
 
     kind: KindOfData
     maker: MakerOfData

@@ -1,4 +1,4 @@
-"""From a micro-batch of two segments with words to guess to what a BERT and its losses take."""
+"""Converts a micro-batch of masked segments to the inputs of a BERT and its losses."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,9 +12,9 @@ class BertBatch(NamedTuple):
     tokens: Tensor  # [b, s]
     types: Tensor  # [b, s], 0 in the first segment and in padding, 1 in the second
     padding_mask: Tensor  # [b, s], 1 for tokens, 0 for padding
-    labels: Tensor  # [b, s], the tokens to guess, else -1
-    loss_mask: Tensor  # [b, s], 1 where there is one to guess
-    swapped: Tensor  # [b], 1 where the second segment stands first
+    labels: Tensor  # [b, s], the tokens to predict, else -1
+    loss_mask: Tensor  # [b, s], 1 where a token is to be predicted
+    swapped: Tensor  # [b], 1 where the second segment comes first
 
 
 def bert_batch(raw: Mapping[str, Tensor]) -> BertBatch:

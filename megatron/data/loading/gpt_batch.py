@@ -1,4 +1,4 @@
-"""From a micro-batch of whatever kind of dataset to what a GPT model and its loss take.
+"""Converts a micro-batch of any kind of dataset to the inputs of a GPT model and its loss.
 
 What a reader would get wrong: the end-of-document token belongs to the document that it ends; the
 next token is the first of the next document, at position 0 when positions are reset.
@@ -27,17 +27,17 @@ class GPTBatch(NamedTuple):
 
 
 def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | None) -> GPTBatch:
-    """Return what a causal decoder takes of a raw batch, by the kind of dataset that the flags ask
-    for.
+    """Return a causal decoder's input from a raw batch of the dataset kind that flags choose.
 
-    Rows of dialogues and pairs start positions again at each of them and never look across.
+    In rows of dialogues and pairs, positions restart at each of them, and attention stays within
+    it.
     """
     kind = dataset_kind(data)
     if kind.is_packed:
         packed = packed_batch(raw["text"], raw["segment_ids"], raw["is_input"])
         return GPTBatch(*packed[:5])
     if kind is DatasetKind.MLM:
-        # Each row is one document, so there is nothing to keep apart.
+        # Each row is one document, so no documents need to be separated.
         spans = span_corruption_batch(raw["input_tokens"], raw["target_tokens"], prefix_lm=False)
         return GPTBatch(*spans[:4], document_ids=None)
     return gpt_batch(
@@ -50,11 +50,10 @@ def decoder_batch(raw: Mapping[str, Tensor], data: DataConfig, *, eod: int | Non
 
 
 def truncate_batch(raw: Mapping[str, Tensor], length: int) -> Mapping[str, Tensor]:
-    """Return the first `length` tokens of every row, for a curriculum, and the label of the last of
-    them.
+    """Return the first `length` tokens of each row and the last one's label, for a curriculum.
 
-    For kinds of which every tensor is [b, s + 1] (`DatasetKind.can_be_cut`). What is left of a row
-    is what a model sees first in any case, so attention and positions are as they were.
+    For kinds of which every tensor is [b, s + 1] (`DatasetKind.can_be_cut`). The rest of a row is
+    its beginning, so attention and positions do not change.
     """
     return {name: rows[:, : length + 1] for name, rows in raw.items()}
 
@@ -75,7 +74,7 @@ def gpt_batch(
             "--eod-mask-loss": eod_mask_loss,
         }
         raise ConfigError(
-            "the end of a document cannot be seen without an end-of-document token",
+            "the end of a document cannot be found without an end-of-document token",
             found=f"{', '.join(flag for flag, on in flags.items() if on)}; the tokenizer has none",
             fix="use a tokenizer with an end-of-document token, or leave those flags out",
         )

@@ -1,7 +1,7 @@
 """A torch DataLoader over one rank's micro-batches.
 
 What a reader would get wrong: torch turns an error of a worker process into a RuntimeError, which
-would lose the exit code and the fix; here a MegatronError arrives as itself, with the worker's
+would lose the exit code and the fix; here a MegatronError keeps its class, with the worker's
 traceback as a note. Drawing a loader's seed leaves the global generators alone, so a resumed run
 sees the same random numbers.
 """
@@ -85,8 +85,8 @@ def build_data_loader(
         _BatchReader(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_leave_alone_what_was_inherited,
+        collate_fn=_identity,
+        worker_init_fn=_freeze_inherited_garbage,
         pin_memory=device.current().type == "cuda",
         timeout=_WORKER_TIMEOUT_S if num_workers else 0,
         # Without its own generator every iteration would draw from the one that dropout uses.
@@ -97,8 +97,8 @@ def build_data_loader(
 make_data_loader = build_data_loader
 
 
-def _leave_alone_what_was_inherited(worker: int) -> None:
-    """Garbage of the process that forked this one is not collected here.
+def _freeze_inherited_garbage(worker: int) -> None:
+    """Exclude garbage of the forking process from collection.
 
     It may hold process groups, whose threads do not exist in a fork: ending them crashes or hangs.
     """
@@ -112,7 +112,7 @@ class _Failure(NamedTuple):
 
 
 class _BatchReader(data.Dataset[Sample]):
-    """Reads whole micro-batches, so that a failure can travel as data."""
+    """Reads whole micro-batches, so that a failure can be returned as data."""
 
     def __init__(self, dataset: SampleDataset) -> None:
         self.dataset = dataset
@@ -144,7 +144,7 @@ def _stack(samples: Sequence[Sample]) -> Batch:
     return {key: torch.from_numpy(np.stack([s[key] for s in samples])) for key in samples[0]}
 
 
-def _as_it_is(batch: T) -> T:
+def _identity(batch: T) -> T:
     return batch
 
 

@@ -1,8 +1,8 @@
-"""From a micro-batch of packed rows to what a model and its loss take.
+"""Converts a micro-batch of packed rows to the inputs of a model and its loss.
 
-What a reader would get wrong: padding is told by its segment id and never by its token, so a pad
-token that also ends documents is still learned; and the last token of a document predicts nothing,
-for what follows it is another document.
+What a reader would get wrong: padding is identified by its segment id and never by its token, so a
+pad token that also ends documents is still learned; and the last token of a document predicts
+nothing, because another document follows.
 """
 
 from typing import NamedTuple
@@ -39,18 +39,18 @@ def packed_batch(
     """
     tokens = text[:, :-1].contiguous()
     labels = text[:, 1:].contiguous()
-    here, there = segment_ids[:, :-1], segment_ids[:, 1:]
-    counts = (there != PADDING) & (here == there) & (is_input[:, 1:] == 0)
+    segments, next_segments = segment_ids[:, :-1], segment_ids[:, 1:]
+    counts = (next_segments != PADDING) & (segments == next_segments) & (is_input[:, 1:] == 0)
     positions = torch.arange(tokens.shape[1], device=text.device).expand(tokens.shape)
     if reset_position_ids:
-        positions = positions - _starts(here, positions)
-    is_prefix = ((is_input[:, :-1] != 0) & (here != PADDING)) if prefix_lm else None
+        positions = positions - _starts(segments, positions)
+    is_prefix = ((is_input[:, :-1] != 0) & (segments != PADDING)) if prefix_lm else None
     return PackedBatch(
         tokens,
         labels,
         counts.to(torch.float32),
         positions.contiguous(),
-        here.contiguous(),
+        segments.contiguous(),
         is_prefix,
     )
 
@@ -58,10 +58,9 @@ def packed_batch(
 def span_corruption_batch(
     input_tokens: Tensor, target_tokens: Tensor, *, prefix_lm: bool = True
 ) -> PackedBatch:
-    """Return rows of `MLMDataset`, [b, inputs] and [b, targets + 1], for a decoder: inputs, then
-    targets.
+    """Return `MLMDataset` rows, [b, inputs] and [b, targets + 1], joined for a decoder.
 
-    Only targets count; each row is one document.
+    Only targets count in the loss; each row is one document.
     """
     text = torch.cat([input_tokens, target_tokens], dim=1)
     is_input = torch.zeros_like(text)
@@ -70,7 +69,7 @@ def span_corruption_batch(
 
 
 def _starts(segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the position at which the segment of each token starts; a running maximum finds it."""
+    """Return the position at which the segment of each token starts, by a running maximum."""
     starts = torch.zeros_like(positions)
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts[:, 1:] = torch.where(changes, positions[:, 1:], 0)

@@ -1,4 +1,4 @@
-"""How many data-loader workers this machine carries: CPUs and shared memory.
+"""Checks data-loader workers against the CPUs and the shared memory of this node.
 
 What a reader would get wrong: loaders work one after the other, so CPUs are counted against the
 workers of one loader on every rank of the node, but shared memory against those of all loaders.
@@ -15,7 +15,7 @@ _BATCHES_PER_WORKER = 2  # torch's prefetch_factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What the loaders of one node ask of it."""
+    """The load of all data loaders of one node."""
 
     num_workers: int  # of each loader
     loaders: int  # of each rank that reads: training, and each group of validation and test
@@ -40,9 +40,7 @@ def announce_worker_budget(load: WorkerLoad) -> None:
 
 
 def worker_problems(load: WorkerLoad, *, cpus: float, shared_bytes: int | None) -> Iterator[str]:
-    """Yield what is too large about `load` on a node with so many CPUs and so much shared
-    memory.
-    """
+    """Yield where `load` exceeds the CPUs or the shared memory of its node."""
     if not load.num_workers:
         return
     most = int(cpus // load.readers)

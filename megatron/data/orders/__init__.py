@@ -1,1 +1,1 @@
-"""Which sample comes when: sample maps, their caches on disk, and the lease of a builder."""
+"""The order of samples: sample maps, their caches on disk, and the lease of a builder."""

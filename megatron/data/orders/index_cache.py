@@ -1,11 +1,11 @@
 """Sample indices kept on disk: built once, published whole, verified on every load.
 
-The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a
-stale entry cannot be found. What a reader would get wrong: a damaged entry is no error, because
-it can be built again from the corpus; it is announced and rebuilt. The caller says who builds and
-how ranks wait for each other. Builders of several nodes or jobs that see one folder build once,
-under a lock with a lease; a rank that does not see the builder's file (node-local disks) builds its
-own, which has the same bytes.
+The name of an entry is a fingerprint of the corpus and of every parameter of the order, so a stale
+entry cannot be found. What a reader would get wrong: a damaged entry is no error, because it can be
+built again from the corpus; this is logged. The caller decides which rank builds and how ranks wait
+for each other. Builders of several nodes or jobs that see one folder build once, under a lock with
+a lease; a rank that does not see the builder's file (node-local disks) builds its own, which has
+the same bytes.
 """
 
 import errno
@@ -33,17 +33,17 @@ Description = Mapping[str, str | int | float]
 
 _FORMAT_VERSION = 1
 _READ_BYTES = 8 * 2**20
-_LARGE_BYTES = 64 * 2**20  # an index from this size on is worth a line
+_LARGE_BYTES = 64 * 2**20  # an index from this size on is logged
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
 def fingerprint(description: Description) -> str:
-    """32 hex digits of the xxh3-128 of `description` as canonical JSON."""
+    """Return 32 hex digits of the xxh3-128 of `description` as canonical JSON."""
     return xxhash.xxh3_128_hexdigest(json.dumps(dict(description), sort_keys=True).encode())
 
 
 def cache_folders(prefix: str, cache_path: str | None = None) -> tuple[Path, ...]:
-    """Return where indices of the corpus `prefix` may lie, in the order in which they are tried.
+    """Return the folders for indices of the corpus `prefix`, in the order in which they are tried.
 
     The value of --data-cache-path alone when there is one; else a folder beside the corpus, else
     one in the home directory for corpora on read-only file systems.
@@ -60,7 +60,7 @@ class CachedIndex:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
         self._arrays: dict[str, npt.NDArray[np.integer]] = {
-            # As plain arrays over the mapping: every index into an np.memmap makes another one.
+            # As plain arrays over the mapping: indexing an np.memmap creates another np.memmap.
             key: np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
             for key, path in files.items()
         }
@@ -95,16 +95,14 @@ class IndexCache:
     def load_or_build(
         self, name: str, description: Description, *, build: Callable[[], Arrays]
     ) -> CachedIndex:
-        """Return the arrays that `build` returns for `description`, from the cache if it
-        has them.
-        """
+        """Return the arrays of `build` for `description`, from the cache if it has them."""
         stem = f"{name}-{fingerprint(description)}"
         if self.is_builder:
             try:
                 return self._load(stem, description) or self._build(stem, description, build)
             finally:
                 self._wait(stem)
-        # Barriers end after minutes. So whoever sees the builder's lock waits for the lock instead.
+        # Barriers time out after minutes, so ranks that see the builder's lock wait for it instead.
         wait_while_leased(
             [folder / f"{stem}.lock" for folder in self.folders],
             f"building the index {stem}",
@@ -123,7 +121,9 @@ class IndexCache:
         return found
 
     def _wait(self, stem: str) -> None:
-        with report_while(f"waiting for the ranks that build the index {stem}", self.timing.say_s):
+        with report_while(
+            f"waiting for the ranks that build the index {stem}", self.timing.log_every_s
+        ):
             try:
                 self.wait()
             except MachineError as error:
@@ -133,7 +133,7 @@ class IndexCache:
                 raise MachineError(
                     f"the ranks did not meet after the index {stem} was built",
                     found=error,
-                    fix="see what the other ranks say; if one still builds, allow more "
+                    fix="read the logs of the other ranks; if one still builds, allow more "
                     "--distributed-timeout-minutes",
                 ) from error
 
@@ -146,18 +146,18 @@ class IndexCache:
             if found is None:
                 started = time.monotonic()
                 with report_while(
-                    f"building the index {stem}", self.timing.say_s, self.report_progress
+                    f"building the index {stem}", self.timing.log_every_s, self.report_progress
                 ):
                     found = self._publish(stem, description, build())
                 size = sum(path.stat().st_size for path in found.files.values())
                 elapsed = time.monotonic() - started
-                if size >= _LARGE_BYTES or elapsed >= self.timing.say_s:
+                if size >= _LARGE_BYTES or elapsed >= self.timing.log_every_s:
                     log.info(f"built the index {stem}: {size / 2**20:.0f} MiB in {elapsed:.0f} s")
         return found
 
     @contextmanager
     def _lock(self, stem: str) -> Iterator[None]:
-        """A lock in the first folder that takes one; none where there is no such folder."""
+        """Hold a lock in the first writable folder; no lock if there is none."""
         with ExitStack() as held:
             for folder in self.folders:
                 path = folder / f"{stem}.lock"
@@ -171,7 +171,7 @@ class IndexCache:
                 except OSError as error:
                     if error.errno not in _NOT_WRITABLE:
                         raise atomic.write_error(path, error) from error
-            yield  # without a folder `_publish` says so
+            yield  # without a folder `_publish` raises the error
 
     def _load(self, stem: str, description: Description) -> CachedIndex | None:
         for folder in self.folders:
@@ -209,21 +209,19 @@ class IndexCache:
 
 
 def _verified_files(folder: Path, stem: str, description: Description) -> dict[str, Path]:
-    """Return the files of an entry; raises ValueError and its like for whatever is not as
-    written.
-    """
+    """Return the files of an entry; raises ValueError or the like where one differs."""
     manifest = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
     if manifest["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"format_version {manifest['format_version']}")
     if manifest["description"] != dict(description):
         raise ValueError("it describes another index")
     files = {}
-    for key, said in manifest["arrays"].items():
+    for key, record in manifest["arrays"].items():
         files[key] = _array_file(folder, stem, key)
         size = files[key].stat().st_size
-        if size != said["bytes"]:
-            raise ValueError(f"{files[key].name} has {size} bytes, not {said['bytes']}")
-        if _checksum(files[key]) != said["xxh3_128"]:
+        if size != record["bytes"]:
+            raise ValueError(f"{files[key].name} has {size} bytes, not {record['bytes']}")
+        if _checksum(files[key]) != record["xxh3_128"]:
             raise ValueError(f"{files[key].name} has another checksum")
     return files
 
@@ -233,17 +231,17 @@ def _write_entry(
 ) -> dict[str, Path]:
     """Write all, then publish the arrays, then the manifest: an entry without one does not exist.
 
-    What does not fit on the disk leaves nothing, and an entry that was there stays.
+    If the disk is full nothing is left, and an existing entry stays.
     """
     files = {key: _array_file(folder, stem, key) for key in arrays}
     manifest = folder / f"{stem}.json"
     written = {path: atomic.temporary_name(path) for path in (*files.values(), manifest)}
     try:
-        said = {key: _write_array(written[files[key]], array) for key, array in arrays.items()}
+        records = {key: _write_array(written[files[key]], array) for key, array in arrays.items()}
         content = {
             "format_version": _FORMAT_VERSION,
             "description": dict(description),
-            "arrays": said,
+            "arrays": records,
         }
         with open(written[manifest], "w", encoding="utf-8") as text:
             json.dump(content, text, indent=1, sort_keys=True)
@@ -258,9 +256,9 @@ def _write_entry(
 
 
 def _write_array(path: Path, array: npt.NDArray[np.integer]) -> dict[str, int | str]:
-    """Write one array and force it to disk; what the manifest says of it."""
+    """Write one array and force it to disk; return its record in the manifest."""
     with open(path, "wb") as file:
-        # Of a disk that fills up, NumPy's own way to write says neither that nor the errno.
+        # When a disk fills up, the error of NumPy's own writer lacks the errno.
         hasher = IndexHasher(file)
         np.save(hasher, array, allow_pickle=False)
         file.flush()

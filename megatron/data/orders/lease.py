@@ -1,9 +1,9 @@
-"""A lock file that a dead holder cannot keep: it is renewed while held, and taken over when not.
+"""A lock file with a heartbeat: it is renewed while held, and taken over when it is not.
 
-It says who holds it (process, host, time). What a reader would get wrong: staleness is judged by
+It records its holder (process, host, time). What a reader would get wrong: staleness is judged by
 the waiting process's own clock, as the time for which the content stayed the same, so clocks of
-nodes need not agree; and the lock only saves work. A holder that was merely paused may be taken
-over, so what is done under it must be right when two do it at once.
+nodes need not agree; and the lock only saves work. The lock of a paused holder may be taken over,
+so the work under it must be correct when two processes do it at once.
 """
 
 import errno
@@ -26,12 +26,12 @@ _BEAT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """How patient holders and waiters are, in seconds."""
+    """Intervals and timeouts of holders and waiters, in seconds."""
 
     renew_s: float = 10.0
     lease_s: float = 60.0  # a build may hold the interpreter's lock for a while between renewals
     poll_s: float = 0.2
-    say_s: float = 30.0  # between two messages of somebody who waits or works
+    log_every_s: float = 30.0  # between two log lines of a process that waits or works
     give_up_s: float = 3600.0
     settle_s: float = 2.0  # how long a holder may take to appear, for those that only wait
 
@@ -44,10 +44,10 @@ def leased(
 
     Args:
         what: what is done under the lock, for messages ("building the index X").
-        is_done: asked while waiting; once it holds, the block is entered without the lock.
+        is_done: called while waiting; once it is true, the block is entered without the lock.
 
     Raises:
-        MachineError: another holder went on for longer than `timing.give_up_s`.
+        MachineError: another holder kept the lock for longer than `timing.give_up_s`.
         OSError: the lock file cannot be made.
     """
     file = _acquire(path, what, timing, is_done)
@@ -77,27 +77,25 @@ def leased(
 def report_while(
     what: str, every_s: float, report_progress: Callable[[str], None] = lambda doing: None
 ) -> Iterator[None]:
-    """Say every so often that `what` still goes on, and more often through
-    `report_progress`.
-    """
+    """Log at intervals that `what` is still running, and call `report_progress` more often."""
     done, started = threading.Event(), time.monotonic()
 
-    def speak() -> None:
-        spoken = started
+    def report() -> None:
+        logged_at = started
         while not done.wait(min(every_s, _BEAT_S)):
             now = time.monotonic()
             report_progress(f"{what}, for {now - started:.0f} s now")
-            if now - spoken >= every_s:
-                spoken = now
+            if now - logged_at >= every_s:
+                logged_at = now
                 log.info(f"still {what}, for {now - started:.0f} s now")
 
-    speaker = threading.Thread(target=speak, name="said-while", daemon=True)
-    speaker.start()
+    reporter = threading.Thread(target=report, name="report-while", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         done.set()
-        speaker.join()
+        reporter.join()
 
 
 def wait_while_leased(
@@ -106,9 +104,9 @@ def wait_while_leased(
     """Return once `is_done()`, or when no process has held one of `paths` for `timing.settle_s`.
 
     Raises:
-        MachineError: a holder went on for longer than `timing.give_up_s`.
+        MachineError: a holder kept the lock for longer than `timing.give_up_s`.
     """
-    patience, watched = _Patience(what, timing), [_Watched(path) for path in paths]
+    wait, watched = _BoundedWait(what, timing), [_WatchedLock(path) for path in paths]
     held_at = time.monotonic()
     while not is_done():
         contents = [lock.look() for lock in watched]
@@ -121,11 +119,11 @@ def wait_while_leased(
             held_at = time.monotonic()
         elif time.monotonic() - held_at >= timing.settle_s:
             return
-        patience.spend(held[0] if held else None)
+        wait.spend(held[0] if held else None)
 
 
 def _acquire(path: Path, what: str, timing: LeaseTiming, is_done: Callable[[], bool]) -> int | None:
-    patience, watched = _Patience(what, timing), _Watched(path)
+    wait, watched = _BoundedWait(what, timing), _WatchedLock(path)
     while True:
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -145,33 +143,33 @@ def _acquire(path: Path, what: str, timing: LeaseTiming, is_done: Callable[[], b
         if content is not None and watched.unchanged_s() >= timing.lease_s:
             _take_over(path, content, what, watched.unchanged_s())
             continue
-        patience.spend(content)
+        wait.spend(content)
 
 
-class _Watched:
+class _WatchedLock:
     """A lock file, and for how long its content has been the same by this process's clock."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._seen, self._since = path, b"", time.monotonic()
 
     def look(self) -> bytes | None:
-        """Return what the file holds now; None where there is none."""
+        """Return the current content of the file; None if it does not exist."""
         content = _read(self._path)
         if content is None or content != self._seen:
             self._seen, self._since = content or b"", time.monotonic()
         return content
 
     def unchanged_s(self) -> float:
-        """Return seconds since the content was first seen as it is."""
+        """Return the seconds since the content was first seen."""
         return time.monotonic() - self._since
 
 
-class _Patience:
-    """Waits step by step, says so every so often, and ends."""
+class _BoundedWait:
+    """Waits step by step, logs it at intervals, and raises after a timeout."""
 
     def __init__(self, what: str, timing: LeaseTiming) -> None:
         self._what, self._timing = what, timing
-        self._started = self._spoken = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def spend(self, content: bytes | None) -> None:
         """Wait one step for the holder of the lock with this content."""
@@ -183,8 +181,8 @@ class _Patience:
                 found=f"a lock of {_holder(content)}, after {waited_s:.0f} s",
                 fix="end that process if it hangs, or give this job a --data-cache-path of its own",
             )
-        if now - self._spoken >= timing.say_s:
-            self._spoken = now
+        if now - self._logged_at >= timing.log_every_s:
+            self._logged_at = now
             log.info(
                 f"waiting for {_holder(content)}, which is {self._what}, for {waited_s:.0f} s now"
             )
@@ -192,7 +190,7 @@ class _Patience:
 
 
 def _take_over(path: Path, stale: bytes, what: str, age_s: float) -> None:
-    """Move a stale lock out of the way, unless somebody else was faster."""
+    """Move a stale lock out of the way, unless another process was faster."""
     aside = atomic.temporary_name(path)
     try:
         os.rename(path, aside)
@@ -205,7 +203,7 @@ def _take_over(path: Path, stale: bytes, what: str, age_s: float) -> None:
                 f"taken over for {what}"
             )
             return
-        # Between the look and the rename another waiter took over: its lock goes back.
+        # Another waiter took over between the read and the rename: put its lock back.
         try:
             os.link(aside, path)
         except OSError:
@@ -246,7 +244,7 @@ def _read(path: Path) -> bytes | None:
 
 def _holder(content: bytes | None) -> str:
     try:
-        said = json.loads(content or b"")
-        return f"process {said['process']} on {said['host']}"
+        holder = json.loads(content or b"")
+        return f"process {holder['process']} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "an unknown process"

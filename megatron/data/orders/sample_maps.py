@@ -1,9 +1,9 @@
 """The index loops of the sample orders: a compiled module when built, NumPy twins always.
 
 Both fill arrays allocated here, so type and shape cannot differ; a property test holds the bytes
-equal. What a reader would get wrong: row i of a sample index is the position of token
-`i * seq_length` of the stream, so neighbouring rows share one token. The maps of sentences are in
-`sentence_maps`, which asks this module whether the compiled loops may be used.
+equal. What a reader would get wrong: row i of a sample index is the position of token `i *
+seq_length` of the stream, so neighbouring rows share one token. The maps of sentences are in
+`sentence_maps`, which uses `compiled` of this module.
 """
 
 from types import ModuleType
@@ -23,14 +23,12 @@ Components = npt.NDArray[np.unsignedinteger]  # uint8 or uint16
 
 
 def compiled_is_used() -> bool:
-    """Return whether the compiled module is there and was built from this source."""
+    """Return whether the compiled module exists and was built from this source."""
     return is_current(_built, _INTERFACE)
 
 
 def compiled() -> ModuleType | None:
-    """Return the compiled module if it may be used; None, with one warning, where the twins have
-    to serve.
-    """
+    """Return the compiled module if it may be used; else None, after one warning."""
     if not compiled_is_used():
         warn_of_python_twin("sample_maps", _built)
         return None
@@ -78,7 +76,7 @@ def build_sample_idx_with_numpy(
 def build_blending_indices(
     weights: npt.ArrayLike, size: int
 ) -> tuple[Components, npt.NDArray[np.int64]]:
-    """Component of each of `size` samples and the sample's number within that component.
+    """Return the component of each of `size` samples and the sample's number within it.
 
     Greedy: sample k comes from the component i that maximises w_i * max(k, 1) - count_i. Weights
     are normalised here. Components are uint8 up to 256 of them, uint16 above.
@@ -130,7 +128,7 @@ def _fill_sample_idx(
     rows: Rows,
     tokens: int,
 ) -> None:
-    """Row i lies in the first document that ends after token i * seq_length."""
+    """Fill in rows: row i lies in the first document that ends after token i * seq_length."""
     if int(doc_idx.min()) < 0 or int(doc_idx.max()) >= len(sizes):
         raise ValueError("doc_idx names no document")
     ends = np.cumsum(sizes[doc_idx], dtype=np.int64)
@@ -159,7 +157,7 @@ def _prepare_blend(
 def _fill_blending_indices(
     shares: npt.NDArray[np.float64], chosen: Components, within: npt.NDArray[np.int64]
 ) -> None:
-    """Each choice depends on all before it, so this is a loop; plain floats beat small arrays."""
+    """Fill in choices one by one, as each depends on all before; floats beat small arrays."""
     weights: list[float] = shares.tolist()
     counts = [0] * len(weights)
     for k in range(len(chosen)):

@@ -9,8 +9,7 @@ import xxhash
 
 
 def random_of_sample(seed: int, index: int, *, use: str) -> np.random.RandomState:
-    """Return the generator of sample `index` for one `use`; other uses of the sample draw other
-    numbers.
+    """Return the random generator of sample `index`, different for each `use`.
 
     A RandomState, whose stream NumPy has promised to keep. `seed` and `index` are 0 or more, the
     seed below 2**32 and the index below 2**64.

@@ -1,8 +1,8 @@
-"""Which sentences make one sample: Megatron's sentence map (BERT, T5) and block map (ICT).
+"""The sentences of each sample: Megatron's sentence map (BERT, T5) and block map (ICT).
 
 Bit for bit the reference's, by the compiled loops or by the twins here. What a reader would get
 wrong: the generators are C++'s mt19937 and mt19937_64, so the draws and their number are part of
-the format; the last epoch is always completed, so a map usually has more rows than were wanted.
+the format; the last epoch is always completed, so a map usually has more rows than requested.
 """
 
 import math
@@ -51,7 +51,7 @@ class SentenceRule:
 
     @property
     def short_ratio(self) -> int:
-        """One draw in so many gives a short target; 0 for never. C's round, away from zero."""
+        """One in this many draws gives a short target; 0: never. Rounds away from zero, as C."""
         return 0 if self.short_seq_prob == 0 else math.floor(1 / self.short_seq_prob + 0.5)
 
 
@@ -103,8 +103,7 @@ def build_sentence_map_with_python(doc_idx: Int64s, sizes: Sizes, rule: Sentence
 
 
 def build_block_map(doc_idx: Int64s, sizes: Sizes, title_sizes: Sizes, rule: SentenceRule) -> Rows:
-    """Return rows (first sentence, end, document, block number in its epoch), shuffled, [blocks,
-    4].
+    """Return shuffled rows [blocks, 4]: first sentence, end, document, number in its epoch.
 
     Documents count from the start of `doc_idx`; `title_sizes` has one entry for each of them, which
     is taken from the target length. Raises DataError if no document gives a block.
@@ -166,7 +165,7 @@ class _Run(NamedTuple):
 def _usable_documents(
     doc_idx: Int64s, sizes: Sizes, min_sentences: int, *, whole_if_single: bool
 ) -> _Documents:
-    """Documents of enough sentences, none of them too long.
+    """Return the documents of enough sentences, none of them too long.
 
     With `whole_if_single` a document of one sentence is used however long that is.
     """
@@ -226,7 +225,7 @@ def _counted_and_filled(fill: Callable[[Rows], int], num_sentences: int, width: 
 def _cut_into_runs(
     documents: _Documents, rule: SentenceRule, next_target: Callable[[int], int], *, min_left: int
 ) -> Iterator[_Run]:
-    """Yield runs as the compiled loop does, which asks `next_target` once more after a document."""
+    """Yield runs as the compiled loop does, with one more `next_target` after a document."""
     sizes = documents.sizes
     spans = list(zip(documents.starts.tolist(), documents.stops.tolist()))
     runs = 0
@@ -247,7 +246,7 @@ def _cut_into_runs(
 
 
 def _shuffled(rows: Rows, seed: int) -> Rows:
-    """Megatron's shuffle: from the last row down, a swap with row `draw % (i + 1)`."""
+    """Shuffle as Megatron does: from the last row down, swap with row `draw % (i + 1)`."""
     order = list(range(len(rows)))
     for i, drawn in zip(range(len(order) - 1, 0, -1), _mt19937_64(seed)):
         j = drawn % (i + 1)
@@ -263,9 +262,7 @@ def _mt19937(seed: int) -> Iterator[int]:
 
 
 def _mt19937_64(seed: int) -> Iterator[int]:
-    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000), which numpy does
-    not have.
-    """
+    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura 2000); numpy lacks it."""
     mask, size, shift = 2**64 - 1, 312, 156
     state = [seed & mask]
     for i in range(1, size):

@@ -1,1 +1,1 @@
-"""How a sample is made of a corpus's tokens: masking, packing, chats, span corruption."""
+"""Makes samples from the tokens of a corpus: masking, packing, chats, span corruption."""

@@ -1,11 +1,10 @@
-"""How a dialogue is written as text, and which of that text a model is to learn.
+"""Renders a dialogue as text, and marks the part of it that a model is to learn.
 
 Templates are Jinja's, as the folders of Hugging Face have them: two of ours, or a model's own. An
-answer is what a template writes between its prompt for it and the end of its message. All that is
-given up to an answer is tokenized as one text, as a prompt will be; answers and their ends by
-themselves, so the border between given and learned is a border of tokens. What a reader would get
-wrong: the end of an assistant's turn is learned with it, or the model never stops; the header
-before it is not.
+answer is the text of a template between its prompt for it and the end of its message. The text
+before an answer is tokenized as a whole, like a prompt; answers and their ends separately, so the
+border between given and learned text is a border of tokens. What a reader would get wrong: the end
+of an assistant's turn is learned with it, or the model never stops; the header before it is not.
 """
 
 import difflib
@@ -57,7 +56,7 @@ class ChatTemplate:
 
     name: str
     source: str
-    tokens: Mapping[str, str]  # what the template knows of the tokenizer: eos_token ...
+    tokens: Mapping[str, str]  # tokens of the tokenizer for the template: eos_token ...
     reserved: tuple[str, ...]  # texts that no message may contain, as they would end its turn
 
     @property
@@ -114,7 +113,7 @@ class ChatTemplate:
         return tuple(piece for piece in pieces if piece.text or piece.then_eod)
 
     def _rest(self, text: str, start: str, number: int) -> str:
-        """Return what follows `start` in `text`, which ends with message `number`."""
+        """Return the rest of `text` after `start`; `text` ends with message `number`."""
         if not text.startswith(start):
             raise DataError(
                 f"the template {self.name} does not write a dialogue from start to end: what it "
@@ -144,7 +143,7 @@ class ChatTemplate:
             ) from error
 
 
-END_OF_DOCUMENT = "\0end of document\0"  # stands in rendered text for the tokenizer's token
+END_OF_DOCUMENT = "\0end of document\0"  # placeholder in rendered text for the tokenizer's token
 _EXAMPLE = (ChatMessage("user", "a"), ChatMessage(LEARNED_ROLE, "b"))
 CHATML = ChatTemplate(
     name="chatml",
@@ -180,7 +179,7 @@ def template_of(name: str) -> ChatTemplate:
     try:
         settings = json.loads(settings_file.read_bytes()) if settings_file.is_file() else {}
         source = file.read_text(encoding="utf-8") if file.is_file() else settings["chat_template"]
-        if isinstance(source, list):  # several under names; transformers uses this one
+        if isinstance(source, list):  # several named templates; transformers uses this one
             source = {entry["name"]: entry["template"] for entry in source}["default"]
         known = {key: _text(value) for key, value in settings.items() if key.endswith("_token")}
         tokens = {key: text for key, text in known.items() if text is not None}
@@ -218,7 +217,7 @@ def _compiled(source: str) -> "Template":
     )
     environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = _as_json
-    # What transformers marks answers with changes no text.
+    # The tag with which transformers marks answers does not change the text.
     source = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", source)
     source = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", source)
     try:
@@ -236,10 +235,9 @@ def _as_json(value: object, indent: int | None = None) -> str:
 
 
 def messages_of(value: object) -> tuple[ChatMessage, ...]:
-    """Return the messages of a JSON list of `{"role": ..., "content": ...}`; other keys are not
-    read.
+    """Return the messages of a JSON list of `{"role": ..., "content": ...}`, other keys ignored.
 
-    Raises DataError for anything else, and where the assistant says nothing to learn from.
+    Raises DataError for anything else, and if no message of the assistant has content.
     """
     if not isinstance(value, list) or not value:
         raise DataError(
@@ -295,7 +293,7 @@ def _message(entry: object, number: int) -> ChatMessage:
     if role not in ROLES:
         near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.5)
         raise DataError(
-            f"message {number} of a dialogue has a role that no template knows",
+            f"message {number} of a dialogue has a role that no template has",
             found=f"{role!r}",
             fix=f"use {near[0] if near else ', '.join(ROLES)}",
         )

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 
 _VERSION = 1  # of the draws below; part of the fingerprint
 _MARKS = 3
-_SHORTEST = _MARKS + 1  # a document that has a token of its own left beside the marks
+_MIN_DOCUMENT_TOKENS = _MARKS + 1  # a document that has a token of its own left beside the marks
 
 
 class FIMTokens(NamedTuple):
@@ -40,7 +40,7 @@ class FIMTokenNames(NamedTuple):
 
 
 class PieceVocabulary(Protocol):
-    """What looking for a token by its name asks of a tokenizer."""
+    """The interface of a tokenizer for a search of tokens by name."""
 
     @property
     def vocab_size(self) -> int:
@@ -57,9 +57,7 @@ def token_named(tokenizer: PieceVocabulary, name: str) -> int | None:
 
 
 def fim_tokens(tokenizer: PieceVocabulary, names: FIMTokenNames) -> FIMTokens:
-    """Return the ids of the tokens of these names; raises ConfigError with what the
-    tokenizer has.
-    """
+    """Return the ids of the named tokens; raises ConfigError with similar ones if missing."""
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     ids = {piece: token for token, piece in enumerate(pieces)}
     missing = {
@@ -119,7 +117,7 @@ class FIMDataset:
         return len(self.dataset)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index` of the dataset below, of the same length."""
+        """Return sample `index` of the dataset below, rearranged, of the same length."""
         i = operator.index(index)
         sample = self.dataset[i]
         if sample.keys() != {"text"}:
@@ -129,14 +127,14 @@ class FIMDataset:
         for start, stop in document_ranges(text, self.eod):
             # One draw per document, also for those that are too short: lengths move no draws.
             chosen = rng.random_sample() < self.rate
-            if chosen and stop - start >= _SHORTEST:
+            if chosen and stop - start >= _MIN_DOCUMENT_TOKENS:
                 text[start:stop] = fill_in_the_middle(
                     text[start:stop], self.tokens, spm_rate=self.spm_rate, rng=rng
                 )
         return {"text": text}
 
     def fingerprint(self) -> str:
-        """32 hex digits that change with the dataset below and every parameter."""
+        """Return 32 hex digits that change with the dataset below and every parameter."""
         return fingerprint(
             {
                 "order": f"fim-{_VERSION}",
@@ -154,7 +152,7 @@ class FIMDataset:
 
 
 def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: float) -> int:
-    """`eod`, after checking the flags about rearranging.
+    """Return `eod`, after checking the flags about rearranging.
 
     Raises:
         ConfigError: a rate outside [0, 1], no end of documents, or two marks of one id.
@@ -166,7 +164,7 @@ def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: fl
             )
     if eod is None:
         raise ConfigError(
-            "documents to fill in cannot be told apart without an end-of-document token",
+            "documents to fill in cannot be separated without an end-of-document token",
             found="a tokenizer without one",
             fix="use a tokenizer with an end-of-document token, or leave --fim-data out",
         )
@@ -181,7 +179,7 @@ def checked_eod(tokens: FIMTokens, eod: int | None, *, rate: float, spm_rate: fl
 
 
 def document_ranges(text: npt.NDArray[np.int64], eod: int) -> list[tuple[int, int]]:
-    """(start, stop) of each document in `text` without its `eod`; none of them is empty."""
+    """Return (start, stop) of each document in `text` without its `eod`; none is empty."""
     ends = np.flatnonzero(text == eod).tolist()
     starts = [0, *(end + 1 for end in ends)]
     pairs = zip(starts, [*ends, len(text)], strict=True)
@@ -195,7 +193,7 @@ def fill_in_the_middle(
     spm_rate: float,
     rng: np.random.RandomState,
 ) -> npt.NDArray[np.int64]:
-    """`document` cut at two random places and rearranged, as long as it was (4 tokens or more).
+    """Return `document` (4 tokens or more) cut at two random places and rearranged, as long.
 
     Its last three tokens are lost to the marks. The cuts are drawn from every border of the rest,
     so a part may be empty (section 3 of the paper, on tokens).

@@ -1,9 +1,9 @@
 """The inverse cloze task: a sentence, and the block of text that it was taken from.
 
-Blocks and their order are Megatron's; which sentence is asked about is drawn per sample, where
-Megatron's draw depends on everything read before by the same process. What a reader would get
-wrong: a row of the block map counts documents from the start of the split, and titles are those of
-the whole corpus; what leaves here counts as the corpus does.
+Blocks and their order are Megatron's; the query sentence is drawn per sample, where Megatron's draw
+depends on everything read before by the same process. What a reader would get wrong: a row of the
+block map counts documents from the start of the split, and titles are those of the whole corpus;
+document numbers in samples are those of the corpus.
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ _SPECIAL_TOKENS = 3  # CLS, SEP after the title, SEP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ICTRecipe:
-    """How blocks are cut, and how often the sentence asked about stays in its block.
+    """How blocks are cut, and how often the query sentence stays in its block.
 
-    Of a block of one sentence (`one_sentence_documents`) it always does: nothing would be left.
+    In a block of one sentence (`one_sentence_documents`) it always stays: nothing would be left.
     """
 
     vocabulary: MaskingVocabulary
@@ -58,9 +58,10 @@ class ICTRecipe:
 
 
 class ICTDataset(SentenceDataset):
-    """Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
-    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
+    """Queries and the blocks of text that they come from, for the inverse cloze task.
 
+    Sample i has `query_tokens` and `context_tokens` [s], their `_pad_mask` [s] and `_mask`
+    [s, s], and `block_data` [4]: first sentence, end, document of the corpus, number of the block.
     `titles` is a corpus of one item per document, or None. Raises DataError for a corpus without
     a block, other titles than documents, and a title that leaves no room.
     """
@@ -84,15 +85,15 @@ class ICTDataset(SentenceDataset):
         self._first_document = documents.start
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, document, number = self.samples.row(index)
         document += self._first_document
         block = self.samples.sentences(start, stop)
         rng = self.samples.generator(index)
-        asked = int(rng.randint(0, len(block)))
-        query = block[asked]
+        position = int(rng.randint(0, len(block)))
+        query = block[position]
         if rng.random() >= self.recipe.query_in_block_prob and len(block) > 1:
-            del block[asked]
+            del block[position]
         title = None if self.titles is None else self.titles.get(document)
         return {
             **self._side("query", query, None),
@@ -101,7 +102,7 @@ class ICTDataset(SentenceDataset):
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and queries are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and queries are."""
         return self.samples.fingerprint(
             kind="ict",
             seq_length=self.recipe.seq_length,
@@ -117,7 +118,7 @@ class ICTDataset(SentenceDataset):
             self.titles.check_unchanged()
 
     def _side(self, key: str, text: Tokens, title: Tokens | None) -> Sample:
-        """CLS, the title and SEP if there is one, as much of the text as fits, SEP."""
+        """Return CLS, the title and SEP if there is one, as much of the text as fits, SEP."""
         vocabulary, length = self.recipe.vocabulary, self.recipe.seq_length
         opening = [vocabulary.cls]
         if title is not None:

@@ -1,4 +1,4 @@
-"""Which words of a text a model has to guess, drawn as Megatron draws them, and masks of padding.
+"""Selects the words of a text to mask, with Megatron's draws, and makes masks of padding.
 
 What a reader would get wrong: the order and the number of draws decide every later one, so what
 looks like waste (a draw whose result is thrown away) is kept. The budget is a float: a short text
@@ -22,7 +22,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class WordPieces(Protocol):
-    """What masking asks of a tokenizer."""
+    """The interface of a tokenizer for masking."""
 
     @property
     def vocab_size(self) -> int:
@@ -38,21 +38,19 @@ class WordPieces(Protocol):
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for what is to be guessed."""
+        """The id of the mask."""
 
     @property
     def pad(self) -> int | None:
         """The id that fills up a row."""
 
     def piece(self, token_id: int) -> str:
-        """Return one id as the vocabulary spells it; a piece that continues a word begins
-        with ##.
-        """
+        """Return one id as the vocabulary spells it; ## begins a piece that continues a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskingVocabulary:
-    """What masking knows of a vocabulary; small, and sent to data workers as it is."""
+    """The part of a vocabulary that masking uses; small, and sent to data workers."""
 
     continues: npt.NDArray[np.bool_]  # [vocab_size], whether the piece continues a word
     cls: int
@@ -62,7 +60,7 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: WordPieces) -> "MaskingVocabulary":
-        """That of `tokenizer`; raises ConfigError if it lacks one of BERT's special tokens."""
+        """Return that of `tokenizer`; raises ConfigError if it lacks a special token of BERT."""
         ids = {name: getattr(tokenizer, name) for name in ("cls", "sep", "mask", "pad")}
         missing = [f"[{name.upper()}]" for name, token in ids.items() if token is None]
         if missing:
@@ -80,7 +78,7 @@ class MaskingVocabulary:
         return len(self.continues)
 
     def fingerprint(self) -> str:
-        """32 hex digits, equal exactly where masking is."""
+        """Return 32 hex digits, equal exactly where masking is."""
         digest = xxhash.xxh3_128(self.continues.tobytes())
         digest.update(repr((self.cls, self.sep, self.mask, self.pad)).encode())
         return digest.hexdigest()
@@ -99,7 +97,7 @@ class MaskingStyle(Enum):
 
 
 class MaskedTokens(NamedTuple):
-    """A text of which some positions are to be guessed; `text` has the masks in it."""
+    """A text of which some positions are to be predicted; `text` has the masks in it."""
 
     text: list[int]
     spans: list[list[int]]  # ordered by their first position, which none shares with another
@@ -143,14 +141,14 @@ def mask_words(
         spans.append(span)
         for position in span:
             text[position] = _replacement(tokens[position], vocabulary, rng, style)
-    rng.shuffle(order)  # for no use but that whoever draws next draws what Megatron draws
+    rng.shuffle(order)  # unused, but keeps later draws equal to Megatron's
     return MaskedTokens(text, sorted(spans))
 
 
 def attention_mask(num_rows: int, rows: int, num_columns: int, columns: int) -> Int64s:
-    """1 where both positions are text, int64 [rows, columns], for texts of these lengths.
+    """Return int64 [rows, columns], 1 where both positions are within texts of these lengths.
 
-    Megatron asks instead whether an id is 1 or more, which also hides text of id 0.
+    Megatron tests instead whether an id is 1 or more, which also hides text of id 0.
     """
     mask = np.zeros((rows, columns), np.int64)
     mask[:num_rows, :num_columns] = 1
@@ -158,7 +156,7 @@ def attention_mask(num_rows: int, rows: int, num_columns: int, columns: int) -> 
 
 
 def padded(ids: Sequence[int], length: int, filler: int) -> Int64s:
-    """`ids` followed by as many `filler` as it takes, int64 [length]; ValueError if too long."""
+    """Return `ids` padded with `filler`, int64 [length]; ValueError if too long."""
     if len(ids) > length:
         raise ValueError(f"{len(ids)} ids do not fit into {length}")
     row = np.full(length, filler, np.int64)
@@ -187,7 +185,7 @@ def _whole_words(tokens: Sequence[int], vocabulary: MaskingVocabulary) -> list[l
 
 
 def _cumulative_span_lengths() -> npt.NDArray[np.float64]:
-    """Return what `RandomState.choice` compares its draw with, for weights 1/1, 1/2, 1/3."""
+    """Return the cumulative weights of `RandomState.choice`, for weights 1/1, 1/2, 1/3."""
     weights = 1.0 / np.arange(1, MaskingStyle.BERT.longest_span + 1)
     weights /= weights.sum()
     cumulative: npt.NDArray[np.float64] = (weights / weights.sum()).cumsum()

@@ -1,4 +1,4 @@
-"""Span corruption as in T5 v1.1: spans of a window are replaced by marks, and are to be written.
+"""Span corruption as in T5 v1.1: spans of a window are replaced by marks, and are the targets.
 
 Every sample has the same two lengths, so nothing is padded; a sequence length that no raw length
 gives exactly is refused with those that work. What a reader would get wrong: the windows are those
@@ -23,11 +23,11 @@ from megatron.data.orders.sample_random import random_of_sample
 from megatron.errors import ConfigError, DataError
 
 _VERSION = 1  # of the draws below; part of the fingerprint
-_SEARCHED = 4096  # how far above the asked length a length that works is looked for
+_SEARCH_RANGE = 4096  # how far above the given length a valid length is searched
 
 
 class SpanLengths(NamedTuple):
-    """What every sample of one sequence length consists of.
+    """The parts of every sample of one sequence length.
 
     A sample takes `raw_length + 1` tokens of text: the last is the one more that the targets have,
     so that inputs and targets together are `seq_length + 1`.
@@ -40,7 +40,7 @@ class SpanLengths(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sequence length that this is exactly right for."""
+        """The sequence length that these lengths fill exactly."""
         return self.inputs + self.targets
 
     @property
@@ -53,9 +53,7 @@ class SpanLengths(NamedTuple):
 def lengths_of(
     raw_length: int, *, noise_density: float, mean_noise_span_length: float
 ) -> SpanLengths:
-    """Return the lengths that `raw_length` tokens turn into; both roundings are half to
-    even, as T5's.
-    """
+    """Return the lengths that `raw_length` tokens give; rounds half to even, as T5 does."""
     noise = round(raw_length * noise_density)
     spans = round(noise / mean_noise_span_length)
     return SpanLengths(raw_length, raw_length - noise + spans + 1, noise + spans + 1, spans)
@@ -81,7 +79,7 @@ def span_lengths(
             fix="use 3, as T5 does",
         )
     below: SpanLengths | None = None
-    for raw_length in range(1, seq_length + _SEARCHED):
+    for raw_length in range(1, seq_length + _SEARCH_RANGE):
         lengths = lengths_of(
             raw_length, noise_density=noise_density, mean_noise_span_length=mean_noise_span_length
         )
@@ -161,7 +159,7 @@ class MLMDataset:
         return len(self.windows)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1."""
+        """Return sample `index`; IndexError outside 0..len - 1."""
         i = operator.index(index)
         text = self.windows[i]["text"]
         rng = random_of_sample(self.seed, i, use="mlm")
@@ -178,7 +176,7 @@ class MLMDataset:
         return {"input_tokens": inputs, "target_tokens": targets}
 
     def fingerprint(self) -> str:
-        """32 hex digits that change with the windows and every parameter."""
+        """Return 32 hex digits that change with the windows and every parameter."""
         return fingerprint(
             {
                 "order": f"mlm-{_VERSION}",
@@ -211,7 +209,7 @@ def corrupt_spans(
     marks: Sequence[int],
     rng: np.random.RandomState,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(inputs, targets) of `text` with `noise` of its tokens replaced in `spans` spans.
+    """Return (inputs, targets) of `text` with `noise` of its tokens replaced in `spans` spans.
 
     Kept and replaced spans alternate, kept first, and none is empty. `marks` are the sentinels of
     the spans and then the end of both sequences. Noise lengths are drawn first, as in T5.
@@ -233,7 +231,7 @@ def corrupt_spans(
 
 
 def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDArray[np.int64]:
-    """`total` as a sum of `parts` positive numbers, each such sum equally likely."""
+    """Return `total` as a sum of `parts` positive numbers, each such sum equally likely."""
     is_border = np.arange(total - 1) < parts - 1
     rng.shuffle(is_border)
     borders = np.concatenate([[0], np.flatnonzero(is_border) + 1, [total]])
@@ -244,9 +242,7 @@ def random_parts(total: int, parts: int, rng: np.random.RandomState) -> npt.NDAr
 def checked_marks(
     sep: int | None, sentinels: Sequence[int], spans: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the end mark and as many sentinels as there are spans; raises ConfigError
-    without them.
-    """
+    """Return the end mark and a sentinel per span; raises ConfigError if one is missing."""
     if sep is None:
         raise ConfigError(
             "span corruption ends both sequences with a token that the tokenizer does not have",

@@ -1,8 +1,8 @@
 """Pairs of an input and a target for multitask finetuning: two corpora, aligned by number.
 
 `P_inputs_document` and `P_targets_document` are made by one run of tools/preprocess_data.py with
-`--json-keys inputs targets`, which keeps or drops a row in both. What a reader would get wrong:
-equal numbers of items are all that two corpora without sidecars can show of being a pair.
+`--json-keys inputs targets`, which keeps or drops a row in both. What a reader would get wrong: for
+two corpora without sidecars only equal numbers of items show that they are a pair.
 """
 
 import operator
@@ -48,7 +48,7 @@ class MTFDataset:
         return len(self.inputs)
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Pair `index`; IndexError outside 0..len - 1."""
+        """Return pair `index`; IndexError outside 0..len - 1."""
         i = operator.index(index)
         return {
             "input_tokens": self.inputs.get(i).astype(np.int64),
@@ -56,13 +56,13 @@ class MTFDataset:
         }
 
     def document(self, number: int) -> PackedDocument:
-        """Pair `number` as one document: the input, then the target."""
+        """Return pair `number` as one document: the input, then the target."""
         pair = self[number]
         is_input = np.repeat([True, False], [len(part) for part in pair.values()])
         return PackedDocument(np.concatenate(list(pair.values())), is_input)
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes of either corpus do."""
+        """Return 32 hex digits that change when the sizes of either corpus do."""
         return fingerprint(
             {"inputs": self.inputs.fingerprint(), "targets": self.targets.fingerprint()}
         )
@@ -89,18 +89,18 @@ def _require_pair(inputs: MMapIndexedDataset, targets: MMapIndexedDataset) -> No
     for corpus in (inputs, targets):
         if len(corpus.doc_idx) - 1 != len(corpus):
             raise DataError(
-                f"a document of {corpus.prefix} is not one item, so pairs cannot be told",
+                f"a document of {corpus.prefix} is not one item, so pairs cannot be matched",
                 found=f"{len(corpus)} items in {len(corpus.doc_idx) - 1} documents",
                 fix="preprocess it without --split-sentences",
             )
-    said = [
+    tokenizers = [
         (corpus.metadata.tokenizer_type, corpus.metadata.vocab_size)
         for corpus in (inputs, targets)
         if corpus.metadata is not None
     ]
-    if len(set(said)) > 1:
+    if len(set(tokenizers)) > 1:
         raise DataError(
             "inputs and targets were made with different tokenizers",
-            found=f"{said[0]} in {inputs.prefix}, {said[1]} in {targets.prefix}",
+            found=f"{tokenizers[0]} in {inputs.prefix}, {tokenizers[1]} in {targets.prefix}",
             fix=fix,
         )

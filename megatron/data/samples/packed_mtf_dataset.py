@@ -17,8 +17,8 @@ from megatron.errors import ConfigError, DataError
 class PackedMTFDataset(PackedDataset):
     """A `PackedDataset` of pairs; a pair that is longer than a row is left out or refused.
 
-    Raises ConfigError for a policy of cut, which would cut targets off, and DataError for a split
-    in which no pair that fits has a target.
+    Raises ConfigError for the policy cut, which would remove targets, and DataError for a split in
+    which no pair that fits has a target.
     """
 
     source: MTFDataset

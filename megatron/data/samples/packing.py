@@ -1,8 +1,8 @@
 """Whole documents laid into rows of fixed length, in the order of Megatron-DeepSpeed's MTF packing.
 
-`PackedDataset` owns the order and the rows; what a document is, its source says. What a reader
+`PackedDataset` defines the order and the rows; its source defines the documents. What a reader
 would get wrong: a row is `seq_length + 1` tokens, and the rows of an epoch are not the documents of
-an epoch, as a row that an epoch leaves unfinished goes on in the next.
+an epoch, as a row that is unfinished at the end of an epoch continues in the next.
 """
 
 import operator
@@ -21,18 +21,18 @@ from megatron.data.orders.index_cache import IndexCache, fingerprint
 from megatron.errors import DataError
 
 _ORDER_VERSION = 1  # of the recipe below; part of every cache key
-PADDING = 0  # the segment id of what belongs to no document
+PADDING = 0  # the segment id of padding
 
 
 class PackedDocument(NamedTuple):
     """One document as its source gives it; both arrays are of the document's length."""
 
     tokens: npt.NDArray[np.integer]
-    is_input: npt.NDArray[np.integer] | npt.NDArray[np.bool_]  # true: to be read, not predicted
+    is_input: npt.NDArray[np.integer] | npt.NDArray[np.bool_]  # true: an input, not to be predicted
 
 
 class DocumentSource(Protocol):
-    """What packing needs of a corpus."""
+    """The interface of a corpus for packing."""
 
     @property
     def prefix(self) -> str:
@@ -116,7 +116,7 @@ class PackedDataset:
         return len(self._index["sample_idx"])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
@@ -153,7 +153,7 @@ class PackedDataset:
         return {key: str(path) for key, path in self._index.files.items()}
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes and order are."""
+        """Return 32 hex digits, equal exactly where corpus sizes and order are."""
         return self._fingerprint
 
     def check_unchanged(self) -> None:
@@ -163,7 +163,7 @@ class PackedDataset:
     def _checked_lengths(
         self, documents: npt.NDArray[np.int64], on_too_long: OnTooLong
     ) -> npt.NDArray[np.int64]:
-        """Return tokens of each of `documents`, after what is too long has been judged."""
+        """Return the tokens of each of `documents`, with the policy for long ones applied."""
         prefix = self.source.prefix
         if len(documents) == 0:
             raise DataError(
@@ -213,7 +213,7 @@ def build_packed_indices(
     row_length: int,
     seed: int,
 ) -> dict[str, npt.NDArray[np.integer]]:
-    """`shuffle_idx` int64 [epochs x documents], and `sample_idx` int64 [rows, 2] into it.
+    """Return `shuffle_idx` int64 [epochs x documents], and `sample_idx` int64 [rows, 2] into it.
 
     Whole epochs are packed until there are more than `num_samples` rows; each shuffles all
     documents with one RandomState. A row takes documents while they fit; one longer than a row

@@ -1,8 +1,8 @@
 """The samples of one split of a corpus of sentences.
 
-BERT, T5 and ICT datasets stand on `SentenceSamples`: a cached map, the sentences of a row, the
-generator of a sample. What a reader would get wrong: here a split is made of *documents*, ranges
-of `doc_idx`, where a GPT split is made of items. What an item looks like is left to the datasets.
+BERT, T5 and ICT datasets use `SentenceSamples`: a cached map, the sentences of a row, the generator
+of a sample. What a reader would get wrong: here a split is made of *documents*, ranges of
+`doc_idx`, where a GPT split is made of items. The datasets define the items.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ Tokens = npt.NDArray[np.integer]
 
 
 class SentenceSamples:
-    """Rows of a sentence map, or of a block map if `titles` are given, and what they name.
+    """Rows of a sentence map, or of a block map if `titles` are given, and their sentences.
 
     Raises DataError for a split without documents, a corpus that is not one of sentences, and one
     that cannot give a sample.
@@ -72,7 +72,7 @@ class SentenceSamples:
         return len(self._index["rows"])
 
     def row(self, index: SupportsIndex) -> list[int]:
-        """Row `index` of the map; IndexError outside 0..len - 1, none counts from the end."""
+        """Return row `index` of the map; IndexError outside 0..len - 1."""
         i = operator.index(index)
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.name}, which has {len(self)} samples")
@@ -84,15 +84,15 @@ class SentenceSamples:
         return [self.indexed.get(sentence) for sentence in range(start, stop)]
 
     def generator(self, index: SupportsIndex) -> np.random.RandomState:
-        """Return the generator of sample `index`: the same whoever draws it, and whenever."""
+        """Return the generator of sample `index`, equal in every process and at any time."""
         return np.random.RandomState((self.seed + operator.index(index)) % 2**32)
 
     def fingerprint(self, **recipe: str | int | float) -> str:
-        """32 hex digits of the map, and of what a dataset says of its items."""
+        """Return 32 hex digits of the map and of a dataset's description of its items."""
         return fingerprint({**self._description, **recipe})
 
     def refuse_length(self, index: SupportsIndex, found: int, most: int) -> DataError:
-        """Return the error that says that sample `index` does not fit its row."""
+        """Return the error for sample `index`, which does not fit its row."""
         return DataError(
             f"sample {operator.index(index)} of {self.name} is longer than its row",
             found=f"{found} tokens; room for {most}",
@@ -121,7 +121,7 @@ class SentenceSamples:
 
 
 class SentenceDataset:
-    """What the datasets of sentences have in common; what an item holds is theirs to say."""
+    """The common part of datasets of sentences; subclasses define the items."""
 
     def __init__(self, samples: SentenceSamples) -> None:
         self.samples, self.name = samples, samples.name

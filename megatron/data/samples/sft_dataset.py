@@ -2,7 +2,7 @@
 
 `P_tokens_document` and `P_mask_document` are made together by `SFTCorpusBuilder`, behind
 tools/preprocess_sft.py; mask k is 1 where token k is to be learned. What a reader would get wrong:
-dialogues are never split over rows, so one that is longer than a row is a matter of policy.
+dialogues are never split over rows, so a policy decides about one that is longer than a row.
 """
 
 import os
@@ -61,7 +61,7 @@ class SFTCorpus:
         return len(self.tokens)
 
     def document(self, number: int) -> PackedDocument:
-        """Dialogue `number`; DataError when its mask holds something else than 0 and 1."""
+        """Return dialogue `number`; DataError if its mask holds something else than 0 and 1."""
         mask = self.mask.get(number)
         if len(mask) and int(mask.max()) > 1:
             raise DataError(
@@ -72,7 +72,7 @@ class SFTCorpus:
         return PackedDocument(self.tokens.get(number), mask == 0)
 
     def fingerprint(self) -> str:
-        """32 hex digits that change when the sizes of the dialogues do."""
+        """Return 32 hex digits that change when the sizes of the dialogues do."""
         return fingerprint({part: getattr(self, part).fingerprint() for part in PARTS})
 
     def check_unchanged(self) -> None:
@@ -94,7 +94,7 @@ class SFTDataset(PackedDataset):
 class SFTCorpusBuilder:
     """Writes the two corpora of `prefix` side by side; both appear, or neither.
 
-    `metadata` describes the tokens. To be used as a context manager.
+    `metadata` describes the tokens. Use it as a context manager.
     """
 
     def __init__(self, prefix: str, dtype: npt.DTypeLike, *, metadata: CorpusMetadata) -> None:
@@ -121,7 +121,7 @@ class SFTCorpusBuilder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The tokens come last: whoever looks for a corpus looks for them.
+        # The tokens come last: a corpus is found by them.
         try:
             self._mask.__exit__(kind, error, trace)
         except BaseException as failure:

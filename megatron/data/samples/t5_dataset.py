@@ -1,8 +1,8 @@
-"""T5's samples: a text with spans replaced by sentinels, and a decoder that has to write them.
+"""T5's samples: a text with spans replaced by sentinels, and the spans as the decoder's targets.
 
-Item for item Megatron's for the same seed (docs/data.md), for seeds and numbers of samples whose
-sum stays below 2**32; beyond that it fails and this goes on. What a reader would get wrong: the
-decoder's row has a length of its own, and a text of many short spans may not fit into it.
+Each sample equals Megatron's for the same seed (docs/data.md), for seeds and numbers of samples
+whose sum is below 2**32; beyond that Megatron fails. What a reader would get wrong: the decoder's
+row has a length of its own, and a text of many short spans may not fit into it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from megatron.data.samples.sentence_samples import (
 )
 from megatron.errors import DataError
 
-_SPECIAL_TOKENS = 2  # that Megatron leaves room for, and does not use
+_SPECIAL_TOKENS = 2  # that Megatron reserves, and does not use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,10 @@ class T5Recipe:
 
 
 class T5Dataset(SentenceDataset):
-    """Sample i has `text_enc` [s], `text_dec`, `labels` and `loss_mask` [d], the number
-    `truncated`, `enc_mask` [s, s], `dec_mask` [d, d] (causal) and `enc_dec_mask` [d, s]; all int64.
+    """Texts with spans replaced by sentinels, and the spans as targets, for T5.
 
+    Sample i has `text_enc` [s], `text_dec`, `labels` and `loss_mask` [d], the number
+    `truncated`, `enc_mask` [s, s], `dec_mask` [d, d] (causal) and `enc_dec_mask` [d, s]; all int64.
     s is the sequence length and d that of the decoder; `labels` are -1 in padding. Raises
     DataError for a corpus without a sample.
     """
@@ -88,10 +89,10 @@ class T5Dataset(SentenceDataset):
         self.recipe = recipe
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        """Sample `index`; IndexError outside 0..len - 1, for no index counts from the end."""
+        """Return sample `index`; IndexError outside 0..len - 1: no index counts from the end."""
         start, stop, target = self.samples.row(index)
-        whole = joined(self.samples.sentences(start, stop))
-        tokens = whole[:target]
+        text = joined(self.samples.sentences(start, stop))
+        tokens = text[:target]
         masked = mask_words(
             tokens,
             self.recipe.vocabulary,
@@ -118,14 +119,14 @@ class T5Dataset(SentenceDataset):
             "text_dec": padded(sides.decoder_in, rows, pad),
             "labels": padded(sides.labels, rows, -1),
             "loss_mask": padded([1] * decoder, rows, 0),
-            "truncated": np.array(len(whole) > target, np.int64),
+            "truncated": np.array(len(text) > target, np.int64),
             "enc_mask": attention_mask(encoder, columns, encoder, columns),
             "dec_mask": np.tril(attention_mask(decoder, rows, decoder, rows)),
             "enc_dec_mask": attention_mask(decoder, rows, encoder, columns),
         }
 
     def fingerprint(self) -> str:
-        """32 hex digits that are equal exactly where corpus sizes, order and masking are."""
+        """Return 32 hex digits, equal exactly where corpus sizes, order and masking are."""
         recipe = self.recipe
         return self.samples.fingerprint(
             kind="t5",

@@ -31,7 +31,7 @@ def save(folder, ctx, iteration, *, beside):
 
 
 def save_until_it_fails(folder, beside, full=None):
-    """Save 100, then 200 where that cannot work: what is said of it."""
+    """Save 100, then 200 where that cannot work; return the error."""
     ctx = ParallelContext.build(Topology(dp=RANKS))
     with patch.object(folders, "require_space"):  # it would find that out before
         if not folders.iterations(folder):
@@ -62,11 +62,11 @@ def test_a_disk_that_fills_up_is_the_same_error_on_every_rank(tmp_path, beside):
     refused = []
     with small_disk(tmp_path / "disk", kib=36, otherwise=lambda: refused.append(full)) as disk:
         fault = refused[0] if refused else None
-        said = run_on_ranks(RANKS, save_until_it_fails, disk / "run", beside, fault)
-        assert said[0] == said[1]
-        assert "failed while writing the checkpoint of iteration 200" in said[0]
-        assert "ENOSPC" in said[0]
-        assert "free space there, or save to another disk" in said[0]
+        messages = run_on_ranks(RANKS, save_until_it_fails, disk / "run", beside, fault)
+        assert messages[0] == messages[1]
+        assert "failed while writing the checkpoint of iteration 200" in messages[0]
+        assert "ENOSPC" in messages[0]
+        assert "free space there, or save to another disk" in messages[0]
         assert sorted(os.listdir(disk / "run")) == ["iter_0000100", folders.TRACKER]
         assert loaded(disk / "run") == 100
 
@@ -74,11 +74,11 @@ def test_a_disk_that_fills_up_is_the_same_error_on_every_rank(tmp_path, beside):
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 def test_a_disk_that_fails_only_when_it_is_synced_is_found(tmp_path, beside):
     fault = OSError(errno.EIO, "Input/output error")
-    said = run_on_ranks(RANKS, save_until_it_fails, tmp_path / "run", beside, fault)
-    assert said[0] == said[1]
-    assert "ranks 0, 1 of 2 failed while writing the checkpoint of iteration 200" in said[0]
-    assert "EIO at " in said[0]
-    assert "shard-00001-of-00002.safetensors" in said[0]
+    messages = run_on_ranks(RANKS, save_until_it_fails, tmp_path / "run", beside, fault)
+    assert messages[0] == messages[1]
+    assert "ranks 0, 1 of 2 failed while writing the checkpoint of iteration 200" in messages[0]
+    assert "EIO at " in messages[0]
+    assert "shard-00001-of-00002.safetensors" in messages[0]
     assert sorted(os.listdir(tmp_path / "run")) == ["iter_0000100", folders.TRACKER]
     assert loaded(tmp_path / "run") == 100
 
@@ -95,9 +95,9 @@ def test_a_folder_that_nobody_may_write_to_is_refused_before_a_byte(tmp_path, be
     with patch.object(durable.os, "fsync", os.fsync), read_only(folder, otherwise=lambda: None):
         error = folders.probe_writable(folder)
         assert "Read-only file system" in str(error) or "Permission denied" in str(error)
-        said = run_on_ranks(RANKS, save_until_it_fails, folder, beside)
-        assert said[0] == said[1]
-        assert "failed while making room for the checkpoint" in said[0]
-        assert str(folder) in said[0]
+        messages = run_on_ranks(RANKS, save_until_it_fails, folder, beside)
+        assert messages[0] == messages[1]
+        assert "failed while making room for the checkpoint" in messages[0]
+        assert str(folder) in messages[0]
     assert sorted(os.listdir(folder)) == ["iter_0000100", folders.TRACKER]
     assert loaded(folder) == 100

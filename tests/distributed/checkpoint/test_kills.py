@@ -59,7 +59,7 @@ def test_after_a_kill_at_any_moment_the_last_committed_checkpoint_is_loaded(
     alone = ParallelContext.single()
     for at, moment in enumerate(moments_of(victim, beside=beside)):
         folder, sign = tmp_path / str(at), tmp_path / f"{at}.hit"
-        # Whose end is heard of first, that of the victim or of who misses it, is chance.
+        # Whether the victim's end or that of a rank waiting for it is reported first is random.
         with pytest.raises(AssertionError, match=r"died with exit code -9|Connection|Read error"):
             run_on_ranks(RANKS, save_all, folder, beside, (100, 150, 200), moment, victim, sign)
         assert sign.exists(), f"{moment} never came"

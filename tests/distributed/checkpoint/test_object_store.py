@@ -34,10 +34,10 @@ def server() -> Iterator[ObjectStore]:
 def train_in(
     environment: dict[str, str], config: RunConfig, fault: str | None = None
 ) -> tuple[Record | str, str]:
-    """A rank of a run, and all that it said; processes have the environment of the first test."""
-    said: list[str] = []
-    with patch.object(log, "_write", lambda message, stream: said.append(message)):
-        return _train_in(environment, config, fault), "\n".join(said)
+    """Train one rank, return its output too; processes keep the first test's environment."""
+    output: list[str] = []
+    with patch.object(log, "_write", lambda message, stream: output.append(message)):
+        return _train_in(environment, config, fault), "\n".join(output)
 
 
 def _train_in(environment: dict[str, str], config: RunConfig, fault: str | None) -> Record | str:
@@ -88,14 +88,14 @@ def test_a_run_saves_to_a_bucket_and_goes_on_from_it(
     )
     assert all(re.search(r"\.[0-9a-f]{8}\.safetensors$", name) for name in content.files)
     assert "successfully saved checkpoint at iteration 4 to s3://" in resumed[0][1]
-    for _, said in resumed:
-        assert SECRET not in said
+    for _, output in resumed:
+        assert SECRET not in output
 
 
 def check_end(
-    told: list[tuple[Record, str]], untold: list[tuple[Record, str]], *, steps: int
+    resumed: list[tuple[Record, str]], uninterrupted: list[tuple[Record, str]], *, steps: int
 ) -> None:
-    found, straight = [record for record, _ in told], [record for record, _ in untold]
+    found, straight = [record for record, _ in resumed], [record for record, _ in uninterrupted]
     for one, other in zip(found, straight, strict=True):
         assert isinstance(one, Record), one
         assert repr(one.steps) == repr(other.steps[-steps:])

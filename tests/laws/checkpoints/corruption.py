@@ -163,11 +163,11 @@ def judge(run: Saved, flips: int, seed: int) -> tuple[list[Result], Record]:
         assert before.differing(intact), "a load is meant to change something"
         before.put_back(engine, runtime)
         for damage in damages(run.folder, flips, random.Random(seed)):
-            said: list[str] = []
-            with Damaged(run.folder, damage.changed), patch.object(log, "warning", said.append):
+            messages: list[str] = []
+            with Damaged(run.folder, damage.changed), patch.object(log, "warning", messages.append):
                 try:
                     progress = REAL_LOAD(config, engine, runtime, *rest)
-                    said.append(f"loaded iteration {progress.iteration}")
+                    messages.append(f"loaded iteration {progress.iteration}")
                     error = None
                 except CheckpointError as raised:
                     error = str(raised)
@@ -175,7 +175,7 @@ def judge(run: Saved, flips: int, seed: int) -> tuple[list[Result], Record]:
                     error = f"another error, {type(raised).__name__}: {raised}"
             after = Held.of(engine, runtime)
             found = _verdict(damage, error, before.differing(after), intact.differing(after))
-            if found.startswith("not noticed") and _said_of_a_later_one(said):
+            if found.startswith("not noticed") and _warns_of_a_later_one(messages):
                 found = EARLIER_ONE
             results.append(Result(damage.kind, damage.what, found))
             if before.differing(after):
@@ -202,9 +202,9 @@ def _verdict(
     return f"found, but without naming {missing}: {error}" if missing else FOUND
 
 
-def _said_of_a_later_one(said: Sequence[str]) -> bool:
+def _warns_of_a_later_one(messages: Sequence[str]) -> bool:
     warned = f"names iteration {EARLIER}, but {SAVED} is there too"
-    return f"loaded iteration {EARLIER}" in said and any(warned in text for text in said)
+    return f"loaded iteration {EARLIER}" in messages and any(warned in text for text in messages)
 
 
 class Held(NamedTuple):
@@ -237,9 +237,9 @@ class Held(NamedTuple):
         ]
         if self.scalars != other.scalars:
             result.append("scalars")
-        ours, theirs = self.generators, other.generators
-        if ours.values != theirs.values or not all(
-            torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items()
+        own, others = self.generators, other.generators
+        if own.values != others.values or not all(
+            torch.equal(tensor, others.tensors[name]) for name, tensor in own.tensors.items()
         ):
             result.append("generators")
         return result

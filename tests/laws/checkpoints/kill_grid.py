@@ -64,7 +64,7 @@ OVERTIME = 1.1  # of a save: random moments fall into the time just after it too
 COMMIT_S = 0.03  # about as long as a commit takes
 DEADLINE_S = 120.0
 GOOD = ("former", "new")  # what is loaded after a kill; anything else is a loss
-# Whose end is heard of first, that of the victim or of who misses it, is chance.
+# Whether the victim's end or that of a rank waiting for it is reported first is random.
 _KILLED = re.compile(r"died with exit code -9|Connection|Read error|closed")
 
 
@@ -123,7 +123,7 @@ def ways(place: Path) -> list[Way]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what the flags ask for; exit code 1 if anything was lost."""
+    """Run what the flags select; exit code 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--random", type=int, default=400, help="kills at random moments, in all")
     parser.add_argument("--seed", type=int, default=1234, help="of moments and ranks")
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_all(place: Path, flags: argparse.Namespace) -> Iterator[Result]:
-    """Every kill that the flags ask for, each in a folder of its own."""
+    """Run every kill that the flags select, each in a folder of its own."""
     draw, every, at = random.Random(flags.seed), ways(place), 0
     for way in every:
         for victim in range(RANKS):

@@ -186,7 +186,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
 
 @cache
 def cover(at_least: int = SLICE, seed: int = 0) -> tuple[Pair, ...]:
-    """Few pairs that hold every combination that `every_pair` holds, and no fewer than asked."""
+    """Return few pairs with every combination of `every_pair`, and at least the given number."""
     left = list(every_pair())
     random.Random(seed).shuffle(left)
     missing = {combination for pair in left for combination in held(pair)}
@@ -209,7 +209,7 @@ def cover(at_least: int = SLICE, seed: int = 0) -> tuple[Pair, ...]:
 
 
 def saving(pair: Pair) -> tuple[str, Layout, str]:
-    """What of a pair says which checkpoint it needs."""
+    """The part of a pair that defines the checkpoint that it needs."""
     return pair.model, pair.source, pair.precision
 
 

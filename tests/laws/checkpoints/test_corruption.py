@@ -59,7 +59,7 @@ def test_damage_is_found_before_anything_changes_and_is_named(
 
 
 def trust_lengths_and_judge(run: corruption.Saved, flips: int) -> tuple[list[Result], Record]:
-    """What the law would say of a load that looks at nothing but lengths."""
+    """The result of the law for a load that checks only lengths."""
     real = corruption.REAL_LOAD
 
     def trusting(config: RunConfig, *rest: Any) -> Progress:

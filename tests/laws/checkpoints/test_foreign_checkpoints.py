@@ -1,7 +1,7 @@
 """A run goes on from files in Megatron's layout as from our own: same losses, weights and state.
 
 Both ways there: a job that saves them itself, and a converted checkpoint at a layout that no job
-had. Where only weights come over, the run begins with them and says what it left behind.
+had. Where only weights are loaded, the run begins with them and logs what it did not load.
 """
 
 from pathlib import Path

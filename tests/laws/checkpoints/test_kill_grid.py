@@ -1,4 +1,4 @@
-"""The grid of kills loses nothing in any format, and says so where something was lost."""
+"""The grid of kills loses nothing in any format, and reports a loss."""
 
 import random
 from collections.abc import Callable
@@ -106,10 +106,10 @@ def another_fault(*args: Any) -> None:
     ("body", "found"), [(nobody_dies, "nobody was killed"), (another_fault, "another failure")]
 )
 def test_a_kill_that_did_not_come_is_no_result(body: Callable[..., None], found: str) -> None:
-    told = kill_grid.end_of(body)
-    assert told is not None
-    assert told.startswith(found)
-    assert not Result("kind", "what", told).is_good
+    end = kill_grid.end_of(body)
+    assert end is not None
+    assert end.startswith(found)
+    assert not Result("kind", "what", end).is_good
 
 
 def test_what_a_later_save_leaves_behind_is_seen(tmp_path: Path) -> None:

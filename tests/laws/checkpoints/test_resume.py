@@ -135,7 +135,7 @@ def check_joined(
     assert second.progress == straight.progress, where
     for name in ("steps", "plans", "evaluations", "trained_on", "evaluated_on"):
         joined, expected = getattr(first, name) + getattr(second, name), getattr(straight, name)
-        # As text, which tells any two floats apart and finds an overflow's nan equal to itself.
+        # As text, in which any two floats differ and an overflow's nan equals itself.
         differing = [
             at for at, (one, two) in enumerate(zip(joined, expected)) if repr(one) != repr(two)
         ]

@@ -179,10 +179,10 @@ def test_a_disk_that_fills_up_on_one_rank_ends_all_alike(
     corpus: str, straight: list[Record], tmp_path: Path, async_save: bool
 ) -> None:
     config = run_of(corpus, tmp_path / "run", async_save=async_save)
-    told = run_on_ranks(RANKS, train_with_a_full_disk, config)
-    assert told[0] == told[1]
-    step, message = told[0]
-    # Beside the training it is heard of before the next step, or the one after on a slow machine.
+    results = run_on_ranks(RANKS, train_with_a_full_disk, config)
+    assert results[0] == results[1]
+    step, message = results[0]
+    # A background save reports it before the next step, or the one after on a slow machine.
     assert step in ((3, 4, 5) if async_save else (3,))
     assert "rank 1 of 2 failed while writing the checkpoint of iteration 4" in message
     assert "ENOSPC" in message
@@ -218,14 +218,14 @@ def test_a_terminated_run_waits_for_its_save(
         resumed(corpus, folder, straight, at=stopped[0])
 
 
-def say_and_train(config: RunConfig) -> tuple[Record | str, list[str]]:
+def train_with_messages(config: RunConfig) -> tuple[Record | str, list[str]]:
     """The run, or what ended it; and every warning of this rank."""
-    said: list[str] = []
-    with patch.object(log, "warning", said.append):
+    messages: list[str] = []
+    with patch.object(log, "warning", messages.append):
         try:
-            return train(config), said
+            return train(config), messages
         except MegatronError as error:
-            return str(error), said
+            return str(error), messages
 
 
 @pytest.fixture(scope="module")
@@ -257,11 +257,11 @@ def test_a_damaged_checkpoint_ends_the_run_or_is_passed_over_loudly(
     else:
         shard.unlink()
         (folder / folders.TRACKER).write_text("four")
-    plain = run_on_ranks(RANKS, say_and_train, run_of(corpus, folder))
+    plain = run_on_ranks(RANKS, train_with_messages, run_of(corpus, folder))
     assert plain[0][0] == plain[1][0], "the same on every rank"
     assert isinstance(plain[0][0], str)
     config = run_of(corpus, folder, load_fallback="previous")
-    after = run_on_ranks(RANKS, say_and_train, config)
+    after = run_on_ranks(RANKS, train_with_messages, config)
     records = [record for record, _ in after if isinstance(record, Record)]
     assert len(records) == RANKS, after
     assert_went_on(records, straight, last=STEPS - 2)
@@ -281,11 +281,11 @@ def test_any_iteration_can_be_gone_on_from(
 
 
 def loaded_only(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
-    """A run of no iterations: its state, and what was said."""
-    said: list[str] = []
-    with patch.object(log, "info", said.append):
+    """A run of no iterations: its state, and its log lines."""
+    messages: list[str] = []
+    with patch.object(log, "info", messages.append):
         record = train(config)
-    return record.state, said
+    return record.state, messages
 
 
 def state_of(records: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -304,7 +304,7 @@ def test_parts_of_a_model_are_loaded_by_name_and_the_rest_is_as_it_began(
     initial, saved, found = (
         state_of([by_rank[which][0] for by_rank in results]) for which in range(3)
     )
-    said = next(words for words in results[0][2][1] if words.startswith("loaded "))
+    line = next(words for words in results[0][2][1] if words.startswith("loaded "))
     loaded = [name for name in found if not torch.equal(found[name], initial[name])]
     for name, tensor in found.items():
         bare = name.removeprefix("model/")
@@ -312,9 +312,9 @@ def test_parts_of_a_model_are_loaded_by_name_and_the_rest_is_as_it_began(
         source = saved if wanted else initial
         assert torch.equal(tensor, source[name]), name
     assert loaded
-    assert f"of {len(found)} parameters" in said
-    assert "left at initial values: " in said
-    assert "final_norm" in said or "layers.1." in said
+    assert f"of {len(found)} parameters" in line
+    assert "left at initial values: " in line
+    assert "final_norm" in line or "layers.1." in line
 
 
 def _each_alone(configs: list[RunConfig]) -> list[tuple[dict[str, Any], list[str]]]:

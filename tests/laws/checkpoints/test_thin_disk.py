@@ -1,4 +1,4 @@
-"""A disk that takes every write and stores nothing: only fsync tells, and every save has to listen.
+"""A disk that accepts every write and stores nothing: only fsync fails, and every save reports it.
 
 A real one (ext4 in a sparse image on a pool without room) where this process may mount it, which
 takes root and a loop device. Elsewhere fsync itself says what that disk would, and each test warns
@@ -90,7 +90,7 @@ def test_a_save_that_only_fsync_refuses_fails_on_all_ranks_and_the_former_is_sto
         first, second = run_on_ranks(RANKS, train_until_the_pool_is_empty, saving, disk, **start)
         assert first == second
         assert f"failed while writing the checkpoint of iteration {FAILING}" in first
-        # Of a file that the kernel has tried to store by itself the second of two errors is told.
+        # If the kernel has tried to store a file by itself, the second of two errors is reported.
         assert re.search(rf"(ENOSPC|EIO) at {folder}/\.[a-z_]+0*{FAILING}\.partial-\w+/\S+", first)
         if disk is not None:
             disk.remount()

@@ -72,7 +72,7 @@ class Local(NamedTuple):
 
 
 def write(case: Case, folder: Path, tag: str = "global_step2") -> dict[str, Tensor]:
-    """Train two steps, save to `folder`/`tag`, and say what was saved, by our names."""
+    """Train two steps, save to `folder`/`tag`, and return what was saved, by our names."""
     world = case.tp * case.dp
     ranks = run_on_ranks(
         world, _train_and_save, case, str(folder), tag, timeout_s=DEADLINE_S, deepspeed=True
@@ -132,9 +132,9 @@ def _train_and_save(case: Case, folder: str, tag: str) -> dict[str, Local]:
     ctx = ParallelContext.build(Topology(tp=case.tp, dp=case.dp))
     engine, model = _engine(case, ctx)
     tokens = torch.arange(case.dp * SEQUENCE).view(case.dp, SEQUENCE) * 7 % 50
-    mine = tokens[ctx.dp.rank : ctx.dp.rank + 1]
+    own_tokens = tokens[ctx.dp.rank : ctx.dp.rank + 1]
     for step in range(STEPS):
-        loss = engine(mine, labels=(mine + 1 + step) % 50)
+        loss = engine(own_tokens, labels=(own_tokens + 1 + step) % 50)
         engine.backward(loss.total / loss.count)
         engine.step()
     engine.save_checkpoint(folder, tag=tag, client_state=_client_state(case, model, ctx))
@@ -152,7 +152,7 @@ def _load_universal(case: Case, folder: str, tag: str) -> dict[str, Local]:
 
 
 def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
-    os.environ["LOCAL_RANK"] = "0"  # which DeepSpeed wants to see, and has no use for on a CPU
+    os.environ["LOCAL_RANK"] = "0"  # which DeepSpeed requires, and does not use on a CPU
     deepspeed = start_deepspeed(ctx)
     precision = PrecisionConfig(bf16=case.precision == "bf16")
     model = tiny_model(tiny_config(**dict(case.model)), tiny_build(ctx, precision=precision))
@@ -191,11 +191,11 @@ def _engine(case: Case, ctx: ParallelContext) -> tuple[Any, GPTModel]:
 def _client_state(case: Case, model: GPTModel, ctx: ParallelContext) -> dict[str, Any]:
     if not case.record:
         return {"iteration": STEPS}
-    mine = {
+    own_parameters = {
         name: describe_parameter(name, p, tuple(getattr(p, "ds_shape", p.shape)), tp=ctx.tp.size)
         for name, p in model.named_parameters()
     }
-    parameters = merged(all_gather_object(mine, ctx.world))
+    parameters = merged(all_gather_object(own_parameters, ctx.world))
     order = [n for group in param_groups(model.named_parameters()) for n, _ in group.parameters]
     record = RunRecord(
         iteration=STEPS,
@@ -216,7 +216,7 @@ def _config(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def held_by(engine: Any, model: GPTModel, case: Case) -> dict[str, Local]:
-    """What an engine holds of `model`, by our names, as DeepSpeed says."""
+    """Return an engine's state of `model`, by our names, as DeepSpeed returns it."""
     import deepspeed.utils as ask
 
     if case.stage in (1, 2):

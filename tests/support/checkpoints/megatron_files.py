@@ -147,15 +147,15 @@ def save_megatron(
             names: list[tuple[str, str]] = []  # (whole name, local name), in module order
             for chunk in range(chunks):
                 virtual = chunk * pp + stage
-                mine = list(_of_stage(model, shape, virtual, per, pp * chunks))
+                stage_parameters = list(_of_stage(model, shape, virtual, per, pp * chunks))
                 state: dict[str, Any] = {} if core else {"language_model": {}}
-                for whole_name, local in mine:
+                for whole_name, local in stage_parameters:
                     part = cut(whole_name, model[whole_name], shape, rank, tp, version or 0.0)
                     if core:
                         state[core_name(local)] = part
                     else:
                         _put(state, local, part, old_names)
-                names += mine
+                names += stage_parameters
                 last = virtual == pp * chunks - 1
                 if last and virtual and shape.tied:
                     word = "embedding.word_embeddings.weight"
@@ -193,7 +193,7 @@ def save_megatron(
 
 def core_name(name: str) -> str:
     """Megatron core's name of a BERT's parameter that is called `name` in version 3."""
-    for theirs, cores in (
+    for spelling, cores in (
         ("self_attention.query_key_value", "self_attention.linear_qkv"),
         ("self_attention.dense", "self_attention.linear_proj"),
         ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
@@ -203,7 +203,7 @@ def core_name(name: str) -> str:
         ("lm_head.layernorm", "lm_head.layer_norm"),
         ("lm_head.bias", "output_layer.bias"),
     ):
-        name = name.replace(theirs, cores)
+        name = name.replace(spelling, cores)
     return name
 
 

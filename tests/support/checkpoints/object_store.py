@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Nobody's; tests look for it in what is said.
+# A made-up secret, which tests search for in output.
 SECRET = "wJalrXUtnFEMIsecretSECRETsecret00bPxRfiCY"  # noqa: S105
 BUCKET = "checkpoints"
 
@@ -68,7 +68,7 @@ def object_store() -> Iterator[ObjectStore]:
     endpoint = f"http://{host}:{port}"
     before = {name: os.environ.get(name) for name in _environment(endpoint)}
     os.environ.update(_environment(endpoint))
-    s3fs.S3FileSystem.clear_instance_cache()  # a connection knows one server only
+    s3fs.S3FileSystem.clear_instance_cache()  # a connection is bound to one server
     # All servers of a process have the same objects.
     connection = http.client.HTTPConnection(host, port, timeout=30)
     connection.request("POST", "/moto-api/reset")

@@ -32,7 +32,7 @@ Act = Callable[[], None]
 
 
 class Moment(NamedTuple):
-    """How to be there, and what is the latest checkpoint for whoever comes after."""
+    """How to enter the moment, and the latest checkpoint after it."""
 
     put_in: Callable[[Act], AbstractContextManager[Any]]
     on_first_alone: bool = False
@@ -214,14 +214,16 @@ MEGATRON_MOMENTS: Mapping[str, Moment] = {
 DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
     "before the ranks say what they hold": Moment(_before(deepspeed_save, "run_on_all_ranks")),
     "the names are known": Moment(_after(deepspeed_save, "run_on_all_ranks", call=2)),
-    "before DeepSpeed saves": Moment(_before(deepspeed_save, "_let_write")),
+    "before DeepSpeed saves": Moment(_before(deepspeed_save, "_write_with_deepspeed")),
     "before the first byte": Moment(_before(deepspeed_save.DurableWriter, "save")),
     **_TORCH_FILE,
-    "DeepSpeed has saved": Moment(_after(deepspeed_save, "_let_write")),
+    "DeepSpeed has saved": Moment(_after(deepspeed_save, "_write_with_deepspeed")),
     "before the random states": Moment(_before(sealed_save, "write_generators")),
     "the part is written": Moment(_after(SealedSave, "write_part")),
     "all have written": Moment(_after(sealed_save, "run_on_all_ranks")),
-    "before it is read back": Moment(_before(deepspeed_save, "_look"), on_first_alone=True),
+    "before it is read back": Moment(
+        _before(deepspeed_save, "_check_written"), on_first_alone=True
+    ),
     "half of the seal is written": Moment(_half_of_a_write(_is_seal), on_first_alone=True),
     "it is sealed": Moment(_after(SealedSave, "put"), on_first_alone=True),
     "before the stage is synced": Moment(_before(folders, "publish"), on_first_alone=True),

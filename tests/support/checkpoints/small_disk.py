@@ -54,7 +54,7 @@ def read_only(folder: Path, *, otherwise: Callable[[], None]) -> Iterator[Path]:
 
 
 class ThinDisk(NamedTuple):
-    """A disk that promises more room than is behind it, as thin volumes and quotas of others do.
+    """A disk that reports more room than it has, as thin volumes and quotas of others do.
 
     While the `pool` behind it has room it is a disk like any other. After `use_up` every write
     still succeeds, in memory; fsync alone says that nothing was stored: ENOSPC, then EIO, and then

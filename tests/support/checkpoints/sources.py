@@ -1,4 +1,4 @@
-"""A checkpoint source held in memory: a small GPT under our names, with state if asked."""
+"""A checkpoint source in memory: a small GPT under our names, optionally with state."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +39,7 @@ class MemorySource(SourceBase):
 
     @classmethod
     def of_gpt(cls, *, optimizer: bool = False, seed: int = 0, **model: Any) -> "MemorySource":
-        """A GPT of random values; with AdamW's moments and fp32 masters if asked."""
+        """Return a GPT of random values; optionally with AdamW's moments and fp32 masters."""
         flags = {**GPT, **model}
         shapes = gpt_tensors(from_plain(ModelConfig, flags), vocab_rows=ROWS, positions=6)
         return cls._drawn(shapes, flags, optimizer=optimizer, seed=seed)

@@ -1,4 +1,4 @@
-"""A format that only tests know: one safetensors file, with what is no tensor in its header.
+"""A format for tests only: one safetensors file, with other values in its header.
 
 CONTRIBUTING.md shows its record as the example of how to add a format, and a test holds that the
 example is what stands here.

@@ -1,4 +1,4 @@
-"""Verdicts: of one rank here, and of many by what they would have gathered."""
+"""Errors of one rank, and of many ranks from what they would have gathered."""
 
 import errno
 

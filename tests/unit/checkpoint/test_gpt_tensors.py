@@ -1,4 +1,4 @@
-"""What is said of a model before it is built is what it has when it is."""
+"""The tensors listed for a GPT before it is built are those of the built model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The kind of a model is told by its parameters, and another one is refused by both names."""
+"""The kind of a model follows from its parameters, and another one is refused with both names."""
 
 from collections.abc import Sequence
 
@@ -70,7 +70,7 @@ BOTH, WORDS = set(HEADS) - {"classification_head"}, {"lm_head", "output_bias"}
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted", "told"),
+    ("saved", "wanted", "messages"),
     [
         (WORDS, BOTH, ["no pooler, order_head", "fix: add --bert-no-binary-head, or begin with"]),
         (BOTH, WORDS, ["it has pooler, order_head, which the", "drop --bert-no-binary-head, or"]),
@@ -80,11 +80,11 @@ BOTH, WORDS = set(HEADS) - {"classification_head"}, {"lm_head", "output_bias"}
     ],
 )
 def test_other_heads_are_refused_with_the_flags_that_fit(
-    saved: set[str], wanted: set[str], told: list[str]
+    saved: set[str], wanted: set[str], messages: list[str]
 ) -> None:
     with pytest.raises(CheckpointError, match="has other heads than this run") as caught:
         refuse_heads(saved, wanted, where="FOLDER")
-    for text in told:
+    for text in messages:
         assert text in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""The plan between any two layouts, and the words for what does not fit."""
+"""The plan between any two layouts, and the messages about mismatches."""
 
 from typing import NamedTuple
 

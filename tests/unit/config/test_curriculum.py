@@ -41,8 +41,8 @@ def read(values: Any) -> Curriculum:
 
 
 def lengths_of_deepspeed(values: Any, iterations: int) -> list[int]:
-    """What its scheduler says one step after the other, as Megatron-DeepSpeed asks it."""
-    # Seconds of imports, which whoever only collects tests need not wait for.
+    """Return the lengths of its scheduler step by step, as Megatron-DeepSpeed reads them."""
+    # Imports of seconds, which a collection of tests need not wait for.
     from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
     scheduler = CurriculumScheduler(values)
@@ -73,14 +73,14 @@ def blocks(draw: st.DrawFn) -> Any:
 @examples(100)
 @given(blocks())
 def test_every_length_is_that_of_deepspeed(values: Any) -> None:
-    ours, theirs = read(values), lengths_of_deepspeed(values, 150)
-    assert [ours.length_at(at) for at in range(150)] == theirs
-    assert theirs == sorted(theirs)
-    assert set(theirs) <= set(ours.all_lengths)
-    assert all(length == theirs[-1] for length in theirs[ours.settled_at :])
+    ours, expected = read(values), lengths_of_deepspeed(values, 150)
+    assert [ours.length_at(at) for at in range(150)] == expected
+    assert expected == sorted(expected)
+    assert set(expected) <= set(ours.all_lengths)
+    assert all(length == expected[-1] for length in expected[ours.settled_at :])
     if 0 < ours.settled_at < 150:
-        before = theirs[ours.settled_at - 1]
-        assert before < theirs[-1] or ours.schedule is CurriculumSchedule.FIXED_DISCRETE
+        before = expected[ours.settled_at - 1]
+        assert before < expected[-1] or ours.schedule is CurriculumSchedule.FIXED_DISCRETE
 
 
 def test_some_lengths_by_hand() -> None:
@@ -145,7 +145,7 @@ def test_a_curriculum_says_what_it_is() -> None:
 
 def test_two_curricula_are_one_too_many() -> None:
     one, other = read(block("fixed_linear", LINEAR)), read(block("fixed_root", ROOT))
-    with pytest.raises(ConfigError, match="ask for two curricula") as raised:
+    with pytest.raises(ConfigError, match="give two curricula") as raised:
         one_curriculum(one, other)
     assert "flags: fixed_linear" in str(raised.value)
     assert "JSON: fixed_root, degree 2" in str(raised.value)

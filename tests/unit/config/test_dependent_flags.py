@@ -178,7 +178,7 @@ def test_presets_count_as_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             f"--no-position-embedding {ROPE}",
@@ -197,9 +197,11 @@ def test_presets_count_as_given() -> None:
         ),
     ],
 )
-def test_a_meaning_is_in_the_log(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_meaning_is_in_the_log(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parse_args([*COMMAND, *words.split()])
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 def test_flags_beside_a_checkpoint_mean_the_same() -> None:
@@ -225,4 +227,4 @@ def test_defaults_that_differ_are_still_the_ones_that_the_page_names() -> None:
     assert training.exit_signal_handler
     assert precision.accumulate_allreduce_grads_in_fp32
     assert len(OTHER_DEFAULTS) == 3
-    assert a_run().data.split == "969, 30, 1"  # theirs too, where --data-path is given
+    assert a_run().data.split == "969, 30, 1"  # as in other Megatrons

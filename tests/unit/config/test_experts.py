@@ -22,7 +22,7 @@ def model(**changes: Any) -> ModelConfig:
     [
         ({"moe_router_topk": 5}, "as many experts as it should", "--moe-router-topk 5, --num-exp"),
         ({"moe_router_topk": 0}, "as many experts as it should", "--moe-router-topk 0, --num-exp"),
-        ({"moe_router_topk": 1}, "nothing would teach the router", "without --moe-router-pre-soft"),
+        ({"moe_router_topk": 1}, "the router would learn nothing", "without --moe-router-pre-soft"),
         ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
         ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
         ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),

@@ -1,4 +1,4 @@
-"""A flag is declared once, as a field: what argparse makes of it, and what a mistake is told."""
+"""A flag is declared once, as a field: what argparse makes of it, and the errors of mistakes."""
 
 import argparse
 import copy

@@ -1,4 +1,4 @@
-"""The shape of a network: what follows from what was asked, and what is refused."""
+"""The shape of a network: what follows from the flags, and what is refused."""
 
 from typing import Any
 

@@ -74,7 +74,7 @@ def test_amounts_are_not_negative(name: str) -> None:
         ({"lr_wsd_decay_samples": 0}, "it is not positive", "--lr-wsd-decay-samples 0"),
         (
             {"lr_decay_style": DecayStyle.WSD},
-            "a WSD schedule does not know how long its decay is",
+            "a WSD schedule needs the length of its decay",
             "--lr-decay-style WSD without a decay length",
         ),
         (

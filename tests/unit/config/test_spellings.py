@@ -26,9 +26,9 @@ def test_a_flag_without_effect_is_taken_and_said(
 ) -> None:
     values = [NO_EFFECT[word].only or "1"] * abs(NO_EFFECT[word].values)
     assert parse_args([word, *values, *COMMAND]) == a_run()
-    said = without_times(capsys.readouterr().out)
-    assert said.startswith(f"{' '.join([word, *values])}: accepted, has no effect here because ")
-    assert NO_EFFECT[word].because in said
+    output = without_times(capsys.readouterr().out)
+    assert output.startswith(f"{' '.join([word, *values])}: accepted, has no effect here because ")
+    assert NO_EFFECT[word].because in output
 
 
 @pytest.mark.parametrize("word", [word for word, flag in NO_EFFECT.items() if flag.only])

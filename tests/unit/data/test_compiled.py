@@ -34,5 +34,5 @@ def test_only_a_module_of_this_interface_is_used(module, current):
 def test_the_twin_is_announced_once(module, words, capsys):
     for _ in range(2):
         warn_of_python_twin(f"a module that {words}", module)
-    said = capsys.readouterr()
-    assert (said.out + said.err).count(f"a module that {words} {words}") == 1
+    output = capsys.readouterr()
+    assert (output.out + output.err).count(f"a module that {words} {words}") == 1

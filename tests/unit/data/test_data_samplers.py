@@ -41,7 +41,7 @@ def in_step_order(make, total, consumed, *, size, ranks, **options):
     ]
     lengths = {len(sampler) for sampler in samplers}
     batches = [list(sampler) for sampler in samplers]
-    assert lengths == {len(mine) for mine in batches}
+    assert lengths == {len(own) for own in batches}
     return [index for step in zip(*batches) for batch in step for index in batch]
 
 

@@ -219,7 +219,10 @@ def test_separate_paths_are_used_whole(tmp_path):
     [
         ({}, "there is no data"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "named in two ways at once"),
-        ({"valid_data_path": ("b",)}, "samples are asked of the train split, which has no corpus"),
+        (
+            {"valid_data_path": ("b",)},
+            "samples are requested of the train split, which has no corpus",
+        ),
         ({"data_path": ("a",), "seed": -1}, "seed of the sample order"),
         ({"data_path": ("a",), "seed": 2**32}, "seed of the sample order"),
     ],
@@ -305,9 +308,9 @@ def test_a_use_without_groups_is_said_and_has_no_dataset(tmp_path, capsys):
     prefix = write_corpus(tmp_path / "c", [10] * 100)
     splits = build_groups(tmp_path, (f"T: 1 0:1 {prefix}",), num_samples=(20, 4, 0))
     assert (splits.valid, splits.test) == ({}, {})
-    said = capsys.readouterr().out
-    assert "no --valid-weighted-split-paths: nothing is evaluated on valid data" in said
-    assert "test" not in said
+    output = capsys.readouterr().out
+    assert "no --valid-weighted-split-paths: nothing is evaluated on valid data" in output
+    assert "test" not in output
 
 
 def test_a_group_without_documents_or_samples_is_named(tmp_path):
@@ -327,10 +330,10 @@ def test_a_blend_says_its_real_shares_and_epochs_once(tmp_path, capsys):
     a = write_corpus(tmp_path / "a", [10] * 50)  # 500 tokens, 62 samples of 8
     b = write_corpus(tmp_path / "b", [10] * 50)
     build(tmp_path, data_path=("0.25", a, "0.75", b), split="1", num_samples=(1000, 0, 0))
-    said = capsys.readouterr().out
-    assert "train is a blend of 1,000 samples:" in said
-    assert f"{a}: weight 0.25, 250 samples (25.00%), 4 epochs" in said
-    assert f"{b}: weight 0.75, 750 samples (75.00%), 12 epochs" in said
+    output = capsys.readouterr().out
+    assert "train is a blend of 1,000 samples:" in output
+    assert f"{a}: weight 0.25, 250 samples (25.00%), 4 epochs" in output
+    assert f"{b}: weight 0.75, 750 samples (75.00%), 12 epochs" in output
 
 
 def test_a_corpus_too_rare_to_be_drawn_stops_training_and_is_announced_in_evaluation(

@@ -18,7 +18,7 @@ BIG = 100_000  # tokens of one corpus are numbered from its multiple on
 
 
 def numbered(folder, number, sizes):
-    """A corpus of which every token is its own number, so that it can be told from all others."""
+    """A corpus of which every token is its own number, so that it differs from all others."""
     prefix = folder / f"c{number}"
     with MMapIndexedDatasetBuilder(prefix, np.int32) as builder:
         for stop, size in zip(np.cumsum(sizes), sizes):

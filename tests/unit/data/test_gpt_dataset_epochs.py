@@ -34,7 +34,7 @@ def splits(draw):
 
 
 def numbered(folder, sizes):
-    """A corpus of which every token is its own number, so that each can be told from all others."""
+    """A corpus of which every token is its own number, so that each differs from all others."""
     with MMapIndexedDatasetBuilder(folder / "numbered", np.int32) as builder:
         for stop, size in zip(np.cumsum(sizes), sizes):
             builder.add_document(np.arange(stop - size, stop))

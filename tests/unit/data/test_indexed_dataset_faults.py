@@ -184,7 +184,7 @@ def remove_the_tokens(prefix):
 def test_files_that_change_under_an_open_corpus_are_noticed_and_never_mixed(
     tmp_path, change, mapped
 ):
-    """The open corpus goes on reading the file that it opened, and says that there is another."""
+    """The open corpus still reads the file that it opened, and detects that there is another."""
     prefix = write_documents(tmp_path / "c")
     corpus = MMapIndexedDataset(prefix, mapped=mapped)
     before = corpus[:2]

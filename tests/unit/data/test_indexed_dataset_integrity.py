@@ -127,9 +127,9 @@ def test_a_corpus_without_checksums_is_read_after_one_warning(prefix, capsys, mo
         corpus = MMapIndexedDataset(prefix, integrity=integrity)
         assert corpus[0].tolist() == [1, 2, 3]
         corpus.verify()
-    said = capsys.readouterr().err
-    assert said.count("has no checksums") == 1
-    assert "files exchanged for others of the same lengths cannot be found" in said
+    output = capsys.readouterr().err
+    assert output.count("has no checksums") == 1
+    assert "files exchanged for others of the same lengths cannot be found" in output
 
 
 def test_a_corpus_that_grows_or_is_rewritten_while_open_is_noticed(prefix):

@@ -83,7 +83,7 @@ def test_what_is_no_flat_list_of_integers_is_refused(tmp_path, tokens):
 def test_an_item_too_long_for_its_size_field_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.data.indexed_dataset._LARGEST_ITEM", 3)
     with (
-        pytest.raises(DataError, match="longer than the format can say"),
+        pytest.raises(DataError, match="longer than the format can store"),
         MMapIndexedDatasetBuilder(tmp_path / "c") as builder,
     ):
         builder.add_item([1, 2, 3, 4])

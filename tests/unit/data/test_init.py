@@ -1,4 +1,4 @@
-"""What the package promises about imports."""
+"""The guarantees of the package about imports."""
 
 import subprocess
 import sys

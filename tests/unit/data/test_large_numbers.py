@@ -50,7 +50,7 @@ def test_bytes_of_items_are_counted_in_64_bits():
 
 
 def test_many_items_add_up_without_a_copy_of_their_sizes():
-    """2^30 sizes, which are one number in memory: their sum is what a corpus is said to hold."""
+    """2^30 sizes, which are one number in memory: their sum is the corpus's number of tokens."""
     sizes = np.broadcast_to(np.int32(MOST), (2**30,))
     assert int(sizes[: 2**20].sum(dtype=np.int64)) == 2**20 * MOST
     first, train, valid, stop = split_ranges("3,1,4", 2**40)

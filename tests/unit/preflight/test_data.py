@@ -322,7 +322,7 @@ def test_lengths_that_no_span_corruption_has_are_found_once(corpus: str) -> None
 def test_a_flag_of_another_program_is_found_once(corpus: str) -> None:
     bad = plan(corpus, mask_prob=0.3)
     errors = [error for check in ALL for error in found(check, bad)]
-    only(errors, "--mask-prob 0.3", "that the data of a GPT do not know")
+    only(errors, "--mask-prob 0.3", "that has no effect on the data of a GPT")
 
 
 def test_sentinels_added_behind_a_vocabulary_are_no_other_vocabulary(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What a folder of DeepSpeed's says about its run: by our record, or by Megatron's flags in it.
+"""Facts about the run of a DeepSpeed folder, from our record or from Megatron's flags in it.
 
-Files of DeepSpeed alone say nothing about the model. A save of ours keeps a `RunRecord` in the
+DeepSpeed's own files hold no facts about the model. A save of ours keeps a `RunRecord` in the
 client state; Megatron-DeepSpeed keeps its `args` there.
 """
 
@@ -27,7 +27,7 @@ _LATEST_VERSION = 3.0  # of Megatron's checkpoints, where none is recorded
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """Config groups, progress and scalars as a source gives them, and how rows stand."""
+    """Config groups, progress and scalars as a source gives them, and the order of rows."""
 
     config: Mapping[str, JsonObject]
     progress: Mapping[str, int]
@@ -37,7 +37,7 @@ class FolderFacts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], options: SourceOptions) -> "FolderFacts":
-        """From the state of the first model-parallel rank.
+        """Return the facts in the state of the first model-parallel rank.
 
         Raises:
             CheckpointError: our record in it is damaged, or of a newer version.
@@ -47,8 +47,8 @@ class FolderFacts:
             return cls(record.config, record.progress, RowOrder(), record, None)
         args = _fields(state.get("args"))
         config = config_of_args(args) if args else {}
-        said = state.get("checkpoint_version")  # 0 is a version, too
-        version = _LATEST_VERSION if said is None else float(said)
+        recorded = state.get("checkpoint_version")  # 0 is a version, too
+        version = _LATEST_VERSION if recorded is None else float(recorded)
         info = state.get("checkpoint_info") or {}
         rows = options.vocab_size or info.get("original_vocab_size")
         return cls(config, _progress(state, args), row_order(config, version), None, rows)
@@ -62,12 +62,12 @@ class FolderFacts:
         """Return our parameters by DeepSpeed's `names` of all ranks.
 
         Raises:
-            CheckpointError: a name that means nothing here.
+            CheckpointError: an unknown name.
         """
         names = list(names)
-        mine = {} if self.record is None else self.record.parameters
-        if all(name in mine for name in names):
-            return {name: mine[name] for name in names}
+        recorded = {} if self.record is None else self.record.parameters
+        if all(name in recorded for name in names):
+            return {name: recorded[name] for name in names}
         return known_parameters(names, self.config, self.vocab_rows)
 
     def check_shapes(self, directory: Path, found: Mapping[str, tuple[int, ...]]) -> None:
@@ -86,7 +86,7 @@ class FolderFacts:
             wrong += [f"{name} is of no layer of the model" for name in set(found) - set(expected)]
         if wrong:
             raise CheckpointError(
-                "a DeepSpeed checkpoint does not hold the model that it says it holds",
+                "a DeepSpeed checkpoint does not hold the model that it describes",
                 found=f"{directory}: {wrong[0]}"
                 + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
                 fix="copy the folder again, from every node that wrote to it, or load another one",
@@ -103,7 +103,7 @@ class FolderFacts:
             return {}
         rows = found.get(WORD, (0,))[0] if self.vocab_rows is None else self.vocab_rows
         if self.vocab_rows is not None and found.get(WORD, (0,))[0] < self.vocab_rows:
-            rows = found.get(WORD, (0,))[0]  # whoever loads says that the vocabulary is another
+            rows = found.get(WORD, (0,))[0]  # the load reports that the vocabulary differs
         data: Mapping[str, Any] = self.config.get("data", {})
         positions = model.max_position_embeddings or data.get("seq_length")
         if positions is None and POSITION in found:
@@ -115,7 +115,7 @@ class FolderFacts:
 
 
 class FactsSource(SourceBase):
-    """What sources of DeepSpeed's two layouts say alike; `facts` and `_described` are set first."""
+    """What sources of DeepSpeed's two layouts share; `facts` and `_described` are set first."""
 
     facts: FolderFacts
     _described: Mapping[str, TensorDescription]
@@ -127,19 +127,17 @@ class FactsSource(SourceBase):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """Every flag of a run of ours; of another Megatron's what has a meaning here."""
+        """Every flag of a run of ours; of another Megatron's those with a meaning here."""
         return self.facts.config
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far that run was."""
+        """The progress of that run."""
         return self.facts.progress
 
 
 def scaler_fields(scaler: Any) -> dict[str, float]:
-    """Return the state of our dynamic loss scale that equals DeepSpeed's; empty for a
-    constant one.
-    """
+    """Return our loss scaler's equivalent of DeepSpeed's state; empty for a constant scale."""
     fields = _fields(scaler)
     if fields.get("last_overflow_iter") is None:
         return {}

@@ -1,6 +1,6 @@
 """The files of a `global_stepN` folder by rank, and how they are opened.
 
-Ranks are numbers: sorted as text, rank 10 would stand before rank 2.
+Ranks are numbers: sorted as text, rank 10 would come before rank 2.
 """
 
 # mp_rank_XX_model_states.pt                          weights, or nothing of them in a pipeline
@@ -26,7 +26,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_.*|expp_rank_\d+_.*")
 _DIMENSIONS = "checkpoint_parallel_dimensions"
 
-# What DeepSpeed pickles beside tensors and plain values, as objects that can do nothing.
+# Classes that DeepSpeed pickles beside tensors and plain values, as inert objects.
 _STAND_INS: Mapping[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": Inert,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
@@ -37,9 +37,7 @@ _STAND_INS: Mapping[str, Any] = {
 
 
 def load(path: Path) -> Any:
-    """Return what one of DeepSpeed's files holds, its tensors mapped from the file; no code
-    of it runs.
-    """
+    """Return the content of a DeepSpeed file, tensors mapped, without running its code."""
     return unpickle.load(path, also=_STAND_INS)
 
 
@@ -54,7 +52,7 @@ class DeepSpeedFolder(NamedTuple):
 
     @classmethod
     def of(cls, directory: Path) -> "DeepSpeedFolder":
-        """Sort the files of `directory` by what their names say.
+        """Sort the files of `directory` by their names.
 
         Raises:
             CheckpointError: it holds experts, or shares of two precisions.
@@ -88,7 +86,7 @@ class DeepSpeedFolder(NamedTuple):
 
     @property
     def partitioned(self) -> bool:
-        """Whether the weights are shared out over the replicas too (ZeRO-3)."""
+        """Whether the weights are partitioned over the replicas too (ZeRO-3)."""
         return bool(self.model_of_share)
 
     @property
@@ -99,9 +97,7 @@ class DeepSpeedFolder(NamedTuple):
 
 
 def recognise(directory: Path) -> bool:
-    """Return whether `directory` is a checkpoint of DeepSpeed, and not one in its universal
-    layout.
-    """
+    """Return whether `directory` is a DeepSpeed checkpoint, but not of the universal layout."""
     if (directory / "zero").is_dir():
         return False
     return any(
@@ -111,14 +107,14 @@ def recognise(directory: Path) -> bool:
 
 
 class FolderGrid(NamedTuple):
-    """How the ranks that wrote a folder stood; `dp` is 1 where nothing is shared out over it."""
+    """The grid of ranks that wrote a folder; `dp` is 1 where nothing is partitioned over it."""
 
     tp: int
     pp: int
     dp: int
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """(stage, tensor-parallel rank, model-parallel rank), stage by stage."""
+        """Yield (stage, tensor-parallel rank, model-parallel rank), stage by stage."""
         for stage in range(self.pp):
             for tp in range(self.tp):
                 yield stage, tp, stage * self.tp + tp
@@ -127,14 +123,14 @@ class FolderGrid(NamedTuple):
 def grid_of(
     folder: DeepSpeedFolder, state: Mapping[str, Any], known: tuple[int, int] | None
 ) -> FolderGrid:
-    """Return the grid of ranks, with every file that it calls for found to be there.
+    """Return the grid of ranks, after a check that all of its files exist.
 
     Args:
         state: of the first model-parallel rank.
-        known: (tp, pp) from a record of ours, which is right where DeepSpeed says nothing.
+        known: (tp, pp) from a record of ours, used where DeepSpeed records nothing.
 
     Raises:
-        CheckpointError: files are missing, or nobody knows the grid.
+        CheckpointError: files are missing, or the grid is unknown.
     """
     count = len({rank for rank, _ in folder.model_of_share} | set(folder.model))
     dimensions = state.get(_DIMENSIONS)

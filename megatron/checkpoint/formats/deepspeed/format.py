@@ -30,7 +30,7 @@ def _save_run(run: RunSave) -> Saved:
 
 
 def _refuse_run(run: PlannedRun) -> ConfigError | None:
-    """Save a run in DeepSpeed's layout; only its own engine writes that."""
+    """Return the error for a run that cannot be saved in this layout: only DeepSpeed writes it."""
     flags = run.config.checkpoint
     found = []
     if not run.config.engine.deepspeed:

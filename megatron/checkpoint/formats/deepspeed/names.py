@@ -1,8 +1,8 @@
-"""Which of our parameters Megatron-DeepSpeed means by a name in DeepSpeed's files.
+"""Maps Megatron-DeepSpeed's names in DeepSpeed's files to our parameters.
 
 A plain model has Megatron's own names. In a pipeline they begin with the layer's number in
 DeepSpeed's list, which also counts functions, so that block 0 is number 2 or 3 depending on the
-fork; what is tied lies under `tied_modules`.
+fork; tied modules are under `tied_modules`.
 """
 
 import re
@@ -25,7 +25,7 @@ from megatron.errors import CheckpointError
 _PREFIXES = ("module.", "model.", "language_model.")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
-_OF_NUMBERED: Mapping[str, str] = {
+_NUMBERED_NAMES: Mapping[str, str] = {
     "weight": "final_norm.weight",
     "bias": "final_norm.bias",
     "lm_head.weight": "output.weight",
@@ -39,8 +39,8 @@ def known_parameters(
     """Return our parameters by the names of Megatron-DeepSpeed, of all ranks together.
 
     Args:
-        config: groups of plain values that say whether the MLP is gated.
-        vocab_rows: the number of tokens; None: nobody says, so no row is taken for padding.
+        config: groups of plain values, which give whether the MLP is gated.
+        vocab_rows: the number of tokens; None: unknown, so no row is treated as padding.
 
     Raises:
         CheckpointError: names that are not of a GPT or BERT of that family.
@@ -48,7 +48,7 @@ def known_parameters(
     names = list(names)
     first = first_block(names)
     found = {name: _ours(name, first) for name in names}
-    unknown = [name for name, mine in found.items() if mine is None]
+    unknown = [name for name, global_name in found.items() if global_name is None]
     if unknown:
         rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise CheckpointError(
@@ -58,20 +58,20 @@ def known_parameters(
         )
     gated, hidden = is_gated(config), config.get("model", {}).get("hidden_size")
     result = {}
-    for name, mine in found.items():
-        assert mine is not None  # noqa: S101  # invariant: refused above
-        rows = vocab_rows if has_vocabulary_rows(mine) else None
+    for name, global_name in found.items():
+        assert global_name is not None  # noqa: S101  # invariant: refused above
+        rows = vocab_rows if has_vocabulary_rows(global_name) else None
         result[name] = KnownParameter(
-            mine,
-            partition_of_name(mine, gated=gated),
-            shape=_shape(mine, rows, hidden),
-            tied=mine == WORD,
+            global_name,
+            partition_of_name(global_name, gated=gated),
+            shape=_shape(global_name, rows, hidden),
+            tied=global_name == WORD,
         )
     return result
 
 
 def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] | None:
-    """Return the whole shape of what has a row for each token; None of all others."""
+    """Return the whole shape of a parameter with a row for each token; None for all others."""
     if rows is None:
         return None
     if ours == WORD_BIAS:
@@ -80,9 +80,7 @@ def _shape(ours: str, rows: int | None, hidden: int | None) -> tuple[int, ...] |
 
 
 def first_block(names: Iterable[str]) -> int:
-    """Return the number that block 0 of a pipeline has in DeepSpeed's list; 0 where there
-    is none.
-    """
+    """Return the index of block 0 in DeepSpeed's list of layers; 0 if there is none."""
     found = [_NUMBERED.fullmatch(name) for name in names]
     return min((int(match[1]) for match in found if match and match[2] in BLOCK), default=0)
 
@@ -96,5 +94,5 @@ def _ours(name: str, first: int) -> str | None:
         number, rest = int(match[1]), match[2]
         if rest in BLOCK:
             return f"layers.{number - first}.{BLOCK[rest]}"
-        return _OF_NUMBERED.get(rest) or EDGES.get(f"embedding.{rest}")
+        return _NUMBERED_NAMES.get(rest) or EDGES.get(f"embedding.{rest}")
     return our_name(name)

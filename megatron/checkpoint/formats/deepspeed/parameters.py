@@ -1,8 +1,8 @@
-"""What we say about our parameters inside DeepSpeed's files.
+"""The record of our parameters inside DeepSpeed's files.
 
-DeepSpeed's files hold flat ranges under DeepSpeed's own names and say nothing about tensor
-parallelism. So a save of ours puts a `RunRecord` beside them, in plain values; for files without
-one `names` has the same facts about the Megatron family.
+DeepSpeed's files hold flat ranges under DeepSpeed's own names and nothing about tensor parallelism.
+So a save of ours puts a `RunRecord` beside them, in plain values; for files without one `names`
+has the same facts about the Megatron family.
 """
 
 import re
@@ -21,17 +21,16 @@ from megatron.mpu.partition import Partition, init_of, partition_of
 
 RECORD = "megatron_verified"  # our key in DeepSpeed's client state
 RECORD_VERSION = 1
-UNIVERSAL_INFO = "universal_checkpoint_info"  # DeepSpeed's key for what its own converter obeys
+UNIVERSAL_INFO = "universal_checkpoint_info"  # DeepSpeed's key for the input of its own converter
 _UNIVERSAL_VERSION = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class KnownParameter:
-    """Which parameter of ours one of DeepSpeed's names stands for, and how it is split.
+    """The parameter of ours that one of DeepSpeed's names stands for, and how it is split.
 
-    `shape` is that of the whole, without padding rows; None: as large as what is found. `tied`
-    copies on several pipeline stages must be equal; other copies of one name are of no use beyond
-    the first.
+    `shape` is that of the whole, without padding rows; None: as stored. `tied` copies on several
+    pipeline stages must be equal; of other copies of one name only the first is used.
     """
 
     name: str
@@ -42,7 +41,7 @@ class KnownParameter:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run of ours writes into DeepSpeed's client state, so that any layout can read it.
+    """The record in DeepSpeed's client state by which a run of any layout reads a save of ours.
 
     `parameters` are those of all ranks, by DeepSpeed's names; `order` are the names of one
     model-parallel rank as its optimizer numbers them, which DeepSpeed does not write without ZeRO.
@@ -57,7 +56,7 @@ class RunRecord:
     order: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
-        """List, dicts, numbers and text: what a weights-only reader takes."""
+        """Return lists, dicts, numbers and text, which a weights-only reader accepts."""
         return {
             "version": RECORD_VERSION,
             "iteration": self.iteration,
@@ -117,7 +116,7 @@ def describe_parameter(
 
 
 def universal_info(parameters: Mapping[str, KnownParameter]) -> dict[str, Any]:
-    """Return what DeepSpeed's own converter to its universal layout must know of `parameters`.
+    """Return the input for `parameters` of DeepSpeed's own converter to its universal layout.
 
     Without it that converter joins every split parameter along dimension 0, halves of gated units
     and replicated tables included.
@@ -148,7 +147,7 @@ def merged(records: Iterable[Mapping[str, KnownParameter]]) -> dict[str, KnownPa
     """Return the parameters of several ranks as one mapping.
 
     Raises:
-        CheckpointError: two ranks say different things about one of DeepSpeed's names.
+        CheckpointError: two ranks differ about one of DeepSpeed's names.
     """
     result: dict[str, KnownParameter] = {}
     for record in records:
@@ -184,5 +183,5 @@ def _known(values: Mapping[str, Any]) -> KnownParameter:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Regular expressions that match exactly `names`, for `re.match`."""
+    """Return regular expressions that match exactly `names`, for `re.match`."""
     return [re.escape(name) + "$" for name in names]

@@ -1,4 +1,4 @@
-"""A running job saves in DeepSpeed's own layout, under the same rules as a checkpoint of ours.
+"""Saves a running job in DeepSpeed's own layout, under the same rules as in our format.
 
 DeepSpeed's engine writes its files through a writer that makes them durable and records their
 digests. The folder appears by one rename, after all ranks are done and rank 0 has read it back.
@@ -45,7 +45,7 @@ Write = Callable[[Path, str, ClientState, "DurableWriter"], None]
 
 
 class Live(NamedTuple):
-    """What a save needs of an engine of DeepSpeed's.
+    """The parts of a DeepSpeed engine that a save uses.
 
     `parameters` are those of this rank by DeepSpeed's names, `order` the names as its optimizer
     numbers them. `write(folder, tag, client_state, writer)` lets DeepSpeed save, every file through
@@ -101,7 +101,7 @@ def save_deepspeed(
         CheckpointError: the same on every rank. The former checkpoint is as it was.
     """
     started = time.monotonic()
-    there = Path(folder)
+    run_folder = Path(folder)
     offers = run_on_all_ranks(
         ctx,
         "describing what to save",
@@ -113,16 +113,16 @@ def save_deepspeed(
     name = folders.deepspeed_name(iteration)
 
     def make() -> str:
-        folders.begin(there)
-        folders.require_space(there, sum(needed for _, needed in offers) + _ROOM_BYTES)
-        stage = there / f".{name}.partial-{secrets.token_hex(4)}"
+        folders.begin(run_folder)
+        folders.require_space(run_folder, sum(needed for _, needed in offers) + _ROOM_BYTES)
+        stage = run_folder / f".{name}.partial-{secrets.token_hex(4)}"
         stage.mkdir()
         return stage.name
 
-    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
+    stage = run_folder / run_on_rank0(ctx, "making room for the checkpoint", make)
     state = _client_state(snapshot, live, parameters, iteration, ctx)
     writer = DurableWriter()
-    _let_write(live, there, stage.name, state, writer)
+    _write_with_deepspeed(live, run_folder, stage.name, state, writer)
     save = SealedSave(
         ctx=ctx,
         stage=stage,
@@ -133,15 +133,15 @@ def save_deepspeed(
     )
     return save.complete(
         writer.result,
-        commit=lambda: _commit(stage, there / name, iteration),
-        look=lambda: _look(stage, snapshot),
+        commit=lambda: _commit(stage, run_folder / name, iteration),
+        check=lambda: _check_written(stage, snapshot),
     )
 
 
-def _let_write(
+def _write_with_deepspeed(
     live: Live, there: Path, tag: str, state: ClientState, writer: DurableWriter
 ) -> None:
-    """What DeepSpeed raises by itself is kept like an error of the writer, for one verdict."""
+    """Let DeepSpeed write; keep an error of its own like those of the writer."""
     try:
         live.write(there, tag, state, writer)
     except Exception as error:  # reported to all ranks at the next step
@@ -149,12 +149,13 @@ def _let_write(
 
 
 def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
-    """Return bytes of this rank's files: its share of the optimizer, and of replica 0 the
-    weights too.
+    """Return the size in bytes of this rank's files.
+
+    That is its share of the optimizer and, on replica 0, also the weights.
     """
     counted = [t for t in snapshot.tensors if first or not t.name.startswith("model/")]
     parts = [part.view for tensor in counted for part in tensor.parts]
-    held = sum(view.numel() * view.element_size() for view in parts)
+    tensor_bytes = sum(view.numel() * view.element_size() for view in parts)
     # ZeRO keeps an fp32 copy of fp32 weights, too, which is no part of our state.
     weights = sum(
         part.view.numel() * part.view.element_size()
@@ -162,7 +163,7 @@ def _needed_bytes(snapshot: Snapshot, live: Live, *, first: bool) -> int:
         if tensor.name.startswith("model/")
         for part in tensor.parts
     )
-    return held + weights + _PARAMETER_BYTES * len(live.parameters)
+    return tensor_bytes + weights + _PARAMETER_BYTES * len(live.parameters)
 
 
 def _client_state(
@@ -193,24 +194,24 @@ def _client_state(
     }
 
 
-def _look(stage: Path, snapshot: Snapshot) -> None:
-    """Rank 0 opens what was written as a reader would, and compares it with the run."""
+def _check_written(stage: Path, snapshot: Snapshot) -> None:
+    """Open the written files on rank 0 as a reader would, and compare them with the run."""
     with DeepSpeedSource(stage, SourceOptions()) as source:
-        mine = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
+        expected = {tensor.name: tensor.global_shape for tensor in snapshot.tensors}
         wrong = [
             name
-            for name, shape in mine.items()
+            for name, shape in expected.items()
             if name not in source.tensors or source.tensors[name].global_shape != shape
         ]
         if wrong:
             raise CheckpointError(
                 "what DeepSpeed wrote does not hold all of the run",
-                found=f"{wrong[0]} and {len(wrong) - 1} more of {len(mine)} tensors",
+                found=f"{wrong[0]} and {len(wrong) - 1} more of {len(expected)} tensors",
                 fix="this is a defect: report it; save with --checkpoint-format sharded meanwhile",
             )
 
 
 def _commit(stage: Path, final: Path, iteration: int) -> Path:
-    """Make the finished stage the checkpoint, and both trackers name it."""
+    """Make the finished stage the checkpoint, and update both trackers."""
     trackers = {DEEPSPEED_TRACKER: final.name, folders.TRACKER: f"{iteration}\n"}
     return folders.publish(stage, final.name, trackers)

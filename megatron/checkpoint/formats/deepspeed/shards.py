@@ -1,8 +1,8 @@
-"""What one model-parallel rank of DeepSpeed holds, as flat ranges of its parameters by kind.
+"""The state of one model-parallel rank of DeepSpeed, as flat ranges of its parameters by kind.
 
 Kinds are `weight` (in the dtype of training), `master` (fp32) and those of the update rule's state.
-Every kind of DeepSpeed's optimizers ends up in the same form here, and nowhere else is known how
-they differ. Ranges are views of mapped files: nothing is read yet.
+Only this module handles the differences between DeepSpeed's optimizers; all are converted to this
+form. Ranges are views of mapped files: nothing is read yet.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class FlatRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTensors:
-    """One rank's part of one parameter: its local shape, and what there is of it."""
+    """One rank's part of one parameter: its local shape, and its ranges by kind."""
 
     shape: tuple[int, ...]
     kinds: dict[str, list[FlatRange]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class RankTensors:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Everything one model-parallel rank holds, by DeepSpeed's names, and its optimizer's steps."""
+    """The state of one model-parallel rank, by DeepSpeed's names, and its optimizer's steps."""
 
     held: dict[str, RankTensors]
     steps: int | None
@@ -75,14 +75,14 @@ def rank_state(
     weights: Mapping[str, Tensor],
     names: Sequence[str],
 ) -> RankState:
-    """Put together what the files of one model-parallel rank hold.
+    """Return the state of one model-parallel rank, assembled from its files.
 
     Args:
         model: its model states; under ZeRO-3 those of any one data-parallel rank.
         shares: its optimizer states, by data-parallel rank; none without ZeRO.
         weights: by DeepSpeed's names; empty under ZeRO-3.
-        names: the names of parameters in the order of the optimizer, which files without ZeRO
-            do not say; where nobody does, matrices come before the rest, as Megatron groups them.
+        names: the names of parameters in the order of the optimizer, which files without ZeRO do
+            not record; if empty, matrices come before the rest, as Megatron groups them.
 
     Raises:
         CheckpointError: the parts contradict each other, or are of a kind that is not known.
@@ -105,9 +105,7 @@ def rank_state(
 
 
 def shape_of_shares(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the local shapes that a model state lists for its optimizer, by name; empty
-    without ZeRO.
-    """
+    """Return the local shapes by name that a model state lists for ZeRO; empty without ZeRO."""
     groups = state.get("param_shapes") or ()
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
@@ -117,9 +115,9 @@ def _flat(tensor: Tensor) -> FlatRange:
 
 
 def _sliced(states: Sequence[Mapping[str, Any]], held: dict[str, RankTensors]) -> int | None:
-    """ZeRO 1 and 2: a group is one flat tensor, cut evenly; who stands where is written beside.
+    """Read ZeRO 1 and 2: a group is one flat tensor, cut evenly; offsets are stored beside it.
 
-    A parameter's part in the share of one rank goes on in that of the next.
+    A parameter may continue from the share of one rank to that of the next.
     """
     counts: set[int] = set()
     done: dict[tuple[str, str], int] = defaultdict(int)
@@ -141,7 +139,7 @@ def _partitioned(
     shapes: Sequence[Mapping[str, Any]],
     held: dict[str, RankTensors],
 ) -> int | None:
-    """ZeRO-3: every parameter is cut evenly by itself, the last share padded."""
+    """Read ZeRO-3: every parameter is cut evenly by itself, the last share padded."""
     counts: set[int] = set()
     if any(state.get("ds_zero_partition_groups") for state in states):
         raise CheckpointError(
@@ -159,9 +157,9 @@ def _partitioned(
             for name, shape in members.items():
                 size = math.prod(shape)
                 share = math.ceil(size / len(states))
-                here = max(0, min(share, size - rank * share))
+                count = max(0, min(share, size - rank * share))
                 for kind, values in flat.items():
-                    _add(held, name, kind, done, values.view(-1)[at : at + here])
+                    _add(held, name, kind, done, values.view(-1)[at : at + count])
                 at += share
     return _one_count(counts)
 
@@ -169,7 +167,7 @@ def _partitioned(
 def _unshared(
     model: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
 ) -> RankState:
-    """Without ZeRO: a state dict of torch, whose parameters are numbered through the groups."""
+    """Read a state without ZeRO: torch's state dict, parameters numbered through the groups."""
     state = model.get("optimizer")
     if state is None:
         return RankState(held, None, None)
@@ -187,12 +185,11 @@ def _unshared(
         if masters:
             kinds[MASTER] = masters[at]
         for kind, values in kinds.items():
-            mine = held.setdefault(
-                name, RankTensors(tuple(values.shape))
-            )  # a tied copy has no weights
-            if tuple(values.shape) != mine.shape:
-                raise _contradiction(f"{name} is {mine.shape}, its {kind} {tuple(values.shape)}")
-            mine.kinds[kind] = [_flat(values)]
+            # A tied copy has no weights, so it is not in `held` yet.
+            tensors = held.setdefault(name, RankTensors(tuple(values.shape)))
+            if tuple(values.shape) != tensors.shape:
+                raise _contradiction(f"{name} is {tensors.shape}, its {kind} {tuple(values.shape)}")
+            tensors.kinds[kind] = [_flat(values)]
     return RankState(held, _one_count(counts), state if "cur_scale" in state else None)
 
 
@@ -204,9 +201,7 @@ def _order_by_groups(held: Mapping[str, RankTensors]) -> list[str]:
 def _unshared_flat(
     state: Mapping[str, Any], held: dict[str, RankTensors], names: Sequence[str]
 ) -> RankState:
-    """Return the same where each group has been made one flat tensor: fp16 with a fused
-    optimizer.
-    """
+    """Return the state of a rank whose groups are one flat tensor each: fp16, fused optimizer."""
     counts: set[int] = set()
     left = iter(names)
     for group, master in enumerate(state["fp32_groups_flat"]):

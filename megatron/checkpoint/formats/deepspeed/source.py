@@ -42,7 +42,7 @@ _TIED_PREFIX = "tied_modules."
 
 
 class _Entry(NamedTuple):
-    """One parameter of ours: what is known of it, its parts by stage, and its whole shape.
+    """One parameter of ours: its name and split, its parts by stage, and its whole shape.
 
     `padded` is the shape that the parts make up, `shape` the same without padding rows.
     """
@@ -55,23 +55,22 @@ class _Entry(NamedTuple):
 
     @property
     def parts(self) -> Mapping[int, RankTensors]:
-        """Those of the first stage that has it: later copies are of no use, or tied to it."""
+        """The parts of the first stage that has it: later copies are unused, or tied to it."""
         return self.stages[min(self.stages)]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What an optimizer keeps for it, under our names."""
+        """The optimizer's state for it, under our names."""
         half = self.dtype in _HALF
         kinds = self.parts[0].kinds
         return tuple(k for k in kinds if k != WEIGHT and (half or k != MASTER))
 
 
 class DeepSpeedSource(FactsSource):
-    """A `global_stepN` folder, opened; all files are mapped, and read where they are asked for.
+    """A `global_stepN` folder, opened; all files are mapped, and read on demand.
 
     Raises:
-        CheckpointError: files are missing or contradict each other, or it is of another model
-            than those this program knows.
+        CheckpointError: files are missing or contradict each other, or the model is unknown.
     """
 
     format_name = "deepspeed"
@@ -103,9 +102,7 @@ class DeepSpeedSource(FactsSource):
         return {"optimizer": {"steps": self._steps, "loss_scaler": scaler}}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the elements `box` of `name`, put together from the parts of all ranks
-        that hold them.
-        """
+        """Return the elements `box` of `name`, assembled from the parts of all ranks."""
         described = self._described[name]
         space, _, rest = name.partition("/")
         kind, ours = (WEIGHT, rest) if space == "model" else tuple(rest.split("/", 1))
@@ -154,7 +151,7 @@ class DeepSpeedSource(FactsSource):
             yield ours, _Entry(described[ours], by_stage, padded, shape, dtype)
 
     def _check_parts(self, name: str, parts: Mapping[int, RankTensors]) -> None:
-        """Every rank must hold the same kinds, of the same shape, and all of its elements."""
+        """Check that every rank holds the same kinds and shape, and all of its elements."""
         first = parts.get(0)
         faults = []
         if first is None or len(parts) != self.grid.tp:
@@ -185,11 +182,11 @@ class DeepSpeedSource(FactsSource):
             pieces = partitions.pieces(entry.padded, partition, tp, self.grid.tp)
             moved: Tensor | None = None
             for piece in pieces:
-                here, there = from_slices(piece.local), from_slices(piece.global_)
-                common = overlap(there, box) if box.shape else there
+                local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
+                common = overlap(global_box, box) if box.shape else global_box
                 if common is None:
                     continue
-                wanted = common.within(there).moved(here.offset)
+                wanted = common.within(global_box).moved(local_box.offset)
                 target = result[common.within(box).slices]
                 if self.facts.rows.moves(entry.known.name):
                     if moved is None:
@@ -205,7 +202,7 @@ class DeepSpeedSource(FactsSource):
         return self.facts.rows.to_ours(entry.known.name, local)
 
     def _compare_copies(self, values: Tensor, entry: _Entry, kind: str, box: Box) -> None:
-        """Tied weights must be equal on all stages; whole ones should be on all tp ranks."""
+        """Compare tied weights over stages; warn if replicated ones differ over tp ranks."""
         name, first = entry.known.name, min(entry.stages)
         for stage, parts in entry.stages.items():
             if stage == first or not entry.known.tied or kind not in parts[0].kinds:
@@ -234,7 +231,7 @@ class DeepSpeedSource(FactsSource):
 
 
 def first_state(directory: Path) -> Mapping[str, Any]:
-    """Return what the file of the first rank says of its whole run."""
+    """Return the state in the file of the first rank, which describes the whole run."""
     folder = DeepSpeedFolder.of(directory)
     files = folder.model_of_share or folder.model
     if not files:
@@ -254,9 +251,7 @@ def first_state(directory: Path) -> Mapping[str, Any]:
 
 
 def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of training by the JSON that DeepSpeed was given; for files without
-    weights.
-    """
+    """Return the training dtype from DeepSpeed's JSON, for files without weights."""
     config = state.get("ds_config")
     settings = config if isinstance(config, Mapping) else {}
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
@@ -270,7 +265,7 @@ def training_dtype(state: Mapping[str, Any]) -> torch.dtype:
 def _open_ranks(
     folder: DeepSpeedFolder, grid: deepspeed_files.FolderGrid, facts: FolderFacts
 ) -> dict[tuple[int, int], RankState]:
-    """Return what every model-parallel rank holds, by (stage, tensor-parallel rank)."""
+    """Return the state of every model-parallel rank, by (stage, tensor-parallel rank)."""
     states = {
         (stage, tp): deepspeed_files.load(
             folder.model_of_share[rank, 0] if folder.partitioned else folder.model[rank]
@@ -305,7 +300,7 @@ def _weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _listed_names(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of one rank's parameters, where its state says them."""
+    """Return the names of one rank's parameters, if its state lists them."""
     shapes = shape_of_shares(state)
     return tuple(shapes) if shapes else tuple(_order(state))
 
@@ -322,8 +317,7 @@ def _layer_weights(
     listed: Mapping[tuple[int, int], tuple[str, ...]],
     ours: Mapping[str, str],
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the weights of a pipeline's layers by the first stage that lists them, by DeepSpeed's
-    names.
+    """Return a pipeline's weights by DeepSpeed's names, under the first stage that lists each.
 
     A file has the names within its layer; the number, or the key of a tied module, is put before.
     """
@@ -349,7 +343,7 @@ def _name_in_pipeline(
         return numbered
     tied = [name for name in known if name.startswith(_TIED_PREFIX)]
     for name in tied:
-        # A tied module may be all of the layer, or with us only what is shared of it.
+        # A tied module may be the whole layer, or in our runs only its shared part.
         end = f".{inner}" if "." in inner else None  # "weight" alone ends many names
         if name.split(".", 2)[2] == inner or (end and ours.get(name, "").endswith(end)):
             return name
@@ -368,15 +362,17 @@ def _agreed_steps(ranks: Mapping[tuple[int, int], RankState]) -> int | None:
 
 
 def _true_shape(padded: tuple[int, ...], known: KnownParameter) -> tuple[int, ...]:
-    """Return the shape without padding rows. A table that is smaller than it should be stays as it
-    is: whoever loads it says so."""
+    """Return the shape without padding rows.
+
+    A table smaller than expected keeps its shape: the load reports the mismatch.
+    """
     if known.shape is None or known.shape[0] > padded[0]:
         return padded
     return known.shape
 
 
 def in_model_order(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-    """Pairs of a parameter's name and anything: embedding, layers by number, then the rest."""
+    """Sort (name, value) pairs: embedding, layers by number, then the rest."""
 
     def place(item: tuple[str, T]) -> tuple[int, int]:
         first, *rest = item[0].split(".")

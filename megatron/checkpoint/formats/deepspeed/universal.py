@@ -1,7 +1,7 @@
 """DeepSpeed's universal layout as a source, and any source written in it.
 
-Its converters join the parts of tensor-parallel ranks along dimension 0 unless told otherwise.
-Where that scrambles a parameter (gated halves, columns, tables that all have) it is undone here.
+Its converters join the parts of tensor-parallel ranks along dimension 0 by default. Where that
+scrambles a parameter (gated halves, columns, replicated tables) it is undone here.
 """
 
 # SAVE/latest_universal                          the name of the folder
@@ -56,22 +56,22 @@ from megatron.mpu.partition import join_slices
 TRACKER = "latest_universal"
 _SUFFIX = "_universal"
 _FP32, _STEP = "fp32", "step"
-_WRITTEN_FOR = "0.19.0"  # a version of DeepSpeed that reads what is written here
-# A loader takes as many groups of settings as its optimizer has; empty ones change nothing.
+_DEEPSPEED_VERSION = "0.19.0"  # a version of DeepSpeed that reads what is written here
+# A loader reads as many groups of settings as its optimizer has; empty ones change nothing.
 _EMPTY_GROUPS = 64
 _FILE_BYTES = 4096  # of a .pt file, beside its tensor
 
 
 class _Stored(NamedTuple):
-    """One parameter's folder: its files by kind, and what is known of it."""
+    """One parameter's folder: its files by kind, and our facts about the parameter."""
 
     known: KnownParameter
     files: Mapping[str, Path]
-    local_shape: tuple[int, ...] | None  # where files of ZeRO-3 say none: they are flat
+    local_shape: tuple[int, ...] | None  # for files of ZeRO-3, which are flat
 
 
 class UniversalSource(FactsSource):
-    """A universal folder, opened; each file is mapped, and read where it is asked for.
+    """A universal folder, opened; each file is mapped, and read on demand.
 
     Raises:
         CheckpointError: parameters are missing, of another shape than the model's, or not known.
@@ -146,9 +146,7 @@ class UniversalSource(FactsSource):
         return self._stored[ours], _FP32 if kind == "master" else kind
 
     def _shape(self, stored: _Stored, kind: str) -> tuple[int, ...]:
-        """Return the whole shape without padding rows; nothing is read but how the file was
-        made.
-        """
+        """Return the whole shape without padding rows; reads no values."""
         shape = tuple(self._whole(stored, kind, shape_only=True).shape)
         true = stored.known.shape
         if has_vocabulary_rows(stored.known.name) and true is not None and true[0] <= shape[0]:
@@ -156,7 +154,7 @@ class UniversalSource(FactsSource):
         return shape
 
     def _whole(self, stored: _Stored, kind: str, *, shape_only: bool = False) -> Tensor:
-        """Return one tensor as its file has it, or put together anew where it was joined wrongly.
+        """Return one tensor as stored, or reassembled where the converter joined it wrongly.
 
         Args:
             shape_only: the values do not matter, and are not read.
@@ -222,7 +220,7 @@ def write_universal(
 ) -> Path:
     """Write `source` in the universal layout into the folder `save`, and name it the latest there.
 
-    DeepSpeed's own loader takes it (`"checkpoint": {"load_universal": true}`) at any ZeRO stage and
+    DeepSpeed's own loader reads it (`"checkpoint": {"load_universal": true}`) at any ZeRO stage and
     number of ranks into a model whose parameters have our names; with tensor parallelism at stages
     1 and 2. Vocabularies are padded to `make_vocab_size_divisible_by`, which must be that of the
     run that loads. Reads one tensor at a time. A loss scale is not part of the layout as written
@@ -268,7 +266,7 @@ def write_universal(
 
 
 def _refuse_other_models(source: CheckpointSource, names: Iterable[str]) -> None:
-    """How a parameter is split is known by its name, and of a dense GPT or BERT alone."""
+    """Raise CheckpointError unless the model is a dense GPT or BERT, whose splits names give."""
     unknown = [name for name in names if not _is_of_gpt(name)]
     if unknown:
         raise CheckpointError(
@@ -289,7 +287,7 @@ def _is_of_gpt(name: str) -> bool:
 
 
 def _written_kinds(source: CheckpointSource, *, optimizer: bool) -> dict[str, dict[str, str]]:
-    """By parameter and kind of file the name of the tensor that goes there."""
+    """Return the name of the tensor for each parameter and kind of file."""
     found: dict[str, dict[str, str]] = {}
     for name in source.tensors:
         space, _, rest = name.partition("/")
@@ -322,7 +320,7 @@ def _write_parameters(
             values = source.read(tensor, whole(shape)).float()
             if has_vocabulary_rows(name):
                 values = _padded(values, options.make_vocab_size_divisible_by)
-            _save(zero / name / f"{kind}.pt", {"param": values, **_how_joined(known)})
+            _save(zero / name / f"{kind}.pt", {"param": values, **_partition_fields(known)})
         if "steps" in optimizer and len(kinds) > 1:
             _save(zero / name / f"{_STEP}.pt", torch.tensor(float(optimizer["steps"])))
         atomic.sync_directory(zero / name)
@@ -330,8 +328,7 @@ def _write_parameters(
 
 
 def _padded(table: Tensor, multiple: int) -> Tensor:
-    """Return the table with rows of zeros up to a multiple, as a run without tensor parallelism has
-    it.
+    """Return the table padded with zero rows to a multiple, as without tensor parallelism.
 
     DeepSpeed's loader adds rows at stages 1 and 2; at stage 3 a table of another length silently
     shifts every parameter that comes after it.
@@ -340,10 +337,8 @@ def _padded(table: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(table, (*sides, 0, -len(table) % multiple))
 
 
-def _how_joined(known: KnownParameter) -> dict[str, Any]:
-    """Return what DeepSpeed's loader must know to split a whole parameter over
-    tensor-parallel ranks.
-    """
+def _partition_fields(known: KnownParameter) -> dict[str, Any]:
+    """Return the fields by which DeepSpeed's loader splits a parameter over tp ranks."""
     fields: dict[str, Any] = {}
     if known.partition is not None:
         fields["cat_dim"] = known.partition.dim
@@ -361,7 +356,7 @@ def _write_counters(
     iteration: int,
     options: WriteOptions,
 ) -> None:
-    """The files that loaders of every ZeRO stage look for before they look for tensors."""
+    """Write the files that loaders of every ZeRO stage read before the tensors."""
     scalars = dict(source.scalars) if options.optimizer else {}
     optimizer: Mapping[str, Any] = object_at(scalars, "optimizer")
     steps = float(optimizer.get("steps", 0))
@@ -386,7 +381,7 @@ def _write_counters(
         "skipped_steps": progress["skipped_iterations"],
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "ds_version": _WRITTEN_FOR,
+        "ds_version": _DEEPSPEED_VERSION,
         "ds_config": {
             "bf16": {"enabled": codes == {"BF16"}},
             "fp16": {"enabled": codes == {"F16"}},
@@ -398,7 +393,7 @@ def _write_counters(
         _save(stage / f"{prefix}mp_rank_00_model_states.pt", counters)
     groups: list[dict[str, Any]] = [{} for _ in range(_EMPTY_GROUPS)]
     state = {
-        "ds_version": _WRITTEN_FOR,
+        "ds_version": _DEEPSPEED_VERSION,
         "overflow": False,
         "param_groups": groups,
         "optimizer_state_dict": {
@@ -437,12 +432,12 @@ def _tensor_parallel_size(state: Mapping[str, Any], facts: FolderFacts) -> int:
 
 
 def _in_parts(fields: Mapping[str, Any]) -> bool:
-    """Return whether the converter knew that the parameter is several in one."""
+    """Return whether the converter joined the parameter's sub-parameters separately."""
     return int(fields.get("param_n_sub_params", 1)) > 1 or "sub_param_shape" in fields
 
 
 def _unflattened(values: Tensor, shape: tuple[int, ...], path: Path, tp: int) -> Tensor:
-    """Return the flat tensor that the converter makes of ZeRO-3's shares, in its own shape."""
+    """Return the flat tensor of ZeRO-3's shares in the parameter's shape."""
     if values.dim() != 1 or values.numel() != math.prod(shape):
         if tp > 1 or values.dim() > 1:  # joined over ranks, so no longer of one rank's shape
             return values

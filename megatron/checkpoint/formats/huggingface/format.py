@@ -1,4 +1,4 @@
-"""The record of Hugging Face's model folders: weights and a config, and no state of a run."""
+"""The record of Hugging Face's model folders: weights and a config, without the state of a run."""
 
 from pathlib import Path
 

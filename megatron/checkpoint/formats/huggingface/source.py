@@ -1,8 +1,8 @@
 """Hugging Face model folders as checkpoints: opened for reading, whatever the family.
 
-A family (`families/`) says which rows of which of their tensors make up one of ours; this module
-reads config.json, holds files and table against each other by name and shape, and fetches rows.
-Only weights are there: no optimizer, no progress. Writing is `writer`'s part.
+A family (`families/`) defines which rows of which tensors in files make up one of ours; this module
+reads config.json, compares files and table by name and shape, and reads rows. Folders hold only
+weights: no optimizer, no progress. `writer` writes them.
 """
 
 import difflib
@@ -56,7 +56,7 @@ class HuggingFaceSource(SourceBase):
         self.family = family_called(fields.get("model_type"), path=fields.path)
         self.model = _model_config(self.family, fields)
         sizes = self.family.read_sizes(fields)
-        _say_what_was_not_read(fields)
+        _warn_of_unread_fields(fields)
         _check_vocabulary(sizes, options, fields.path)
         self._weights = open_weights(directory)
         try:
@@ -91,12 +91,12 @@ class HuggingFaceSource(SourceBase):
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """Nothing: a folder holds weights, not a run."""
+        """Empty: a folder holds weights, not a run."""
         return {}
 
     @property
     def scalars(self) -> JsonObject:
-        """Nothing: there is no optimizer."""
+        """Empty: there is no optimizer."""
         return {}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -139,7 +139,7 @@ class HuggingFaceSource(SourceBase):
     def _read_columns(
         self, key: str, wanted: list[tuple[int, int, Tensor]], row: int, rows: int
     ) -> None:
-        """Columns of a tensor that is kept transposed: the span of all that are wanted, once."""
+        """Read columns of a transposed tensor: the span of all that are needed, once."""
         low = min(at for at, _, _ in wanted)
         high = max(at + count for at, count, _ in wanted)
         span = torch.empty((rows, high - low), dtype=wanted[0][2].dtype)
@@ -181,7 +181,7 @@ class HuggingFaceSource(SourceBase):
         return layouts
 
     def _stored_strips(self, strips: tuple[Strip, ...]) -> tuple[Strip, ...]:
-        """Return of a tensor that may be there twice, the keys that are."""
+        """Return the strips whose keys are stored, of a tensor that may be stored twice."""
         if not all(strip.key in self.family.copies for strip in strips):
             return strips
         return tuple(strip for strip in strips if strip.key in self._keys) or strips[:1]
@@ -200,7 +200,7 @@ class HuggingFaceSource(SourceBase):
         return TensorDescription(codes.pop(), layout.shape)
 
     def _check_copies(self) -> None:
-        """What is stored beside the tensor that it is tied to has to be that tensor."""
+        """Check that a tensor stored beside the one that it is tied to is equal to it."""
         for key, ours in self.family.repeated(self.model).items():
             name = _PREFIX + ours
             if key in self._keys and name in self._tensors and not self._is_copy(key, name):
@@ -279,8 +279,8 @@ def _model_config(family: Family, fields: Fields) -> ModelConfig:
         ) from error
 
 
-def _say_what_was_not_read(fields: Fields) -> None:
-    """Nothing depends on fields that the family's class in transformers does not read either."""
+def _warn_of_unread_fields(fields: Fields) -> None:
+    """Warn of fields that the family's class in transformers does not read either."""
     if unread := fields.unread():
         log.warning(
             f"{fields.path} has fields that its family does not have, which were not read: "
@@ -289,7 +289,7 @@ def _say_what_was_not_read(fields: Fields) -> None:
 
 
 def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
-    """Rows beyond the tokenizer's are part of the model: its probabilities sum over them."""
+    """Check that the vocabularies are equal: probabilities sum over all rows of the model."""
     if options.vocab_size is not None and options.vocab_size != sizes.vocab_rows:
         raise CheckpointError(
             "the vocabulary of a Hugging Face model is not that of this run",
@@ -304,8 +304,7 @@ def _check_vocabulary(sizes: Sizes, options: SourceOptions, path: Path) -> None:
 
 
 def _known_keys(family: Family, stored: Collection[str], directory: Path) -> dict[str, str]:
-    """Return names with the family's prefix, as they are spelled now, to names in the files; no
-    buffers.
+    """Map current names with the family's prefix to names in the files, without buffers.
 
     Files that were saved from a bare base model have no prefix.
     """

@@ -1,9 +1,9 @@
-"""Tokenizer files of a Hugging Face folder: which flags of ours read them, and writing ours there.
+"""Tokenizer files of a Hugging Face folder: the flags that read them, and writing our files.
 
-Files are copied as they are where the other side reads them as they are. What a reader would get
-wrong: a GPT-2 vocabulary needs a tokenizer.json beside it only for libraries that are not
-`transformers`, so it is made from the two files; added tokens of SentencePiece have no place in a
-.model file, so a model with them is refused rather than shortened.
+Files are copied unchanged where transformers reads them unchanged. What a reader would get wrong: a
+GPT-2 vocabulary needs a tokenizer.json beside it only for libraries that are not `transformers`, so
+it is made from the two files; added tokens of SentencePiece have no place in a .model file, so a
+model with them is refused rather than shortened.
 """
 
 import json
@@ -26,7 +26,7 @@ from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.tokenizer import TokenizerSpec
 
-# What makes a tokenizer in a folder that may hold gigabytes of other things.
+# The files of a tokenizer in a folder that may hold gigabytes of other files.
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "vocab.txt"),
@@ -34,15 +34,15 @@ FILES = (
 _UNNORMALIZED = "a  b\u2460"
 _WITHOUT_FILES = ("NullTokenizer", "ByteTokenizer")
 _WORD_PIECES = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}
-_OF_A_FOLDER = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
+_FOLDER_TOKENIZERS = ("HFTokenizer", "PretrainedFromHF", "HuggingFaceTokenizer")
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What goes into the folder: files to copy and files to make, and ids for config.json."""
+    """The files to copy, the files to make, and the ids for config.json."""
 
     note: str
-    copies: Mapping[str, Path] = field(default_factory=dict)  # name there to file here
+    copies: Mapping[str, Path] = field(default_factory=dict)  # name in the folder to source file
     made: Mapping[str, bytes] = field(default_factory=dict)
     special_ids: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -55,9 +55,9 @@ class TokenizerFiles:
 
 
 def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
-    """Fields of `TokenizerConfig` that read the tokenizer in `directory`.
+    """Return the fields of `TokenizerConfig` that read the tokenizer in `directory`.
 
-    Without one the model is a bare network, which `NullTokenizer` serves.
+    Without one the model is a bare network, for which `NullTokenizer` is used.
     """
     rows = {"true_vocab_size": vocab_rows}
     if (directory / "tokenizer.json").is_file():
@@ -86,7 +86,7 @@ def described(directory: Path, vocab_rows: int) -> dict[str, JsonValue]:
             "this model has no rows for; a tokenizer.json beside it has none of that "
             "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(..))"
         )
-    # Its end of document is one more than the size that it is given.
+    # Its end of document is one more than its size.
     return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_rows - 1, **rows}
 
 
@@ -120,25 +120,25 @@ def plan(config: Mapping[str, Any], options: WriteOptions) -> TokenizerFiles:
     if not options.copy_tokenizer:
         return TokenizerFiles("left out, as asked")
     if options.tokenizer is not None:
-        return _of_folder(options.tokenizer, _built(described(options.tokenizer, 2)))
+        return _folder_files(options.tokenizer, _built(described(options.tokenizer, 2)))
     kind = config.get("tokenizer_type")
     if kind is None or kind in _WITHOUT_FILES:
         return TokenizerFiles(f"none, {kind or 'the checkpoint names none'} has no files")
     tokenizer = _built(config)
-    if kind in _OF_A_FOLDER:
+    if kind in _FOLDER_TOKENIZERS:
         given = next(
             config[name]
             for name in ("tokenizer_name_or_path", "vocab_file", "tokenizer_model")
             if config.get(name)
         )
         path = Path(given)
-        return _of_folder(path if path.is_dir() else path.parent, tokenizer)
+        return _folder_files(path if path.is_dir() else path.parent, tokenizer)
     if kind == "GPT2BPETokenizer":
-        return _of_gpt2(config, tokenizer)
+        return _gpt2_files(config, tokenizer)
     if kind in _WORD_PIECES:
-        return _of_word_piece(tokenizer, lowers=_WORD_PIECES[kind])
+        return _word_piece_files(tokenizer, lowers=_WORD_PIECES[kind])
     if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        return _of_sentence_piece(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
+        return _sentence_piece_files(config, tokenizer, opens_with_bos=kind == "Llama2Tokenizer")
     raise CheckpointError(
         "the tokenizer of the checkpoint has no form that transformers reads",
         found=f"--tokenizer-type {kind}",
@@ -169,14 +169,14 @@ def _built(config: Mapping[str, Any]) -> Tokenizer:
         ) from error
 
 
-def _of_folder(folder: Path, tokenizer: Tokenizer) -> TokenizerFiles:
+def _folder_files(folder: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     copies = {name: folder / name for name in FILES if (folder / name).is_file()}
     return TokenizerFiles(
         f"{', '.join(copies)} of {folder}", copies=copies, special_ids=_ids(tokenizer)
     )
 
 
-def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
+def _gpt2_files(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
     _refuse_extra_ids(tokenizer)
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     name = None if tokenizer.eod is None else tokenizer.piece(tokenizer.eod)
@@ -200,8 +200,8 @@ def _of_gpt2(config: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizerFiles:
     )
 
 
-def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
-    """BERT's vocabulary with the two tokens and the extra ids that ours has behind it."""
+def _word_piece_files(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
+    """Return BERT's vocabulary, followed by the two tokens and the extra ids of our tokenizer."""
     assert isinstance(tokenizer, LibraryTokenizer)  # noqa: S101  # invariant: that is its kind
     pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
     special = {
@@ -226,7 +226,7 @@ def _of_word_piece(tokenizer: Tokenizer, *, lowers: bool) -> TokenizerFiles:
     )
 
 
-def _of_sentence_piece(
+def _sentence_piece_files(
     config: Mapping[str, Any], tokenizer: Tokenizer, *, opens_with_bos: bool
 ) -> TokenizerFiles:
     _refuse_extra_ids(tokenizer)
@@ -264,8 +264,9 @@ def _of_sentence_piece(
 
 
 def _unlike_llama(processor: Any) -> str | None:
-    """Return what `LlamaTokenizer` of transformers would not do, which reads pieces and
-    scores alone.
+    """Return what `LlamaTokenizer` of transformers would not do; None if it does all.
+
+    That tokenizer reads pieces and scores only.
     """
     if processor.normalize(_UNNORMALIZED) != "\u2581" + _UNNORMALIZED.replace(" ", "\u2581"):
         return "it changes white space or characters before it splits a text"

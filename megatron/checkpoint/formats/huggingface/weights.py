@@ -1,8 +1,8 @@
 """The weight files of a Hugging Face folder as one set of tensors by their own names.
 
-`model.safetensors`, shards with an index, or the same in the older torch.save form. Nothing here
-knows a family. Files are trusted only as far as their headers account for every byte, and an index
-only as far as the files agree with it.
+`model.safetensors`, shards with an index, or the same in the older torch.save form. This module is
+independent of families. A header must account for every byte of its file, and an index must agree
+with the files.
 """
 
 from collections import defaultdict
@@ -40,8 +40,7 @@ class Weights(Protocol):
 
 
 def open_weights(directory: Path) -> Weights:
-    """Return the weights in `directory`, whichever of the four forms they have; safetensors come
-    first.
+    """Return the weights in `directory`, in any of the four forms; safetensors come first.
 
     Raises:
         CheckpointError: there are none, or files and index do not agree.
@@ -63,7 +62,7 @@ def open_weights(directory: Path) -> Weights:
 
 
 class _Safetensors:
-    """Readers of all files, whose headers have been compared with the index."""
+    """Readers of all safetensors files; their headers have been compared with the index."""
 
     def __init__(self, directory: Path, files: Mapping[str, set[str] | None]) -> None:
         self._readers: list[Reader] = []
@@ -91,7 +90,7 @@ class _Safetensors:
 
 
 class _Pickled:
-    """Files of torch.save, mapped into memory: pages are read when they are asked for."""
+    """Files of torch.save, mapped into memory: pages are read on demand."""
 
     def __init__(self, directory: Path, files: Mapping[str, set[str] | None]) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -128,15 +127,15 @@ def _by_file(index: Mapping[str, str]) -> dict[str, set[str] | None]:
 
 
 def _compare(path: Path, keys: Set[str], expected: set[str] | None, known: Iterable[str]) -> None:
-    """Refuse a file that does not hold just what the index says, or a tensor for a second time."""
+    """Raise CheckpointError if files and index differ, or a tensor is stored twice."""
     if twice := sorted(keys & set(known)):
         raise _disagree(path, f"{twice[0]!r}, which another file has too")
     if expected is None:
         return
     if lacking := sorted(expected - keys):
-        raise _disagree(path, f"no {lacking[0]!r}, which the index says is there")
+        raise _disagree(path, f"no {lacking[0]!r}, which the index lists")
     if extra := sorted(keys - expected):
-        raise _disagree(path, f"{extra[0]!r}, which the index does not say is there")
+        raise _disagree(path, f"{extra[0]!r}, which the index does not list")
 
 
 def _disagree(path: Path, found: str) -> CheckpointError:

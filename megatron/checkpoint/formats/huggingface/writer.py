@@ -1,7 +1,7 @@
 """A Hugging Face folder from any source of checkpoints: weights, config.json, tokenizer files.
 
-Their tensors are put together from ours one at a time, into shards that are never in memory as a
-whole. The folder appears under its name complete or not at all.
+Hugging Face's tensors are assembled from ours one at a time, into shards that are never in memory
+as a whole. The folder appears under its name complete or not at all.
 """
 
 import json
@@ -47,7 +47,7 @@ _PREFIX = "model/"
 
 
 class WriterPart(NamedTuple):
-    """Rows of one of our tensors that go into one of theirs."""
+    """Rows of one of our tensors that go into one tensor of the folder."""
 
     name: str
     box: Box  # of our tensor
@@ -56,7 +56,7 @@ class WriterPart(NamedTuple):
 
 @dataclass
 class ExportTarget:
-    """One of their tensors: what it is, and what it is made of."""
+    """One tensor of the folder: its shape, type and parts."""
 
     shape: tuple[int, ...]
     dtype_code: str
@@ -104,12 +104,12 @@ def write_huggingface(source: CheckpointSource, save: Path, options: WriteOption
 
 
 def model_of(source: CheckpointSource) -> ModelConfig:
-    """Return the model of `source`; CheckpointError when it does not know its shape."""
+    """Return the model of `source`; CheckpointError if it does not record its shape."""
     try:
         return from_plain(ModelConfig, source.config.get("model", {}))
     except ConfigError as error:
         raise CheckpointError(
-            "the checkpoint does not say what model its weights are of",
+            "the checkpoint does not record the model of its weights",
             found=f"{source.directory} ({source.format_name}): {error.problem}; {error.found}",
             fix="convert it to the sharded format with the flags of its model first",
         ) from error
@@ -122,11 +122,10 @@ def plan_targets(
     sizes: Sizes,
     dtype: str | None = None,
 ) -> dict[str, ExportTarget]:
-    """Return their tensors by name, in the order of the model, and which of our rows each is made
-    of.
+    """Return the tensors to export by name, in model order, and the rows of ours in each.
 
     Raises:
-        CheckpointError: the source does not hold just the tensors of the model that it describes.
+        CheckpointError: the source's tensors are not those of the model that it describes.
     """
     stored = {
         name.removeprefix(_PREFIX): description
@@ -140,15 +139,15 @@ def plan_targets(
         rule, keys = family.rule(name, model)
         strips = list(rule.strips(model, flat(shape)[0], keys))
         transposed = rule.transposed and len(shape) == 2
-        for key, theirs in their_shapes(shape, strips, transposed=transposed).items():
-            targets[key] = ExportTarget(theirs, dtype or code, transposed)
+        for key, target_shape in their_shapes(shape, strips, transposed=transposed).items():
+            targets[key] = ExportTarget(target_shape, dtype or code, transposed)
         for strip in strips:
             targets[strip.key].parts.append(WriterPart(_PREFIX + name, box_of(shape, strip), strip))
     return {family.written_key(key, sizes): target for key, target in targets.items()}
 
 
 def read_target(source: CheckpointSource, target: ExportTarget) -> Tensor:
-    """Return one of their tensors, put together from our rows."""
+    """Return one tensor of the folder, assembled from our rows."""
     dtype = safetensors_io.dtype_of(target.dtype_code)
     if len(target.parts) == 1 and not target.transposed:
         ((name, box, _),) = target.parts
@@ -191,7 +190,7 @@ def _write_weights(
             stage / file,
             [(name, targets[name].dtype_code, targets[name].shape) for name in names],
             (read_target(source, targets[name]) for name in names),
-            metadata={"format": "pt"},  # what transformers insists on
+            metadata={"format": "pt"},  # required by transformers
         )
         where |= dict.fromkeys(names, file)
         total += sum(tensor_bytes(targets[n].dtype_code, targets[n].shape) for n in names)
@@ -246,7 +245,7 @@ def _sizes(source: CheckpointSource, model: ModelConfig, kind: str) -> Sizes:
     positions = model.max_position_embeddings or data.get("seq_length")
     if positions is None:
         raise CheckpointError(
-            "the checkpoint does not say how long its sequences may be",
+            "the checkpoint does not record the length of its sequences",
             found=f"{source.directory}: neither max_position_embeddings nor seq_length",
             fix="convert it to the sharded format with --seq-length first",
         )

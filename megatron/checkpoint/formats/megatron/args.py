@@ -1,7 +1,7 @@
 """The flags that Megatron keeps in a checkpoint's `args`, to and from our config groups.
 
-Only what says what the weights mean, and how the training went on, crosses over; flags of files,
-machines and logging stay behind. What our models cannot be is refused by name.
+Only flags that define the meaning of the weights and the state of the training are converted, not
+those of files, machines and logging. Flags of models that are not supported are refused by name.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ _OTHER_SPELLINGS: Mapping[str, tuple[str, str]] = {
     "encoder_seq_length": ("data", "seq_length"),
     "rotary_theta": ("model", "rotary_base"),
 }
-# bigscience numbers its kinds of positions, and had no names for them before.
+# bigscience numbers its kinds of positions; it had no names for them before.
 _POSITION_NUMBERS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 _POSITION_NAMES = {
     "absolute": "learned_absolute",
@@ -51,7 +51,7 @@ _POSITION_NAMES = {
     **{kind.value: kind.value for kind in PositionEmbedding},
 }
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-# Flags that change what the weights mean in ways that our models cannot follow.
+# Flags that change the meaning of the weights in ways that our models do not support.
 _REFUSED = (
     *("num_experts", "multi_latent_attention", "apply_layernorm_1p", "rotary_interleaved"),
     *("window_size", "heterogeneous_layers_config_path", "is_hybrid_model"),
@@ -59,19 +59,19 @@ _REFUSED = (
 
 
 def config_of_args(args: Mapping[str, Any]) -> Groups:
-    """Return our config groups (plain values) as far as Megatron's flat `args` say them.
+    """Return the fields of our config groups (plain values) that Megatron's `args` define.
 
     Raises:
-        CheckpointError: the flags describe a model that ours cannot be.
+        CheckpointError: the flags describe a model that is not supported.
     """
     given = {name: value for name, value in args.items() if value is not None}
-    if given.get("num_experts") in (1, [1]):  # microsoft's fork says so of a dense model
+    if given.get("num_experts") in (1, [1]):  # microsoft's fork records this for a dense model
         del given["num_experts"]
     _refuse(given)
     groups: Groups = {group: {} for group in _SAME_NAME}
-    for theirs, (group, field) in _OTHER_SPELLINGS.items():
-        if theirs in given:
-            groups[group][field] = given[theirs]
+    for spelling, (group, field) in _OTHER_SPELLINGS.items():
+        if spelling in given:
+            groups[group][field] = given[spelling]
     for group, names in _SAME_NAME.items():
         groups[group] |= {name: given[name] for name in names if name in given}
     model = groups["model"]
@@ -93,7 +93,7 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
 
 
 def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Megatron's flat flags for a model with our config groups (plain values), in plain types.
+    """Return Megatron's flat flags for our config groups (plain values), in plain types.
 
     Raises:
         CheckpointError: Megatron has no flags for this model.

@@ -1,11 +1,11 @@
-"""The files of one Megatron checkpoint: which ranks wrote them, and what stands in each, by name.
+"""The files of one Megatron checkpoint: which ranks wrote them, and their content by name.
 
     iter_0000100/mp_rank_TT/model_optim_rng.pt         tensor rank TT, one pipeline stage
     iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt     pipeline stage PPP
     release/mp_rank_.../model_optim_rng.pt             weights to start from
 
-Each holds its rank's parts. Optimizer state has no names there: it is numbered by parameter, in the
-order of the modules, weights with decay first.
+Each holds its rank's parts. Optimizer state has no names in them: it is numbered by parameter, in
+the order of the modules, weights with decay first.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class OptimizerShard(NamedTuple):
 
 
 class RankFile:
-    """What one rank of a Megatron job wrote."""
+    """The file that one rank of a Megatron job wrote."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class RankFile:
 
     @cached_property
     def optimizer(self) -> OptimizerShard | None:
-        """The optimizer's state; None where the file has none, or a part of another rank's.
+        """The optimizer's state; None if the file has none, or a part of another rank's.
 
         Raises:
             CheckpointError: it is not of the parameters that are in the file.
@@ -118,19 +118,17 @@ class RankFile:
     def _keys_of_groups(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]
     ) -> list[list[Key]]:
-        """Return which parameters the numbers of each group stand for, held to the shapes
-        of the state.
-        """
+        """Return the parameters of each group by number, checked against the state's shapes."""
         decayed = [key for key, value in self.parameters.items() if value.dim() > 1]
-        spared = [key for key, value in self.parameters.items() if value.dim() <= 1]
-        wanted = [names for names in (decayed, spared) if names]
+        undecayed = [key for key, value in self.parameters.items() if value.dim() <= 1]
+        wanted = [names for names in (decayed, undecayed) if names]
         for order in itertools.permutations(wanted):
             if self._fits(groups, order, state):
                 return [list(names) for names in order]
         sizes = [len(group["params"]) for group in groups]
         raise self.error(
             f"optimizer state for groups of {sizes} parameters, whose shapes are not those of the "
-            f"{len(decayed)} matrices and {len(spared)} vectors of the model",
+            f"{len(decayed)} matrices and {len(undecayed)} vectors of the model",
             "load the weights alone (--finetune), or convert it with the program that wrote it",
         )
 
@@ -158,7 +156,7 @@ class RankFile:
         if not any(kind in _KINDS[:2] for values in state.values() for kind in values):
             return int(self.content.get("iteration", 0))  # SGD counts nothing
         raise self.error(
-            "optimizer state that does not say how many updates were made",
+            "optimizer state without the number of updates",
             "load the weights alone (--finetune)",
         )
 
@@ -197,8 +195,9 @@ class MegatronFiles:
         self._open: dict[tuple[int, int], RankFile] = {}
 
     def rank(self, tp: int, pp: int) -> RankFile:
-        """Return the file of one rank. Files that cannot be mapped are kept for one stage
-        at a time.
+        """Return the file of one rank.
+
+        Files that cannot be mapped are kept in memory for one pipeline stage at a time.
         """
         if (tp, pp) not in self._open:
             path = self.paths[tp, pp]
@@ -210,16 +209,16 @@ class MegatronFiles:
         return self._open[tp, pp]
 
     def close(self) -> None:
-        """Let go of everything that is mapped or read."""
+        """Release everything that is mapped or read."""
         self._open.clear()
 
     def _check_same_save(self, opened: RankFile) -> None:
         for other in self._open.values():
             for name in ("iteration", "checkpoint_version"):
-                ours, theirs = opened.content.get(name), other.content.get(name)
-                if ours != theirs:
+                value, other_value = opened.content.get(name), other.content.get(name)
+                if value != other_value:
                     raise opened.error(
-                        f"{name} {ours}, but {theirs} in {other.path}",
+                        f"{name} {value}, but {other_value} in {other.path}",
                         "copy the checkpoint whole, from one save",
                     )
 
@@ -257,7 +256,7 @@ def _is_chunk(name: object) -> bool:
 
 
 def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names: Megatron nests some modules and writes dots for others."""
+    """Return values by dotted names: Megatron nests some modules and writes dots for others."""
     for name, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -25,11 +25,11 @@ def _save_run(run: RunSave) -> Saved:
 
 
 def _refuse_run(run: PlannedRun) -> ConfigError | None:
-    """Return each rank's file is written from what that rank holds."""
+    """Return the error for a run whose ranks do not hold the content of Megatron's files."""
     config = run.config
     found = []
     if config.parallel.use_distributed_optimizer:
-        found.append("--use-distributed-optimizer")  # state shared out over replicas
+        found.append("--use-distributed-optimizer")  # state partitioned over replicas
     if config.engine.deepspeed:
         found.append("--deepspeed")
     if not isinstance(place(config.checkpoint.save or ""), Path):

@@ -1,8 +1,8 @@
 """Names and layouts of Megatron's GPT and BERT, in all spellings, to and from ours: one table.
 
-Everything that descends from Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keeps the
-same parameters under slightly other names and row orders. Layers are counted from 0 within a file
-there, and over the whole model here. Reading and writing files is left to the formats.
+All descendants of Megatron-LM (bigscience, DeepSpeed's engines, Megatron core) keep the same
+parameters under slightly different names and row orders. They count layers from 0 within a file,
+this program over the whole model. The formats read and write the files.
 """
 
 import re
@@ -29,7 +29,7 @@ EMBEDDING_NORM = "embedding.norm"
 _TYPES = TYPE_TABLE.removesuffix(".weight")
 _WORD_BIAS = WORD_BIAS.removesuffix(".bias")
 
-# Our module inside a block: its spellings elsewhere; the first is the one that is written.
+# Our module inside a block: its spellings in Megatrons; the first is written.
 _BLOCK: Mapping[str, tuple[str, ...]] = {
     "input_norm": ("input_layernorm", "input_norm"),
     "attention.qkv": (
@@ -65,21 +65,21 @@ _EDGES: Mapping[str, str] = {
     "lm_head.bias": WORD_BIAS,
     "output_layer.bias": WORD_BIAS,  # Megatron core
 }
-# What stands above a BERT's encoder: our modules and theirs, of which the first is written.
+# The heads of a BERT: our modules and their spellings in Megatrons; the first is written.
 _HEADS: Mapping[str, tuple[str, ...]] = {
     POOLER: ("pooler.dense",),
     WORDS: ("lm_head.dense",),
     WORDS_NORM: ("lm_head.layernorm", "lm_head.norm", "lm_head.layer_norm"),
     ORDER: ("binary_head",),
 }
-# Those that lie beside the language model, not in it.
-_BESIDE = ("lm_head.", "binary_head.")
+# The heads beside the language model, not in it.
+_BERT_HEADS = ("lm_head.", "binary_head.")
 _TRUNKS = ("encoder", "transformer", "decoder")  # of the blocks: since 2.4, before, and in core
 _FINAL_NORMS = ("final_layernorm", "final_norm")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _LEAVES = ("weight", "bias")
-# What is kept there beside parameters, and means nothing here.
+# Entries beside parameters that are not used.
 _NOT_PARAMETERS = re.compile(
     r"(.*\.)?(_extra_state|rotary_(pos_)?emb(edding)?(s)?\.inv_freq|inv_freq|masked_bias)"
 )
@@ -88,8 +88,8 @@ _NOT_PARAMETERS = re.compile(
 def _block_table() -> dict[str, str]:
     table = dict(_FUSED_NORMS)
     for ours, spellings in _BLOCK.items():
-        for theirs in spellings:
-            table |= {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in _LEAVES}
+        for key in spellings:
+            table |= {f"{key}.{leaf}": f"{ours}.{leaf}" for leaf in _LEAVES}
     return table
 
 
@@ -105,9 +105,9 @@ EDGES: Mapping[str, str] = MappingProxyType(
         for leaf in _LEAVES
     }
     | {
-        f"{theirs}.{leaf}": f"{ours}.{leaf}"
+        f"{key}.{leaf}": f"{ours}.{leaf}"
         for ours, spellings in _HEADS.items()
-        for theirs in spellings
+        for key in spellings
         for leaf in _LEAVES
     }
 )
@@ -119,20 +119,19 @@ _MODULES = (
     *("embedding.word", EMBEDDING_NORM, "embedding.position", _TYPES),
     *(*_BLOCK, "final_norm", POOLER, "output", _WORD_BIAS, WORDS, WORDS_NORM, ORDER),
 )
-_TO_EDGE = {ours: theirs for theirs, ours in reversed([*EDGES.items()])}
+_TO_EDGE = {ours: key for key, ours in reversed([*EDGES.items()])}
 
 
-def our_name(theirs: str, *, first_layer: int = 0) -> str | None:
-    """Return our name of Megatron's parameter `theirs`; None when GPT and BERT have no such
-    parameter.
+def our_name(key: str, *, first_layer: int = 0) -> str | None:
+    """Return our name of Megatron's parameter `key`; None if GPT and BERT do not have it.
 
     Args:
-        theirs: dotted, without what stands before `embedding.`, `encoder.`, `lm_head.` and so on.
-        first_layer: what layer 0 of the file is in the whole model.
+        key: dotted, without the prefix of `embedding.`, `encoder.`, `lm_head.` and so on.
+        first_layer: the index in the whole model of the file's layer 0.
     """
-    if theirs in EDGES:
-        return EDGES[theirs]
-    match = _LAYER.fullmatch(theirs)
+    if key in EDGES:
+        return EDGES[key]
+    match = _LAYER.fullmatch(key)
     if match is None or match[2] not in BLOCK:
         return None
     return f"layers.{first_layer + int(match[1])}.{BLOCK[match[2]]}"
@@ -165,19 +164,18 @@ def module_order(ours: str) -> tuple[int, int, int, str]:
     return section, int(match[1]) if match is not None else 0, place, "ab"[leaf == "bias"]
 
 
-def is_beside_language_model(theirs: str) -> bool:
-    """Return whether Megatron's parameter `theirs` is of a BERT's head that is no part of its
-    trunk.
+def is_beside_language_model(key: str) -> bool:
+    """Return whether Megatron's parameter `key` is of a BERT head outside the trunk.
 
-    Modules have those after all others, a last stage's copy of the embedding included; files have
-    that copy last.
+    In modules they come after all others, including the last stage's copy of the embedding; in
+    files that copy comes last.
     """
-    return theirs.startswith(_BESIDE)
+    return key.startswith(_BERT_HEADS)
 
 
-def is_parameter(theirs: str) -> bool:
-    """Return whether an entry of a module's state is a parameter, and not something computed."""
-    return _NOT_PARAMETERS.fullmatch(theirs) is None
+def is_parameter(key: str) -> bool:
+    """Return whether an entry of a module's state is a parameter, not a computed value."""
+    return _NOT_PARAMETERS.fullmatch(key) is None
 
 
 def partition_of_name(name: str, *, gated: bool) -> Partition | None:
@@ -194,20 +192,18 @@ def partition_of_name(name: str, *, gated: bool) -> Partition | None:
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Return whether the rows of the parameter `name` are tokens, padded to divide over tp
-    ranks.
-    """
+    """Return whether the rows of `name` are tokens, padded to a multiple of the tp size."""
     return name in (WORD, OUTPUT, WORD_BIAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """In which order Megatron keeps rows that are one matrix of several parts.
+    """The order in which Megatron keeps the rows of a matrix of several parts.
 
-    `version` is `checkpoint_version`: query, key and value of a head stand together since 2.0;
+    `version` is `checkpoint_version`: query, key and value of a head are adjacent since 2.0;
     before, all queries came first (below 1.0), or the three alternated by channel (1.0).
-    `gate_second`: a gated unit's activation is on its second half, as in bigscience.
-    `head_width`: channels of one attention head.
+    `gate_second`: a gated unit's activation is on its second half, as in bigscience. `head_width`:
+    channels of one attention head.
     """
 
     version: float = 3.0
@@ -215,15 +211,13 @@ class RowOrder:
     gate_second: bool = False
 
     def moves(self, name: str) -> bool:
-        """Return whether the rows of the parameter `name` stand in another order than ours."""
+        """Return whether the rows of the parameter `name` are in another order than ours."""
         return (self._is_qkv(name) and self.version < 2) or (
             self.gate_second and ".mlp.fc1." in name
         )
 
     def to_ours(self, name: str, local: Tensor) -> Tensor:
-        """Return the rows of one tp rank's part of the parameter `name` in our order; a
-        view if equal.
-        """
+        """Return one tp rank's part of `name` with rows in our order; a view if it is the same."""
         if self._is_qkv(name) and self.version < 2:
             rest = local.shape[1:]
             if self.version < 1:
@@ -249,9 +243,7 @@ class RowOrder:
 
 
 def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> RowOrder:
-    """Return the order of rows in files of a model whose config groups (plain values) are
-    `config`.
-    """
+    """Return the row order in files of a model with these config groups (plain values)."""
     model = config.get("model", {})
     heads = int(model.get("num_attention_heads") or 1)
     width = int(model.get("kv_channels") or int(model.get("hidden_size") or heads) // heads)
@@ -264,8 +256,6 @@ def row_order(config: Mapping[str, Mapping[str, Any]], version: float = 3.0) -> 
 
 
 def is_gated(config: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether the MLP of a model with these config groups (plain values) has a gated
-    unit.
-    """
+    """Return whether a model with these config groups (plain values) has a gated MLP."""
     model = config.get("model", {})
     return bool(model.get("swiglu")) or model.get("glu_activation") is not None

@@ -1,8 +1,8 @@
-"""A running job saves in Megatron-LM's layout: each model-parallel rank writes the file of its own.
+"""Saves a running job in Megatron-LM's layout: each model-parallel rank writes its own file.
 
-Replica 0 writes, from what it holds: its stage and its tensor-parallel part are the ones that
-Megatron would have there too. Random states of all ranks and digests lie beside, where Megatron
-does not look. One verdict, one rename, the tracker last, as for our own format. Converting
+Replica 0 writes its own stage and tensor-parallel part, which are those of Megatron's rank too.
+Random states of all ranks and digests are stored beside the files, where Megatron ignores them. As
+for our own format, all ranks agree, one rename commits, and the tracker comes last. Converting
 afterwards (`tools/convert_checkpoint.py`) also changes the layout; this does not.
 """
 
@@ -30,7 +30,7 @@ _GENERATOR_BYTES = 1 << 16  # of the random states of one rank
 
 
 class LiveSource(SourceBase):
-    """What one rank holds of a run, as a source: every tensor is described, its own can be read."""
+    """The state of one rank as a source: every tensor is described, its own parts can be read."""
 
     format_name = "live"
     directory = Path()
@@ -47,16 +47,16 @@ class LiveSource(SourceBase):
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far it is."""
+        """The progress of the run."""
         return self._snapshot.progress
 
     @property
     def scalars(self) -> JsonObject:
-        """What its engine keeps beside tensors."""
+        """The state of its engine beside tensors."""
         return self._snapshot.scalars
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the elements `box` of `name`, where this rank holds them.
+        """Return the elements `box` of `name`, if this rank holds them.
 
         Raises:
             CheckpointError: another rank holds them, so the layouts are not the same.
@@ -95,7 +95,7 @@ def save_megatron(
     started = time.monotonic()
     described = _described(snapshot, ctx)
     source = LiveSource(snapshot, described)
-    grid, there = ctx.topology, Path(folder)
+    grid, run_folder = ctx.topology, Path(folder)
     layout = run_on_all_ranks(
         ctx,
         "planning Megatron's files",
@@ -105,12 +105,12 @@ def save_megatron(
     )[0]
 
     def make() -> str:
-        folders.begin(there)
+        folders.begin(run_folder)
         needed = megatron_writer.needed_bytes(described, layout)
-        folders.require_space(there, needed + ctx.world.size * _GENERATOR_BYTES)
-        return folders.make_stage(there, iteration).name
+        folders.require_space(run_folder, needed + ctx.world.size * _GENERATOR_BYTES)
+        return folders.make_stage(run_folder, iteration).name
 
-    stage = there / run_on_rank0(ctx, "making room for the checkpoint", make)
+    stage = run_folder / run_on_rank0(ctx, "making room for the checkpoint", make)
 
     def write() -> Mapping[str, FileRecord]:
         if not ctx.dp.is_first:
@@ -137,10 +137,10 @@ def save_megatron(
 
 
 def _described(snapshot: Snapshot, ctx: ParallelContext) -> dict[str, TensorDescription]:
-    """Return what all ranks hold together."""
-    mine = {
+    """Return dtype and shape of the tensors of all ranks."""
+    own_tensors = {
         name: TensorDescription(tensor.dtype_code, tensor.global_shape)
         for name, tensor in snapshot.by_name().items()
     }
-    offers = run_on_all_ranks(ctx, "describing what to save", lambda: mine)
+    offers = run_on_all_ranks(ctx, "describing what to save", lambda: own_tensors)
     return {name: known for offer in offers for name, known in offer.items()}

@@ -1,8 +1,8 @@
 """Classic Megatron-LM checkpoints, versions 0 to 3 and any TP and PP, as a source.
 
-What differs between versions is the order of rows and some names (`names`). Files are
-mapped, so that only what is asked for is read. Random states are not taken over: they mean
-something only to the ranks and the program that had them.
+What differs between versions is the order of rows and some names (`names`). Files are mapped, so
+that only what is needed is read. Random states are not loaded: they are valid only for the ranks
+and the program that saved them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,12 +67,12 @@ class MegatronSource(SourceBase):
 
     @property
     def config(self) -> Mapping[str, JsonObject]:
-        """The groups of flags that `args` says."""
+        """The config groups from `args`."""
         return self._config
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far the run was; empty for a release, which is where a run starts from."""
+        """The progress of the run; empty for a release, from which a run starts."""
         content, args = self._files.rank(0, 0).content, self._files.rank(0, 0).args
         if self.directory.name == RELEASE:
             return {}
@@ -116,13 +116,13 @@ class MegatronSource(SourceBase):
                 )
             local: Tensor | None = None
             for piece in partitions.pieces(shape, partition, tp, holders):
-                here, there = from_slices(piece.local), from_slices(piece.global_)
-                common = overlap(there, box)
+                local_box, global_box = from_slices(piece.local), from_slices(piece.global_)
+                common = overlap(global_box, box)
                 if common is None:
                     continue
                 if local is None:
                     local = self._order.to_ours(parameter, stored)
-                values = local[common.within(there).moved(here.offset).slices]
+                values = local[common.within(global_box).moved(local_box.offset).slices]
                 result[common.within(box).slices] = values
         return result
 
@@ -137,9 +137,9 @@ class MegatronSource(SourceBase):
             for tp in range(self._files.tp):
                 rank = self._files.rank(tp, place.stage)
                 original = self._places[parameter]
-                mine = rank.parameters[place.key]
-                theirs = self._files.rank(tp, original.stage).parameters[original.key]
-                if not torch.equal(mine, theirs):
+                copy = rank.parameters[place.key]
+                values = self._files.rank(tp, original.stage).parameters[original.key]
+                if not torch.equal(copy, values):
                     raise rank.error(
                         f"{place.key.name} differs from {original.key.name} of the first stage, "
                         "whose copy it should be",
@@ -147,11 +147,11 @@ class MegatronSource(SourceBase):
                     )
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.close()
 
     def _find_parameters(self) -> tuple[dict[str, _Place], dict[str, _Place]]:
-        """Return where each parameter of ours lies, and where a copy of the word embedding does."""
+        """Return the places of our parameters, and of a copy of the word embedding."""
         places: dict[str, _Place] = {}
         copies: dict[str, _Place] = {}
         unknown: list[str] = []
@@ -172,7 +172,7 @@ class MegatronSource(SourceBase):
                 places[ours] = _Place(stage, key)
         if unknown or names.WORD not in places:
             raise CheckpointError(
-                "the checkpoint is not of a GPT or BERT as this program knows them",
+                "the checkpoint is not of a GPT or BERT that this program supports",
                 found=f"{self.directory} holds {', '.join(unknown[:6])}"
                 if unknown
                 else f"{self.directory} holds no word embedding",
@@ -183,7 +183,7 @@ class MegatronSource(SourceBase):
         return ordered, {} if names.WORD not in copies else copies
 
     def _keys(self) -> Iterator[tuple[int, Key, int]]:
-        """(stage, key, layer of the model that the virtual stage begins with), model order."""
+        """Yield (stage, key, first layer of the virtual stage) in the order of the model."""
         by_chunk: dict[tuple[int, int], list[Key]] = {}
         for stage in range(self._files.pp):
             for key in self._files.rank(0, stage).parameters:
@@ -197,21 +197,22 @@ class MegatronSource(SourceBase):
 
     def _check_layers(self, places: Mapping[str, _Place]) -> None:
         found = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
-        said = self._config.get("model", {}).get("num_layers", len(found))
-        if found != set(range(said)):
+        num_layers = self._config.get("model", {}).get("num_layers", len(found))
+        if found != set(range(num_layers)):
             raise CheckpointError(
                 "the checkpoint does not hold every layer of its model",
-                found=f"{self.directory}: {len(found)} layers, its args say num_layers={said}",
+                found=f"{self.directory}: {len(found)} layers, but num_layers={num_layers} in args",
                 fix="copy the checkpoint whole",
             )
 
     def _true_rows(self, first: RankFile, options: SourceOptions) -> int:
-        """Return rows of the vocabulary that are tokens: as the file says, or the reader,
-        or all.
+        """Return the number of vocabulary rows that are tokens.
+
+        The file records it, else `options` give it; without either every row counts.
         """
         padded = first.parameters[self._places[names.WORD].key].shape[0] * self._files.tp
-        said = first.content.get("checkpoint_info")
-        known = said.get("original_vocab_size") if isinstance(said, Mapping) else None
+        info = first.content.get("checkpoint_info")
+        known = info.get("original_vocab_size") if isinstance(info, Mapping) else None
         known = known or options.vocab_size
         divisible_by = int(first.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
         if known is not None and 0 <= padded - known < divisible_by * self._files.tp:
@@ -222,7 +223,7 @@ class MegatronSource(SourceBase):
         for parameter, place in self._places.items():
             yield f"model/{parameter}", self._description(parameter, place, "model")
         if (shard := self._files.rank(0, 0).optimizer) is None:
-            self._say_why_no_optimizer()
+            self._warn_of_unread_optimizer()
             return
         for parameter, place in self._places.items():
             for kind in shard.tensors:
@@ -238,15 +239,15 @@ class MegatronSource(SourceBase):
         return TensorDescription(code_of(stored.dtype), shape)
 
     def _stored(self, rank: RankFile, name: str, key: Key) -> Tensor:
-        held: Mapping[Key, Tensor] = rank.parameters
+        tensors: Mapping[Key, Tensor] = rank.parameters
         if name.startswith("optimizer/"):
             kind = name.split("/")[1]
-            held = {} if rank.optimizer is None else rank.optimizer.tensors.get(kind, {})
-        if key not in held:
+            tensors = {} if rank.optimizer is None else rank.optimizer.tensors.get(kind, {})
+        if key not in tensors:
             raise rank.error(f"no {name.partition('/')[0]} {key.name}", "copy the checkpoint whole")
-        return held[key]
+        return tensors[key]
 
-    def _say_why_no_optimizer(self) -> None:
+    def _warn_of_unread_optimizer(self) -> None:
         beside = [
             path.name
             for name in SHARDED_OPTIMIZERS
@@ -266,7 +267,7 @@ def _parameter_of(name: str) -> str:
 
 def _version(first: RankFile) -> float:
     if "checkpoint_version" not in first.content:
-        log.warning(f"{first.path} says no checkpoint_version: it is read as version 0")
+        log.warning(f"{first.path} has no checkpoint_version: it is read as version 0")
     version = float(first.content.get("checkpoint_version", 0))
     if version > NEWEST_VERSION or version not in (0.0, 1.0, 2.0, 3.0):
         raise CheckpointError(

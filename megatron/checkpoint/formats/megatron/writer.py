@@ -1,7 +1,7 @@
 """Checkpoints in Megatron-LM's classic layout, version 3, at any TP, PP and virtual stages.
 
-What Megatron's own loader looks at is there: nested modules, flat args in plain types, numbered
-optimizer state, the scheduler's numbers. Random states are not: load it with --no-load-rng.
+Writes what Megatron's own loader reads: nested modules, flat args in plain types, numbered
+optimizer state, the scheduler's numbers. Random states are not written: load it with --no-load-rng.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _FILE_BYTES = 1 << 20  # of one file's pickle, and of the file system's own bloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """Which parameters stand in the file of which rank, and the shape of the vocabulary there.
+    """The parameters in each rank's file, and the padded vocabulary.
 
     `layers` are transformer layers of one virtual stage.
     """
@@ -51,9 +51,7 @@ class FileLayout:
     order: names.RowOrder
 
     def chunk_of(self, stage: int, chunk: int, parameters: Sequence[str]) -> list[str]:
-        """Return our names of the parameters of one virtual stage, as Megatron's modules
-        hold them.
-        """
+        """Return our names of a virtual stage's parameters, in the order of Megatron's modules."""
         virtual = chunk * self.pp + stage
         last = virtual == self.pp * self.chunks - 1
         found = []
@@ -64,13 +62,11 @@ class FileLayout:
         return found
 
     def first_layer(self, stage: int, chunk: int) -> int:
-        """Return what layer 0 of a virtual stage is in the whole model."""
+        """Return the index in the whole model of a virtual stage's layer 0."""
         return (chunk * self.pp + stage) * self.layers
 
     def has_head_copy(self, stage: int, chunk: int) -> bool:
-        """Return whether a virtual stage ends in the word embedding, whose original is
-        elsewhere.
-        """
+        """Return whether a virtual stage ends with a copy of another stage's word embedding."""
         last = (stage, chunk) == (self.pp - 1, self.chunks - 1)
         return self.tied and last and self.pp * self.chunks > 1
 
@@ -184,7 +180,7 @@ def write_megatron(source: CheckpointSource, save: Path, options: WriteOptions) 
 
 
 def needed_bytes(tensors: Mapping[str, TensorDescription], layout: FileLayout) -> int:
-    """Room for the files of all ranks: what is not split is in each, the embedding in two."""
+    """Return the bytes of all files: replicated tensors are in each, the embedding in two."""
     split = sum(tensor_bytes(*known) for known in tensors.values())
     copies = sum(
         tensor_bytes(*known)
@@ -204,9 +200,7 @@ def rank_content(
     iteration: int,
     optimizer: bool,
 ) -> dict[str, Any]:
-    """Return what the file of one rank holds; reads no box of `source` that belongs to
-    another rank.
-    """
+    """Return the content of one rank's file; reads no box of `source` of another rank."""
     parameters = _parameters(source)
     args = _args(source, layout)
     content: dict[str, Any] = {
@@ -219,27 +213,28 @@ def rank_content(
             "original_vocab_size": source.tensors[f"model/{names.WORD}"].global_shape[0],
         },
     }
-    held: list[str] = []
+    rank_names: list[str] = []
     for chunk in range(layout.chunks):
-        mine = layout.chunk_of(pp, chunk, parameters)
+        chunk_names = layout.chunk_of(pp, chunk, parameters)
         flat = {
             names.megatron_name(name, first_layer=layout.first_layer(pp, chunk)): _part(
                 source, f"model/{name}", layout, tp
             )
-            for name in mine
+            for name in chunk_names
         }
         heads = {name: part for name, part in flat.items() if names.is_beside_language_model(name)}
         trunk = {name: part for name, part in flat.items() if name not in heads}
         state: dict[str, Any] = {"language_model": _nested(trunk), **_nested(heads)}
         if layout.has_head_copy(pp, chunk):
-            mine.insert(len(trunk), names.WORD)  # before the heads, as modules are registered
+            # Before the heads, as modules are registered.
+            chunk_names.insert(len(trunk), names.WORD)
             copy = _part(source, f"model/{names.WORD}", layout, tp)
             state["word_embeddings_for_head"] = {"weight": copy}
         content["model" if layout.chunks == 1 else f"model{chunk}"] = state
-        held += mine
+        rank_names += chunk_names
     kinds = _kinds(source) if optimizer else []
     if kinds:
-        content["optimizer"] = _optimizer(source, layout, held, kinds, tp, args)
+        content["optimizer"] = _optimizer(source, layout, rank_names, kinds, tp, args)
         content["lr_scheduler"] = _scheduler(source)
     return content
 
@@ -247,7 +242,7 @@ def rank_content(
 def write_rank(
     stage: Path, layout: FileLayout, content: Mapping[str, Any], *, tp: int, pp: int
 ) -> dict[str, FileRecord]:
-    """Write the file of one rank into the folder `stage`, durably; its record by name."""
+    """Write the file of one rank into the folder `stage`, durably; return its record by name."""
     name = f"mp_rank_{tp:02d}" if layout.pp == 1 else f"mp_rank_{tp:02d}_{pp:03d}"
     (stage / name).mkdir()
     record = torch_file.save(stage / name / FILE, dict(content))
@@ -292,16 +287,14 @@ def _divisor(source: CheckpointSource, layout: FileLayout) -> int:
     """Return a --make-vocab-size-divisible-by from which Megatron computes the same padded size."""
     rows = source.tensors[f"model/{names.WORD}"].global_shape[0]
     flags: Mapping[str, Any] = source.config.get("tokenizer", {})
-    asked = flags.get("make_vocab_size_divisible_by") or 128
-    if padded_vocab_size(rows, divisible_by=asked, tp=layout.tp) == layout.padded_rows:
-        return int(asked)
+    divisor = flags.get("make_vocab_size_divisible_by") or 128
+    if padded_vocab_size(rows, divisible_by=divisor, tp=layout.tp) == layout.padded_rows:
+        return int(divisor)
     return layout.padded_rows // layout.tp
 
 
 def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> Tensor:
-    """Return one tp rank's part of the tensor `name` in Megatron's row order, padded with
-    zero rows.
-    """
+    """Return one tp rank's part of `name` in Megatron's row order, padded with zero rows."""
     parameter = name.split("/")[-1]
     description = source.tensors[name]
     shape = description.global_shape
@@ -312,16 +305,16 @@ def _part(source: CheckpointSource, name: str, layout: FileLayout, tp: int) -> T
         partitions.local_shape(shape, partition, layout.tp), dtype=dtype_of(description.dtype_code)
     )
     for piece in partitions.pieces(shape, partition, tp, layout.tp):
-        there = from_slices(piece.global_)
-        box = overlap(there, whole(description.global_shape))
+        global_box = from_slices(piece.global_)
+        box = overlap(global_box, whole(description.global_shape))
         if box is not None:
-            at = box.within(there).moved(from_slices(piece.local).offset)
+            at = box.within(global_box).moved(from_slices(piece.local).offset)
             local[at.slices] = source.read(name, box)
     return layout.order.from_ours(parameter, local)
 
 
 def _nested(flat: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Megatron's nesting: modules of the embedding by name, everything else with dots inside."""
+    """Nest values as Megatron does: the embedding's modules by name, others by dotted names."""
     nested: dict[str, Any] = {}
     for name, tensor in flat.items():
         top, _, rest = name.partition(".")
@@ -346,7 +339,7 @@ def _optimizer(
     tp: int,
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """State numbered by parameter: matrices first, as Megatron groups them by weight decay."""
+    """Return state numbered by parameter: matrices first, as Megatron's weight decay groups."""
     kept: Mapping[str, Any] = object_at(source.scalars, "optimizer")
     steps = int(kept.get("steps", 0))
     groups: list[dict[str, Any]] = []
@@ -409,7 +402,7 @@ def _scaler(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler(source: CheckpointSource) -> dict[str, Any]:
-    """Megatron's schedule is a function of samples; its loader wants the numbers all the same."""
+    """Return the state of Megatron's schedule, a function of samples, which its loader requires."""
     schedule: Mapping[str, Any] = source.config.get("schedule", {})
     training: Mapping[str, Any] = source.config.get("training", {})
     batch = int(training.get("global_batch_size") or 1)

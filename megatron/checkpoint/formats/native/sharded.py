@@ -2,8 +2,8 @@
 
 Where several ranks hold the same piece (data-parallel replicas, norms under tensor parallelism,
 tied embeddings) one of them writes it, chosen so that all write about the same number of bytes.
-Tensors carry global names, so any layout loads any other. Plans and moves the bytes of one rank:
-nothing here communicates, commits, or decides what to load.
+Tensors carry global names, so any layout loads any other. Plans, writes and reads the bytes of one
+rank; does not communicate, commit or decide what to load.
 """
 
 import json
@@ -33,21 +33,21 @@ _VALUES = "values"  # the metadata key that holds the JSON part of the random st
 
 
 class WritePlan(NamedTuple):
-    """What one rank will write: the pieces, and at most how many bytes."""
+    """The pieces that one rank will write, and an upper bound of their bytes."""
 
     bytes: int
     work: Sequence["PieceKey"]
 
 
 class SharedPlan(NamedTuple):
-    """Who writes what, the same on every rank; `tensors` are in the manifest's order."""
+    """Which rank writes what, the same on every rank; `tensors` are in the manifest's order."""
 
     ranks: Sequence[WritePlan]
     tensors: Mapping[str, TensorDescription]
 
 
 class WrittenPart(NamedTuple):
-    """What one rank has written: its files, and the pieces of tensors in them, by name."""
+    """The files that one rank has written, and the pieces of tensors in them, by name."""
 
     files: Mapping[str, FileRecord]
     pieces: Mapping[str, tuple[SavedPiece, ...]]
@@ -55,21 +55,21 @@ class WrittenPart(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """What one rank will read: which `files`, and the call that fills the targets, in threads."""
+    """The `files` that one rank will read, and the call that fills the targets, in threads."""
 
     files: frozenset[str]
     fill: Callable[[int], None]
 
 
 class Offer(NamedTuple):
-    """What one rank holds: names, shapes, boxes and sizes, without values."""
+    """The names, shapes, boxes and sizes of one rank's tensors, without values."""
 
     tensors: tuple[tuple[str, TensorDescription, tuple[Box, ...]], ...]
     generator_bytes: int
 
 
 class PieceKey(NamedTuple):
-    """A piece by what it holds; replicas on several ranks have the same key."""
+    """A piece by its tensor and box; replicas on several ranks have the same key."""
 
     name: str
     box: Box
@@ -97,7 +97,7 @@ def describe(snapshot: Snapshot) -> Offer:
 
 
 def plan_write(offers: Sequence[Offer]) -> SharedPlan:
-    """Give every distinct piece to one of the ranks that hold it.
+    """Assign every distinct piece to one of the ranks that hold it.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or together do not hold all of one.
@@ -157,10 +157,12 @@ def write(directory: Place, snapshot: Snapshot, plan: SharedPlan, *, rank: int) 
 
 def share(snapshot: Snapshot, plan: SharedPlan, *, rank: int) -> Snapshot:
     """Return the pieces that this rank writes."""
-    mine = set(plan.ranks[rank].work)
+    own_pieces = set(plan.ranks[rank].work)
     tensors = []
     for tensor in snapshot.tensors:
-        parts = tuple(part for part in tensor.parts if PieceKey(tensor.name, part.box) in mine)
+        parts = tuple(
+            part for part in tensor.parts if PieceKey(tensor.name, part.box) in own_pieces
+        )
         if parts:
             tensors.append(replace(tensor, parts=parts, padding=()))
     return replace(snapshot, tensors=tuple(tensors))
@@ -172,7 +174,7 @@ def plan_read(
     """Match names, shapes and dtypes, and find the bytes; reads nothing.
 
     Raises:
-        CheckpointError: what does not match, listed; or pieces that do not make a tensor up.
+        CheckpointError: lists what does not match; or pieces do not make up a tensor.
     """
     targets = by_name(list(wanted))
     if problems := reshard.mismatches(manifest.tensors, targets, cast=cast):
@@ -209,7 +211,7 @@ def read_generators(directory: Place, manifest: Manifest, rank: int) -> Generato
 
 
 def recognise(directory: Place) -> bool:
-    """Return whether there is a manifest of ours; a damaged one is ours too."""
+    """Return whether a manifest of ours exists, intact or damaged."""
     return (directory / manifests.NAME).is_file()
 
 
@@ -257,7 +259,7 @@ def _disagreement(
 def _alignable(
     keys: Iterable[PieceKey], tensors: Mapping[str, TensorDescription]
 ) -> list[PieceKey]:
-    """Larger element types first, so that every tensor lies at a multiple of its element size."""
+    """Sort by element size, largest first, so that every tensor is aligned to it."""
     return sorted(keys, key=lambda key: -ITEM_BYTES[tensors[key.name].dtype_code])
 
 

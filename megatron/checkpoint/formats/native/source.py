@@ -72,21 +72,21 @@ class ShardedSource(SourceBase):
 
     @property
     def kind(self) -> str:
-        """What that run trained."""
+        """The kind of model that the run trained."""
         return self.manifest.kind
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """How far that run was."""
+        """The progress of that run."""
         return self.manifest.progress
 
     @property
     def scalars(self) -> JsonObject:
-        """What its engine kept beside tensors."""
+        """The state of its engine beside tensors."""
         return self.manifest.scalars
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return the elements `box` of `name`, put together from the pieces that hold them."""
+        """Return the elements `box` of `name`, assembled from the pieces that hold them."""
         saved = self.manifest.tensors[name]
         result = torch.empty(box.shape, dtype=safetensors_io.dtype_of(saved.dtype_code))
         for copy in reshard.plan(name, saved.boxes, [box]):
@@ -105,8 +105,8 @@ class ShardedSource(SourceBase):
 
     def verify(self, *, share: int = 0, of: int = 1) -> None:
         """Compare the digests of part `share` of `of` parts of the files."""
-        mine = list(self.manifest.files)[share::of]
-        if damages := verify.wrong_digests(self.directory, self.manifest, mine):
+        files = list(self.manifest.files)[share::of]
+        if damages := verify.wrong_digests(self.directory, self.manifest, files):
             raise verify.damage_error(self.directory, damages)
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ def write_sharded(
     folder. One process works on `save`.
 
     Raises:
-        CheckpointError: there is no room, the iteration is there already, the source is damaged,
-            or does not know its model's shape; what was in `save` is as it was.
+        CheckpointError: there is no room, the iteration exists, or the source is damaged or does
+            not record its model's shape; `save` is unchanged.
     """
     options = options or WriteOptions()
     iteration = options.iteration_of(source)
@@ -221,9 +221,7 @@ def _write_files(
 
 
 def _boxes(shape: tuple[int, ...]) -> list[Box]:
-    """Return the parts that are read and written one at a time: of a stack of matrices each
-    by itself.
-    """
+    """Return the boxes to read and write one at a time: each matrix of a stack, or the whole."""
     if len(shape) < 3:
         return [whole(shape)]
     return [Box((at, *(0 for _ in shape[1:])), (1, *shape[1:])) for at in range(shape[0])]

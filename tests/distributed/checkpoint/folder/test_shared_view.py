@@ -1,4 +1,4 @@
-"""Nodes with disks of their own are told apart from nodes that share one, before training."""
+"""Nodes with disks of their own are distinguished from nodes that share one, before training."""
 
 import os
 import threading
@@ -35,18 +35,18 @@ def test_one_folder_is_fine_and_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_ranks_with_another_disk_are_named_on_every_rank(tmp_path: Path) -> None:
     folders = [str(tmp_path / name / "run") for name in ("a", "a", "b")]
-    for said in run_on_ranks(3, look, folders, 0.0):
-        assert "the nodes do not see one folder for checkpoints" in said
-        assert "not there for 1 of 3 ranks, the first of them rank 2" in said
-        assert "s3://" in said
+    for message in run_on_ranks(3, look, folders, 0.0):
+        assert "the nodes do not see one folder for checkpoints" in message
+        assert "not there for 1 of 3 ranks, the first of them rank 2" in message
+        assert "s3://" in message
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_said_everywhere(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for said in run_on_ranks(2, look, [str(tmp_path / "file" / "run")] * 2, 0.0):
-        assert "writing to the folder for checkpoints" in said
-        assert "Not a directory" in said
+    for message in run_on_ranks(2, look, [str(tmp_path / "file" / "run")] * 2, 0.0):
+        assert "writing to the folder for checkpoints" in message
+        assert "Not a directory" in message
 
 
 def test_a_file_that_comes_late_is_waited_for(

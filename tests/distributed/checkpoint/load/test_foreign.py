@@ -57,12 +57,12 @@ def _load(folder: str, tp: int) -> None:
         if target.padding:
             expected = torch.cat([expected[:41], torch.zeros(3, expected.shape[1])])
         partition = partition_of_name(name, gated=True)
-        mine = local_slice(expected, partition, ctx.tp.rank, ctx.tp.size)
+        local = local_slice(expected, partition, ctx.tp.rank, ctx.tp.size)
         views = sorted(
             ((part.box.offset, part.view) for part in target.parts), key=lambda pair: pair[0]
         )
         found = torch.cat([view.reshape(-1) for _, view in views])
-        kept = mine.reshape(-1)[: found.numel()] if target.padding else mine.reshape(-1)
+        kept = local.reshape(-1)[: found.numel()] if target.padding else local.reshape(-1)
         if partition is None or partition.dim == 0:
             assert torch.equal(found, kept), name
         assert all(not view.any() for view in target.padding)
@@ -81,13 +81,13 @@ def _refusals(folder: str, damaged: str) -> list[str]:
     ctx = _context(2)
     opened = open_foreign(folder, ctx=ctx, options=TOKENS)
     names = [name.removeprefix("model/") for name in opened.manifest.tensors]
-    told = []
+    messages = []
 
     def attempt(targets: list[ShardedTensor], **how: Any) -> None:
         try:
             opened.read_into(targets, **how)
         except CheckpointError as error:
-            told.append(f"{error.problem}: {error.found}")
+            messages.append(f"{error.problem}: {error.found}")
 
     attempt(_targets(ctx, names)[:-1], prefixes=("model/",))
     short = _targets(ctx, names)
@@ -106,7 +106,7 @@ def _refusals(folder: str, damaged: str) -> list[str]:
             file.write(bytes([byte[0] ^ 1]))
     torch.distributed.barrier()
     attempt(_targets(ctx, names))
-    return told
+    return messages
 
 
 def test_every_refusal_is_the_same_on_every_rank(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_every_refusal_is_the_same_on_every_rank(tmp_path: Path) -> None:
 
 def _different(folders: list[str]) -> str:
     ctx = _context(1)
-    mine = folders[ctx.rank]
+    folder = folders[ctx.rank]
     try:
-        open_foreign(mine, ctx=ctx, options=TOKENS)
+        open_foreign(folder, ctx=ctx, options=TOKENS)
     except CheckpointError as error:
         return f"{error.problem}: {error.found}"
     return "nothing was refused"
@@ -139,8 +139,8 @@ def _different(folders: list[str]) -> str:
 def test_ranks_that_see_different_checkpoints_say_so(tmp_path: Path) -> None:
     for name, iteration in (("a", 10), ("b", 20)):
         save_megatron(tmp_path / name, whole_model(SHAPE), SHAPE, iteration=iteration)
-    told = run_on_ranks(2, _different, [str(tmp_path / "a"), str(tmp_path / "b")])
-    for text in told:
+    messages = run_on_ranks(2, _different, [str(tmp_path / "a"), str(tmp_path / "b")])
+    for text in messages:
         assert "ranks see different checkpoints in the same folder: directory, facts" in text
 
 
@@ -152,5 +152,5 @@ def test_a_run_goes_on_only_where_its_samples_are_known(tmp_path: Path) -> None:
     torch.save(content, path)
     ctx = ParallelContext.single()
     opened = open_foreign(tmp_path, ctx=ctx, options=TOKENS, verification=Verification.SIZE)
-    with pytest.raises(CheckpointError, match="does not say how many samples"):
+    with pytest.raises(CheckpointError, match="does not record how many samples"):
         opened.check_resumable()

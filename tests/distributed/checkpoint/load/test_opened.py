@@ -1,4 +1,4 @@
-"""Ranks decide together of which format a checkpoint is, and get one type of any."""
+"""Ranks agree on the format of a checkpoint, and get one type for any format."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SHAPE = Shape(gated=True, tied=False)
 TOKENS = SourceOptions(vocab_size=41)
 
 
-def _told(folders: list[str]) -> str:
+def _summary(folders: list[str]) -> str:
     ctx = ParallelContext.build(Topology.fill(torch.distributed.get_world_size(), tp=1, pp=1))
     try:
         opened = open_on_all_ranks(folders[ctx.rank], ctx=ctx, options=TOKENS)
@@ -31,19 +31,19 @@ def _told(folders: list[str]) -> str:
 
 
 def test_each_format_is_opened_as_the_same_kind_of_value(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours, megatron = tmp_path / "ours", tmp_path / "theirs"
     snapshot = snapshot_at(1, 1, 0, iteration=5)
     storage.save(ours, snapshot, iteration=5, ctx=ParallelContext.single())
-    save_megatron(theirs, whole_model(SHAPE), SHAPE, tp=2)
-    assert run_on_ranks(2, _told, [str(ours)] * 2) == ["sharded True 5"] * 2
-    assert run_on_ranks(2, _told, [str(theirs)] * 2) == ["megatron False 10"] * 2
+    save_megatron(megatron, whole_model(SHAPE), SHAPE, tp=2)
+    assert run_on_ranks(2, _summary, [str(ours)] * 2) == ["sharded True 5"] * 2
+    assert run_on_ranks(2, _summary, [str(megatron)] * 2) == ["megatron False 10"] * 2
 
 
 def test_ranks_that_see_different_formats_say_so(tmp_path: Path) -> None:
     save_megatron(tmp_path / "a", whole_model(SHAPE), SHAPE)
     (tmp_path / "none").mkdir()
-    told = run_on_ranks(2, _told, [str(tmp_path / "a"), str(tmp_path / "none")])
-    for text in told:
+    messages = run_on_ranks(2, _summary, [str(tmp_path / "a"), str(tmp_path / "none")])
+    for text in messages:
         assert "ranks see different checkpoints in the same folder" in text
         assert "rank 0 sees format megatron, rank 1 sees sharded" in text
 

@@ -153,7 +153,7 @@ def test_damage_that_one_rank_finds_is_the_verdict_of_all(saved, tmp_path):
 
 
 def load_damaged(folder, scratch):
-    """Damage each file in turn (rank 0 does it), and say what all ranks say."""
+    """Damage each file in turn (on rank 0), and return the errors of all ranks."""
     ctx = context(2, 1)
     messages = {}
     content, _ = manifests.load(folder / "iter_0000100")

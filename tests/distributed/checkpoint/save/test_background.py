@@ -1,4 +1,4 @@
-"""Saves beside the training on several ranks: the same bytes, one verdict, no message between."""
+"""Background saves on several ranks: the same bytes, one result, no message between."""
 
 import errno
 import json
@@ -77,10 +77,10 @@ def test_every_byte_is_that_of_a_save_that_waits(tmp_path, tp, dp):
     for name in os.listdir(one):
         if name != "manifest.json":
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    told = [json.loads((folder / "manifest.json").read_text()) for folder in (one, other)]
-    for fields in told:
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (one, other)]
+    for fields in manifests:
         del fields["created"], fields["manifest_xxh3"]
-    assert told[0] == told[1]
+    assert manifests[0] == manifests[1]
 
 
 def save_both_ways(folder, tp, dp):
@@ -99,7 +99,7 @@ def save_both_ways(folder, tp, dp):
 
 def test_training_goes_on_while_a_slow_disk_is_written_to(tmp_path):
     for steps, stalled, seconds in run_on_ranks(2, step_beside_a_slow_disk, tmp_path):
-        # How long a look takes on a busy machine is not ours to say.
+        # The time of a poll on a busy machine is not bounded.
         assert steps >= 3
         assert stalled < seconds
 
@@ -119,7 +119,7 @@ COLLECTIVES = ("all_reduce", "all_gather_object", "barrier", "broadcast_object_l
 
 
 def test_no_other_thread_communicates(tmp_path):
-    """Messages are matched by their order in a group: one from elsewhere would shift them all."""
+    """Messages are matched by their order in a group: another thread's would shift them all."""
     for threads, calls, saved in run_on_ranks(2, note_who_communicates, tmp_path):
         assert threads == {"MainThread"}
         assert calls > 5
@@ -157,17 +157,19 @@ def note_who_communicates(folder):
 
 
 def test_one_save_is_under_way_at_a_time_and_who_waits_says_so(tmp_path):
-    for iterations, errors, said in run_on_ranks(2, start_twice, tmp_path):
+    for iterations, errors, messages in run_on_ranks(2, start_twice, tmp_path):
         assert iterations == [100, 200]
         assert errors == []
-        assert len(said) == 1
-        assert "100 was not written when that of iteration 200 was due: training stood" in said[0]
+        assert len(messages) == 1
+        assert (
+            "100 was not written when that of iteration 200 was due: training stood" in messages[0]
+        )
 
 
 def start_twice(folder):
-    ctx, said = context(1, 2), []
+    ctx, messages = context(1, 2), []
     with (
-        patch.object(log, "warning", said.append),
+        patch.object(log, "warning", messages.append),
         BackgroundSaves(ctx) as saves,
         writes_that(lambda: time.sleep(0.05)),
     ):
@@ -177,7 +179,7 @@ def start_twice(folder):
         assert saves.wait().iteration == 200
         assert saves.poll() is None
         assert saves.wait() is None
-    return folders.iterations(folder), differing(folder, ctx, 2), said
+    return folders.iterations(folder), differing(folder, ctx, 2), messages
 
 
 def verdict(step):
@@ -202,7 +204,7 @@ def test_a_failure_is_the_next_look_on_every_rank_and_the_former_checkpoint_stay
 def fail_on_each_rank(folder):
     ctx = context(2, 1)
     storage.save(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
-    said = []
+    results = []
     for failing in range(2):
 
         def refuse(failing=failing):
@@ -221,8 +223,8 @@ def fail_on_each_rank(folder):
                 assert sorted(os.listdir(folder)) == ["iter_0000100", folders.TRACKER]
                 dist.barrier()
         assert differing(folder, ctx, 1) == []
-        said.append(tuple(messages))
-    return said
+        results.append(tuple(messages))
+    return results
 
 
 def start_again(folder, ctx):
@@ -266,7 +268,7 @@ def fail_to_commit(folder):
     ctx = context(2, 1)
     storage.save(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
     full = OSError(errno.ENOSPC, "No space left on device", str(folder))
-    said = []
+    messages = []
     for iteration, owner, name in (
         (200, "megatron.checkpoint.files.store", "write_file"),
         (300, "megatron.checkpoint.files.durable", "replace_file"),
@@ -274,12 +276,12 @@ def fail_to_commit(folder):
         with patch(f"{owner}.{name}", side_effect=full):
             saves = BackgroundSaves(ctx)
             saves.start(folder, snapshot(ctx, iteration, 2), iteration=iteration)
-            said.append(verdict(saves.wait))
+            messages.append(verdict(saves.wait))
         dist.barrier()
         assert differing(folder, ctx, 1) == [], "the tracker names the former one"
         assert not [name for name in os.listdir(folder) if name.startswith(".")]
         dist.barrier()
-    return said
+    return messages
 
 
 def test_a_run_that_fails_leaves_the_former_checkpoint_and_no_thread(tmp_path):
@@ -345,9 +347,9 @@ def save_into_reserved_memory(folder):
 
 
 def test_a_host_without_memory_for_its_ranks_is_refused_by_all(tmp_path):
-    said = run_on_ranks(2, reserve_too_much)
-    assert said[0] == said[1]
-    together, alone = said[0]
+    messages = run_on_ranks(2, reserve_too_much)
+    assert messages[0] == messages[1]
+    together, alone = messages[0]
     assert "no memory for the copy of the state that --async-save writes from" in together
     assert re.search(r"([\d,]+) bytes wanted by 2 of its ranks, ([\d,]+) free", together)
     assert "drop --async-save" in together
@@ -355,7 +357,7 @@ def test_a_host_without_memory_for_its_ranks_is_refused_by_all(tmp_path):
 
 
 def reserve_too_much():
-    ctx, said = context(2, 1), []
+    ctx, messages = context(2, 1), []
     given = snapshot(ctx, 100, 1)
     size = copied_bytes(share_of(given, ctx=ctx))
     # Enough for either rank, and too little for both.
@@ -365,8 +367,8 @@ def reserve_too_much():
                 patch.object(background, "this_host", lambda hosts=hosts: hosts[ctx.rank]),
                 BackgroundSaves(ctx) as saves,
             ):
-                said.append(verdict(lambda saves=saves: saves.reserve(given.tensors)))
-    return said
+                messages.append(verdict(lambda saves=saves: saves.reserve(given.tensors)))
+    return messages
 
 
 def test_memory_that_a_rank_is_not_given_is_the_error_of_the_first_save_on_all(tmp_path):

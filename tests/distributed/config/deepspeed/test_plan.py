@@ -28,7 +28,7 @@ def loaded_natively(folder: str) -> int:
 
 
 def refusal(corpus: str, folders: list[str]) -> str:
-    """What a rank says whose file of the same name differs from another rank's."""
+    """Return the error of a rank whose file of the same name differs from another rank's."""
     os.chdir(folders[dist.get_rank()])
     config = tiny_run(corpus, deepspeed=True, deepspeed_config="ds.json", fp64=False)
     try:
@@ -81,7 +81,7 @@ def test_ranks_whose_files_differ_do_not_start(corpus: str, tmp_path: Path) -> N
         values = {"zero_optimization": {"stage": 1, "reduce_bucket_size": size}}
         (folder / "ds.json").write_text(json.dumps(values))
         folders.append(str(folder))
-    for said in run_on_ranks(2, refusal, corpus, folders):
-        assert "the ranks do not run the same thing" in said
-        assert "DeepSpeed's JSON: " in said
-        assert "flags: " not in said
+    for message in run_on_ranks(2, refusal, corpus, folders):
+        assert "the ranks do not run the same thing" in message
+        assert "DeepSpeed's JSON: " in message
+        assert "flags: " not in message

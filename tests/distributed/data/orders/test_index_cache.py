@@ -1,4 +1,4 @@
-"""Ranks share one build, on one node or several, and a rank that waits too long says for what."""
+"""Ranks share one build, on one node or several; the error of a rank's timeout names the index."""
 
 import time
 from datetime import timedelta
@@ -11,7 +11,7 @@ from megatron.data.orders import lease
 from megatron.data.orders.index_cache import IndexCache
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import MachineError
-from megatron.mpu import progress_barrier as meeting
+from megatron.mpu import progress_barrier
 from megatron.mpu.collectives import all_gather_object, barrier
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Topology
@@ -85,9 +85,9 @@ def test_a_build_may_take_longer_than_a_barrier(tmp_path: Path) -> None:
 
 def build_on_another_node_and_say_so(folders: list[Path]) -> None:
     """The lock is not seen, and a word of the builder's thread is."""
-    lease._BEAT_S = meeting._BEAT_S = 0.2
+    lease._BEAT_S = progress_barrier._BEAT_S = 0.2
     context = context_of(2, 60)
-    place = meeting.ProgressBarrier(context.world, patience_s=1.5)
+    place = progress_barrier.ProgressBarrier(context.world, patience_s=1.5)
 
     def build_slowly() -> dict[str, np.ndarray]:
         time.sleep(4)
@@ -108,7 +108,7 @@ def test_a_node_waits_for_the_builder_of_another_while_that_works(tmp_path: Path
 
 
 def wait_in_vain(folders: list[Path]) -> str:
-    """The builder is on another node, so that only the barrier tells of it."""
+    """The builder is on another node, so that only the barrier detects its end."""
     context = context_of(2, 2)
 
     def build_slowly() -> dict[str, np.ndarray]:

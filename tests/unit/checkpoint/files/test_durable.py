@@ -19,15 +19,15 @@ def test_a_file_is_digested_as_it_is_written(tmp_path):
 
 
 def test_the_disk_begins_before_all_is_written_and_each_byte_once(tmp_path, monkeypatch):
-    told = []
+    advised = []
     monkeypatch.setattr(durable, "_AHEAD_BYTES", 10)
     monkeypatch.setattr(
-        os, "posix_fadvise", lambda fd, start, size, how: told.append((start, size))
+        os, "posix_fadvise", lambda fd, start, size, how: advised.append((start, size))
     )
     with durable.DurableFile(tmp_path / "x") as file:
         for size in (4, 6, 9, 25, 3):
             file.write(b"a" * size)
-    assert told == [(0, 10), (10, 34)]
+    assert advised == [(0, 10), (10, 34)]
     assert (tmp_path / "x").read_bytes() == b"a" * 47
 
 

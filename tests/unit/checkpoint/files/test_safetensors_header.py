@@ -1,4 +1,4 @@
-"""Headers that lie are refused before a byte of data is believed."""
+"""Wrong headers are refused before a byte of data is read."""
 
 import json
 

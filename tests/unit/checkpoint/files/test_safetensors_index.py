@@ -1,4 +1,4 @@
-"""An index names files of its own folder that are there, or is refused."""
+"""An index names existing files of its own folder, or is refused."""
 
 import json
 from pathlib import Path

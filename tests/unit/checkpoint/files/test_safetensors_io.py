@@ -37,11 +37,11 @@ def test_the_reference_library_reads_what_we_write(tmp_path):
     written = io.write(tmp_path / "f", list(tensors.items()), metadata={"a": "b"})
     content = (tmp_path / "f").read_bytes()
     assert written[:2] == (len(content), xxhash.xxh3_128_hexdigest(content))
-    theirs = safetensors.torch.load_file(tmp_path / "f")
-    assert set(theirs) == set(tensors)
+    loaded = safetensors.torch.load_file(tmp_path / "f")
+    assert set(loaded) == set(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(theirs[name], tensor)
-        assert theirs[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
 
 
 def test_we_read_what_the_reference_library_writes(tmp_path):
@@ -108,13 +108,13 @@ def test_what_lies_in_memory_as_in_the_file_is_read_to_its_place_without_a_block
     target = torch.zeros(6, 4)
     with io.Reader(tmp_path / "f") as reader:
         reader.read_into("a", Box((1, 0), (4, 4)), target[2:])
-        assert reader._held._bytes is None
+        assert reader._buffer._bytes is None
         assert torch.equal(target[2:], tensor[1:5])
         assert not target[:2].any()
         for strided in (torch.zeros(4, 6).T, torch.zeros(6, 4, dtype=torch.float64)):
             reader.read_into("a", Box((0, 0), (6, 4)), strided)
             assert torch.equal(strided.float(), tensor)
-        assert reader._held._bytes is not None
+        assert reader._buffer._bytes is not None
 
 
 def test_the_memory_of_a_block_is_made_once(tmp_path, monkeypatch):

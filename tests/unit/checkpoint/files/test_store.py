@@ -20,7 +20,7 @@ from tests.support.checkpoints.object_store import BUCKET, SECRET, object_store
 
 
 class Flaky(MemoryFileSystem):
-    """Objects in memory whose operations fail when they are told to."""
+    """Objects in memory whose operations fail on request."""
 
     protocol = "flaky"
     store: dict = {}  # noqa: RUF012  # as its base class has it
@@ -311,9 +311,9 @@ def test_a_server_that_is_not_there_is_an_error_within_seconds(monkeypatch):
     with pytest.raises(OSError, match=r"Could not connect .* \(tried 5 times\)") as caught:
         place("s3://bucket/run").read_bytes()
     assert time.monotonic() - started < 40
-    said = str(from_os_error(caught.value, "reading"))
-    assert "s3://bucket/run" in said
-    assert SECRET not in said
+    text = str(from_os_error(caught.value, "reading"))
+    assert "s3://bucket/run" in text
+    assert SECRET not in text
     _forget_servers()
 
 
@@ -344,10 +344,10 @@ def test_missing_credentials_are_said_as_such(monkeypatch):
     ],
 )
 def test_secrets_are_blotted_out_of_what_a_server_says(text):
-    said = store.without_secrets(text)
-    assert SECRET not in said
-    assert "AKIA" not in said
-    assert "***" in said
+    cleaned = store.without_secrets(text)
+    assert SECRET not in cleaned
+    assert "AKIA" not in cleaned
+    assert "***" in cleaned
 
 
 def test_what_a_library_says_with_a_secret_in_it_is_said_without(flaky):

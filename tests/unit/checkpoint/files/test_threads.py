@@ -1,4 +1,4 @@
-"""A few threads of one rank: in order, errors told, and no more of them than cores are shared."""
+"""A few threads of one rank: results in order, errors raised, no more threads than cores."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Old files are read as tensors and plain values; a file that wants more is refused unexecuted."""
+"""Old files are read as tensors and plain values; others are refused unexecuted."""
 
 import argparse
 import builtins

@@ -1,4 +1,4 @@
-"""Which checkpoints go: never the last good one, never on the word of a damaged one."""
+"""Which checkpoints are deleted: never the last intact one, never because of a damaged one."""
 
 import pytest
 from hypothesis import given

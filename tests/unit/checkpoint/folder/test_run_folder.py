@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is there, what is said when it is not, what is cleaned up."""
+"""The folder of checkpoints: its content, errors about missing files, and cleaning up."""
 
 import errno
 import os
@@ -45,11 +45,11 @@ def test_the_same_iteration_can_be_committed_again(tmp_path):
 
 
 def test_a_commit_reaches_the_disk_in_an_order_that_no_crash_can_break(tmp_path, monkeypatch):
-    def recorded(owner, name, told):
+    def recorded(owner, name, label):
         real = getattr(owner, name)
 
         def step(path, *args, **kwargs):
-            steps.append(f"{told} {names[path.name.rpartition('-')[0] or path.name]}")
+            steps.append(f"{label} {names[path.name.rpartition('-')[0] or path.name]}")
             return real(path, *args, **kwargs)
 
         monkeypatch.setattr(owner, name, step)

@@ -18,7 +18,7 @@ FLIPS = 60
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """One checkpoint for the module; whoever damages it mends it."""
+    """One checkpoint for the module; a test that damages it repairs it."""
     folder = tmp_path_factory.mktemp("save")
     saved = storage.save(folder, snapshot_at(1, 1, 0), iteration=100, ctx=ParallelContext.single())
     return saved.directory, manifests.load(saved.directory)[0]

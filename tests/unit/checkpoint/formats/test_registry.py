@@ -1,4 +1,4 @@
-"""A path leads to one checkpoint of one format, or to an error that says what is there."""
+"""A path leads to one checkpoint of one format, or to an error that lists the content."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def ours(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Path:
+def megatron_folder(tmp_path: Path) -> Path:
     save_megatron(tmp_path, whole_model(Shape()), Shape())
     return tmp_path
 
@@ -34,16 +34,16 @@ def test_a_folder_of_ours_and_one_iteration_of_it_are_found(ours: Path) -> None:
         assert (source.format_name, source.progress["iteration"]) == ("sharded", 10)
 
 
-def test_a_folder_of_megatrons_and_its_release_are_found(theirs: Path) -> None:
-    with registry.open_source(theirs) as source:
+def test_a_folder_of_megatrons_and_its_release_are_found(megatron_folder: Path) -> None:
+    with registry.open_source(megatron_folder) as source:
         assert source.format_name == "megatron"
-    (theirs / "iter_0000010").rename(theirs / "release")
-    (theirs / "latest_checkpointed_iteration.txt").write_text("release\n")
-    with registry.open_source(theirs) as source:
+    (megatron_folder / "iter_0000010").rename(megatron_folder / "release")
+    (megatron_folder / "latest_checkpointed_iteration.txt").write_text("release\n")
+    with registry.open_source(megatron_folder) as source:
         assert source.progress == {}
-    (theirs / "release").rename(theirs / "iter_0000010")
+    (megatron_folder / "release").rename(megatron_folder / "iter_0000010")
     with pytest.raises(CheckpointError, match="names a release checkpoint that is not there"):
-        registry.open_source(theirs)
+        registry.open_source(megatron_folder)
 
 
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, ours: Path) -> None:

@@ -1,4 +1,4 @@
-"""What flags may say beside a checkpoint, what they may not, and what has no effect."""
+"""Which flags may change a checkpoint's config, which may not, and which have no effect."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("--num-layers 3", "--num-layers 3 given, 2 stored"),
         # No model together with the checkpoint's width; still it is the heads that are wrong.
@@ -67,10 +67,10 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
         ("--max-position-embeddings 32", "--max-position-embeddings 32 given, 16 stored"),
     ],
 )
-def test_another_model_is_refused_with_both_values(words: str, said: str) -> None:
+def test_another_model_is_refused_with_both_values(words: str, expected: str) -> None:
     with pytest.raises(CheckpointError, match="describe different models") as caught:
         used(words)
-    assert said in str(caught.value.found)
+    assert expected in str(caught.value.found)
 
 
 def test_other_spellings_of_the_same_model_are_the_same() -> None:

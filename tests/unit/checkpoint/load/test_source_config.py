@@ -1,4 +1,4 @@
-"""What a foreign checkpoint does not say takes our defaults, and what it must say is asked for."""
+"""Missing fields of a foreign checkpoint take our defaults; missing required ones are errors."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_flags_that_it_knows_stay_and_a_run_in_samples_stays_one() -> None:
 def test_a_checkpoint_that_does_not_know_its_model_is_refused() -> None:
     source = MemorySource.of_gpt()
     del source.config["model"]["hidden_size"]
-    with pytest.raises(CheckpointError, match="does not say enough about its model") as caught:
+    with pytest.raises(CheckpointError, match="does not record enough about its model") as caught:
         completed_config(source)
     assert "hidden_size" in str(caught.value.found)
 
@@ -59,7 +59,7 @@ def test_a_source_base_closes_nothing_and_checks_nothing() -> None:
 def test_flags_beside_it_are_right_where_it_says_nothing() -> None:
     source = MemorySource.of_gpt()
     known = source.config["model"].pop("num_layers")
-    said = {"model": {"num_layers": known, "hidden_size": 1000}}
-    config = RunConfig.from_plain(completed_config(source, said))
+    fallback = {"model": {"num_layers": known, "hidden_size": 1000}}
+    config = RunConfig.from_plain(completed_config(source, fallback))
     assert config.model.num_layers == known
     assert config.model.hidden_size == source.config["model"]["hidden_size"]

@@ -132,7 +132,7 @@ def test_a_crash_at_any_step_leaves_the_former_checkpoint_or_the_new_one(
             else:
                 break
         if again and not (folder / "iter_0000100").exists():
-            aside += 1  # between two renames: readers are told, and the next save puts it back
+            aside += 1  # between two renames: readers get an error, and the next save puts it back
             with pytest.raises(CheckpointError, match="is not in the checkpoint folder"):
                 load(folder)
         else:
@@ -388,8 +388,11 @@ def test_a_reader_during_saves_sees_a_whole_checkpoint_every_time(tmp_path):
 
 def test_ranks_and_people_are_told_everything_that_they_must_agree_on(tmp_path):
     save(tmp_path, 100)
-    seen = storage._Seen(7, "ab" * 16, 1, manifests.GridLayout(2, 1, 3), "here")
-    assert storage._told(seen) == f"iteration 7, manifest {'ab' * 16}, version 1, tp=2 pp=1 dp=3"
+    seen = storage._RankView(7, "ab" * 16, 1, manifests.GridLayout(2, 1, 3), "here")
+    assert (
+        storage._description_of(seen)
+        == f"iteration 7, manifest {'ab' * 16}, version 1, tp=2 pp=1 dp=3"
+    )
 
 
 def previous(folder, iteration=None, **how):
@@ -425,10 +428,10 @@ def test_the_newest_whole_one_before_it_is_taken_and_said_loudly(tmp_path, capsy
     for bad in (2, 3):
         damage(tmp_path / f"iter_000000{bad}")
     assert previous(tmp_path) == 1
-    said = capsys.readouterr().err
-    assert "*** --load-fallback previous: going on from iteration 1" in said
-    assert "iteration 3" in said
-    assert ("iteration 2: " in said) == (tmp_path / "iter_0000002").exists()
+    output = capsys.readouterr().err
+    assert "*** --load-fallback previous: going on from iteration 1" in output
+    assert "iteration 3" in output
+    assert ("iteration 2: " in output) == (tmp_path / "iter_0000002").exists()
     with pytest.raises(CheckpointError):
         load(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The copy that is written beside the training: equal, nobody else's, in memory that is reused."""
+"""The copy that is written in the background: equal, independent, in memory that is reused."""
 
 import errno
 import mmap

@@ -1,4 +1,4 @@
-"""The steps of a save: what is read back, what is said, what older checkpoints depend on.
+"""The steps of a save: what is read back, what is logged, what older checkpoints depend on.
 
 What is left after an end at any step is in test_storage.py.
 """

@@ -84,7 +84,7 @@ def test_what_is_not_as_it_should_be_leaves_nothing(tmp_path: Path) -> None:
         raise CheckpointError("it is another", found="model/w", fix="report it")
 
     with pytest.raises(CheckpointError, match="it is another"):
-        save.complete(lambda: one_file(save), commit=Path, look=other_than_the_run)
+        save.complete(lambda: one_file(save), commit=Path, check=other_than_the_run)
     save = begun(tmp_path, 2)
     with pytest.raises(CheckpointError, match=f"{NAME}: expected 9 bytes, found no such file"):
         save.complete(lambda: {NAME: FileRecord(9, "0" * 32)}, commit=Path)

@@ -1,4 +1,4 @@
-"""Flags and JSON: two words about one number are an error that shows both."""
+"""Flags and JSON: two values for one setting are an error that shows both."""
 
 from typing import Any
 
@@ -207,7 +207,7 @@ def test_a_value_of_the_wrong_kind_is_refused(path: str, value: Any, fix: str) -
 )
 def test_what_a_run_here_cannot_be_is_refused_with_the_reason(path: str, value: Any) -> None:
     (error,) = found(nested(path, value))
-    assert error.problem == "DeepSpeed's JSON asks for what a run here cannot be"
+    assert error.problem == "DeepSpeed's JSON has a value that is not possible here"
     assert str(error.found).startswith(path)
     assert ": " in error.fix
 
@@ -227,7 +227,7 @@ def test_what_a_run_here_cannot_be_is_refused_with_the_reason(path: str, value: 
 )
 def test_a_missing_feature_is_refused_unless_it_is_off(key: str, on: Any, off: Any) -> None:
     (error,) = found({key: on})
-    assert error.problem == "DeepSpeed's JSON asks for a feature that is not here"
+    assert error.problem == "DeepSpeed's JSON turns on a feature that is not here"
     assert str(error.found).startswith(f"{key} in ds.json: ")
     assert found({key: off}) == []
 
@@ -240,7 +240,7 @@ def test_a_secret_is_not_copied_into_logs_and_checkpoints() -> None:
 
 def test_an_unknown_key_is_found_in_a_json_that_was_not_read_from_a_file() -> None:
     (error,) = found({"gradient_cliping": 1.0})
-    assert error.problem == "DeepSpeed knows no such key"
+    assert error.problem == "DeepSpeed has no such key"
     assert error.fix == "did you mean gradient_clipping?"
 
 

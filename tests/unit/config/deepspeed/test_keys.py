@@ -1,4 +1,4 @@
-"""The tables of keys are whole: whatever the installed DeepSpeed asks for, it is told."""
+"""The tables of keys are complete: they have every key that the installed DeepSpeed reads."""
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from megatron.config.deepspeed.keys import (
 from megatron.config.deepspeed.plan import deepspeed_plan
 from tests.support.tiny import tiny_run
 
-# What DeepSpeed asks for and is not told, each with the reason why no number depends on it.
+# Keys that DeepSpeed reads and does not get, each with the reason why no number depends on it.
 HARMLESS = {
     "optimizer": "the optimizer is handed over as an object",
     "scheduler": "learning rates are set before every step",
@@ -42,7 +42,7 @@ HARMLESS = {
     "tensorboard.job_name": "off",
     "comet.api_key": "from the environment",
 }
-# Blocks of features that are told to be off: what else they hold is then not read.
+# Blocks of features that are turned off: their other keys are then not read.
 OFF_AS_A_WHOLE = (
     "autotuning",
     "compile",
@@ -57,7 +57,7 @@ DEPRECATED = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
 
 
 class Asked(dict[str, Any]):
-    """A JSON that writes down which of its keys were asked for."""
+    """A JSON that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any], prefix: str, log: set[str]) -> None:
         super().__init__(
@@ -85,7 +85,7 @@ class Asked(dict[str, Any]):
 
 
 class _Keys:
-    """`in block.keys()` asks for a key too."""
+    """`in block.keys()` reads a key too."""
 
     def __init__(self, block: Asked) -> None:
         self.block = block
@@ -103,8 +103,8 @@ def given_by(**flags: Any) -> dict[str, Any]:
     return dict(deepspeed_plan(config, data_parallel_size=1).json)
 
 
-def untold(paths: Iterable[str], given: Mapping[str, Any]) -> list[str]:
-    """Paths that DeepSpeed asks for, is not told, and that no list here excuses."""
+def missing_paths(paths: Iterable[str], given: Mapping[str, Any]) -> list[str]:
+    """Paths that DeepSpeed reads, does not get, and that no list here excuses."""
     return sorted(
         path
         for path in paths
@@ -130,7 +130,7 @@ def test_deepspeed_is_told_every_key_that_it_asks_for() -> None:
         f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS
     }
     assert len(log) > 60, "the recorder does not see what is read"
-    assert untold(log - removed, given) == []
+    assert missing_paths(log - removed, given) == []
     known = {path.partition(".")[0] for path in KEYS}
     assert {key.partition(".")[0] for key in removed} <= known
 
@@ -172,7 +172,7 @@ def test_no_field_of_deepspeeds_models_is_left_to_its_default(
     names = {field.alias or key for key, field in model.model_fields.items()} - DEPRECATED
     older = {path.removeprefix(f"{block}.") for path in RENAMED if path.startswith(f"{block}.")}
     given = given_by(zero_stage="3", bf16=True, remote_device="cpu", cpu_optimizer=True)
-    assert untold({f"{block}.{key}" for key in names - older}, given) == []
+    assert missing_paths({f"{block}.{key}" for key in names - older}, given) == []
     assert set(value_at(given, block)) <= names, "a key that DeepSpeed does not know any more"
 
 
@@ -208,7 +208,7 @@ def test_a_key_that_nobody_thought_of_is_found() -> None:
     log = set[str]()
     block = Asked({"a": {"b": 1}}, "", log)
     assert ("a" in block.keys(), block["a"].get("c", 5)) == (True, 5)  # noqa: SIM118
-    assert untold(log, {"a": {"b": 1}}) == ["a.c"]
+    assert missing_paths(log, {"a": {"b": 1}}) == ["a.c"]
 
 
 def test_every_rule_says_why() -> None:

@@ -158,7 +158,7 @@ def test_at_stage_0_deepspeed_is_told_of_neither_precision_nor_clipping() -> Non
     assert plan.json["bf16"]["enabled"] is False
     assert plan.json["gradient_clipping"] == 0.0
     assert any("ZeRO stage 0" in remark for remark in plan.remarks)
-    recorded = recorded_json(config, data_parallel_size=1)  # what the run does, whoever does it
+    recorded = recorded_json(config, data_parallel_size=1)  # whichever engine runs
     assert recorded["bf16"]["enabled"] is True
     assert recorded["gradient_clipping"] == 0.5
 
@@ -204,9 +204,9 @@ def test_what_is_dropped_is_said(tmp_path: Path) -> None:
             {"zero_optimization": {"elastic_checkpoint": True}, "dataloader_drop_last": True},
         )
     )
-    said = list(remarks(user))
-    assert len(said) == 2
-    assert said[0].startswith("dataloader_drop_last: has no effect here because ")
+    texts = list(remarks(user))
+    assert len(texts) == 2
+    assert texts[0].startswith("dataloader_drop_last: has no effect here because ")
 
 
 def test_layers_are_recomputed_by_this_program_alone(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_every_unknown_key_is_found_at_once_with_the_nearest(tmp_path: Path) -> 
     with pytest.raises(FieldsError) as caught:
         read_json(written(tmp_path, values))
     fixes = [error.fix for error in caught.value.errors]
-    assert [error.problem for error in caught.value.errors] == ["DeepSpeed knows no such key"] * 4
+    assert [error.problem for error in caught.value.errors] == ["DeepSpeed has no such key"] * 4
     assert fixes == [
         "did you mean gradient_clipping?",
         "did you mean zero_optimization.stage?",

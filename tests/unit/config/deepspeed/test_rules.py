@@ -1,4 +1,4 @@
-"""The blocks `optimizer` and `scheduler` say what the flags say, or are refused."""
+"""The blocks `optimizer` and `scheduler` agree with the flags, or are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DeepSpeed is there in a version that was tested, or its absence is said by name."""
+"""DeepSpeed is installed in a tested version, or the error names the problem."""
 
 from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Names of corpora, and what is said about wrong ones."""
+"""Names of corpora, and the errors about wrong ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run reads is said so that two runs, and two ranks, can be compared."""
+"""The description of a run's data lets two runs, and two ranks, be compared."""
 
 import os
 import shutil
@@ -172,13 +172,13 @@ def test_validation_on_a_corpus_of_training_is_announced_under_any_name(
         train_data_path=(prefix,), valid_data_path=(copy,), test_data_path=("1", other, "1", prefix)
     )
     announce_shared_corpora(data, data_sources(data))
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
     assert (
         f"--valid-data-path names {copy}, which is what --train-data-path names as {prefix}"
-        in (said[0])
+        in (warnings[0])
     )
-    assert f"--test-data-path names {prefix}, which is" in said[1]
+    assert f"--test-data-path names {prefix}, which is" in warnings[1]
     apart = reading(train_data_path=(prefix,), valid_data_path=(other,))
     announce_shared_corpora(apart, data_sources(apart))
     announce_shared_corpora(
@@ -190,9 +190,9 @@ def test_validation_on_a_corpus_of_training_is_announced_under_any_name(
 
 def test_only_a_few_bytes_of_checksums_are_looked_at(prefix):
     assert recorded_digests(prefix + "x") is None
-    said = recorded_digests(prefix)
+    digests = recorded_digests(prefix)
     flip(prefix + ".sums", 60)  # a block's checksum
-    assert recorded_digests(prefix) == said
+    assert recorded_digests(prefix) == digests
     flip(prefix + ".sums", 0)
     with pytest.raises(DataError, match="the checksums of a corpus cannot be used"):
         recorded_digests(prefix)

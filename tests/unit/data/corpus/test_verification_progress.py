@@ -1,4 +1,4 @@
-"""A long verification is heard by the log now and then, and by whoever waits after each piece."""
+"""A long verification logs at intervals, and reports to waiting ranks after each piece."""
 
 import os
 
@@ -21,38 +21,38 @@ def prefix(tmp_path, monkeypatch):
 
 
 def test_each_piece_is_heard_by_who_waits_and_the_log_hears_some(capsys):
-    heard = []
-    progress = VerificationProgress("c.bin", heard.append, say_s=0.0)
+    reports = []
+    progress = VerificationProgress("c.bin", reports.append, log_every_s=0.0)
     progress(2**29, 2**31)
-    assert heard == ["verifying c.bin: 0.50 of 2.00 GiB"]
+    assert reports == ["verifying c.bin: 0.50 of 2.00 GiB"]
     assert "verifying c.bin: 0.50 of 2.00 GiB, for 0 s now" in capsys.readouterr().out
-    VerificationProgress("c.bin", heard.append, say_s=60.0)(2**30, 2**31)
-    assert len(heard) == 2
+    VerificationProgress("c.bin", reports.append, log_every_s=60.0)(2**30, 2**31)
+    assert len(reports) == 2
     assert capsys.readouterr().out == ""
     assert no_progress("nothing") is None
 
 
 def test_full_integrity_beats_between_the_pieces_and_reads_each_block_once(prefix, monkeypatch):
-    heard, read = [], []
+    reports, read = [], []
     preadv = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda file, views, at: read.append(at) or preadv(file, views, at)
     )
 
     def report_progress(doing):
-        heard.append((doing.split(":")[0], len(read)))
+        reports.append((doing.split(":")[0], len(read)))
 
     corpus = MMapIndexedDataset(
         prefix, integrity=DataIntegrity.FULL, report_progress=report_progress
     )
-    assert [doing for doing, _ in heard] == [f"verifying {prefix}.bin"] * 11
-    assert [count for _, count in heard] == [*range(3, 33, 3), 32]
+    assert [doing for doing, _ in reports] == [f"verifying {prefix}.bin"] * 11
+    assert [count for _, count in reports] == [*range(3, 33, 3), 32]
     assert sorted(read) == list(range(0, 2000, 64))
     corpus.get(3)
     assert len(read) == 33, "a token is read, and no block again"
-    del heard[:]
+    del reports[:]
     MMapIndexedDataset(prefix, report_progress=report_progress)
-    assert heard == [], "only a whole verification takes long"
+    assert reports == [], "only a whole verification takes long"
 
 
 def test_damage_in_several_pieces_is_still_one_error(prefix):

@@ -1,4 +1,4 @@
-"""Groups of weighted ranges: what they say, and each way of writing them wrong."""
+"""Groups of weighted ranges: their values, and each way of writing them wrong."""
 
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def test_training_has_one_group_and_names_differ_over_uses():
     messages = [str(problem) for problem in weighted_problems(several)]
     assert "training takes exactly one group of weighted paths" in messages[0]
     assert "T, U" in messages[0]
-    assert "could not be told apart" in messages[1]
+    assert "could not be distinguished" in messages[1]
     with pytest.raises(ConfigError, match="training takes exactly one group"):
         weighted_splits(several)
 

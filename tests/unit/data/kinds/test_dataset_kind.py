@@ -51,7 +51,7 @@ def test_one_flag_chooses_the_kind(changes, kind):
 def test_what_only_sentences_know_is_refused_for_a_gpt(name, value):
     (error,) = flags_unread_by_gpt(flags(**{name: value}))
     assert isinstance(error, ConfigError)
-    assert error.problem == "a flag was given that the data of a GPT do not know"
+    assert error.problem == "a flag was given that has no effect on the data of a GPT"
     assert error.found == f"--{name.replace('_', '-')} {value}"
 
 

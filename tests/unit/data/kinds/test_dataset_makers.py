@@ -48,7 +48,7 @@ class Vocabulary(Pieces):
 
 
 class Kind:
-    """A kind of dataset with the flags that ask for it and corpora that it reads."""
+    """A kind of dataset with the flags that select it and corpora that it reads."""
 
     def __init__(self, dataset, make, write, **flags):
         self.dataset, self.make, self.write, self.flags = dataset, make, write, flags
@@ -114,10 +114,10 @@ def test_corpora_are_blended_by_their_weights_and_the_blend_says_so(kind, tmp_pa
     assert isinstance(train, BlendableDataset)
     assert np.bincount(train.dataset_index).tolist() == [6, 18]
     assert all(isinstance(part, kind.dataset) for part in train.datasets)
-    said = capsys.readouterr().out
-    assert f"{words[1]}: weight 0.25, 6 samples (25.00%)" in said
+    output = capsys.readouterr().out
+    assert f"{words[1]}: weight 0.25, 6 samples (25.00%)" in output
     # Sentences of all epochs are shuffled together.
-    assert ("epochs" in said) == (kind.make is gpt_maker)
+    assert ("epochs" in output) == (kind.make is gpt_maker)
 
 
 @every_kind

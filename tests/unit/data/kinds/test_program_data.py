@@ -15,7 +15,7 @@ def test_the_same_flags_are_another_kind_to_another_program():
     assert GPT_DATA.kind(flags()) is DatasetKind.GPT
     assert BERT_DATA.kind(flags(mask_prob=0.2, bert_binary_head=False)) is DatasetKind.BERT
     (error,) = GPT_DATA.unread_flags(flags(mask_prob=0.2))
-    assert error.problem == "a flag was given that the data of a GPT do not know"
+    assert error.problem == "a flag was given that has no effect on the data of a GPT"
     assert not [*BERT_DATA.unread_flags(flags(mask_prob=0.2, bert_binary_head=False))]
 
 
@@ -31,7 +31,7 @@ def test_the_same_flags_are_another_kind_to_another_program():
 )
 def test_a_flag_that_a_bert_would_not_read_is_refused(name, value):
     (error,) = BERT_DATA.unread_flags(flags(**{name: value}))
-    assert error.problem == "a flag was given that the data of a BERT do not know"
+    assert error.problem == "a flag was given that has no effect on the data of a BERT"
     assert error.found == f"--{name.replace('_', '-')} {value}"
 
 

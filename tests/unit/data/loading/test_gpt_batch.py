@@ -1,4 +1,4 @@
-"""Masks and positions equal what a loop over tokens says."""
+"""Masks and positions equal those of a loop over tokens."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from megatron.errors import ConfigError, DataError
 
 
 class Windows:
-    """Sample i is [i, i + 1, i + 2]; sample `bad` raises what it is told to."""
+    """Sample i is [i, i + 1, i + 2]; sample `bad` raises the given error."""
 
     def __init__(self, length, bad=None, error=None):
         self.length, self.bad, self.error = length, bad, error

@@ -18,7 +18,7 @@ KINDS = ("single", "cyclic")
 
 
 class Numbers:
-    """Sample i says i."""
+    """Sample i holds i."""
 
     def __init__(self, length):
         self.length = length

@@ -1,4 +1,4 @@
-"""Masks, positions and segments equal what a loop over the tokens of a row says."""
+"""Masks, positions and segments equal those of a loop over the tokens of a row."""
 
 import torch
 from hypothesis import given

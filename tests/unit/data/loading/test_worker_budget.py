@@ -1,4 +1,4 @@
-"""What is too much for a node is said, with every number."""
+"""What exceeds the resources of a node is reported with every number."""
 
 import pytest
 
@@ -15,18 +15,18 @@ LOAD = WorkerLoad(num_workers=2, loaders=3, readers=4, batch_bytes=2**20)
 
 def test_too_many_workers_are_said_with_every_number() -> None:
     assert list(worker_problems(LOAD, cpus=8, shared_bytes=None)) == []
-    (said,) = worker_problems(LOAD, cpus=7.5, shared_bytes=2**40)
+    (problem,) = worker_problems(LOAD, cpus=7.5, shared_bytes=2**40)
     for word in ("--num-workers 2", "4 reading ranks", "8 worker", "3 loaders", "7.5 CPUs"):
-        assert word in said
-    assert said.endswith("use --num-workers 1")
+        assert word in problem
+    assert problem.endswith("use --num-workers 1")
 
 
 def test_batches_that_do_not_fit_into_shared_memory_are_said() -> None:
     assert LOAD.bytes_in_flight == 2 * 3 * 4 * 2 * 2**20
     assert list(worker_problems(LOAD, cpus=64, shared_bytes=48 * 2**20)) == []
-    (said,) = worker_problems(LOAD, cpus=64, shared_bytes=48 * 2**20 - 1)
-    assert "up to 48.0 MiB" in said
-    assert "--shm-size" in said
+    (problem,) = worker_problems(LOAD, cpus=64, shared_bytes=48 * 2**20 - 1)
+    assert "up to 48.0 MiB" in problem
+    assert "--shm-size" in problem
 
 
 def test_without_workers_nothing_is_too_much() -> None:

@@ -129,9 +129,9 @@ def test_a_damaged_entry_is_announced_and_built_again(tmp_path, capsys, damage, 
     damage(tmp_path / "index-cache")
     assert equal(cache.load_or_build("train", DESCRIPTION, build=build))
     assert build.count == 2
-    said = capsys.readouterr().err
-    assert "is damaged" in said
-    assert reason in said
+    output = capsys.readouterr().err
+    assert "is damaged" in output
+    assert reason in output
     assert equal(cache.load_or_build("train", DESCRIPTION, build=build))
     assert build.count == 2
     assert capsys.readouterr().err == ""
@@ -182,7 +182,7 @@ def test_a_rank_that_does_not_see_the_builders_file_builds_its_own_and_says_so(t
     assert "is not visible on this one" in capsys.readouterr().err
 
 
-PATIENT = LeaseTiming(renew_s=0.05, lease_s=10.0, poll_s=0.01, say_s=0.1, give_up_s=60.0)
+PATIENT = LeaseTiming(renew_s=0.05, lease_s=10.0, poll_s=0.01, log_every_s=0.1, give_up_s=60.0)
 
 
 def test_two_builders_at_once_end_with_one_good_entry(tmp_path):
@@ -226,12 +226,12 @@ def test_builders_of_several_jobs_build_once(tmp_path, capsys):
     thread.join()
     assert build.count == 1
     assert all(equal(index) for index in indices)
-    said = capsys.readouterr().out
-    assert f"waiting for process {os.getpid()} on" in said
-    assert f"which is building the index train-{fingerprint(DESCRIPTION)}" in said
-    assert "still building the index train-" in said
-    assert "built the index train-" in said
-    assert "0 MiB" in said
+    output = capsys.readouterr().out
+    assert f"waiting for process {os.getpid()} on" in output
+    assert f"which is building the index train-{fingerprint(DESCRIPTION)}" in output
+    assert "still building the index train-" in output
+    assert "built the index train-" in output
+    assert "0 MiB" in output
 
 
 def build_for_ever(folder, ready):
@@ -270,9 +270,9 @@ def test_a_builder_that_is_killed_is_replaced_by_one_that_waits(tmp_path, capfd)
 def test_a_rank_that_waits_says_so_and_for_what(tmp_path, capsys):
     cache = cache_in(tmp_path, wait=lambda: time.sleep(0.3), timing=PATIENT)
     cache.load_or_build("train", DESCRIPTION, build=Builds())
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert f"still waiting for the ranks that build the index train-{fingerprint(DESCRIPTION)}" in (
-        said
+        output
     )
 
 
@@ -306,9 +306,9 @@ def test_an_unusable_first_folder_is_left_for_the_second_and_that_is_said(tmp_pa
     for _ in range(2):
         assert equal(IndexCache(folders=folders).load_or_build("t", DESCRIPTION, build=build))
     assert build.count == 1
-    said = capsys.readouterr().err
-    assert said.count("sample indices cannot be kept in") == 1
-    assert str(folders[1]) in said
+    output = capsys.readouterr().err
+    assert output.count("sample indices cannot be kept in") == 1
+    assert str(folders[1]) in output
 
 
 def test_no_usable_folder_is_a_configuration_error(tmp_path):

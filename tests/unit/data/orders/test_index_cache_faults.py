@@ -1,4 +1,4 @@
-"""Disks without room, folders that are closed to writers, and builders that died."""
+"""Full disks, folders without write permission, and builders that ended early."""
 
 import errno
 import os
@@ -22,7 +22,9 @@ from tests.support.checkpoints.small_disk import read_only, small_disk
 from tests.unit.data.corpora import cache_in, random_sizes, write_corpus
 
 DESCRIPTION = {"corpus": "abc", "seed": 1}
-SOON = LeaseTiming(renew_s=0.05, lease_s=0.4, poll_s=0.01, say_s=0.1, give_up_s=60.0, settle_s=0.1)
+SOON = LeaseTiming(
+    renew_s=0.05, lease_s=0.4, poll_s=0.01, log_every_s=0.1, give_up_s=60.0, settle_s=0.1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +150,9 @@ def test_a_corpus_in_a_folder_that_cannot_be_written_has_its_index_at_home(
         assert sorted(path.name for path in data.iterdir()) == before
     files = [Path(path) for path in dataset.index_files.values()]
     assert all(path.is_relative_to(tmp_path / "home") for path in files)
-    said = capsys.readouterr().err
-    assert said.count("sample indices cannot be kept in") == 1
-    assert str(tmp_path / "home") in said
+    output = capsys.readouterr().err
+    assert output.count("sample indices cannot be kept in") == 1
+    assert str(tmp_path / "home") in output
 
 
 def test_a_lock_that_a_dead_builder_left_holds_nobody_up(tmp_path, capsys):
@@ -179,7 +181,7 @@ def build():
     time.sleep(float(sys.argv[2]))
     return {"doc_idx": np.arange(1000), "sample_idx": np.arange(2**21)}
 
-timing = LeaseTiming(renew_s=0.05, lease_s=0.6, poll_s=0.01, say_s=60.0, settle_s=0.1)
+timing = LeaseTiming(renew_s=0.05, lease_s=0.6, poll_s=0.01, log_every_s=60.0, settle_s=0.1)
 cache = IndexCache(folders=(Path(sys.argv[1]),), timing=timing)
 index = cache.load_or_build("train", {"corpus": "abc", "seed": 1}, build=build)
 assert index["sample_idx"][-1] == 2**21 - 1

@@ -1,4 +1,4 @@
-"""A lock is held by one, renewed while held, and not kept by the dead."""
+"""A lock is held by one process, renewed while held, and taken over when its holder has ended."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from megatron.data.orders import lease
 from megatron.data.orders.lease import LeaseTiming, leased, report_while, wait_while_leased
 from megatron.errors import MachineError
 
-FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, say_s=0.05, give_up_s=20.0)
+FAST = LeaseTiming(renew_s=0.02, lease_s=0.2, poll_s=0.01, log_every_s=0.05, give_up_s=20.0)
 STALE = b'{"process": 7, "host": "elsewhere", "time": "then", "report_progress": 3}'
 
 
@@ -55,9 +55,9 @@ def test_a_second_holder_waits_for_the_first_however_long_its_lease(tmp_path: Pa
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
-    said = capsys.readouterr()
-    assert f"waiting for process {os.getpid()} on" in said.out
-    assert said.err == "", "nothing was taken over"
+    output = capsys.readouterr()
+    assert f"waiting for process {os.getpid()} on" in output.out
+    assert output.err == "", "nothing was taken over"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_lock_that_was_renewed_at_the_last_moment_is_given_back(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.lock"]
     assert capsys.readouterr().err == ""
     path.unlink()
-    lease._take_over(path, STALE, "working", 1.0)  # somebody else was faster
+    lease._take_over(path, STALE, "working", 1.0)  # another process was faster
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +159,7 @@ def test_whoever_only_waits_does_so_while_the_lock_is_held(tmp_path: Path, capsy
     thread = threading.Thread(target=first)
     thread.start()
     assert held.wait(10)
-    timing = LeaseTiming(lease_s=0.2, poll_s=0.01, say_s=0.05, settle_s=0.05)
+    timing = LeaseTiming(lease_s=0.2, poll_s=0.01, log_every_s=0.05, settle_s=0.05)
     wait_while_leased([tmp_path / "none", path], "working", timing, is_done=never)
     order.append("second")
     thread.join()
@@ -211,11 +211,11 @@ def test_long_work_is_said_every_so_often(capsys):
     with report_while("counting", 0.05):
         time.sleep(0.3)
     assert "still counting, for 0 s now" in capsys.readouterr().out
-    heard = []
-    with report_while("counting", 0.05, heard.append):
+    reports = []
+    with report_while("counting", 0.05, reports.append):
         time.sleep(0.3)
-    assert heard[0] == "counting, for 0 s now"
-    assert capsys.readouterr().out.count("still counting") == len(heard)
+    assert reports[0] == "counting, for 0 s now"
+    assert capsys.readouterr().out.count("still counting") == len(reports)
     with report_while("counting", 60.0):
         pass
     assert capsys.readouterr().out == ""

@@ -255,15 +255,15 @@ def test_without_a_compiled_module_the_twin_serves_and_says_so(monkeypatch, caps
         rows = build_sample_idx(sizes, doc_idx, seq_length=2, num_epochs=1, tokens_per_epoch=5)
         build_blending_indices([1.0], 3)
     assert rows.tolist() == [[0, 0], [1, 0], [1, 2]]
-    said = capsys.readouterr().err
-    assert said.count("its Python twin serves") == 1
-    assert ("is not built" if built == "none" else "built from other source") in said
+    output = capsys.readouterr().err
+    assert output.count("its Python twin is used") == 1
+    assert ("is not built" if built == "none" else "built from other source") in output
 
 
 def test_the_package_installs_without_a_compiler_and_says_so_once(tmp_path):
     broken = dict(os.environ) | {"CC": "/bin/false", "CXX": "/bin/false"}
     folder = _build(tmp_path, broken)
     assert list(folder.rglob("*.so")) == []
-    said = (folder / "stderr").read_text()
-    assert said.count("NOT BUILT: megatron.data._sample_maps") == 1
-    assert "python setup.py build_ext --inplace" in said
+    output = (folder / "stderr").read_text()
+    assert output.count("NOT BUILT: megatron.data._sample_maps") == 1
+    assert "python setup.py build_ext --inplace" in output

@@ -29,10 +29,10 @@ def test_a_sample_always_has_the_same_numbers(seed, index):
 
 @given(SEEDS, INDICES, st.integers(1, 2**33))
 def test_other_samples_seeds_and_uses_have_other_numbers(seed, index, step):
-    mine = draws(seed, index)
-    assert draws(seed, index + step) != mine
-    assert draws((seed + 1) % 2**32, index) != mine
-    assert draws(seed, index, "y") != mine
+    numbers = draws(seed, index)
+    assert draws(seed, index + step) != numbers
+    assert draws((seed + 1) % 2**32, index) != numbers
+    assert draws(seed, index, "y") != numbers
 
 
 def test_a_seed_out_of_range_is_refused():

@@ -32,7 +32,7 @@ def short_hash(array):
 
 @pytest.fixture(scope="module")
 def golden():
-    """The synthetic corpus whose maps the reference's compiled helpers were asked for."""
+    """The synthetic corpus whose maps were built by the reference's compiled helpers."""
     rng = np.random.RandomState(0)
     borders = np.concatenate([[0], np.cumsum(rng.randint(0, 12, 200))]).astype(np.int64)
     sizes = rng.randint(1, 60, 1039).astype(np.int32)

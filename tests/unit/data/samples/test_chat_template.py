@@ -131,8 +131,8 @@ def test_messages_are_read_with_whatever_else_they_have():
         ([{"from": "human", "value": "a"}], "message 1 .* no role and content", "'from', 'value'"),
         ([{"role": "user", "content": None}], "message 1 .* no role and content", "'role'"),
         ([{}], "message 1 .* no role and content", "(none)"),
-        ([{"role": "Asistant", "content": "a"}], "a role that no template knows", "'Asistant'"),
-        ([{"role": "zzz", "content": "a"}], "a role that no template knows", "'zzz'"),
+        ([{"role": "Asistant", "content": "a"}], "a role that no template has", "'Asistant'"),
+        ([{"role": "zzz", "content": "a"}], "a role that no template has", "'zzz'"),
         ([{"role": "user", "content": "a"}], "nothing to learn from a dialogue", "user"),
         ([{"role": "assistant", "content": ""}], "nothing to learn from", "assistant"),
     ],
@@ -212,13 +212,13 @@ def test_a_models_own_template_is_written_as_transformers_writes_it(tmp_path):
         *(ChatMessage("user", "{{ 3 }}"), ChatMessage("assistant", "6"), ChatMessage("user", "?")),
     )
 
-    def theirs(turns, **options):
+    def reference(turns, **options):
         turns = [turn._asdict() for turn in turns]
         return other.apply_chat_template(turns, chat_template=OWN, tokenize=False, **options)
 
     pieces = template.render(messages)
-    assert "".join(piece.text for piece in pieces) == theirs(messages)
-    assert template.prompt(messages[:2]) == theirs(messages[:2], add_generation_prompt=True)
+    assert "".join(piece.text for piece in pieces) == reference(messages)
+    assert template.prompt(messages[:2]) == reference(messages[:2], add_generation_prompt=True)
     assert [piece.text for piece in pieces if piece.is_target] == ["4", "</s>", "6", "</s>"]
     assert (template.end, template.ends_document) == ("</s>", False)
 

@@ -1,4 +1,4 @@
-"""Blocks, the sentence asked about, and the title of the right document."""
+"""Blocks, the query sentence, and the title of the right document."""
 
 import os
 import pickle

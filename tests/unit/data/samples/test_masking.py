@@ -98,7 +98,7 @@ texts = st.lists(
 def test_masks_and_every_later_draw_are_those_of_the_naive_version(
     tokens, seed, probability, target, style
 ):
-    ours, theirs = np.random.RandomState(seed), np.random.RandomState(seed)
+    ours, reference = np.random.RandomState(seed), np.random.RandomState(seed)
     masked = mask_words(
         tokens,
         VOCABULARY,
@@ -107,9 +107,9 @@ def test_masks_and_every_later_draw_are_those_of_the_naive_version(
         target_length=target,
         style=MaskingStyle[style.upper()],
     )
-    naive = naive_masking(tokens, theirs, probability=probability, target=target, style=style)
+    naive = naive_masking(tokens, reference, probability=probability, target=target, style=style)
     assert (masked.text, masked.positions, masked.spans) == naive
-    assert ours.randint(0, 2**31, 4).tolist() == theirs.randint(0, 2**31, 4).tolist()
+    assert ours.randint(0, 2**31, 4).tolist() == reference.randint(0, 2**31, 4).tolist()
 
 
 def mask(tokens, probability=0.5, target=20, style=MaskingStyle.BERT, seed=0):

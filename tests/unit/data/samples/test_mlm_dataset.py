@@ -1,4 +1,4 @@
-"""Corrupted windows have the promised lengths, and hold the whole text of their window."""
+"""Corrupted windows have the computed lengths, and hold the whole text of their window."""
 
 import pickle
 from dataclasses import fields

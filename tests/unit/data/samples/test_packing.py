@@ -225,8 +225,8 @@ def test_a_touched_corpus_is_found_through_it(tmp_path):
 def test_too_long_documents_are_counted_and_said(tmp_path, capsys):
     log.configure(0, 1)
     make([6, 21, 9, 40], tmp_path)
-    said = capsys.readouterr().err
-    assert "left out: 2 of 4, the longest with 40 tokens; a row holds 20" in said
+    output = capsys.readouterr().err
+    assert "left out: 2 of 4, the longest with 40 tokens; a row holds 20" in output
     make([6, 21, 9, 40], tmp_path, on_too_long=OnTooLong.CUT)
     assert "cut to it: 2 of 4" in capsys.readouterr().err
     make([6, 20, 9], tmp_path)

@@ -1,5 +1,5 @@
-"""One small table per family of Hugging Face models: how it spells what our GPT is made of.
+"""One table per family of Hugging Face models: its names for the parts of our models.
 
-Adding a family is one file with a `Family` and one line in `registry.py`. Reading and writing
-files is the part of `source` and `writer`, not theirs.
+Adding a family is one file with a `Family` and one line in `registry.py`. `source` and `writer`
+read and write the files.
 """

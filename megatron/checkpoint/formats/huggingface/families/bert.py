@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2018): norms after additions, heads that may be there or not.
+"""BERT (Devlin et al. 2018): norms after additions, optional heads.
 
-What a reader would get wrong: a norm that stands at the end of a layer there is the one at the
-beginning of the next layer here, and the embedding's is that of layer 0. Dropout of the embedding
-is before that norm here and after it there, which matters in training alone.
+What a reader would get wrong: a norm at the end of a layer there is the one at the beginning of the
+next layer here, and the embedding's is that of layer 0. Dropout of the embedding is before that
+norm here and after it there, which matters in training alone.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ BUFFERS = (r"embeddings\.position_ids$", r"embeddings\.token_type_ids$")
 WORD_HEAD = "cls.predictions.decoder.weight"
 _BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 COPIES = dict.fromkeys(_BIASES, WORD_BIAS)
-# What GPT-2 has too; a family adds where its norms stand.
-OURS = {
+# As for GPT-2; a family adds the place of its norms.
+SUPPORTED = {
     name: values
-    for name, values in GPT2.ours.items()
+    for name, values in GPT2.supported.items()
     if name != "apply_residual_connection_post_layernorm"
 }
 
 
 def read_encoder(fields: Fields) -> dict[str, object]:
-    """Return the fields of both kinds of BERT, but for where the norms stand."""
+    """Return the fields of both kinds of BERT, except for the place of norms."""
     fields.must_be("position_embedding_type", "absolute", "absolute", why="relative positions")
     fields.must_be(
         "type_vocab_size", TOKEN_TYPES, TOKEN_TYPES, why="another number of kinds of segments"
@@ -66,7 +66,7 @@ def read_encoder(fields: Fields) -> dict[str, object]:
 
 
 def read_sizes(fields: Fields) -> Sizes:
-    """Return rows of both tables; the files tell which heads there are."""
+    """Return the rows of both tables; the heads follow from the files."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
 
@@ -95,9 +95,7 @@ def write_config(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
 
 
 def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
-    """Return the rules of both kinds of BERT; `norms` are those between the layers, ours to
-    theirs.
-    """
+    """Return the rules of both kinds of BERT; `norms` maps our norms between layers to HF's."""
     block, there = "layers.{}.", "encoder.layer.{}."
     rules: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embeddings.word_embeddings.weight"),
@@ -118,7 +116,7 @@ def encoder_tensors(norms: dict[str, str]) -> dict[str, TensorRule]:
         "classification_head.dense": "classifier",
     }
     for leaf in ("weight", "bias"):
-        rules |= {f"{ours}.{leaf}": Same(f"{theirs}.{leaf}") for ours, theirs in same.items()}
+        rules |= {f"{ours}.{leaf}": Same(f"{hf_name}.{leaf}") for ours, hf_name in same.items()}
         query, key, value = (
             f"{there}attention.self.{part}.{leaf}" for part in ("query", "key", "value")
         )
@@ -144,7 +142,7 @@ BERT = Family(
     architecture="BertForPreTraining",
     prefix="bert.",
     head=(WORD_HEAD,),
-    ours={**OURS, "apply_residual_connection_post_layernorm": (True,)},
+    supported={**SUPPORTED, "apply_residual_connection_post_layernorm": (True,)},
     tensors=encoder_tensors(
         {
             "layers.0.input_norm": "embeddings.LayerNorm",

@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: names, a table of tensors, and two ways of configs."""
+"""Defines a family of Hugging Face models: names, a table of tensors, and config converters."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model is made of beside its `ModelConfig`.
+    """The sizes of a model that its `ModelConfig` does not hold.
 
-    `heads` are those of a BERT, which stand in the files and not in config.json; None: a GPT.
+    `heads` are those of a BERT, which follow from the files, not from config.json; None: a GPT.
     """
 
     vocab_rows: int
@@ -33,13 +33,13 @@ class Family:
     """One `model_type`.
 
     Attributes:
-        prefix: what the base model's keys begin with when a head is above it; files of a bare
-            base model leave it out.
+        prefix: the beginning of the base model's keys in a model with a head; files of a bare base
+            model leave it out.
         head: the keys of the output projection, the one to write first.
-        ours: what our model has to be for the family to hold it: attribute of `ModelConfig` to
-            the values it may have.
-        tensors: rule for each of our tensors, by its name with `{}` for the layer. Keys are
-            without `prefix`, but for `head` and what begins as `above` says; `{before}` in a key
+        supported: the models of ours that the family can hold: attribute of `ModelConfig` to the
+            values it may have.
+        tensors: rule for each of our tensors, by its name with `{}` for the layer. Keys are without
+            `prefix`, except for `head` and keys with a prefix in `above`; `{before}` in a key
             stands for the layer before, `{last}` for the last one.
         buffers: patterns of keys that hold no weights: masks and frequencies of old releases.
         experts: its layers have experts; all others are dense.
@@ -47,8 +47,8 @@ class Family:
             hidden states.
         read_config: fields of `ModelConfig` as plain values.
         write_config: the config.json without what all families have.
-        kinds: which kinds of models of ours it holds, as `model_kind` calls them.
-        above: what keys of heads begin with, which have no prefix.
+        kinds: the kinds of our models that it holds, as defined in `model_kind`.
+        above: beginnings of the keys of heads, which have no prefix.
         spellings: endings of keys in old releases to what they are now.
         copies: keys that may be stored although they repeat a tensor of ours, which is named.
         of_heads: the architecture of a BERT with these heads, in place of `architecture`.
@@ -58,7 +58,7 @@ class Family:
     architecture: str
     prefix: str
     head: tuple[str, ...]
-    ours: Mapping[str, Sequence[object]]
+    supported: Mapping[str, Sequence[object]]
     tensors: Mapping[str, TensorRule]
     buffers: tuple[str, ...]
     read_config: Callable[[Fields], dict[str, object]]
@@ -73,15 +73,15 @@ class Family:
     of_heads: Callable[[BertHeads], str] | None = None
 
     def lacks(self, config: ModelConfig) -> Iterator[str]:
-        """Yield what of our model the family has no place for, spelled as flags."""
-        for name, allowed in self.ours.items():
+        """Yield the features of our model that the family lacks, spelled as flags."""
+        for name, allowed in self.supported.items():
             value = getattr(config, name)
             if value not in allowed:
-                there = " or ".join(str(one) for one in allowed)
-                yield f"{_spelled(name)} {value} ({self.model_type} has {there})"
+                supported = " or ".join(str(one) for one in allowed)
+                yield f"{_spelled(name)} {value} ({self.model_type} has {supported})"
         if config.has_experts != self.experts:
-            there = "experts" if self.experts else "one MLP in a layer"
-            yield f"--num-experts {config.num_experts} ({self.model_type} has {there})"
+            supported = "experts" if self.experts else "one MLP in a layer"
+            yield f"--num-experts {config.num_experts} ({self.model_type} has {supported})"
         if not self.plain_heads:
             return
         heads, width = config.num_attention_heads, config.head_width
@@ -108,9 +108,7 @@ class Family:
         return bert_tensors(config, vocab_rows=rows, positions=positions, heads=sizes.heads)
 
     def heads_in(self, shapes: Shapes) -> BertHeads | None:
-        """Return the heads that files with these keys (with prefixes) and shapes hold;
-        None: a GPT.
-        """
+        """Return the heads of files with these prefixed keys and shapes; None for a GPT."""
         if self.kinds == (model_kind.GPT,):
             return None
         keys = {name: self.with_prefix(rule.keys[0]) for name, rule in self.tensors.items()}
@@ -123,15 +121,13 @@ class Family:
         return self.of_heads(sizes.heads)
 
     def written_key(self, key: str, sizes: Sizes) -> str:
-        """Return a key with its prefix as files have it: without, where there is nothing
-        but the base.
-        """
+        """Return a prefixed key as it is in files: without the prefix for a bare base model."""
         heads = sizes.heads
         has_head = heads is None or heads.order or heads.words or heads.classes
         return key if has_head else key.removeprefix(self.prefix)
 
     def repeated(self, config: ModelConfig) -> Mapping[str, str]:
-        """Keys that may repeat a tensor of ours, and which one: a tied head repeats the table."""
+        """Return keys that may repeat a tensor of ours, with its name, as a tied head does."""
         heads = dict.fromkeys(self.head, WORD_TABLE) if config.tied else {}
         return {**heads, **self.copies}
 

@@ -1,7 +1,8 @@
 """Reads a config.json field by field, by name, type and meaning; lists the fields not read.
 
-Nothing is guessed: a value that our model cannot follow is refused by its field and value. A field
-that the family's own class in `transformers` does not read changes nothing there, and is listed.
+Nothing is guessed: a value that our model does not support is refused by its field and value. A
+field that the family's own class in `transformers` does not read changes nothing there, and is
+listed.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +16,7 @@ from megatron.json_values import JsonObject, JsonValue
 _REQUIRED: Any = object()
 T = TypeVar("T")
 
-# Written by every family and of no meaning for the network: bookkeeping, generation, training.
+# Written by every family, without effect on the network: bookkeeping, generation, training.
 _BOOKKEEPING = frozenset(
     [
         "model_type",
@@ -115,7 +116,7 @@ class Fields:
         return value
 
     def boolean(self, name: str, default: Any = _REQUIRED) -> Any:
-        """True or false, or the default."""
+        """Return true or false, or the default."""
         value = self.get(name, default)
         if value is not default and type(value) is not bool:
             raise self.wrong_kind(name, value, "true or false")
@@ -154,7 +155,7 @@ class Fields:
         )
 
     def wrong_kind(self, name: str, value: object, wanted: str) -> CheckpointError:
-        """Return the error for a value that is no number where one is due."""
+        """Return the error for a value of another type than the field's."""
         return CheckpointError(
             "the config of a Hugging Face folder has a field of the wrong kind",
             found=f"{self.path}: {name!r} is {value!r}, not {wanted}",
@@ -171,8 +172,11 @@ class Fields:
 
 
 def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, object]:
-    """Return the rotary fields of our model, from either spelling: `rope_theta` beside
-    `rope_scaling` (before transformers 5), or all of it in `rope_parameters`."""
+    """Return the rotary fields of our model, from either spelling.
+
+    That is `rope_theta` beside `rope_scaling` (before transformers 5), or all of it in
+    `rope_parameters`.
+    """
     base = fields.number(base_name, 10000.0)
     rope = dict(fields.mapping("rope_parameters")) or dict(fields.mapping("rope_scaling"))
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -69,7 +69,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     head=("lm_head.weight",),
-    ours={
+    supported={
         "position_embedding_type": (PositionEmbedding.LEARNED,),
         "normalization": (Normalization.LAYER_NORM,),
         "glu": (None,),

@@ -1,7 +1,7 @@
 """GPT-NeoX and Pythia: attention and MLP side by side, part of each head rotates.
 
-Their q k v stand head by head as ours do, and rotation pairs the halves of the rotating channels
-as ours does, so no row moves.
+q, k and v are stored head by head as in our model, and rotation pairs the halves of the rotating
+channels as ours does, so no row moves.
 """
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
@@ -67,7 +67,7 @@ GPT_NEOX = Family(
     prefix="gpt_neox.",
     # transformers 5 calls it lm_head in memory; files have had the first name all along.
     head=("embed_out.weight", "lm_head.weight"),
-    ours={
+    supported={
         "position_embedding_type": (PositionEmbedding.ROPE,),
         "normalization": (Normalization.LAYER_NORM,),
         "glu": (None,),
@@ -81,8 +81,8 @@ GPT_NEOX = Family(
     tensors={
         "embedding.word.weight": Same("embed_in.weight"),
         **{
-            f"layers.{{}}.{ours}.{kind}": Same(f"layers.{{}}.{theirs}.{kind}")
-            for ours, theirs in (
+            f"layers.{{}}.{ours}.{kind}": Same(f"layers.{{}}.{key}.{kind}")
+            for ours, key in (
                 ("input_norm", "input_layernorm"),
                 ("attention.qkv", "attention.query_key_value"),
                 ("attention.output", "attention.dense"),

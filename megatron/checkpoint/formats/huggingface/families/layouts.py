@@ -1,8 +1,8 @@
-"""How the rows of one of our tensors are found in Hugging Face's: a rule makes strips of rows.
+"""Maps the rows of our tensors to Hugging Face's: a rule makes strips of rows.
 
-Every difference between the two is a matter of whole rows (or, where they keep a matrix transposed,
-of whole columns of theirs): which head comes when, what is one matrix and what several. So one
-kind of answer, the strip, serves reading and writing.
+The two differ only in the order and grouping of whole rows (or, where Hugging Face keeps a matrix
+transposed, of whole columns there): the order of heads, and which matrices are stored as one. So
+one value, the strip, is used for reading and writing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 
 
 class Strip(NamedTuple):
-    """Rows [start, start + rows) of our tensor are rows [at, at + rows) of their `key`."""
+    """Rows [start, start + rows) of our tensor are rows [at, at + rows) of the file's `key`."""
 
     start: int
     rows: int
@@ -27,19 +27,19 @@ class TensorRule(Protocol):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Their tensors, in an order that `strips` knows."""
+        """The keys of the tensors in files, in the order that `strips` expects."""
 
     @property
     def transposed(self) -> bool:
-        """Whether they are kept as [in, out]."""
+        """Whether files keep them as [in, out]."""
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Strips that hold each of the `rows` rows once, in our order, of the filled-in `keys`."""
+        """Yield strips with each of the `rows` rows once, in our order, of the filled-in `keys`."""
 
 
 @dataclass(frozen=True)
 class Same:
-    """The whole of one tensor; `transposed` where theirs is kept as [in, out]."""
+    """The whole of one tensor; `transposed` if files keep it as [in, out]."""
 
     key: str
     transposed: bool = False
@@ -56,7 +56,7 @@ class Same:
 
 @dataclass(frozen=True)
 class SavedTwice:
-    """The whole of one tensor, which a model that is not tied has under a second key too."""
+    """The whole of one tensor, which an untied model has under a second key too."""
 
     key: str
     again: str
@@ -68,7 +68,7 @@ class SavedTwice:
         return (self.key, self.again)
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Yield one strip, or the same of both keys."""
+        """Yield one strip, or one for each of both keys."""
         yield Strip(0, rows, keys[0], 0)
         if not config.tied:
             yield Strip(0, rows, keys[1], 0)
@@ -76,7 +76,7 @@ class SavedTwice:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Several of theirs with equally many rows, one below the other: [gate; up]."""
+    """Several tensors with equally many rows, one below the other: [gate; up]."""
 
     keys: tuple[str, ...]
     transposed: bool = False
@@ -90,7 +90,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class OfExperts:
-    """A stack of matrices, of which each is made of `Stacked` ones of its own.
+    """A stack of matrices, each made of `Stacked` tensors of its own.
 
     `{expert}` in a key stands for the number of the matrix.
     """
@@ -116,7 +116,7 @@ class QkvApart:
     transposed: bool = False
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Three strips for each query group."""
+        """Yield three strips for each query group."""
         for start, which, count, at in _grouped(config):
             yield Strip(start, count, keys[which], at)
 
@@ -134,7 +134,7 @@ class QkvBlocks:
         return (self.key,)
 
     def strips(self, config: ModelConfig, rows: int, keys: tuple[str, ...]) -> Iterator[Strip]:
-        """Three strips for each query group."""
+        """Yield three strips for each query group."""
         queries = config.num_attention_heads * config.head_width
         block = (0, queries, queries + config.query_groups * config.head_width)
         for start, which, count, at in _grouped(config):
@@ -142,12 +142,12 @@ class QkvBlocks:
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one of ours as rows: a stack of matrices is one below the other."""
+    """Return the shape of our tensor as rows: a stack of matrices is one below the other."""
     return shape if len(shape) < 3 else (shape[0] * shape[1], *shape[2:])
 
 
 def box_of(shape: tuple[int, ...], strip: Strip) -> Box:
-    """Return where the rows of a strip lie in one of ours, which has `shape`."""
+    """Return the box of a strip's rows in our tensor of `shape`."""
     columns = flat(shape)[1:]
     zeros = (0,) * len(columns)
     if len(shape) < 3:
@@ -159,7 +159,7 @@ def box_of(shape: tuple[int, ...], strip: Strip) -> Box:
 def their_shapes(
     shape: tuple[int, ...], strips: Iterable[Strip], *, transposed: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return whole shapes of the tensors that the strips of one of ours make up."""
+    """Return whole shapes of the file's tensors that the strips of one of ours make up."""
     shape = flat(shape)
     rows: dict[str, int] = {}
     for strip in strips:
@@ -170,7 +170,7 @@ def their_shapes(
 
 
 def _grouped(config: ModelConfig) -> Iterator[tuple[int, int, int, int]]:
-    """(our row, 0 for queries 1 for keys 2 for values, rows, row among its kind) in our order."""
+    """Yield (our row, 0: query 1: key 2: value, rows, row among its kind) in our order."""
     width, groups = config.head_width, config.query_groups
     queries = config.num_attention_heads // groups * width
     start = 0

@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and what its descendants share with it.
+"""LLaMA 1 to 3 (arXiv 2302.13971, 2307.09288, 2407.21783), and what its descendants share.
 
 q, k and v are three matrices of whole heads, gate and up are two. Rotation pairs the halves of a
 head: the permutation of Meta's own release is undone in the files already.
@@ -30,7 +30,7 @@ _GLU_NAMES = {
     GluActivation.REGLU: "relu",
     GluActivation.LIGLU: "linear",
 }
-OURS: Mapping[str, Sequence[object]] = {
+SUPPORTED: Mapping[str, Sequence[object]] = {
     "position_embedding_type": (PositionEmbedding.ROPE,),
     "rotary_percent": (1.0,),
     "normalization": (Normalization.RMS_NORM,),
@@ -46,7 +46,7 @@ def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, ob
     """Return the fields that LLaMA and its descendants spell alike.
 
     Args:
-        head_width: of a head when config.json does not say; None: the hidden size shared out.
+        head_width: of a head when config.json does not give it; None: hidden size / heads.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     width = fields.integer("head_dim", head_width)
@@ -97,7 +97,7 @@ def write_shape(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:
 def tensors(
     *, qkv_bias: bool = False, other_biases: bool = False, qk_norm: bool = False
 ) -> Mapping[str, TensorRule]:
-    """Return the table of LLaMA, with the biases and norms that a descendant has beside it."""
+    """Return the table of LLaMA, with the biases and norms that a descendant adds."""
     attention = "layers.{}.self_attn"
     table: dict[str, TensorRule] = {
         "embedding.word.weight": Same("embed_tokens.weight"),
@@ -140,8 +140,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **OURS,
+    supported={
+        **SUPPORTED,
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),
         "sliding_window": (None,),

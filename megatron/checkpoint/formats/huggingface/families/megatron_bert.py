@@ -11,7 +11,7 @@ MEGATRON_BERT = Family(
     architecture="MegatronBertForPreTraining",
     prefix="bert.",
     head=(bert.WORD_HEAD,),
-    ours={**bert.OURS, "apply_residual_connection_post_layernorm": (False,)},
+    supported={**bert.SUPPORTED, "apply_residual_connection_post_layernorm": (False,)},
     tensors=bert.encoder_tensors(
         {
             "layers.{}.input_norm": "encoder.layer.{}.attention.ln",

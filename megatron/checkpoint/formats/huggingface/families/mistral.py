@@ -25,8 +25,8 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),

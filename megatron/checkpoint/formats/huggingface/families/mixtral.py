@@ -11,23 +11,23 @@ from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, 
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
-_ROTARY_BASE, _EPSILON = 1e6, 1e-5  # what transformers takes when config.json does not say
+_ROTARY_BASE, _EPSILON = 1e6, 1e-5  # the default of transformers
 
 
 def _read(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 8 there, and as many as heads here
-    fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on what a router looks at")
+    fields.must_be("router_jitter_noise", 0.0, 0.0, why="noise on the input of a router")
     # Of training alone: a loss of whole micro-batches, and whether to compute it.
     fields.number("router_aux_loss_coef", None)
     fields.boolean("output_router_logits", False)
     inner = fields.mapping("rope_parameters")
-    says_base = fields.get("rope_theta", None) is not None or "rope_theta" in inner
+    has_base = fields.get("rope_theta", None) is not None or "rope_theta" in inner
     return llama.read_shape(fields) | {
         "layernorm_epsilon": fields.number("rms_norm_eps", _EPSILON),
         "sliding_window": fields.integer("sliding_window", None),
         "num_experts": fields.integer("num_local_experts", 8),
         "moe_router_topk": fields.integer("num_experts_per_tok", 2),
-        **({} if says_base else {"rotary_base": _ROTARY_BASE}),
+        **({} if has_base else {"rotary_base": _ROTARY_BASE}),
     }
 
 
@@ -59,8 +59,8 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),

@@ -1,5 +1,7 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388): LLaMA with q k v biases, or with
-norms of every query and key."""
+"""Qwen2 and 2.5 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
+
+They are LLaMA with q k v biases, or with norms of every query and key.
+"""
 
 from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
@@ -7,7 +9,7 @@ from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
-_QWEN3_HEAD_WIDTH = 128  # what transformers takes when config.json does not say
+_QWEN3_HEAD_WIDTH = 128  # the default of transformers
 
 
 def _read_qwen2(fields: Fields) -> dict[str, object]:
@@ -73,8 +75,8 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "has_qkv_bias_alone": (True,),
         "qk_layernorm": (False,),
         "kv_channels": (None,),
@@ -91,8 +93,8 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     prefix="model.",
     head=("lm_head.weight",),
-    ours={
-        **llama.OURS,
+    supported={
+        **llama.SUPPORTED,
         "add_bias_linear": (False,),
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (True,),

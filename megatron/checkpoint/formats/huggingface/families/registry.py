@@ -1,4 +1,4 @@
-"""Which families there are, which are known and have no model here yet, and which one fits ours."""
+"""The list of families, those without a model here yet, and the search for one that fits ours."""
 
 import difflib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
-# In the order in which a model of ours looks for its family: the first that lacks nothing.
+# In the order of the search for a model of ours: the first family that lacks nothing is taken.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
@@ -39,9 +39,7 @@ WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
 
 
 def family_called(model_type: object, *, path: Path | str) -> Family:
-    """Return the family of a config.json's `model_type` (or of a flag; `path` says where it
-    stands).
-    """
+    """Return the family of a `model_type`; `path` is the config.json or the flag that gives it."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     if isinstance(model_type, str) and model_type in WITHOUT_MODEL:
@@ -66,7 +64,7 @@ def family_for(
     """Return the family that can hold our model; `wanted` by its name, else the first that can.
 
     Args:
-        kind: of model, one that `model_kind` knows.
+        kind: of model, one of those in `model_kind`.
 
     Raises:
         CheckpointError: what each of them lacks.
@@ -84,7 +82,7 @@ def family_for(
     for family in candidates:
         if not lacking[family.model_type]:
             return family
-    # The family that comes closest, since six lists would hide the one that matters.
+    # Report the closest family only, since six lists would hide the one that matters.
     closest = min(lacking.values(), key=len)
     raise CheckpointError(
         "no family of Hugging Face models computes what this model does"

@@ -51,7 +51,7 @@ def test_bigsciences_gated_units_have_their_halves_in_the_other_order(tmp_path: 
     truth = joined(ranks, Case(stage=1, tp=2))
     folder = tmp_path / f"global_step{STEPS}"
     assert_holds(DeepSpeedSource(folder, SourceOptions()), truth)
-    # Its converter knows nothing of halves: they are scrambled in the file alone.
+    # Its converter ignores halves: they are scrambled in the file alone.
     assert_holds(UniversalSource(convert(folder), SourceOptions()), truth)
 
 
@@ -94,9 +94,9 @@ def _by_our_names(stages: list[Piped], first: int) -> dict[str, Tensor]:
         "tied_modules.embed.position_embeddings.weight": "embedding.position.weight",
     }
     for leaf in ("weight", "bias"):
-        for theirs, ours in parts.items():
+        for spelling, ours in parts.items():
             for layer in range(LAYERS):
-                table[f"{first + layer}.{theirs}.{leaf}"] = f"layers.{layer}.{ours}.{leaf}"
+                table[f"{first + layer}.{spelling}.{leaf}"] = f"layers.{layer}.{ours}.{leaf}"
         norm = first + LAYERS + (1 if first == 3 else 0)
         table[f"{norm}.{leaf}"] = f"final_norm.{leaf}"
     found: dict[str, Tensor] = {}

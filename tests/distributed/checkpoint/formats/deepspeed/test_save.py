@@ -160,7 +160,7 @@ def test_older_ones_go_and_from_a_damaged_one_a_run_goes_back_to_the_one_before(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
-    found = run_on_ranks(2, _said, run(corpus, **flags, load=str(save)), deepspeed=True)
+    found = run_on_ranks(2, _error_of_load, run(corpus, **flags, load=str(save)), deepspeed=True)
     assert found[0] == found[1]
     assert f"{path}: expected xxh3" in found[0]
     (save / "latest_checkpointed_iteration.txt").write_text("three")  # nor can that be followed
@@ -171,12 +171,12 @@ def test_older_ones_go_and_from_a_damaged_one_a_run_goes_back_to_the_one_before(
     for path in save.glob("global_step*/megatron.json"):
         path.write_bytes(b"{}")
     refused = run(corpus, **flags, load=str(save), load_fallback="previous")
-    (said, _) = run_on_ranks(2, _said, refused, deepspeed=True)
-    assert "no checkpoint in the folder is whole" in said
-    assert said.index("iteration 3: ") < said.index("iteration 2: ")
+    (messages, _) = run_on_ranks(2, _error_of_load, refused, deepspeed=True)
+    assert "no checkpoint in the folder is whole" in messages
+    assert messages.index("iteration 3: ") < messages.index("iteration 2: ")
 
 
-def _said(config: RunConfig) -> str:
+def _error_of_load(config: RunConfig) -> str:
     try:
         train_all([config])
     except CheckpointError as error:
@@ -190,8 +190,8 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_the_former_stays(
     save = tmp_path / "save"
     flags = {"zero_stage": "1", "checkpoint_format": "deepspeed", "save_interval": 1}
     config = run(corpus, train_iters=2, save=str(save), **flags)
-    said = run_on_ranks(2, _second_save_fails_on_rank_1, config, timeout_s=120, deepspeed=True)
-    assert all("no space left" in words.lower() for words in said), said
+    messages = run_on_ranks(2, _second_save_fails_on_rank_1, config, timeout_s=120, deepspeed=True)
+    assert all("no space left" in words.lower() for words in messages), messages
     assert sorted(os.listdir(save / "global_step1"))
     assert not (save / "global_step2").exists()
     assert [name for name in os.listdir(save) if name.startswith(".")] == []

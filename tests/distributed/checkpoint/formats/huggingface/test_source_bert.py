@@ -99,19 +99,19 @@ def test_a_bert_trains_on_from_a_folder_and_goes_back(
         assert found.worst.apart <= SAME, case
 
 
-def train_or_say(configs: Sequence[RunConfig]) -> list[str]:
+def train_or_error(configs: Sequence[RunConfig]) -> list[str]:
     """What stopped each run, if anything did."""
-    said = []
+    messages = []
     for config in configs:
         try:
             train_and_keep([config])
         except CheckpointError as error:
-            said.append(str(error))
+            messages.append(str(error))
         else:
-            said.append("")
+            messages.append("")
         finally:
             shutdown_megatron()
-    return said
+    return messages
 
 
 def test_a_folder_without_the_heads_of_a_run_says_how_it_can_be_loaded(
@@ -125,10 +125,10 @@ def test_a_folder_without_the_heads_of_a_run_says_how_it_can_be_loaded(
         run_of(bare, corpus, bert_binary_head=True),
         run_of(bare, corpus, bert_binary_head=True, load_except=missing),
     ]
-    (said,) = run_on_ranks(1, train_or_say, runs)
-    assert "fix: add --bert-no-binary-head, or begin with random values" in said[0]
-    assert "--load-except 'order_head.*' 'lm_head.*' 'output_bias.*'" in said[1]
-    assert said[2] == ""
+    (messages,) = run_on_ranks(1, train_or_error, runs)
+    assert "fix: add --bert-no-binary-head, or begin with random values" in messages[0]
+    assert "--load-except 'order_head.*' 'lm_head.*' 'output_bias.*'" in messages[1]
+    assert messages[2] == ""
 
 
 SHAPE = (
@@ -176,10 +176,10 @@ def test_fine_tuning_begins_with_a_folder_and_its_result_is_one_again(
 ) -> None:
     folder = save_bert("bert", tmp_path / "hf")
     words = words_of(folder, corpus, tmp_path, SHAPE)
-    told = tmp_path / "told.json"
-    save = ["--save", str(tmp_path / "tuned"), "--output", str(told)]
+    result = tmp_path / "told.json"
+    save = ["--save", str(tmp_path / "tuned"), "--output", str(result)]
     assert run_on_ranks(2, fine_tune, [*words, *save]) == ["", ""]
-    assert json.loads(told.read_text())["examples"] == 24
+    assert json.loads(result.read_text())["examples"] == 24
     with registry.open_source(tmp_path / "tuned") as source:
         assert source.kind == "classifier"
         made = write_huggingface(source, tmp_path / "made", WriteOptions())
@@ -196,20 +196,22 @@ def test_fine_tuning_begins_with_a_folder_and_its_result_is_one_again(
     judging = [*words[:at], "--load", str(made), *words[at + 2 :], "--output", str(again)]
     judging[judging.index("--epochs") + 1] = "0"
     assert run_on_ranks(1, fine_tune, judging) == [""]
-    first, second = (json.loads(path.read_text()) for path in (told, again))
+    first, second = (json.loads(path.read_text()) for path in (result, again))
     assert first["accuracy"] == second["accuracy"]
 
 
 def test_fine_tuning_says_what_does_not_fit_a_folder(corpus: TinySentences, tmp_path: Path) -> None:
     folder = save_bert("bert", tmp_path / "hf")
     other = SHAPE.replace("--apply-residual-connection-post-layernorm", "")
-    (said,) = run_on_ranks(1, fine_tune, words_of(folder, corpus, tmp_path, other))
-    assert "of another model than the flags describe" in said
-    assert "--apply-residual-connection-post-layernorm True in the checkpoint, False here" in said
+    (messages,) = run_on_ranks(1, fine_tune, words_of(folder, corpus, tmp_path, other))
+    assert "of another model than the flags describe" in messages
+    assert (
+        "--apply-residual-connection-post-layernorm True in the checkpoint, False here" in messages
+    )
     words_alone = save_bert("bert, masked words", tmp_path / "words")
     shape = SHAPE.replace("1e-12", "1e-3")
-    (said,) = run_on_ranks(1, fine_tune, words_of(words_alone, corpus, tmp_path, shape))
-    assert "it has no pooler, which the run has" in said
-    assert "--load-except 'pooler.*'" in said
+    (messages,) = run_on_ranks(1, fine_tune, words_of(words_alone, corpus, tmp_path, shape))
+    assert "it has no pooler, which the run has" in messages
+    assert "--load-except 'pooler.*'" in messages
     random = [*words_of(words_alone, corpus, tmp_path, shape), "--load-except", "pooler.*"]
     assert run_on_ranks(1, fine_tune, random) == [""]

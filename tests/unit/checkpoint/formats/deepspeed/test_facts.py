@@ -1,4 +1,4 @@
-"""What a folder says about its run."""
+"""The facts that a folder records about its run."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_megatrons_flags_say_what_the_model_is_and_how_far_it_was() -> None:
     facts = FolderFacts.of(state, SourceOptions(vocab_size=10))
     assert facts.config["model"]["hidden_size"] == 4
     assert facts.progress == {"iteration": 5, "consumed_samples": 40, "consumed_tokens": 320}
-    assert facts.rows.version == 0  # not the latest, which is taken where nobody says
+    assert facts.rows.version == 0  # not the latest, which is the default
     assert facts.vocab_rows == 10
     assert facts.grid is None
     assert FolderFacts.of({"global_steps": 3}, SourceOptions()).progress == {"iteration": 3}
@@ -74,7 +74,7 @@ def test_a_model_that_is_not_the_one_of_the_flags_is_refused(tmp_path: Path) -> 
     left_out = dict(state)
     left_out["module"] = {n: v for n, v in state["module"].items() if "dense_4h" not in n}
     torch.save(left_out, path)
-    with pytest.raises(CheckpointError, match=r"does not hold the model that it says.*\n.*missing"):
+    with pytest.raises(CheckpointError, match=r"does not hold the model that it.*\n.*missing"):
         DeepSpeedSource(tmp_path, SourceOptions(vocab_size=10))
     torch.save(state | {"args": Namespace(**(vars(ARGS) | {"ffn_hidden_size": 8}))}, path)
     with pytest.raises(CheckpointError, match=r"mlp.fc1.weight is \[6, 4\], not \[8, 4\]"):

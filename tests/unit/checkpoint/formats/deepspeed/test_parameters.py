@@ -1,4 +1,4 @@
-"""Our record in DeepSpeed's client state, and what its converter is told."""
+"""Our record in DeepSpeed's client state, and the input of its converter."""
 
 import re
 

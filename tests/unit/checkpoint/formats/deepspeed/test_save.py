@@ -1,4 +1,4 @@
-"""The commit of a folder in DeepSpeed's layout, with a DeepSpeed that is made of straw.
+"""The commit of a folder in DeepSpeed's layout, with a stand-in for DeepSpeed.
 
 Real engines: tests/distributed/checkpoint/formats/deepspeed/test_save.py.
 """
@@ -152,5 +152,5 @@ def test_trackers_that_disagree_are_said(
     straw.save(there, 10)
     (there / folder.TRACKER).write_text("5\n")  # as if a save had been cut short between the two
     assert locate(there) == there / "global_step5"
-    said = capsys.readouterr()
-    assert "DeepSpeed's `latest` global_step10" in said.out + said.err
+    output = capsys.readouterr()
+    assert "DeepSpeed's `latest` global_step10" in output.out + output.err

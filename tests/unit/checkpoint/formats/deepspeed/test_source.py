@@ -98,8 +98,8 @@ def test_copies_that_drifted_apart_over_tp_are_said_and_the_first_is_taken(
     name = "model/layers.0.input_norm.weight"
     for _ in range(2):
         assert torch.equal(source.read(name, Box((0,), (4,))), expected[name])
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("that of rank 0 is taken") == 1
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("that of rank 0 is taken") == 1
 
 
 def test_files_of_two_steps_are_refused(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_flipped_byte_in_a_foreign_folder_is_found_by_its_checksums(tmp_path: 
 
 def test_a_class_that_could_run_something_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, state={"more": _Evil()})
-    with pytest.raises(CheckpointError, match="asks for code that it is not allowed to run"):
+    with pytest.raises(CheckpointError, match="names code that it is not allowed to run"):
         opened(tmp_path)
 
 

@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back_and_found_by_its_tracker(made: Path) -> No
 
 
 def test_vocabularies_are_padded_as_a_run_on_one_rank_pads_them(made: Path) -> None:
-    # ZeRO-3's loader shifts all that comes after a table of another length, and says nothing.
+    # ZeRO-3's loader silently shifts all that comes after a table of another length.
     table = torch.load(made / "zero" / "embedding.word.weight" / "fp32.pt")
     assert table["param"].shape == (PADDED, 4)
     assert table["vocab_tensor"]
@@ -123,7 +123,7 @@ def test_a_parameter_that_is_missing_or_too_short_is_refused(made: Path) -> None
 
 
 def joined_of_two(made: Path, folder: str, *, differ: bool = False, cut: int = 0) -> None:
-    """Make the record say two tensor-parallel ranks, and one norm stand there twice."""
+    """Change the record to two tensor-parallel ranks, and store one norm twice."""
     for path in made.glob("*_model_states.pt"):
         state = torch.load(path)
         state["megatron_verified"]["layout"]["tp"] = 2
@@ -144,8 +144,8 @@ def test_copies_that_were_written_one_after_the_other_are_one_again(
     assert "different copies" not in capsys.readouterr().out
     joined_of_two(made, "layers.0.post_attention_norm.weight", differ=True)
     opened(made).read("model/layers.0.post_attention_norm.weight", Box((0,), (4,)))
-    said = capsys.readouterr()
-    assert "had different copies of layers.0.post_attention_norm.weight" in said.out + said.err
+    output = capsys.readouterr()
+    assert "had different copies of layers.0.post_attention_norm.weight" in output.out + output.err
 
 
 def test_copies_that_are_no_whole_number_of_parts_are_refused(made: Path) -> None:

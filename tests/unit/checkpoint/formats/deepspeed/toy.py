@@ -104,7 +104,7 @@ def _client(tp: int, pp: int, dp: int, record: bool) -> dict[str, Any]:
         name: KnownParameter(name, partition_of_name(name, gated=False), shape, tied=_tied(name))
         for name, shape in shapes.items()
     }
-    told = RunRecord(
+    run_record = RunRecord(
         iteration=STEPS,
         layout=GridLayout(tp=tp, pp=pp, dp=dp),
         progress={"iteration": STEPS},
@@ -112,7 +112,7 @@ def _client(tp: int, pp: int, dp: int, record: bool) -> dict[str, Any]:
         scalars={"optimizer": {"steps": STEPS, "loss_scaler": {}}},
         parameters=parameters,
     )
-    return {RECORD: told.to_plain(), **dimensions}
+    return {RECORD: run_record.to_plain(), **dimensions}
 
 
 def _write_rank(
@@ -136,23 +136,23 @@ def _write_rank(
     }
     torch.save(model, folder / f"mp_rank_{number}_model_states.pt")
     for rank in range(dp):
-        mine = slice(rank * length, (rank + 1) * length)
-        moments = {kind: flats[kind][mine].clone() for kind in KINDS[1:]}
+        own = slice(rank * length, (rank + 1) * length)
+        moments = {kind: flats[kind][own].clone() for kind in KINDS[1:]}
         optimizer = {
             "base_optimizer_state": {"state": {0: {"step": torch.tensor(float(STEPS)), **moments}}},
-            "single_partition_of_fp32_groups": [flats["master"][mine].clone()],
-            "param_slice_mappings": [_mappings(shapes, mine)],
+            "single_partition_of_fp32_groups": [flats["master"][own].clone()],
+            "param_slice_mappings": [_mappings(shapes, own)],
             "loss_scaler": None,
         }
         name = f"zero_pp_rank_{rank}_mp_rank_{number}_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer}, folder / name)
 
 
-def _mappings(shapes: Mapping[str, torch.Size], mine: slice) -> dict[str, Namespace]:
+def _mappings(shapes: Mapping[str, torch.Size], own: slice) -> dict[str, Namespace]:
     found, at = {}, 0
     for name, shape in shapes.items():
-        start, stop = max(at, mine.start), min(at + shape.numel(), mine.stop)
+        start, stop = max(at, own.start), min(at + shape.numel(), own.stop)
         if start < stop:
-            found[name] = Namespace(numel=stop - start, start=start - mine.start)
+            found[name] = Namespace(numel=stop - start, start=start - own.start)
         at += shape.numel()
     return found

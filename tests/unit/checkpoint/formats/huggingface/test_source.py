@@ -44,7 +44,7 @@ WRONG = 50 * LOGITS
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder of each case, written once; nobody changes it."""
+    """A folder of each case, written once and never changed."""
     root, written = tmp_path_factory.mktemp("hf"), {}
 
     def folder(case: str) -> Path:
@@ -307,7 +307,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "messages"),
     [
         (lambda t: t.pop(K_PROJ), [f"missing: {K_PROJ} (nearest: "]),
         (
@@ -330,13 +330,13 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
     ],
 )
 def test_files_that_are_not_of_the_config_are_told_apart_by_name(
-    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], told: list[str]
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], messages: list[str]
 ) -> None:
     folder = save_case("llama", tmp_path / "m")
     change_file(folder, change)
     with pytest.raises(CheckpointError, match="do not hold the llama model") as caught:
         opened(folder)
-    for text in told:
+    for text in messages:
         assert text in str(caught.value)
 
 
@@ -393,21 +393,21 @@ def test_fields_that_nobody_reads_are_said(tmp_path: Path, monkeypatch: pytest.M
     folder = save_case("llama", tmp_path / "m")
     config = json.loads((folder / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
     (folder / "config.json").write_text(json.dumps(config))
-    said: list[str] = []
-    monkeypatch.setattr(log, "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
     opened(folder).close()
-    assert len(said) == 1
-    assert said[0].endswith("which were not read: attn_logit_softcapping")
+    assert len(warnings) == 1
+    assert warnings[0].endswith("which were not read: attn_logit_softcapping")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_transformers_writes_is_read(
     case: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
     opened(folders(case)).close()
-    assert said == []
+    assert warnings == []
 
 
 def test_a_folder_is_recognised_by_its_config_and_weights(

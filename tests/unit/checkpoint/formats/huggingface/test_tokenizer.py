@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a model gives the same ids in `transformers` as here."""
+"""The tokenizer beside a model gives the same ids in `transformers` as here."""
 
 import json
 import shutil
@@ -46,12 +46,12 @@ def test_gpt2_files_are_read_by_both_to_the_same_ids(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     read = again(folder)
     for text in TEXTS:
-        assert theirs(text)["input_ids"] == ours.tokenize(text) == read.tokenize(text)
-    assert theirs.eos_token_id == ours.eod == read.eod
-    assert len(theirs) == ours.vocab_size == read.vocab_size
+        assert reference(text)["input_ids"] == ours.tokenize(text) == read.tokenize(text)
+    assert reference.eos_token_id == ours.eod == read.eod
+    assert len(reference) == ours.vocab_size == read.vocab_size
     ids = plan(config, NOTHING).special_ids
     assert ids == {"bos_token_id": ours.eod, "eos_token_id": ours.eod, "pad_token_id": None}
 
@@ -87,11 +87,11 @@ def test_a_sentencepiece_model_is_copied_with_its_special_pieces(kind: str, tmp_
     assert settings["add_bos_token"] == (kind == "Llama2Tokenizer")
     assert settings["eos_token"] == "</s>"  # noqa: S105
     assert plan(config, NOTHING).special_ids["eos_token_id"] == ours.eod == 2
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS[:3]:  # of an empty one theirs makes <s>, and ours nothing
-        assert theirs(text)["input_ids"] == ours.tokenize(text)
-    assert len(theirs) == ours.vocab_size
-    assert theirs.eos_token_id == ours.eod
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS[:3]:  # transformers turns an empty text into <s>, our tokenizer into nothing
+        assert reference(text)["input_ids"] == ours.tokenize(text)
+    assert len(reference) == ours.vocab_size
+    assert reference.eos_token_id == ours.eod
     read = again(folder)
     assert read.name == kind
     assert read.tokenize(TEXTS[1]) == ours.tokenize(TEXTS[1])
@@ -102,7 +102,7 @@ def test_a_sentencepiece_model_is_copied_with_its_special_pieces(kind: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"normalization_rule_name": "nmt_nfkc"}, "changes white space or characters"),
         ({"remove_extra_whitespaces": True}, "changes white space or characters"),
@@ -110,13 +110,13 @@ def test_a_sentencepiece_model_is_copied_with_its_special_pieces(kind: str, tmp_
     ],
 )
 def test_a_sentencepiece_model_unlike_llamas_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     model = write_sentencepiece(tmp_path, **(AS_LLAMA | changes))
     config = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)}
     with pytest.raises(CheckpointError, match="as one of LLaMA's, which it is not") as caught:
         plan(config, NOTHING)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_run_without_files_has_none_to_copy(tmp_path: Path) -> None:
@@ -190,16 +190,16 @@ def test_a_word_piece_is_the_same_there_with_the_tokens_that_ours_adds(
     ]  # fmt: skip
     lines = (folder / "vocab.txt").read_text().splitlines()
     assert lines == [*WORDS, "[BOS]", "[EOS]", "<extra_id_0>"]
-    theirs, read = transformers.AutoTokenizer.from_pretrained(folder), again(folder)
-    assert type(theirs).__name__.startswith("BertTokenizer")
-    assert len(theirs) == ours.vocab_size == read.vocab_size == len(lines)
-    rows = theirs(*PAIR)
+    reference, read = transformers.AutoTokenizer.from_pretrained(folder), again(folder)
+    assert type(reference).__name__.startswith("BertTokenizer")
+    assert len(reference) == ours.vocab_size == read.vocab_size == len(lines)
+    rows = reference(*PAIR)
     one, two = (ours.tokenize(text) for text in PAIR)
     assert (one, two) == tuple(read.tokenize(text) for text in PAIR)
     assert rows["input_ids"] == [ours.cls, *one, ours.sep, *two, ours.sep]
     assert rows["token_type_ids"] == [0] * (len(one) + 2) + [1] * (len(two) + 1)
     for role in ("cls", "sep", "mask", "pad", "unk"):
-        assert getattr(theirs, f"{role}_token_id") == getattr(ours, role), role
+        assert getattr(reference, f"{role}_token_id") == getattr(ours, role), role
     assert plan(config, NOTHING).special_ids == {"pad_token_id": 0}
     # And from there again, as files of a folder.
     onward = {"tokenizer_type": "HFTokenizer", "tokenizer_name_or_path": str(folder)}
@@ -214,7 +214,7 @@ def test_a_vocabulary_alone_is_said_to_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    said: list[str] = []
-    monkeypatch.setattr(log, "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
     assert described(tmp_path, 11)["tokenizer_type"] == "NullTokenizer"
-    assert "vocab.txt is not read: ours adds two tokens to a WordPiece" in said[0]
+    assert "vocab.txt is not read: ours adds two tokens to a WordPiece" in warnings[0]

@@ -36,29 +36,29 @@ def test_shards_are_one_set_of_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "told"),
+    ("weight_map", "message"),
     [
         (
             {"a": "model-1.safetensors", "b": "model-1.safetensors"},
-            "model-1.safetensors: no 'b', which the index says is there",
+            "model-1.safetensors: no 'b', which the index lists",
         ),
         (
             {"a": "model-1.safetensors", "c": "model-2.safetensors"},
-            "model-2.safetensors: no 'c', which the index says is there",
+            "model-2.safetensors: no 'c', which the index lists",
         ),
         ({"a": "model-1.safetensors"}, None),
     ],
 )
 def test_an_index_that_the_files_do_not_follow_is_refused(
-    tmp_path: Path, weight_map: dict[str, str], told: str | None
+    tmp_path: Path, weight_map: dict[str, str], message: str | None
 ) -> None:
     two_shards(tmp_path, weight_map)
-    if told is None:  # a file that the index does not name is nobody's business
+    if message is None:  # a file that the index does not name is ignored
         assert list(open_weights(tmp_path).tensors) == ["a"]
         return
     with pytest.raises(CheckpointError, match="and their index do not agree") as caught:
         open_weights(tmp_path)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_tensor_that_is_there_twice_or_unannounced_is_refused(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_tensor_that_is_there_twice_or_unannounced_is_refused(tmp_path: Path) 
     save_file({"b": B, "z": A}, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match="do not agree") as caught:
         open_weights(tmp_path)
-    assert "'z', which the index does not say is there" in str(caught.value)
+    assert "'z', which the index does not list" in str(caught.value)
 
 
 @pytest.mark.parametrize(

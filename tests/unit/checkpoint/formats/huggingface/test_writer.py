@@ -38,7 +38,7 @@ GELU_FAST = "gpt_neox, one after the other"
 
 
 class MemorySource(SourceBase):
-    """A model of this process as a checkpoint, that counts how much is asked for at a time."""
+    """A model of this process as a checkpoint, which records the size of the largest read."""
 
     format_name = "memory"
     directory = Path("memory")
@@ -102,7 +102,7 @@ def json_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_config_says_is_what_transformers_said(case: str, tmp_path: Path) -> None:
-    """But for fields that say nothing about the network, the two configs are equal objects."""
+    """Except for fields without effect on the network, the two configs are equal objects."""
     there = save_case(case, tmp_path / "there")
     with HuggingFaceSource(there, SourceOptions()) as source:
         back = writer.write_huggingface(
@@ -262,7 +262,7 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: t.pop("model/final_norm.bias"), "missing: final_norm.bias"),
         (lambda t: t.update({"model/extra": torch.zeros(1)}), "unknown: extra"),
@@ -272,22 +272,24 @@ def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_source_that_is_not_its_config_is_refused(change: Any, told: str, tmp_path: Path) -> None:
+def test_a_source_that_is_not_its_config_is_refused(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     source = MemorySource(rough(shaped()))
     change(source._state)
     with pytest.raises(CheckpointError, match="does not hold a whole model") as caught:
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_source_that_does_not_know_its_model_is_refused(tmp_path: Path) -> None:
     source = MemorySource(rough(shaped()))
     source.config["model"] = {}
-    with pytest.raises(CheckpointError, match="does not say what model its weights are of"):
+    with pytest.raises(CheckpointError, match="does not record the model of its weights"):
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
     model = rough(shaped(**OURS["llama"], max_position_embeddings=None))
     source = MemorySource(model, data={})
-    with pytest.raises(CheckpointError, match="does not say how long its sequences may be"):
+    with pytest.raises(CheckpointError, match="does not record the length of its sequences"):
         writer.write_huggingface(source, tmp_path / "m", WriteOptions())
     assert list(tmp_path.iterdir()) == []
 

@@ -122,13 +122,13 @@ def test_flags_of_ours_come_back_with_the_same_meaning(flags: dict[str, Any]) ->
     assert args["ffn_hidden_size"] > 0
     back = config_of_args(args)
     meant, found = (from_plain(ModelConfig, one["model"]).meaning() for one in (ours, back))
-    meant["max_position_embeddings"] = found["max_position_embeddings"]  # said outright there
+    meant["max_position_embeddings"] = found["max_position_embeddings"]  # given explicitly there
     assert found == meant
     assert back["data"]["seq_length"] == 12
 
 
 def test_the_tanh_form_without_biases_is_named_to_megatron() -> None:
-    """It takes the exact form wherever linear layers have no biases, unless a flag says else."""
+    """It uses the exact form wherever linear layers have no biases, unless a flag decides."""
     plain = args_of_config({"model": SIZES})
     assert (plain["bias_gelu_fusion"], plain["openai_gelu"]) == (True, False)
     without = args_of_config({"model": {**SIZES, "add_bias_linear": False}})

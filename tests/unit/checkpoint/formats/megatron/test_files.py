@@ -97,7 +97,7 @@ def test_updates_are_counted_in_groups_in_state_or_nowhere(tmp_path: Path) -> No
     uncounted = {"state": _state(sizes), "param_groups": groups}
     with pytest.raises(CheckpointError) as error:
         _file(tmp_path, _content(optimizer=uncounted)).optimizer  # noqa: B018
-    assert "does not say how many updates were made" in str(error.value.found)
+    assert "without the number of updates" in str(error.value.found)
 
 
 def test_every_rank_has_to_be_there(tmp_path: Path) -> None:

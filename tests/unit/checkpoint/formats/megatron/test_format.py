@@ -28,9 +28,9 @@ def refusal(*, equal_stages: bool = True, **flags: Any) -> str:
 def test_what_its_files_cannot_hold_is_refused_by_its_flag(
     tmp_path: Path, flags: dict[str, Any], why: str
 ) -> None:
-    told = refusal(**{"save": str(tmp_path), **flags})
-    assert "Megatron's files cannot hold this run" in told
-    assert f"--checkpoint-format megatron with {why}" in told
+    error = refusal(**{"save": str(tmp_path), **flags})
+    assert "Megatron's files cannot hold this run" in error
+    assert f"--checkpoint-format megatron with {why}" in error
 
 
 def test_any_other_run_is_held(tmp_path: Path) -> None:

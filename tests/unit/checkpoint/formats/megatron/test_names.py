@@ -55,15 +55,15 @@ def _shapes(flags: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("flags", MODELS)
 def test_every_name_of_a_gpt_goes_there_and_back(flags: dict[str, object]) -> None:
     for ours in _shapes(flags):
-        theirs = names.megatron_name(ours)
-        assert names.is_parameter(theirs)
-        assert names.our_name(theirs) == ours
+        spelling = names.megatron_name(ours)
+        assert names.is_parameter(spelling)
+        assert names.our_name(spelling) == ours
         later = names.megatron_name(ours, first_layer=-5)
         assert names.our_name(later, first_layer=-5) == ours
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("spelling", "ours"),
     [
         ("transformer.layers.1.attention.query_key_value.bias", "layers.3.attention.qkv.bias"),
         ("encoder.layers.0.post_attention_norm.weight", "layers.2.post_attention_norm.weight"),
@@ -89,8 +89,8 @@ def test_every_name_of_a_gpt_goes_there_and_back(flags: dict[str, object]) -> No
         ("encoder.layers.0.inter_attention.query.weight", None),
     ],
 )
-def test_older_and_newer_spellings_are_known(theirs: str, ours: str | None) -> None:
-    assert names.our_name(theirs, first_layer=2) == ours
+def test_older_and_newer_spellings_are_known(spelling: str, ours: str | None) -> None:
+    assert names.our_name(spelling, first_layer=2) == ours
 
 
 def test_what_is_computed_is_no_parameter() -> None:
@@ -134,7 +134,7 @@ def test_modules_are_sorted_as_megatron_registers_them() -> None:
 
 def test_rows_of_old_versions_are_put_in_our_order() -> None:
     heads, width, hidden = 3, 4, 5
-    # Row r of ours says which head, which of q k v, and which channel it is.
+    # The value of our row r encodes its head, its part of q k v, and its channel.
     ours = torch.tensor(
         [
             [head, kind, channel] + [0] * (hidden - 3)

@@ -1,4 +1,4 @@
-"""Runs save our own format at once, or beside the training where they are asked to."""
+"""Runs save our own format at once, or in the background if configured."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who writes what, and any layout to any layout through real files, in one process."""
+"""Which rank writes what, and any layout to any layout through real files, in one process."""
 
 import dataclasses
 import math

@@ -80,7 +80,7 @@ def test_an_iteration_that_is_there_is_never_replaced(tmp_path: Path) -> None:
 def test_a_source_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     source = MemorySource.of_gpt()
     del source.values["model/final_norm.bias"]
-    missing = source.tensors  # says less than the config: still a checkpoint of what there is
+    missing = source.tensors  # has less than the config: still a valid checkpoint
     assert "model/final_norm.bias" not in missing
 
     class Failing(MemorySource):

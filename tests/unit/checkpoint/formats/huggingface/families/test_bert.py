@@ -38,7 +38,7 @@ WRONG = 50 * SAME
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder of each case, written once; nobody changes it."""
+    """A folder of each case, written once and never changed."""
     root, written = tmp_path_factory.mktemp("bert"), {}
 
     def folder(case: str) -> Path:
@@ -152,8 +152,11 @@ def test_there_and_back_through_our_own_format_keeps_every_bit(case: str, tmp_pa
     before, after = stored(there), stored(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    said = json.loads((back / "config.json").read_text())
-    assert (said["model_type"], said["architectures"]) == (CASES[case].family, [CASES[case].model])
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        CASES[case].family,
+        [CASES[case].model],
+    )
     one, other = (
         transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (there, back)
     )
@@ -215,7 +218,7 @@ WORD_HEAD, WORD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decode
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "problem", "told"),
+    ("case", "change", "problem", "message"),
     [
         (
             "bert",
@@ -268,13 +271,17 @@ WORD_HEAD, WORD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.decode
     ],
 )
 def test_files_that_contradict_themselves_are_refused(
-    case: str, change: Callable[[dict[str, Tensor]], Any], problem: str, told: str, tmp_path: Path
+    case: str,
+    change: Callable[[dict[str, Tensor]], Any],
+    problem: str,
+    message: str,
+    tmp_path: Path,
 ) -> None:
     folder = save_bert(case, tmp_path / "m")
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=problem) as caught:
         opened(folder)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_either_bias_of_an_untied_head_is_enough(tmp_path: Path) -> None:
@@ -292,7 +299,7 @@ def test_either_bias_of_an_untied_head_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"position_embedding_type": "relative_key"},
@@ -308,23 +315,25 @@ def test_either_bias_of_an_untied_head_is_enough(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("case", ["bert", "megatron"])
 def test_what_no_model_here_computes_is_refused_by_field_and_value(
-    case: str, changes: dict[str, Any], told: str, tmp_path: Path
+    case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = save_bert(case, tmp_path / "m")
     config_of(folder, **changes)
-    with pytest.raises(CheckpointError, match="computes something that no model here does") as said:
+    with pytest.raises(
+        CheckpointError, match="computes something that no model here does"
+    ) as caught:
         opened(folder)
-    assert told in str(said.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_transformers_writes_is_read(
     case: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warning", warnings.append)
     opened(folders(case)).close()
-    assert said == []
+    assert warnings == []
 
 
 def test_what_the_run_of_a_folder_is(folders: Callable[[str], Path]) -> None:

@@ -71,7 +71,7 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     family, config = FAMILIES[name], tiny_config(**HELD[name][0])
-    for change, told in (
+    for change, message in (
         ({"embed_layernorm": True}, "--embed-layernorm True"),
         ({"position_embedding_type": PositionEmbedding.ALIBI}, "--position-embedding-type alibi"),
         (
@@ -84,7 +84,7 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
         ),
     ):
         lacking = list(family.lacks(dataclasses.replace(config, **change)))
-        assert any(text.startswith(told) for text in lacking)
+        assert any(text.startswith(message) for text in lacking)
 
 
 def test_families_of_plain_heads_say_so() -> None:

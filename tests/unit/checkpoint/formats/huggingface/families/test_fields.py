@@ -1,4 +1,4 @@
-"""Fields are of the kind that was asked for, or refused by name and value."""
+"""Fields are of the expected kind, or refused by name and value."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_values_of_the_right_kind_are_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "message"),
     [
         (lambda f: f.integer("x"), "'x' is 2.5, not a whole number"),
         (lambda f: f.integer("zero"), "'zero' is 0, not a whole number"),
@@ -47,11 +47,11 @@ def test_values_of_the_right_kind_are_given() -> None:
         (lambda f: f.mapping("n"), "'n' is 3, not an object"),
     ],
 )
-def test_a_value_of_another_kind_is_refused(ask: Callable[[Fields], Any], told: str) -> None:
+def test_a_value_of_another_kind_is_refused(ask: Callable[[Fields], Any], message: str) -> None:
     given = fields(x=2.5, zero=0, yes=True, text="b", n=3)
     with pytest.raises(CheckpointError, match="a field of the wrong kind") as caught:
         ask(given)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_field_that_is_needed_is_asked_for() -> None:

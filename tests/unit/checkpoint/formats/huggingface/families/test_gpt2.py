@@ -1,4 +1,4 @@
-"""What GPT-2's config can say that our model cannot follow, and its defaults."""
+"""Values of GPT-2's config that our model does not support, and its defaults."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_activations_are_told_apart(name: str, activation: Activation) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"activation_function": "relu"}, "'activation_function' is 'relu'"),
         ({"scale_attn_weights": False}, "'scale_attn_weights' is False"),
@@ -49,7 +49,7 @@ def test_activations_are_told_apart(name: str, activation: Activation) -> None:
         ({"add_cross_attention": True}, "'add_cross_attention' is True"),
     ],
 )
-def test_what_no_model_here_computes_is_refused(values: dict[str, Any], told: str) -> None:
+def test_what_no_model_here_computes_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match="no model here does") as caught:
         read(**values)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

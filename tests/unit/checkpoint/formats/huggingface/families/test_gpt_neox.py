@@ -1,4 +1,4 @@
-"""GPT-NeoX's defaults are its own, and what it can say beyond our model is refused."""
+"""GPT-NeoX's defaults are its own, and values that our model does not support are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every rule says of every row of ours, exactly once, where it is."""
+"""Every rule maps each of our rows to exactly one place."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,9 +39,11 @@ def test_every_row_on_both_sides_is_in_one_strip(name: str) -> None:
     strips = list(rule.strips(CONFIG, rows, rule.keys))
     ours = [strip.start + row for strip in strips for row in range(strip.rows)]
     assert ours == list(range(rows))
-    theirs = [(strip.key, strip.at + row) for strip in strips for row in range(strip.rows)]
+    positions = [(strip.key, strip.at + row) for strip in strips for row in range(strip.rows)]
     shapes = their_shapes((rows, 5), strips, transposed=False)
-    assert sorted(theirs) == [(key, row) for key in sorted(shapes) for row in range(shapes[key][0])]
+    assert sorted(positions) == [
+        (key, row) for key in sorted(shapes) for row in range(shapes[key][0])
+    ]
     assert set(shapes) == set(rule.keys)
 
 

@@ -1,4 +1,4 @@
-"""MegatronBert is the BERT whose norms stand where ours do by default."""
+"""MegatronBert is the BERT with norms at the places of our default."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def test_norms_decide_which_family_holds_a_bert() -> None:
     )
     assert list(MEGATRON_BERT.lacks(pre)) == []
     assert list(BERT.lacks(post)) == []
-    told = "--apply-residual-connection-post-layernorm True (megatron-bert has False)"
-    assert list(MEGATRON_BERT.lacks(post)) == [told]
+    expected = "--apply-residual-connection-post-layernorm True (megatron-bert has False)"
+    assert list(MEGATRON_BERT.lacks(post)) == [expected]
 
 
 def test_every_norm_is_of_the_layer_that_it_stands_in() -> None:

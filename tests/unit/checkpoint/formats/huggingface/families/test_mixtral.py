@@ -63,7 +63,7 @@ def test_what_is_not_said_is_what_transformers_takes() -> None:
 
 def test_noise_before_the_router_is_refused() -> None:
     assert read(router_jitter_noise=0.0).has_experts
-    with pytest.raises(CheckpointError, match="noise on what a router looks at") as caught:
+    with pytest.raises(CheckpointError, match="noise on the input of a router") as caught:
         read(router_jitter_noise=0.01)
     assert "'router_jitter_noise' is 0.01" in str(caught.value)
 

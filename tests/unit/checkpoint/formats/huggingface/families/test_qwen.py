@@ -37,7 +37,7 @@ def test_a_window_counts_only_where_it_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         (
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
@@ -54,10 +54,10 @@ def test_a_window_counts_only_where_it_is_used() -> None:
         ({"layer_types": ["linear_attention"] * 2}, "'layer_types' is ['linear_attention'"),
     ],
 )
-def test_layers_of_several_kinds_are_refused(values: dict[str, Any], told: str) -> None:
+def test_layers_of_several_kinds_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match="no model here does") as caught:
         read(**values)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_biases_in_attention_alone_are_refused() -> None:
