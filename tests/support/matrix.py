@@ -18,6 +18,7 @@ from megatron.config.run import RunConfig
 from tests.support.tiny import BF16, FP32, FP64, Record, tiny_run, train, whole
 
 WORLD_SIZES = (2, 4, 8)
+LARGEST = 4  # ranks along one axis
 STEPS = 3
 GLOBAL_BATCH = 12
 _CANDIDATES = 40  # looked at for each case that is added
@@ -205,10 +206,13 @@ def _meaning(word: str) -> tuple[str, Any]:
 
 
 @cache
-def grids() -> tuple[Grid, ...]:
-    """Every feasible grid, smallest worlds first."""
+def grids(largest: int = LARGEST) -> tuple[Grid, ...]:
+    """Every feasible grid with at most `largest` ranks along an axis, smallest worlds first."""
     every = itertools.starmap(Grid, itertools.product(*GRID_AXES.values()))
-    return tuple(sorted(filter(is_feasible, every), key=lambda grid: grid.world_size))
+    feasible = (
+        grid for grid in every if is_feasible(grid) and max(grid.tp, grid.pp, grid.dp) <= largest
+    )
+    return tuple(sorted(feasible, key=lambda grid: grid.world_size))
 
 
 def is_feasible(grid: Grid) -> bool:
@@ -230,14 +234,14 @@ Combination = tuple[tuple[str, Any], ...]
 
 
 @cache
-def cover(strength: int, *, seed: int = 0) -> tuple[Case, ...]:
-    """Few cases that together hold every feasible combination of `strength` values."""
+def cover(strength: int, *, largest: int = LARGEST, seed: int = 0) -> tuple[Case, ...]:
+    """Few cases that together hold every combination of `strength` values of `grids(largest)`."""
     draw = random.Random(seed)
-    missing = dict.fromkeys(combinations(strength))
+    missing = dict.fromkeys(combinations(strength, largest))
     cases: list[Case] = []
     while missing:
         wanted = dict(next(iter(missing)))
-        feasible = _grids_with(tuple((a, v) for a, v in wanted.items() if a in GRID_AXES))
+        feasible = _grids_with(_of_grids(wanted.items()), largest)
         candidates = [_random_case(feasible, wanted, draw) for _ in range(_CANDIDATES)]
         best = max(candidates, key=lambda case: _gain(case, strength, missing))
         cases.append(best)
@@ -246,12 +250,12 @@ def cover(strength: int, *, seed: int = 0) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def combinations(strength: int) -> Iterator[Combination]:
-    """Every feasible choice of a value for each of `strength` axes."""
+def combinations(strength: int, largest: int = LARGEST) -> Iterator[Combination]:
+    """Every choice of a value for each of `strength` axes that one of `grids(largest)` has."""
     for axes in itertools.combinations(AXES, strength):
         for chosen in itertools.product(*(AXES[axis] for axis in axes)):
             combination = tuple(zip(axes, chosen))
-            if _grids_with(tuple(pair for pair in combination if pair[0] in GRID_AXES)):
+            if _grids_with(_of_grids(combination), largest):
                 yield combination
 
 
@@ -260,9 +264,17 @@ def held(case: Case, strength: int) -> Iterator[Combination]:
     return itertools.combinations(case.values.items(), strength)
 
 
+def _of_grids(combination: Iterable[tuple[str, Any]]) -> Combination:
+    return tuple((axis, value) for axis, value in combination if axis in GRID_AXES)
+
+
 @cache
-def _grids_with(wanted: Combination) -> tuple[Grid, ...]:
-    return tuple(g for g in grids() if all(getattr(g, axis) == value for axis, value in wanted))
+def _grids_with(wanted: Combination, largest: int) -> tuple[Grid, ...]:
+    return tuple(
+        grid
+        for grid in grids(largest)
+        if all(getattr(grid, axis) == value for axis, value in wanted)
+    )
 
 
 def _random_case(feasible: Sequence[Grid], wanted: Mapping[str, Any], draw: random.Random) -> Case:

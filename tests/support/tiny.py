@@ -29,11 +29,11 @@ from megatron.progress import Progress
 from megatron.training import pretrain
 from pretrain_gpt import gpt_task
 
-# Relative difference of float64 numbers that are equal in mathematics. Five steps of a tiny model
+# Relative difference of float64 numbers that are equal in mathematics. A few steps of a tiny model
 # leave 1e-14 or so of rounding; an error in a formula, a mask or a scale leaves 1e-3 and more.
 FP64 = 1e-9
 # The same in float32: an epsilon of 6e-8, times the sums of a few hundred terms that another order
-# rounds otherwise, times what five steps of AdamW (which divides by the size of the gradient) add.
+# rounds otherwise, times what a few steps of AdamW (which divides by the size of the gradient) add.
 FP32 = 1e-4
 # In bfloat16 a single number is off by 2^-9 = 2e-3; sums are in fp32, so a mean over tokens is off
 # by less than a few such steps, and weights of another rounding follow another path.
@@ -61,7 +61,7 @@ def write_tiny_corpus(folder: Path, *, documents: int = 160, seed: int = 0) -> s
 
 
 def tiny_run(corpus: str, **flags: Any) -> RunConfig:
-    """A run of 5 iterations of 8 samples on two layers in float64, with clipping, on the CPU."""
+    """A run of 3 iterations of 8 samples on two layers in float64, with clipping, on the CPU."""
     values: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -78,7 +78,7 @@ def tiny_run(corpus: str, **flags: Any) -> RunConfig:
         "make_vocab_size_divisible_by": 4,
         "micro_batch_size": 1,
         "global_batch_size": 8,
-        "train_iters": None if "train_samples" in flags else 5,
+        "train_iters": None if "train_samples" in flags else 3,
         "eval_iters": 0,
         "exit_signal_handler": False,
         "lr": 0.01,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
-from megatron.json_values import JsonValue
+from megatron.json_values import parse_json
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -83,7 +83,7 @@ def read(path: Place) -> Header:
             raise _bad(path, f"a header of {length} bytes in a file of {size}")
         text = file.read(length)
     try:
-        fields = json.loads(text, object_pairs_hook=_no_name_twice)
+        fields = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise _bad(path, f"a header that is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -116,13 +116,6 @@ def _check_order(path: Place, entries: Mapping[str, Entry], origin: int, size: i
         at = entry.stop
     if at != size:
         raise _bad(path, f"tensors up to byte {at} in a file of {size}")
-
-
-def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name is there twice")
-    return fields
 
 
 def _bad(path: Place, found: str) -> CheckpointError:

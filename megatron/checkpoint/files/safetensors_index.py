@@ -3,14 +3,13 @@
 An index comes from elsewhere, so the files it names must lie in its own folder. No torch here.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError
-from megatron.json_values import JsonValue
+from megatron.json_values import parse_json
 
 NAME = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # one folder, no way out of it
@@ -42,7 +41,7 @@ def read(path: Path, suffix: str = ".safetensors") -> dict[str, str]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        fields = json.loads(path.read_bytes(), object_pairs_hook=_no_name_twice)
+        fields = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
             "the index of a checkpoint is missing", found=str(path), fix="copy the folder whole"
@@ -53,13 +52,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad(path, "no weight_map with names and files")
     return weight_map
-
-
-def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name is there twice")
-    return fields
 
 
 def _bad(path: Path, found: str) -> CheckpointError:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
@@ -20,7 +20,7 @@ from megatron.checkpoint.boxes import Box, format_box, tiling_fault, whole
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_bytes
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
-from megatron.json_values import JsonObject, JsonValue
+from megatron.json_values import JsonObject, JsonValue, parse_json
 
 NAME = "manifest.json"
 SEAL = "megatron.json"  # the same, beside files in another framework's layout
@@ -262,7 +262,7 @@ class _Parser:
 
     def json(self, text: bytes) -> JsonObject:
         try:
-            fields = json.loads(text, object_pairs_hook=_no_name_twice, parse_constant=_no_constant)
+            fields = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise self.error(f"not JSON: {error}") from error
         if not isinstance(fields, dict):
@@ -363,14 +363,3 @@ class _Parser:
         if not _FILE_NAME.fullmatch(name) or ".." in name:
             raise self.error(f"the file name {name!r}, which may lead out of the checkpoint")
         return name
-
-
-def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name is there twice")
-    return fields
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

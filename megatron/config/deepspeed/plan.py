@@ -8,7 +8,6 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 from megatron.config.deepspeed.agreement import (
     ImpliedValue,
@@ -33,7 +32,7 @@ from megatron.config.engine import RemoteDevice
 from megatron.config.fields import raise_all
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.json_values import JsonObject, JsonValue, object_at
+from megatron.json_values import JsonObject, JsonValue, object_at, parse_json
 
 # "auto" for these follows the model's width, as Hugging Face's integration has it.
 _BY_WIDTH: Mapping[str, Callable[[int], int]] = {
@@ -235,7 +234,7 @@ def _rules(tree: Tree, prefix: str) -> Iterator[tuple[str, Rule]]:
 
 def _parsed(text: str, path: str) -> dict[str, JsonValue]:
     try:
-        user = json.loads(text, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        user = parse_json(text)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1] if text.strip() else ""
         raise ConfigError(
@@ -256,18 +255,6 @@ def _parsed(text: str, path: str) -> dict[str, JsonValue]:
             fix='write an object: {"zero_optimization": {"stage": 1}}',
         )
     return _renamed(user, path)
-
-
-def _no_key_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} stands there twice")
-    return dict(pairs)
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def _renamed(user: dict[str, JsonValue], path: str) -> dict[str, JsonValue]:

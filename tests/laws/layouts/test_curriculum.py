@@ -50,9 +50,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 2": (2, {"micro_batch_size": 2}),
     "tp 2, sequence parallel": (
         2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 4},
     ),
-    "pp 2": (2, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}),
+    "pp 2": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "recompute_granularity": "full",
+            "micro_batch_size": 2,
+        },
+    ),
     "pp 2 interleaved, dp 2": (
         4,
         {
@@ -60,6 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "num_virtual_stages_per_pipeline_rank": 2,
             "pipeline_schedule": "interleaved",
             "use_distributed_optimizer": True,
+            "micro_batch_size": 2,
         },
     ),
 }
@@ -77,7 +85,7 @@ def alone(corpus: str) -> dict[str, Record]:
 
 
 def run_of(corpus: str, name: str, **flags: Any) -> RunConfig:
-    common = {"num_layers": 4, "eval_iters": 1, "eval_interval": 3}
+    common = {"num_layers": 4, "train_iters": 5, "eval_iters": 1, "eval_interval": 3}
     return tiny_run(corpus, **{**RUNS[name], **common, **flags})
 
 
@@ -96,7 +104,7 @@ def test_samples_have_the_length_of_their_iteration(alone: dict[str, Record], na
 
 def test_it_makes_a_difference(alone: dict[str, Record], corpus: str) -> None:
     """What is compared above would be equal as well if nothing were cut anywhere."""
-    flags = {**MODELS["gpt2"], "num_layers": 4, "weight_decay": 0.1}
+    flags = {**MODELS["gpt2"], "num_layers": 4, "train_iters": 5, "weight_decay": 0.1}
     (full,) = run_on_ranks(1, train_all, [tiny_run(corpus, **flags)])[0]
     assert abs(full.losses[0] - alone["gpt2, linear"].losses[0]) > 1e-3
     assert full.trained_on != alone["gpt2, linear"].trained_on
@@ -127,9 +135,9 @@ DEEPSPEED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp 2": (
         2,
         "3",
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 4},
     ),
-    "pp 2": (2, "1", {"pipeline_model_parallel_size": 2}),
+    "pp 2": (2, "1", {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
 }
 
 
@@ -176,7 +184,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 ) -> None:
     """It is stopped after 4 of 8 iterations, between two lengths."""
     slow: dict[str, Any] = {"curriculum_iters": 8, "train_iters": 8, "hidden_dropout": 0.1}
-    slow |= {"fp64": False, "pipeline_model_parallel_size": pp}
+    slow |= {"micro_batch_size": 2, "fp64": False, "pipeline_model_parallel_size": pp}
     slow |= {"deepspeed": True, "zero_stage": "1"} if deepspeed else {}
     plain = run_of(corpus, "gpt2, linear", **slow)
     folder = str(tmp_path / "saved")

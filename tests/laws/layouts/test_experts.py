@@ -62,7 +62,7 @@ UNBALANCED = {
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
 }
-TP2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
 PP2 = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
 SP = {"sequence_parallel": True}
 # World size to layouts, each with a part of training that has its own way of a backward pass.
@@ -100,9 +100,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
     4: {
-        "tp 4, split sequences": {"tensor_model_parallel_size": 4, **SP, "micro_batch_size": 1},
+        "tp 4, split sequences": {"tensor_model_parallel_size": 4, **SP, "micro_batch_size": 4},
         "tp, pp": {**TP2, **PP2, **SP, "recompute_granularity": "full"},
-        "tp, dp": {**TP2, **SP, "use_distributed_optimizer": True},
+        "tp, dp": {**TP2, **SP, "use_distributed_optimizer": True, "micro_batch_size": 2},
         "pp, dp": {**PP2, "pipeline_schedule": "1f1b"},
     },
 }
@@ -273,8 +273,13 @@ def test_the_law_would_notice(corpus: str, which: str) -> None:
 
 
 RESHARDED = {
-    "tp, dp to pp": (4, {**TP2, **SP, "use_distributed_optimizer": True}, 2, PP2),
-    "one to tp 4": (1, {}, 4, {"tensor_model_parallel_size": 4}),
+    "tp, dp to pp": (
+        4,
+        {**TP2, **SP, "use_distributed_optimizer": True, "micro_batch_size": 2},
+        2,
+        PP2,
+    ),
+    "one to tp 4": (1, {}, 4, {"tensor_model_parallel_size": 4, "micro_batch_size": 4}),
     "tp, pp to dp": (
         4,
         {**TP2, **PP2},

@@ -107,5 +107,5 @@ def test_narrower_precisions_stay_within_their_bands(
         configs = [layout_run(corpus, flags, tp, world_size) for tp in sizes]
         found += zip(*run_on_ranks(world_size, train_all, configs))
     # AdamW turns a gradient that is nothing but rounding into a step of full length, so single
-    # weights can be anywhere within the steps taken: 5 times the learning rate of 0.01.
+    # weights can be anywhere within the steps taken, each of the learning rate of 0.01.
     check_equal(found, alone, tolerance, parameters=0.5)

@@ -1,9 +1,9 @@
 """The differential matrix: compositions of parallelism against one process, a fast slice of it.
 
-Every feasible pair of values of every axis, in float64, where rounding cannot hide a wrong
-reduction, in as few cases as hold them. `make test-matrix` runs every triple, and every pair in
-float32 and bfloat16 (tests/laws/layouts/matrix.py). Negative controls show that what is wrong is
-seen.
+Every feasible pair of values of every axis, with at most two ranks along each, in float64, where
+rounding cannot hide a wrong reduction, in as few cases as hold them. `make test-matrix` runs every
+triple with up to four ranks along an axis, and every pair in float32 and bfloat16
+(tests/laws/layouts/matrix.py). Negative controls show that what is wrong is seen.
 """
 
 import math
@@ -18,6 +18,7 @@ from tests.support.faults import FAULTS, train_with_faults
 from tests.support.matrix import (
     AXES,
     GRID_AXES,
+    LARGEST,
     TRUTH,
     WORLD_SIZES,
     Case,
@@ -35,7 +36,8 @@ from tests.support.matrix import (
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import FP64, Record, write_tiny_corpus
 
-PAIRS = cover(2)
+TWO = 2  # ranks along one axis, at the most
+PAIRS = cover(2, largest=TWO)
 DEADLINE_S = 240.0  # of a start of processes, with all the cases of one world size
 
 
@@ -90,24 +92,27 @@ def test_what_is_done_wrong_is_seen_and_where(corpus: str, world_size: int) -> N
     assert not unseen, "\n".join(unseen)
 
 
-def test_the_pairs_are_all_of_them_and_the_triples_too() -> None:
-    for strength in (2, 3):
-        cases = cover(strength)
-        found = {combination for case in cases for combination in held(case, strength)}
-        # Counted another way than `cover` does: by what any feasible case holds.
-        of_grids = {
-            part
-            for grid in grids()
-            for size in range(strength + 1)
-            for part in choices(grid._asdict().items(), size)
-        }
-        free = [axis for axis in AXES if axis not in GRID_AXES]
-        expected = sum(
-            _values_of(axes) for part in of_grids for axes in choices(free, strength - len(part))
-        )
-        assert len(found) == expected
-        assert found == set(combinations(strength))
-        assert len(cases) == len(set(cases))
+@pytest.mark.parametrize(
+    ("strength", "largest"),
+    [(2, TWO), (2, LARGEST), pytest.param(3, LARGEST, marks=pytest.mark.wide)],
+)
+def test_the_pairs_are_all_of_them_and_the_triples_too(strength: int, largest: int) -> None:
+    cases = cover(strength, largest=largest)
+    found = {combination for case in cases for combination in held(case, strength)}
+    # Counted another way than `cover` does: by what any feasible case holds.
+    of_grids = {
+        part
+        for grid in grids(largest)
+        for size in range(strength + 1)
+        for part in choices(grid._asdict().items(), size)
+    }
+    free = [axis for axis in AXES if axis not in GRID_AXES]
+    expected = sum(
+        _values_of(axes) for part in of_grids for axes in choices(free, strength - len(part))
+    )
+    assert len(found) == expected
+    assert found == set(combinations(strength, largest))
+    assert len(cases) == len(set(cases))
 
 
 def _values_of(axes: Sequence[str]) -> int:
@@ -115,12 +120,12 @@ def _values_of(axes: Sequence[str]) -> int:
 
 
 def test_the_same_cases_are_found_every_time() -> None:
-    assert cover.__wrapped__(2) == PAIRS
-    assert cover.__wrapped__(2, seed=1) != PAIRS
+    assert cover.__wrapped__(2, largest=TWO) == PAIRS
+    assert cover.__wrapped__(2, largest=TWO, seed=1) != PAIRS
 
 
 def test_every_case_is_feasible_and_is_named_by_its_words() -> None:
-    for case in cover(3):
+    for case in cover(2):
         assert is_feasible(case.grid)
         assert Case.of(str(case)) == case
     assert {case.grid.world_size for case in PAIRS} == set(WORLD_SIZES)

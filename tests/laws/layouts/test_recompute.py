@@ -80,7 +80,7 @@ def test_no_bit_changes_with_dropout_on(corpus: str, precision: str, tp: int, mo
         "num_layers": 3,
         "hidden_dropout": 0.2,
         "attention_dropout": 0.1,
-        "train_iters": 3,
+        "train_iters": 2,
         "micro_batch_size": 4,
         "tensor_model_parallel_size": tp,
     }
@@ -88,7 +88,7 @@ def test_no_bit_changes_with_dropout_on(corpus: str, precision: str, tp: int, mo
     configs = [tiny_run(corpus, **base, **variant) for variant in variants]
     for records in run_on_ranks(tp, train_all, configs, timeout_s=180):
         plain, *others = records
-        assert len(set(plain.losses)) == 3, "the weights are meant to move"
+        assert len(set(plain.losses)) == 2, "the weights are meant to move"
         assert len(others) == len(variants) - 1
         for found in others:
             assert_same_bits(found, plain)
@@ -116,7 +116,8 @@ def test_no_bit_changes_where_passes_are_in_flight_or_sequences_split(
         "num_layers": 5,
         "hidden_dropout": 0.2,
         "attention_dropout": 0.1,
-        "train_iters": 3,
+        "train_iters": 2,
+        "micro_batch_size": 2,
     }
     names = ("uniform 2", "block 2", "all modules", "offload, uniform")
     variants = [{}, *(VARIANTS[name] for name in names)]

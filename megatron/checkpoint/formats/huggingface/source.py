@@ -6,7 +6,6 @@ weights: no optimizer, no progress. `writer` writes them.
 """
 
 import difflib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from megatron.checkpoint.source import SourceBase, SourceOptions, TensorDescript
 from megatron.config.fields import from_plain, to_plain
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.json_values import JsonObject, JsonValue
+from megatron.json_values import JsonObject, parse_json
 
 CONFIG = "config.json"
 _PREFIX = "model/"
@@ -243,7 +242,7 @@ def read_config(path: Path) -> Fields:
             are quantized.
     """
     try:
-        values = json.loads(path.read_bytes(), object_pairs_hook=_no_name_twice)
+        values = parse_json(path.read_bytes(), constants=True)
     except FileNotFoundError as error:
         raise CheckpointError(
             "a Hugging Face folder has no config.json",
@@ -350,13 +349,6 @@ def _mismatch(
 def _nearest(key: str, keys: Iterable[str]) -> str:
     close = difflib.get_close_matches(key, list(keys), n=2, cutoff=0.8)
     return f" (nearest: {', '.join(close)})" if close else ""
-
-
-def _no_name_twice(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a field is there twice")
-    return fields
 
 
 def _not_a_config(path: Path, reason: str) -> CheckpointError:

@@ -35,7 +35,7 @@ def test_what_is_encoded_is_read_back(tmp_path):
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         ([], "not an object"),
-        (b'{"a": 1, "a": 2}', "there twice"),
+        (b'{"a": 1, "a": 2}', "a: named twice"),
         ({"__metadata__": {"a": 1}}, "not text"),
         ({"a": 3}, "described as"),
         ({"a": tensor(dtype="F31")}, "described as"),

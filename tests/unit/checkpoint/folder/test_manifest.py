@@ -97,7 +97,7 @@ def test_an_edit_by_hand_is_found(tmp_path):
 
 
 def test_a_name_that_stands_twice_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="a name is there twice"):
+    with pytest.raises(CheckpointError, match="named twice in one object"):
         manifests.decode(b'{"iteration": 100, "iteration": 200}', tmp_path)
 
 
