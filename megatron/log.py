@@ -1,9 +1,8 @@
 """Rank-aware logging: the only place in the library that writes to the terminal.
 
-Messages that are equal on every rank are printed once, by rank 0 (`info`, `warning`). Progress of
-the steps is printed by the last rank, as in Megatron (`last_rank`). An `error` is printed by the
-rank that calls, with the rank's number. Standard output carries progress, standard error carries
-trouble.
+Rank 0 prints messages that are equal on every rank (`info`, `warning`). The last rank prints the
+progress of the steps, as in Megatron (`last_rank`). The rank that calls `error` prints it, with its
+number. Standard output carries progress, standard error carries trouble.
 
 Records go through the logger `megatron` of the standard `logging` module. A handler added to it
 receives what this rank prints, with the attribute `rank`. The root logger does not receive it.

@@ -177,7 +177,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a name that stands twice is refused",
-            "megatron/checkpoint/folder/manifest.py",
+            "megatron/json_values.py",
             "if len(fields) != len(pairs):",
             "if len(fields) > len(pairs):",
             "tests/unit/checkpoint/folder/test_manifest.py::"

@@ -328,7 +328,7 @@ def test_states_that_were_not_saved_are_missed_only_if_wanted(tmp_path: Path, ca
         run_of(load=str(tmp_path)).load()
     assert run_of(load=str(tmp_path), load_optim=False).load() == AT
     output = capsys.readouterr().err
-    assert "the checkpoint was saved without random states; dropout goes on from seeds" in output
+    assert "the checkpoint was saved without random states; dropout continues from seeds" in output
 
 
 def test_another_layout_seeds_anew_and_says_so(

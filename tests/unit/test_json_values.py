@@ -26,7 +26,7 @@ def test_something_else_than_an_object_is_empty(values: dict[str, object]) -> No
         ('{"b": {"a": 1, "a": 1}}', "a: named twice in one object"),
         ('{"b": 1, "a": 1, "b": 2, "a": 1}', "a, b: named twice"),
         ("[-Infinity]", "-Infinity is no number of JSON"),
-        ("[1,]", "line 1 column 3"),
+        ("[1 2]", "line 1 column 4"),
     ],
 )
 def test_what_json_does_not_have_is_refused(text: str, wrong: str) -> None:

@@ -94,7 +94,7 @@ def test_tokens_are_counted_at_the_length_of_their_iteration() -> None:
 def test_a_run_ends_with_the_iteration_that_reaches_its_tokens(
     flags: dict[str, Any], iterations: int
 ) -> None:
-    config = tiny_run("nowhere", **flags)
+    config = tiny_run("nowhere", train_iters=5, **flags)
     batches = batch_schedule(config.training, 1)
     length = duration(config, batches)
     assert length.total_iterations == iterations

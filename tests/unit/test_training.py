@@ -37,7 +37,9 @@ def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def two_runs_and_their_workers(corpus: str, save: str) -> tuple[list[Any], int]:
-    config = tiny_run(corpus, num_workers=1, eval_iters=1, eval_interval=2, save=save)
+    config = tiny_run(
+        corpus, train_iters=5, num_workers=1, eval_iters=1, eval_interval=2, save=save
+    )
     return [train(config), train(config)], len(multiprocessing.active_children())
 
 
@@ -60,6 +62,7 @@ def test_intervals_stop_save_and_evaluate(tmp_path: Path) -> None:
             corpus,
             save=str(run),
             load=str(run),
+            train_iters=5,
             save_interval=2,
             exit_interval=3,
             eval_iters=1,

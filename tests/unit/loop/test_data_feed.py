@@ -49,7 +49,7 @@ def made(task: PretrainTask, config: RunConfig) -> DataFeed:
 
 
 def feed_of(*, count: int = 10, consumed: int = 0, take: int, **flags: Any) -> list[list[int]]:
-    config = tiny_run("nowhere", micro_batch_size=2, **flags)
+    config = tiny_run("nowhere", micro_batch_size=2, train_iters=5, **flags)
     task = dataclasses.replace(gpt_task(), datasets=lambda _: Datasets(Numbers(count), None, None))
     feed = made(task, config)
     iterator = feed.training(Progress(consumed_samples=consumed))

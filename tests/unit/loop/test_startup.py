@@ -47,7 +47,7 @@ def test_several_nodes_have_to_see_one_folder_and_the_same_data(
 def test_a_run_is_announced_with_its_size_and_its_length(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    runtime = runtime_of(tiny_run("nowhere"))
+    runtime = runtime_of(tiny_run("nowhere", train_iters=5))
     config, engine = runtime.config, tiny_engine()
     length = duration(config, batch_schedule(config.training, 1))
     build = model_build(runtime)

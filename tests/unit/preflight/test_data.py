@@ -197,7 +197,7 @@ def test_tokens_beyond_the_vocabulary_are_found_in_groups(corpus: str) -> None:
 def test_a_corpus_too_rare_for_the_run_is_found(corpus: str) -> None:
     rare = ("1", corpus, "0.001", corpus)
     only(
-        found(rules.mixtures_draw_from_every_corpus, plan(data_path=rare)),
+        found(rules.mixtures_draw_from_every_corpus, plan(data_path=rare, train_iters=5)),
         "too rare to be drawn once",
         "0.04 of 40 samples",
     )
