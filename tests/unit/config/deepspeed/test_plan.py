@@ -238,7 +238,7 @@ def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('{"fp16": {"enabled": true, "enabled": false}}', "enabled: named twice"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "enabled: named twice in one object"),
         ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
     ],
 )

@@ -18,7 +18,7 @@ def of_optimizer(kind: str | None, params: dict[str, Any], **flags: Any) -> list
 def of_scheduler(kind: str, params: dict[str, Any], **flags: Any) -> list[ConfigError]:
     """What is wrong with a block `scheduler` under these flags."""
     user = {"scheduler": {"type": kind, "params": params}}
-    return list(scheduler_problems(tiny_run("nowhere", **flags), user, "ds.json"))
+    return list(scheduler_problems(tiny_run("nowhere", train_iters=5, **flags), user, "ds.json"))
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw", "auto", None])
