@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.command import pretrain_from_flags
-from megatron.program import run
+from megatron.program import run_program
 
 if TYPE_CHECKING:
     from megatron.engine.base import PretrainTask
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def program() -> None:
     """Train, and end with the exit status of the outcome; also installed as a command."""
-    run(main)
+    run_program(main)
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def save_ours(folder: Path, state: State) -> None:
     """Save as --save does."""
-    storage.save(folder, _snapshot(state), iteration=1, ctx=ParallelContext.single())
+    storage.save_snapshot(folder, _snapshot(state), iteration=1, ctx=ParallelContext.single())
 
 
 def load_ours(folder: Path, state: State) -> None:

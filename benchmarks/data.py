@@ -21,7 +21,7 @@ from benchmarks.data_sections import Setting, blending, first_batch, sample_inde
 from benchmarks.data_turns import table
 from benchmarks.machine import machine
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 
 SECTIONS = {
     "preprocess": preprocess,
@@ -113,4 +113,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -27,7 +27,7 @@ from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron import device
 from megatron.loop.report import PEAK_TFLOPS
 from megatron.model.accounting import FLOPS_CONVENTION
-from megatron.program import run
+from megatron.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 50304
@@ -320,4 +320,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -26,7 +26,7 @@ from benchmarks.machine import machine
 from benchmarks.plain_gpt import Shape
 from benchmarks.train_cpu import Contestant, check_equal_work, our_flags
 from megatron.errors import NumericsError
-from megatron.program import run
+from megatron.program import run_program
 
 RANKS = 2
 WORKER = Path(__file__).with_name("parallel_worker.py")
@@ -324,4 +324,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -34,7 +34,7 @@ from benchmarks.plain_gpt import (
 from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron.errors import NumericsError
 from megatron.model.accounting import FLOPS_CONVENTION
-from megatron.program import run
+from megatron.program import run_program
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Same weights, same tokens, other order of summation. Relative, on a mean over many tokens.
@@ -276,4 +276,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

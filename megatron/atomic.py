@@ -18,7 +18,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
-def publish(temporary: Path, final: Path) -> None:
+def publish_file(temporary: Path, final: Path) -> None:
     """Make the file `temporary`, already forced to disk, appear as `final`, replacing it."""
     os.replace(temporary, final)
     sync_directory(final.parent)

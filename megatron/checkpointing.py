@@ -20,7 +20,7 @@ from megatron.checkpoint.load.inference_config import (
     TRAINING_ONLY_FIELDS,
 )
 from megatron.checkpoint.load.opened import OpenedCheckpoint, open_on_all_ranks
-from megatron.checkpoint.load.selection import Selection, choose
+from megatron.checkpoint.load.selection import Selection, choose_states
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor, Snapshot
 from megatron.checkpoint.source import SourceOptions
@@ -195,7 +195,7 @@ def _read_part(
     cast: bool,
 ) -> None:
     """Fill the parameters that the patterns name, and log what became of each parameter."""
-    choice = choose(selection, tensors, opened.manifest.tensors, ctx=opened.ctx)
+    choice = choose_states(selection, tensors, opened.manifest.tensors, ctx=opened.ctx)
     targets = [tensor for tensor in tensors if selection.takes(tensor.name)]
     opened.read_into(targets, only=selection.takes, cast=cast)
     log.info(str(choice))

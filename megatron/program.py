@@ -29,7 +29,7 @@ def on_failure(notify: Callable[[str], None]) -> Callable[[], None]:
     return lambda: _ON_FAILURE.remove(notify)
 
 
-def run(main: Callable[[], object]) -> NoReturn:
+def run_program(main: Callable[[], object]) -> NoReturn:
     """Run a program's `main` and end the process with the exit status of its outcome."""
     try:
         launch = launch_from_environment()

@@ -15,7 +15,7 @@ if importlib.util.find_spec("megatron") is None or __package__ in (None, ""):
 
 import megatron
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from tasks import registry
 
 HERE = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ _USAGE = "usage: python -m tasks.main --task NAME [--help | the task's flags]"
 
 def program() -> None:
     """Run a task, and end with the exit status of the outcome; also an installed command."""
-    run(main)
+    run_program(main)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

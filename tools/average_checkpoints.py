@@ -20,7 +20,7 @@ from megatron.checkpoint.average import AveragedSource
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 
 
 def main() -> None:
@@ -72,4 +72,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

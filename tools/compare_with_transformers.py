@@ -38,7 +38,7 @@ from megatron.model.specs import LayerSpec, ModelBuild, VocabSize
 from megatron.model.stage import PipelineStage, run_layers
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
-from megatron.program import run
+from megatron.program import run_program
 
 ROWS, LENGTH = 2, 64
 # Of the largest logit. float32 over dozens of layers leaves 1e-5; the smallest thing that can be
@@ -272,4 +272,4 @@ def their_outputs(folder: Path, inputs: Inputs, sizes: Sizes) -> Outputs:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -21,7 +21,7 @@ from megatron import log
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from tools.compare_with_transformers import check_export
 
 # The value of the flag, and the name in safetensors files.
@@ -130,4 +130,4 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import device, log
-from megatron.atomic import publish, temporary_name
+from megatron.atomic import publish_file, temporary_name
 from megatron.checkpoint.load import storage
 from megatron.data.corpus.paths import data_file_path, index_file_path
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 
 VOCAB_SIZE = 1024
 SEQ_LENGTH = 256
@@ -157,7 +157,7 @@ def refuse_changed_text(record: Path, data: Path) -> None:
         )
     unfinished = temporary_name(record)
     unfinished.write_text(json.dumps(now, indent=1))
-    publish(unfinished, record)
+    publish_file(unfinished, record)
 
 
 def training_command(
@@ -287,4 +287,4 @@ def _farewell(places: Places, data: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -23,9 +23,9 @@ from megatron.generation.sampling import SamplingParams
 from megatron.inference import load_model_for_inference
 from megatron.mpu.collectives import broadcast_object
 from megatron.mpu.random import hash_seed
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.protocol import Tokenizer
-from tools.flags.model import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_model_flags
 
 INTERACTIVE_PROMPT = "> "
 
@@ -46,7 +46,7 @@ class Continuation:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, load the model, and print a continuation of every prompt."""
-    args, choice = read_flags(parser(), argv)
+    args, choice = read_model_flags(parser(), argv)
     prompts = _prompts(args)
     params = SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, greedy=args.greedy
@@ -192,11 +192,11 @@ def _write(path: Path, text: str) -> None:
     unfinished = atomic.temporary_name(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
-        atomic.publish(unfinished, path)
+        atomic.publish_file(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise atomic.write_error(path, error) from error
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -25,7 +25,7 @@ from megatron.checkpoint.folder import manifest, verify
 from megatron.checkpoint.folder import run_folder as folder
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.errors import CheckpointError
-from megatron.program import run
+from megatron.program import run_program
 
 
 def main() -> None:
@@ -193,4 +193,4 @@ def _tree(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> list
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

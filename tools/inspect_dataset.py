@@ -33,7 +33,7 @@ from megatron.data.corpus.metadata import (
 from megatron.data.corpus.paths import corpus_files, data_file_path, index_file_path
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, Tokenizer
 from tools.flags.tokenizer import tokenizer_spec
 
@@ -307,4 +307,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -23,7 +23,7 @@ if importlib.util.find_spec("megatron") is None:
 from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from tools.preprocessing.documents import find_inputs
 from tools.preprocessing.text_output import refuse_existing_texts, write_text_files
 
@@ -195,4 +195,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -38,7 +38,7 @@ from megatron.mpu.collectives import all_reduce
 from megatron.mpu.stage_plan import LayerRange, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checks import MODEL_CHECKS
-from megatron.program import run
+from megatron.program import run_program
 
 DIGITS = 3  # significant ones of a cost; clocks are not better than that
 BLOCKS_TIMED = 3  # transformer layers, whose passes together give the median of each
@@ -202,4 +202,4 @@ def _sizes(ranges: Sequence[LayerRange]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

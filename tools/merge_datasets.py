@@ -28,7 +28,7 @@ from megatron.data.indexed_dataset import (
     index_file_path,
 )
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from tools.preprocessing.corpus_merge import (
     METHODS,
     Merge,
@@ -246,4 +246,4 @@ def _require_one_rank(ranks: ToolRanks) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

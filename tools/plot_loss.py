@@ -9,9 +9,9 @@ from pathlib import Path
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.atomic import publish, temporary_name
+from megatron.atomic import publish_file, temporary_name
 from megatron.errors import DataError
-from megatron.program import run
+from megatron.program import run_program
 
 TRAIN = "lm-loss-training/lm loss"
 VALID = "lm-loss-validation/validation/lm loss validation"
@@ -74,7 +74,7 @@ def draw(folder: Path, picture: Path, *, title: str) -> None:
     unfinished = temporary_name(picture)
     figure.savefig(unfinished, format="png")
     pyplot.close(figure)
-    publish(unfinished, picture)
+    publish_file(unfinished, picture)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,4 +98,4 @@ def _smoothed(losses: list[float], weight: float = 0.9) -> list[float]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -31,7 +31,7 @@ from megatron.data.corpus.metadata import ItemLevel, digests_of_files
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import best_fitting_dtype
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.splitters import SPLITTERS, Splitter, choose_splitter
 from megatron.tokenizer.tokenizer import (
     Tokenizer,
@@ -51,7 +51,7 @@ from tools.preprocessing.encoding import (
     encode_in_order,
     encoder_of,
     texts_of_rows,
-    tokenizer_of,
+    worker_tokenizer,
 )
 from tools.preprocessing.resume import CorpusPart, Journal
 from tools.preprocessing.sources import FileSource, Source
@@ -85,14 +85,14 @@ class PreprocessingJob(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     """Read, tokenize, write, and print what was written; raises MegatronError."""
-    args = parser().parse_args(argv)
-    job = prepare(args)
+    args = preprocessing_parser().parse_args(argv)
+    job = prepare_job(args)
     started = time.perf_counter()
     totals = _write_in_parts(job, args.output_prefix) if args.resume else _write(job)
     print_summary(job, totals, time.perf_counter() - started)
 
 
-def prepare(args: argparse.Namespace) -> PreprocessingJob:
+def prepare_job(args: argparse.Namespace) -> PreprocessingJob:
     """Check the flags, read the tokenizer and list the input; writes nothing."""
     _check_flags(args)
     settings = EncodeSettings(
@@ -106,7 +106,8 @@ def prepare(args: argparse.Namespace) -> PreprocessingJob:
         keep_newlines=args.keep_newlines,
         skip_bad_lines=args.on_bad_line == "skip",
     )
-    tokenizer = tokenizer_of(settings.tokenizer)  # every mistake in its flags shows before any work
+    # Every mistake in the tokenizer's flags shows before any work.
+    tokenizer = worker_tokenizer(settings.tokenizer)
     if args.append_eod:
         require_eod(tokenizer, "--append-eod")
     prefixes = _output_prefixes(args)
@@ -160,7 +161,7 @@ def _write(job: PreprocessingJob) -> Totals:
 def _write_in_parts(job: PreprocessingJob, output_prefix: str) -> Totals:
     """Write part after part, from where an interrupted run with the same flags ended."""
     keys = len(job.prefixes)
-    journal = Journal(output_prefix, fingerprint(job))
+    journal = Journal(output_prefix, job_digest(job))
     totals = Totals.zero(keys)
     for part in journal.parts:
         totals.include(part.totals)
@@ -215,7 +216,7 @@ def what_decides(job: PreprocessingJob, *, times: bool = True) -> dict[str, Any]
     }
 
 
-def fingerprint(job: PreprocessingJob) -> str:
+def job_digest(job: PreprocessingJob) -> str:
     """Return a digest of `what_decides`."""
     return hashlib.sha256(json.dumps(what_decides(job)).encode()).hexdigest()
 
@@ -302,7 +303,7 @@ def print_summary(job: PreprocessingJob, totals: Totals, seconds: float) -> None
         print(f"--data-path {prefix}")
 
 
-def parser(prog: str = "preprocess_data.py") -> argparse.ArgumentParser:
+def preprocessing_parser(prog: str = "preprocess_data.py") -> argparse.ArgumentParser:
     """Return the flags of preprocessing."""
     flags = argparse.ArgumentParser(
         prog=prog, description="Tokenize text into .bin/.idx files for training."
@@ -513,4 +514,4 @@ def _output_prefixes(args: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

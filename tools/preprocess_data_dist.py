@@ -25,13 +25,13 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron import log
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from tools.preprocess_data import (
     PreprocessingJob,
     PreprocessingProgress,
-    fingerprint,
-    parser,
-    prepare,
+    job_digest,
+    prepare_job,
+    preprocessing_parser,
     print_summary,
     require_documents,
     what_decides,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ToolRanks.join() as ranks:
         job = _prepared(ranks, args)
         _require_agreement(ranks, job)
-        journal = PieceJournal(args.output_prefix, fingerprint(job), len(job.prefixes))
+        journal = PieceJournal(args.output_prefix, job_digest(job), len(job.prefixes))
         pieces = job.source.split(_begin(ranks, job, journal, args))
         _write_pieces(ranks, job, journal, pieces)
         ranks.gather("written", True)
@@ -74,7 +74,7 @@ def _prepared(ranks: ToolRanks, args: argparse.Namespace) -> PreprocessingJob:
     """Return the checked job, after the first rank has filled the cache of a dataset."""
     if args.hf_dataset and not ranks.is_first:
         ranks.from_first("opened", None)
-    job = prepare(args)
+    job = prepare_job(args)
     if args.hf_dataset and ranks.is_first:
         ranks.from_first("opened", True)
     return job
@@ -192,7 +192,7 @@ def _put_together(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    flags = parser("preprocess_data_dist.py")
+    flags = preprocessing_parser("preprocess_data_dist.py")
     flags.add_argument_group("ranks").add_argument(
         "--merge",
         choices=METHODS,
@@ -204,4 +204,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -29,7 +29,7 @@ from megatron.data.samples.chat_template import (
 )
 from megatron.data.samples.sft_dataset import PARTS, SFTCorpusBuilder, part_prefix
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.tokenizer import Tokenizer
 from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
 from tools.preprocessing.documents import (
@@ -225,4 +225,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

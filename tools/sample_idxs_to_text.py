@@ -38,7 +38,7 @@ from megatron.engine.base import DatasetRequest
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of
 from megatron.lengths import batch_schedule, duration, num_samples
-from megatron.program import run
+from megatron.program import run_program
 from pretrain_gpt import gpt_task
 from tools.preprocessing.text_output import refuse_existing_texts, write_text_files
 
@@ -228,4 +228,4 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

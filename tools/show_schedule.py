@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.atomic import publish, temporary_name, write_error
+from megatron.atomic import publish_file, temporary_name, write_error
 from megatron.errors import ConfigError
 from megatron.pipeline.action import ActionKind
 from megatron.pipeline.schedule import ScheduleName, build_schedule, pipeline_problems
 from megatron.pipeline.simulate import Durations, Simulation, StageTrace, Work, simulate
 from megatron.pipeline.theory import bubble_share, peak_activations
-from megatron.program import run
+from megatron.program import run_program
 
 LETTERS = {
     ActionKind.FORWARD: "F",
@@ -154,7 +154,7 @@ def draw(layout: SchedulePlot, result: Simulation, picture: Path) -> None:
     unfinished = temporary_name(picture)
     try:
         figure.savefig(unfinished, format="png")
-        publish(unfinished, picture)
+        publish_file(unfinished, picture)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise write_error(picture, error) from error
@@ -374,4 +374,4 @@ def _legend(layout: SchedulePlot) -> list[Any]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tqdm import tqdm
 
 from megatron.errors import ConfigError, DataError
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.bert_wordpiece import SPECIAL_TOKENS
 from megatron.tokenizer.protocol import END_OF_TEXT
 from tools.preprocessing.documents import TEXT_RULES, DocumentFile, TextRule, find_inputs, texts
@@ -204,4 +204,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

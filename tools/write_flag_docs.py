@@ -17,7 +17,7 @@ from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
 from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
-from megatron.program import run
+from megatron.program import run_program
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 HEAD = """\
@@ -151,4 +151,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

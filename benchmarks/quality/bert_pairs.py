@@ -28,7 +28,7 @@ from benchmarks.quality.material import (
     write_sst2,
 )
 from benchmarks.quality.steps import Steps, module, on_ranks
-from megatron.program import run
+from megatron.program import run_program
 
 PRETRAINED, INITIAL, WORDS = "pretrained", "initial values", "bag of words"
 _NOTHING = 1e-30  # a learning rate that changes no weight
@@ -255,4 +255,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

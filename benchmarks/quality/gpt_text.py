@@ -33,7 +33,7 @@ from benchmarks.quality.plain_scores import (
 from benchmarks.quality.steps import Steps, module, on_ranks
 from megatron import log
 from megatron.errors import NumericsError
-from megatron.program import run
+from megatron.program import run_program
 from tasks.text_files import read_text
 from tasks.zeroshot.detokenize import wikitext
 from tasks.zeroshot.lambada import read_passages
@@ -282,4 +282,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

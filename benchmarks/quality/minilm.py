@@ -28,7 +28,7 @@ from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.errors import CheckpointError, ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerSpec
 from tools.compare_with_transformers import Inputs, our_outputs, their_outputs
 
@@ -172,4 +172,4 @@ def _refuse(differs: bool, found: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Box, flat_boxes, from_slices, overlap, whole
-from megatron.checkpoint.files.safetensors_io import code_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject
 from megatron.mpu import partition as partitions
@@ -98,7 +98,7 @@ class ShardedTensor:
     @property
     def dtype_code(self) -> str:
         """The safetensors name of the element type."""
-        return code_of(self.dtype)
+        return dtype_code_of(self.dtype)
 
     def zero_padding(self) -> None:
         """Write zeros into the padding rows."""

@@ -17,7 +17,7 @@ import xxhash
 from megatron import log
 from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.orders.index_cache import IndexCache, fingerprint
+from megatron.data.orders.index_cache import IndexCache, description_digest
 from megatron.data.orders.sample_maps import build_sample_idx
 from megatron.errors import DataError
 
@@ -124,7 +124,7 @@ class GPTDataset:
             "num_epochs": self.plan.num_epochs,
             "shuffled_apart_from": self.plan.shuffled_apart_from,
         }
-        self._fingerprint = fingerprint(description)
+        self._fingerprint = description_digest(description)
         build = partial(
             build_gpt_indices,
             indexed.sizes,

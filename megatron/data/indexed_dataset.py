@@ -29,7 +29,7 @@ from megatron.data.corpus.checksums import (
     check_index,
     read_checksums,
 )
-from megatron.data.corpus.index_file import Stamp, changed, code_of, damaged
+from megatron.data.corpus.index_file import Stamp, changed, damaged, index_code_of
 from megatron.data.corpus.legacy_index import read_any_index
 from megatron.data.corpus.metadata import (
     CorpusMetadata,
@@ -332,7 +332,7 @@ class MMapIndexedDatasetBuilder:
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype: np.dtype[np.integer] = np.dtype(dtype).newbyteorder("<")  # type: ignore[assignment]  # code_of
-        code_of(self.dtype)  # refuses a type without a code before anything is written
+        index_code_of(self.dtype)  # refuses a type without a code before anything is written
         self._metadata = metadata
         self._sizes = array("i")
         self._doc_idx = array("q", [0])

@@ -31,8 +31,8 @@ from megatron.pipeline.schedule import ScheduleName, build_batches, build_evalua
 from megatron.pipeline.signature import (
     HEADER_NUMBERS,
     Signature,
-    decode,
-    encode,
+    decode_signature,
+    encode_signature,
     format_signature,
     signature_of,
 )
@@ -239,7 +239,8 @@ class Executor:
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
             if message is not None and action.kind is ActionKind.RECV_FORWARD:
-                self._incoming[self._edge(action, step)] = decode(message.tensors[0].tolist())
+                numbers = message.tensors[0].tolist()
+                self._incoming[self._edge(action, step)] = decode_signature(numbers)
         messages = [self._message(action, step) for action in actions]
         self._exchanger.exchange(messages)
         for action, message in zip(actions, messages):
@@ -251,7 +252,7 @@ class Executor:
         edge = self._edge(action, step)
         if action.kind is ActionKind.SEND_FORWARD and edge not in self._announced:
             self._announced.add(edge)
-            numbers = torch.tensor(encode(self._outgoing[edge]), device=device.current())
+            numbers = torch.tensor(encode_signature(self._outgoing[edge]), device=device.current())
         elif action.kind is ActionKind.RECV_FORWARD and edge not in self._incoming:
             numbers = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=device.current())
         else:

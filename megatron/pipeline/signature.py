@@ -58,7 +58,7 @@ def format_signature(signature: Signature) -> str:
     return ", ".join(map(str, signature)) or "nothing"
 
 
-def encode(signature: Signature) -> list[int]:
+def encode_signature(signature: Signature) -> list[int]:
     """Return `HEADER_NUMBERS` numbers that encode the signature of a message.
 
     Raises:
@@ -74,8 +74,8 @@ def encode(signature: Signature) -> list[int]:
     return numbers + [0] * (HEADER_NUMBERS - len(numbers))
 
 
-def decode(numbers: Sequence[int]) -> Signature:
-    """Return the signature that `encode` turned into these numbers."""
+def decode_signature(numbers: Sequence[int]) -> Signature:
+    """Return the signature that `encode_signature` turned into these numbers."""
     found, at = [], 1
     for _ in range(numbers[0]):
         dtype, needs_grad, dims = numbers[at : at + 3]

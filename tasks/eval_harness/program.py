@@ -22,7 +22,7 @@ from tasks.eval_harness.interface import check_interface, check_version
 from tasks.loading import load_scorer
 from tasks.results import check_output, write_result
 from tasks.zeroshot.program import add_row_flags
-from tools.flags.model import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_model_flags
 
 # Flags of bigscience's evaluation scripts, whose effects are the default here.
 _NO_EFFECT = {
@@ -35,7 +35,7 @@ _WITH_VALUE = ("--micro_bs_multiplier",)
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read the flags, check the harness, evaluate, and print the results on rank 0."""
-    flags, choice = read_flags(_parser(name), argv)
+    flags, choice = read_model_flags(_parser(name), argv)
     check_output(flags.output)
     check_version(lm_eval.__version__)
     check_interface(TemplateLM)

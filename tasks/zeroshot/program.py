@@ -24,7 +24,7 @@ from tasks.zeroshot.pairs import (
     read_questions,
 )
 from tasks.zeroshot.perplexity import USUAL_STEP, evaluate_perplexity, read_texts
-from tools.flags.model import add_model_flags, read_flags
+from tools.flags.model import add_model_flags, read_model_flags
 
 
 class Result(Protocol):
@@ -50,7 +50,7 @@ class _Task(NamedTuple):
 
 def main(name: str, argv: Sequence[str]) -> None:
     """Read the flags, evaluate, and print the result on rank 0."""
-    own, choice = read_flags(parser(name), argv)
+    own, choice = read_model_flags(parser(name), argv)
     check_output(own.output)
     # Files are read before the model: what is wrong with them is known within a second.
     evaluate = _TASKS[name].prepare(own)

@@ -10,6 +10,7 @@ from tests.architecture.source_tree import MEGATRON, ROOT, Source, sources, writ
 SHARED_NAMES: frozenset[str] = (
     frozenset()
 )  # classes that may share a name, with a reason beside each
+PROGRAMS = ("tools", "tasks")
 
 
 def shared_class_names(code: Sequence[Source]) -> list[str]:
@@ -26,12 +27,49 @@ def shared_class_names(code: Sequence[Source]) -> list[str]:
     ]
 
 
+def bare_imports_of_shared_functions(code: Sequence[Source]) -> list[str]:
+    """Return the imports of a function without its module whose name several modules define."""
+    homes: defaultdict[str, set[str]] = defaultdict(set)
+    for source in code:
+        for node in source.tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                homes[node.name].add(source.module)
+    return [
+        f"{source.name}:{node.lineno}: {alias.name} of {node.module}, which also stands in "
+        + ", ".join(sorted(homes[alias.name] - {node.module}))
+        for source in code
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if len(homes[alias.name]) > 1 and node.module in homes[alias.name]
+    ]
+
+
+def library_and_programs() -> list[Source]:
+    """Return every module whose names a message or a page may mention."""
+    return [*sources(MEGATRON), *(one for name in PROGRAMS for one in sources(ROOT / name))]
+
+
 def test_no_two_public_classes_share_a_name() -> None:
-    code = [*sources(MEGATRON), *sources(ROOT / "tools"), *sources(ROOT / "tasks")]
-    assert shared_class_names(code) == []
+    assert shared_class_names(library_and_programs()) == []
+
+
+def test_functions_that_share_a_name_are_called_with_their_module() -> None:
+    assert bare_imports_of_shared_functions(library_and_programs()) == []
 
 
 def test_a_name_of_two_classes_is_found(tmp_path: Path) -> None:
     tree = {"a.py": "class Part:\n    pass\n", "b.py": "class Part: ...\nclass _Own: ...\n"}
     library = sources(write_tree(tmp_path / "megatron", tree | {"c.py": "class _Own: ...\n"}))
     assert shared_class_names(library) == ["Part: megatron/a.py, megatron/b.py"]
+
+
+def test_a_bare_import_of_a_name_of_two_functions_is_found(tmp_path: Path) -> None:
+    tree = {
+        "a.py": "def load(): ...\ndef only(): ...\n",
+        "b.py": "def load(): ...\n",
+        "c.py": "from megatron import a\nfrom megatron.a import load, only\n",
+    }
+    library = sources(write_tree(tmp_path / "megatron", tree))
+    (found,) = bare_imports_of_shared_functions(library)
+    assert found == "megatron/c.py:2: load of megatron.a, which also stands in megatron.b"

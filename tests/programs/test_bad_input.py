@@ -467,12 +467,12 @@ def test_initialising_twice_is_refused(prefix: str, tmp_path: Path) -> None:
     program.write_text(
         "from megatron.arguments import parse_args\n"
         "from megatron.initialize import initialize_megatron\n"
-        "from megatron.program import run\n\n"
+        "from megatron.program import run_program\n\n"
         "def main():\n"
         "    config = parse_args()\n"
         "    initialize_megatron(config)\n"
         "    initialize_megatron(config)\n\n"
-        "run(main)\n"
+        "run_program(main)\n"
     )
     ended = run_program(
         [sys.executable, str(program), *small_run(prefix)],

@@ -23,7 +23,7 @@ import sys
 sys.path.insert(0, {root!r})
 
 from megatron.errors import DataError
-from megatron.program import run
+from megatron.program import run_program
 
 
 def main():
@@ -44,7 +44,7 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)
 """
 ENDS_WITHIN_S = 60.0
 

@@ -14,7 +14,7 @@ def test_publishing_replaces_the_old_file_and_removes_the_temporary_name(tmp_pat
     final.write_text("old")
     temporary = atomic.temporary_name(final)
     temporary.write_text("new")
-    atomic.publish(temporary, final)
+    atomic.publish_file(temporary, final)
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
     assert final.read_text() == "new"
 
@@ -37,11 +37,11 @@ def test_a_folder_that_cannot_be_synced_is_an_error_only_if_the_disk_fails(
 
     monkeypatch.setattr(os, "fsync", fail)
     if number == errno.EINVAL:
-        atomic.publish(temporary, tmp_path / "x")
+        atomic.publish_file(temporary, tmp_path / "x")
         assert (tmp_path / "x").exists()
     else:
         with pytest.raises(OSError, match="Input/output"):
-            atomic.publish(temporary, tmp_path / "x")
+            atomic.publish_file(temporary, tmp_path / "x")
 
 
 def test_the_error_for_a_refused_write_names_file_reason_and_remedy(tmp_path):

@@ -15,7 +15,7 @@ from megatron.errors import ConfigError, DataError, Finding, MachineError, Prefl
 def main():
 {body}
 
-program.run(main)
+program.run_program(main)
 """
 
 

@@ -48,7 +48,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
 
 
-def read_flags(
+def read_model_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelChoice]:
     """Return the program's own flags, and its choice of a model.

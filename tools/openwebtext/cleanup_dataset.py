@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron import log
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from tools.flags.tokenizer import add_tokenizer_flags, tokenizer_spec
 from tools.openwebtext.cleaning import LENGTH_UNITS, REASONS, CleaningSteps, clean_chunk
 from tools.openwebtext.json_lines import (
@@ -191,4 +191,4 @@ def _check(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

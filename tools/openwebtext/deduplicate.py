@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megatron import atomic
 from megatron.errors import ConfigError
-from megatron.program import run
+from megatron.program import run_program
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -265,4 +265,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.program import run
+from megatron.program import run_program
 from tools.openwebtext.json_lines import (
     add_file_flags,
     check_outputs,
@@ -53,4 +53,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -154,7 +154,7 @@ def encode_chunk(settings: EncodeSettings, chunk: Chunk) -> EncodedChunk:
 
     A row that cannot be used raises DataError, or is left out and counted with skip_bad_lines.
     """
-    tokenizer = tokenizer_of(settings.tokenizer)
+    tokenizer = worker_tokenizer(settings.tokenizer)
     encode = encoder_of(settings.tokenizer, settings.encoder)
     rows, bad = _texts(settings, chunk)
     documents = [
@@ -179,7 +179,7 @@ def texts_of_rows(settings: EncodeSettings, chunk: Chunk) -> list[str]:
 
 
 @functools.cache
-def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
+def worker_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """Return the tokenizer of `spec`, made once per process: reading takes near a second."""
     return spec.build()
 
@@ -187,7 +187,7 @@ def tokenizer_of(spec: TokenizerSpec) -> Tokenizer:
 @functools.cache
 def encoder_of(spec: TokenizerSpec, name: str) -> Encode:
     """Return the encoder `name` of `spec`, made once per process: this takes as long."""
-    return build_encoder(name, tokenizer_of(spec))
+    return build_encoder(name, worker_tokenizer(spec))
 
 
 def _prepare_worker() -> None:

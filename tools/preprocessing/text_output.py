@@ -33,7 +33,7 @@ def write_text_files(contents: Mapping[Path, str]) -> None:
             except OSError as error:
                 raise atomic.write_error(path, error) from error
         for path in contents:
-            atomic.publish(temporary[path], path)
+            atomic.publish_file(temporary[path], path)
     finally:
         for leftover in temporary.values():
             leftover.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class AtomicTextFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if kind is None:
-                atomic.publish(self._temporary, self._path)
+                atomic.publish_file(self._temporary, self._path)
         except OSError as error:
             raise atomic.write_error(self._path, error) from error
         finally:

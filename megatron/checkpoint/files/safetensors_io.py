@@ -46,7 +46,7 @@ class Written(NamedTuple):
     tensors_xxh3: tuple[str, ...]
 
 
-def code_of(dtype: torch.dtype) -> str:
+def dtype_code_of(dtype: torch.dtype) -> str:
     """Return the safetensors name of a torch dtype; CheckpointError when the format has none."""
     if dtype not in _CODES:
         raise CheckpointError(
@@ -73,7 +73,7 @@ def write(
     Raises:
         OSError: the file exists, or the disk refused; the part written is left behind.
     """
-    described = [(name, code_of(tensor.dtype), tensor.shape) for name, tensor in tensors]
+    described = [(name, dtype_code_of(tensor.dtype), tensor.shape) for name, tensor in tensors]
     return write_stream(path, described, [tensor for _, tensor in tensors], metadata=metadata)
 
 
@@ -95,10 +95,10 @@ def write_stream(
         digests, buffer = [], _BlockBuffer()
         file.write(headers.encode(described, metadata or {}))
         for (name, code, shape), tensor in zip(described, tensors, strict=True):
-            if code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
+            if dtype_code_of(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
                     "a tensor differs from what its checkpoint's manifest describes",
-                    found=f"{name}: {code_of(tensor.dtype)} {list(tensor.shape)}, expected "
+                    found=f"{name}: {dtype_code_of(tensor.dtype)} {list(tensor.shape)}, expected "
                     f"{code} {list(shape)}",
                     fix="the checkpoint that it is read from is damaged: copy it again",
                 )

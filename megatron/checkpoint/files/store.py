@@ -324,7 +324,7 @@ def create(path: Place, fill: Callable[["NewFile"], T], *, again: bool = True) -
     return path.attempt(upload, tries=_TRIES if again else 1)
 
 
-def write_file(path: Place, data: bytes) -> None:
+def write_object(path: Place, data: bytes) -> None:
     """Write a file with `data` in it; an existing object is replaced atomically."""
     create(path, lambda file: file.write(data))
 

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator
 
 from megatron import log
-from megatron.checkpoint.files.store import RemotePath, write_file
+from megatron.checkpoint.files.store import RemotePath, write_object
 from megatron.checkpoint.folder import manifest
 from megatron.checkpoint.folder.manifest import Manifest
 from megatron.errors import CheckpointError
@@ -48,7 +48,7 @@ def make_stage(folder: RemotePath, name: str) -> RemotePath:
 
 def commit(stage: RemotePath, tracker: RemotePath, iteration: int) -> RemotePath:
     """Set the tracker to a checkpoint with a manifest, and remove the parts of its predecessor."""
-    write_file(tracker, f"{iteration}\n".encode())
+    write_object(tracker, f"{iteration}\n".encode())
     directory = RemotePath(stage.scheme, stage.key, stage.fs)
     try:
         for part in _unnamed(directory, _content(directory)):
@@ -85,13 +85,13 @@ def probe(folder: RemotePath) -> None:
         OSError: one of these does not work.
     """
     object_ = folder / f".probe-{secrets.token_hex(8)}"
-    write_file(object_, b"probe")
+    write_object(object_, b"probe")
     try:
         if object_.read_bytes() != b"probe":
             raise OSError(5, "an object is not what was just written to it", str(object_))
         if object_.name not in [found.name for found in folder.iterdir()]:
             raise OSError(5, "an object that was just written is not listed", str(object_))
-        write_file(object_, b"probe again")  # as every save replaces the tracker
+        write_object(object_, b"probe again")  # as every save replaces the tracker
         if object_.read_bytes() != b"probe again":
             raise OSError(5, "an object that was just replaced is read as it was", str(object_))
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint.agreement import run_on_all_ranks
-from megatron.checkpoint.files.store import place, write_file
+from megatron.checkpoint.files.store import place, write_object
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import all_gather_object
 from megatron.mpu.context import ParallelContext
@@ -38,7 +38,7 @@ def refuse_separate_disks(
         if ctx.rank == 0:
             if isinstance(where, Path):
                 where.mkdir(parents=True, exist_ok=True)
-            write_file(where / name, b"seen")
+            write_object(where / name, b"seen")
 
     def is_visible() -> bool:
         until = time.monotonic() + patience_s

@@ -57,7 +57,7 @@ class Choice(NamedTuple):
         return "\n  ".join(lines)
 
 
-def choose(
+def choose_states(
     selection: Selection,
     tensors: Sequence[ShardedTensor],
     saved: Iterable[str],

@@ -1,8 +1,8 @@
 """Opens and reads checkpoints of our own format by all ranks together.
 
 The ranks agree on the checkpoint, check lengths and digests, agree on the result, and only then
-read tensors, from whatever layout they were saved at. `save` is re-exported here; its steps are in
-`saving`. The program decides what to save or load, and when.
+read tensors, from whatever layout they were saved at. `save_snapshot` is re-exported here; its
+steps are in `saving`. The program decides what to save or load, and when.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from megatron.checkpoint.folder.run_folder import (
 )
 from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.sharded import ReadPlan
-from megatron.checkpoint.save.saving import Saved, run_on_rank0, save
+from megatron.checkpoint.save.saving import Saved, run_on_rank0, save_snapshot
 from megatron.checkpoint.sharded import GeneratorStates, ShardedTensor
 from megatron.config.checkpoint import Verification
 from megatron.errors import CheckpointError
@@ -43,7 +43,7 @@ __all__ = [
     "open_checkpoint",
     "open_or_previous",
     "probe_writable",
-    "save",
+    "save_snapshot",
 ]
 
 

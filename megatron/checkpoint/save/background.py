@@ -29,7 +29,7 @@ from megatron.checkpoint.save.host_copy import HostMemory, copied_bytes, memory_
 from megatron.checkpoint.save.saving import (
     Saved,
     StagedSave,
-    prepare,
+    prepare_save,
     run_on_rank0,
     share_of,
     writing,
@@ -207,7 +207,7 @@ class BackgroundSaves:
                     f"{iteration} was due: training stood still for {seconds:.1f} s"
                 )
         ctx = self._ctx
-        stage = prepare(
+        stage = prepare_save(
             folder,
             snapshot,
             iteration=iteration,

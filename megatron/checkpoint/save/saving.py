@@ -110,7 +110,7 @@ class StagedSave:
             raise verify.damage_error(self.directory, damages)
         text = manifest.encode(content)
         manifest.decode(text, self.directory / manifest.NAME)
-        store.write_file(self.directory / manifest.NAME, text)
+        store.write_object(self.directory / manifest.NAME, text)
         return content
 
     def commit(self) -> Place:
@@ -132,7 +132,7 @@ class StagedSave:
 
     def retire(self) -> tuple[int, ...]:
         """Delete older checkpoints; see the function of this name."""
-        return retire(self.folder, self.retention, newest=self.iteration)
+        return retire_older(self.folder, self.retention, newest=self.iteration)
 
     def discard(self) -> None:
         """Remove what was written; no rank may still be writing."""
@@ -189,7 +189,7 @@ def _place(piece: manifest.SavedPiece) -> tuple[int, ...]:
     return piece.box.offset
 
 
-def save(
+def save_snapshot(
     folder: str | Place,
     snapshot: Snapshot,
     *,
@@ -206,7 +206,7 @@ def save(
         CheckpointError: the same on every rank. The former checkpoint is as it was, and no part
             of this one is left, unless the message says that only the tracker is missing.
     """
-    stage = prepare(
+    stage = prepare_save(
         folder,
         snapshot,
         iteration=iteration,
@@ -245,7 +245,7 @@ def writing(iteration: int) -> str:
     return f"writing the checkpoint of iteration {iteration}"
 
 
-def retire(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ...]:
+def retire_older(folder: Place, retention: Retention, *, newest: int) -> tuple[int, ...]:
     """Delete what the checkpoint of `newest` makes redundant.
 
     That one is already safe, so failures to delete others are only logged.
@@ -265,7 +265,7 @@ def run_on_rank0(ctx: ParallelContext, doing: str, step: Callable[[], T]) -> T:
     return results[0][0]
 
 
-def prepare(
+def prepare_save(
     folder: str | Place,
     snapshot: Snapshot,
     *,

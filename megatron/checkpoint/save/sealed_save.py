@@ -16,7 +16,7 @@ from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import SEAL, FileRecord, GridLayout, Manifest
 from megatron.checkpoint.folder.retention import Retention
 from megatron.checkpoint.formats.native.sharded import WrittenPart, write_generators
-from megatron.checkpoint.save.saving import Saved, manifest_of, retire, run_on_rank0, writing
+from megatron.checkpoint.save.saving import Saved, manifest_of, retire_older, run_on_rank0, writing
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import MegatronError
 from megatron.mpu.context import ParallelContext
@@ -68,7 +68,7 @@ class SealedSave:
         retired = run_on_rank0(
             ctx,
             "removing older checkpoints",
-            lambda: retire(directory.parent, self.retention, newest=self.iteration),
+            lambda: retire_older(directory.parent, self.retention, newest=self.iteration),
         )
         seconds = time.monotonic() - self.started
         return Saved(self.iteration, directory, content.bytes, seconds, seconds, retired)

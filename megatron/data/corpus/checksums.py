@@ -215,7 +215,7 @@ def adopt(prefix: str) -> CorpusChecksums:
     temporary = atomic.temporary_name(path)
     try:
         write_checksums(temporary, checksums)
-        atomic.publish(temporary, path)
+        atomic.publish_file(temporary, path)
     except OSError as error:
         raise atomic.write_error(path, error) from error
     finally:

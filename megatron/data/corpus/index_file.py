@@ -102,7 +102,7 @@ def write_index(
     doc_idx: npt.NDArray[np.int64],
 ) -> None:
     """Write a whole index: the byte offsets follow from `sizes` and the width of `dtype`."""
-    file.write(HEADER.pack(MAGIC, VERSION, code_of(dtype), len(sizes), len(doc_idx)))
+    file.write(HEADER.pack(MAGIC, VERSION, index_code_of(dtype), len(sizes), len(doc_idx)))
     file.write(sizes.astype("<i4", copy=False).data.cast("B"))
     file.write(item_starts(sizes, dtype).astype("<i8", copy=False).data.cast("B"))
     file.write(doc_idx.astype("<i8", copy=False).data.cast("B"))
@@ -118,7 +118,7 @@ def item_starts(
     return starts
 
 
-def code_of(dtype: "np.dtype[np.integer]") -> int:
+def index_code_of(dtype: "np.dtype[np.integer]") -> int:
     """Return the number that stands for `dtype` in the header."""
     for code, known in DTYPE_OF_CODE.items():
         if known == dtype:

@@ -72,7 +72,7 @@ def write_metadata(prefix: str, metadata: CorpusMetadata) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        atomic.publish(temporary, path)
+        atomic.publish_file(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise atomic.write_error(path, error) from error

@@ -60,11 +60,11 @@ def publish_corpus(
             if path != data_path:
                 path.unlink(missing_ok=True)
         unfinished = corpus_files(prefix)
-        atomic.publish(temporary, data_path)
-        atomic.publish(new_checksums, checksum_path)
+        atomic.publish_file(temporary, data_path)
+        atomic.publish_file(new_checksums, checksum_path)
         if metadata is not None:
             write_metadata(prefix, _with_counts(metadata, layout, found.pair_id))
-        atomic.publish(new_index, index_path)
+        atomic.publish_file(new_index, index_path)
         unfinished = ()
     except OSError as error:
         raise atomic.write_error(data_path, error) from error

@@ -37,7 +37,7 @@ _LARGE_BYTES = 64 * 2**20  # an index from this size on is logged
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
-def fingerprint(description: Description) -> str:
+def description_digest(description: Description) -> str:
     """Return 32 hex digits of the xxh3-128 of `description` as canonical JSON."""
     return xxhash.xxh3_128_hexdigest(json.dumps(dict(description), sort_keys=True).encode())
 
@@ -96,7 +96,7 @@ class IndexCache:
         self, name: str, description: Description, *, build: Callable[[], Arrays]
     ) -> CachedIndex:
         """Return the arrays of `build` for `description`, from the cache if it has them."""
-        stem = f"{name}-{fingerprint(description)}"
+        stem = f"{name}-{description_digest(description)}"
         if self.is_builder:
             try:
                 return self._load(stem, description) or self._build(stem, description, build)
@@ -248,7 +248,7 @@ def _write_entry(
             text.flush()
             os.fsync(text.fileno())
         for path, temporary in written.items():
-            atomic.publish(temporary, path)
+            atomic.publish_file(temporary, path)
     finally:
         for temporary in written.values():
             temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.blendable_dataset import Sample, SampleDataset
-from megatron.data.orders.index_cache import fingerprint
+from megatron.data.orders.index_cache import description_digest
 from megatron.data.orders.sample_random import random_of_sample
 from megatron.errors import ConfigError
 
@@ -135,7 +135,7 @@ class FIMDataset:
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change with the dataset below and every parameter."""
-        return fingerprint(
+        return description_digest(
             {
                 "order": f"fim-{_VERSION}",
                 "of": self.dataset.fingerprint(),

@@ -18,7 +18,7 @@ from megatron.data.blendable_dataset import Sample
 from megatron.data.data_utils import DocumentSlice
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.orders.index_cache import IndexCache, fingerprint
+from megatron.data.orders.index_cache import IndexCache, description_digest
 from megatron.data.orders.sample_random import random_of_sample
 from megatron.errors import ConfigError, DataError
 
@@ -177,7 +177,7 @@ class MLMDataset:
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change with the windows and every parameter."""
-        return fingerprint(
+        return description_digest(
             {
                 "order": f"mlm-{_VERSION}",
                 "windows": self.windows.fingerprint(),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.data.blendable_dataset import Sample
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.orders.index_cache import fingerprint
+from megatron.data.orders.index_cache import description_digest
 from megatron.data.samples.packing import PackedDocument
 from megatron.errors import DataError
 
@@ -63,7 +63,7 @@ class MTFDataset:
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change when the sizes of either corpus do."""
-        return fingerprint(
+        return description_digest(
             {"inputs": self.inputs.fingerprint(), "targets": self.targets.fingerprint()}
         )
 

@@ -17,7 +17,7 @@ from megatron import log
 from megatron.config.data import OnTooLong
 from megatron.data.blendable_dataset import Sample
 from megatron.data.data_utils import DocumentSlice
-from megatron.data.orders.index_cache import IndexCache, fingerprint
+from megatron.data.orders.index_cache import IndexCache, description_digest
 from megatron.errors import DataError
 
 _ORDER_VERSION = 1  # of the recipe below; part of every cache key
@@ -95,7 +95,7 @@ class PackedDataset:
             "num_samples": num_samples,
             "on_too_long": str(policy),
         }
-        self._fingerprint = fingerprint(description)
+        self._fingerprint = description_digest(description)
         self._documents_per_epoch = len(chosen)
         build = partial(
             build_packed_indices,

@@ -19,7 +19,7 @@ from megatron import log
 from megatron.data.corpus.metadata import ItemLevel
 from megatron.data.data_utils import DocumentSlice
 from megatron.data.indexed_dataset import MMapIndexedDataset
-from megatron.data.orders.index_cache import Arrays, IndexCache, fingerprint
+from megatron.data.orders.index_cache import Arrays, IndexCache, description_digest
 from megatron.data.orders.sentence_maps import (
     Int64s,
     SentenceRule,
@@ -89,7 +89,7 @@ class SentenceSamples:
 
     def fingerprint(self, **recipe: str | int | float) -> str:
         """Return 32 hex digits of the map and of a dataset's description of its items."""
-        return fingerprint({**self._description, **recipe})
+        return description_digest({**self._description, **recipe})
 
     def refuse_length(self, index: SupportsIndex, found: int, most: int) -> DataError:
         """Return the error for sample `index`, which does not fit its row."""

@@ -17,7 +17,7 @@ from megatron.config.data import OnTooLong
 from megatron.data.corpus.metadata import CorpusMetadata
 from megatron.data.corpus.paths import corpus_files
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from megatron.data.orders.index_cache import fingerprint
+from megatron.data.orders.index_cache import description_digest
 from megatron.data.samples.chat_template import EncodedDialogue
 from megatron.data.samples.packing import PackedDataset, PackedDocument
 from megatron.errors import DataError
@@ -73,7 +73,7 @@ class SFTCorpus:
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that change when the sizes of the dialogues do."""
-        return fingerprint({part: getattr(self, part).fingerprint() for part in PARTS})
+        return description_digest({part: getattr(self, part).fingerprint() for part in PARTS})
 
     def check_unchanged(self) -> None:
         """Raise DataError if either corpus was touched since it was opened."""

@@ -23,7 +23,7 @@ RANKS = 2
 def save(folder, ctx, iteration, *, beside):
     snapshot = snapshot_at(1, RANKS, ctx.rank, seed=iteration, iteration=iteration)
     if not beside:
-        storage.save(folder, snapshot, iteration=iteration, ctx=ctx)
+        storage.save_snapshot(folder, snapshot, iteration=iteration, ctx=ctx)
         return
     with BackgroundSaves(ctx) as saves:
         saves.start(folder, snapshot, iteration=iteration)
@@ -86,7 +86,7 @@ def test_a_disk_that_fails_only_when_it_is_synced_is_found(tmp_path, beside):
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 def test_a_folder_that_nobody_may_write_to_is_refused_before_a_byte(tmp_path, beside):
     folder = tmp_path / "run"
-    storage.save(
+    storage.save_snapshot(
         folder,
         snapshot_at(1, 1, 0, seed=100, iteration=100),
         iteration=100,

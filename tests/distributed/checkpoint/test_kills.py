@@ -37,7 +37,9 @@ def save_all(folder, beside, iterations, moment, victim, sign):
                     saves.start(folder, snapshot, iteration=iteration, retention=Retention(2))
                     saves.wait()
             else:
-                storage.save(folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(2))
+                storage.save_snapshot(
+                    folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(2)
+                )
 
 
 def found_in(folder, ctx):
@@ -69,7 +71,7 @@ def test_after_a_kill_at_any_moment_the_last_committed_checkpoint_is_loaded(
         assert found_in(folder, alone) == expected, moment
         # Another number of ranks goes on, and tidies up.
         snapshot = snapshot_at(1, 1, 0, seed=SEEDS[300], iteration=300)
-        storage.save(folder, snapshot, iteration=300, ctx=alone, retention=Retention(2))
+        storage.save_snapshot(folder, snapshot, iteration=300, ctx=alone, retention=Retention(2))
         assert found_in(folder, alone) == 300, moment
         assert [name for name in os.listdir(folder) if name.startswith(".")] == [], moment
         assert len(folders.iterations(folder)) == 2, moment

@@ -131,9 +131,9 @@ def save_to_what_goes_away(environment: dict[str, str]) -> str:
 
     store._Upload.finish = finish
     folder = "s3://checkpoints/gone"
-    storage.save(folder, snapshot_at(1, RANKS, ctx.rank), iteration=1, ctx=ctx)
+    storage.save_snapshot(folder, snapshot_at(1, RANKS, ctx.rank), iteration=1, ctx=ctx)
     try:
-        storage.save(folder, snapshot_at(1, RANKS, ctx.rank), iteration=2, ctx=ctx)
+        storage.save_snapshot(folder, snapshot_at(1, RANKS, ctx.rank), iteration=2, ctx=ctx)
     except CheckpointError as error:
         assert storage.open_checkpoint(folder, ctx=ctx).manifest.iteration == 1
         return str(error)

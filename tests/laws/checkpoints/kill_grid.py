@@ -261,7 +261,9 @@ class Ours:
         try:
             found = loaded(folder, alone)
             snapshot = snapshot_at(1, 1, 0, seed=AFTER, iteration=AFTER)
-            storage.save(folder, snapshot, iteration=AFTER, ctx=alone, retention=Retention(2))
+            storage.save_snapshot(
+                folder, snapshot, iteration=AFTER, ctx=alone, retention=Retention(2)
+            )
             if loaded(folder, alone) != AFTER:
                 return "the next save is not the latest"
         except (CheckpointError, AssertionError) as error:
@@ -287,7 +289,9 @@ def save_and_die(folder: Path, beside: bool, victim: int, when: When) -> None:
                     saves.start(folder, snapshot, iteration=iteration, retention=Retention(1))
                     saves.wait()
             else:
-                storage.save(folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(1))
+                storage.save_snapshot(
+                    folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(1)
+                )
             former_s = time.monotonic() - began
         wait_to_be_killed(ctx.rank == victim, when)
 

@@ -31,7 +31,7 @@ def inspect(*arguments, cwd=REPOSITORY):
 def folder(tmp_path):
     for iteration in (5, 10):
         snapshot = snapshot_at(1, 1, 0, iteration=iteration)
-        storage.save(tmp_path, snapshot, iteration=iteration, ctx=ParallelContext.single())
+        storage.save_snapshot(tmp_path, snapshot, iteration=iteration, ctx=ParallelContext.single())
     return tmp_path
 
 
@@ -128,7 +128,7 @@ def test_what_is_at_an_address_is_told_as_if_it_were_in_a_folder(folder):
         at, ctx = f"{server.address}/team/run", ParallelContext.single()
         for iteration in (5, 10):
             snapshot = snapshot_at(1, 1, 0, iteration=iteration)
-            storage.save(at, snapshot, iteration=iteration, ctx=ctx)
+            storage.save_snapshot(at, snapshot, iteration=iteration, ctx=ctx)
         ended, local = inspect(at, "--verify"), inspect(folder)
         assert ended.status == 0, ended.err
         assert f"{at}/iter_0000010\niteration 10, written" in ended.out

@@ -165,7 +165,7 @@ MOMENTS: Mapping[str, Moment] = {
     "the part is written": Moment(_after(saving.StagedSave, "write")),
     "before the manifest": Moment(_before(manifest, "encode"), on_first_alone=True),
     "half of the manifest is written": Moment(_half_of_a_write(_is_manifest), on_first_alone=True),
-    "the manifest is durable": Moment(_after(store, "write_file"), on_first_alone=True),
+    "the manifest is durable": Moment(_after(store, "write_object"), on_first_alone=True),
     "the stage is durable": Moment(_after(atomic, "sync_directory"), on_first_alone=True),
     "the checkpoint has its name": Moment(_after(Path, "rename"), on_first_alone=True),
     "the name is durable": Moment(_after(atomic, "sync_directory", call=2), on_first_alone=True),
@@ -208,7 +208,7 @@ MEGATRON_MOMENTS: Mapping[str, Moment] = {
     ),
     **_OLDER,
     "older ones are gone": Moment(
-        _after(sealed_save, "retire"), on_first_alone=True, is_committed=True
+        _after(sealed_save, "retire_older"), on_first_alone=True, is_committed=True
     ),
 }
 DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
@@ -239,7 +239,7 @@ DEEPSPEED_MOMENTS: Mapping[str, Moment] = {
     ),
     **_OLDER,
     "older ones are gone": Moment(
-        _after(sealed_save, "retire"), on_first_alone=True, is_committed=True
+        _after(sealed_save, "retire_older"), on_first_alone=True, is_committed=True
     ),
 }
 # By the names of --checkpoint-format.

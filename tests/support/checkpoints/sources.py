@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.checkpoint.bert_tensors import BertHeads, bert_tensors
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.files.safetensors_io import code_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of
 from megatron.checkpoint.gpt_tensors import Shapes, gpt_tensors
 from megatron.checkpoint.source import CheckpointSource, SourceBase, TensorDescription
 from megatron.config.fields import from_plain
@@ -77,7 +77,7 @@ class MemorySource(SourceBase):
     @property
     def tensors(self) -> dict[str, TensorDescription]:
         return {
-            name: TensorDescription(code_of(value.dtype), tuple(value.shape))
+            name: TensorDescription(dtype_code_of(value.dtype), tuple(value.shape))
             for name, value in self.values.items()
         }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron import log
 from megatron.checkpoint.boxes import Box, from_slices, overlap, whole
 from megatron.checkpoint.files import unpickle
-from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.folder import seal
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
 from megatron.checkpoint.formats.deepspeed.facts import FactsSource, FolderFacts, scaler_fields
@@ -124,10 +124,10 @@ class DeepSpeedSource(FactsSource):
 
     def _describe(self) -> Iterator[tuple[str, TensorDescription]]:
         for name, entry in self._entries.items():
-            yield f"model/{name}", TensorDescription(code_of(entry.dtype), entry.shape)
+            yield f"model/{name}", TensorDescription(dtype_code_of(entry.dtype), entry.shape)
         for name, entry in self._entries.items():
             for kind in entry.kinds:
-                code = code_of(entry.parts[0].kinds[kind][0].values.dtype)
+                code = dtype_code_of(entry.parts[0].kinds[kind][0].values.dtype)
                 yield f"optimizer/{kind}/{name}", TensorDescription(code, entry.shape)
 
     def _merge(self, ranks: Mapping[tuple[int, int], RankState]) -> Iterator[tuple[str, _Entry]]:

@@ -22,7 +22,7 @@ from megatron import atomic, log
 from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.files import durable, torch_file, unpickle
 from megatron.checkpoint.files.safetensors_header import ITEM_BYTES
-from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.folder import run_folder as folders
 from megatron.checkpoint.folder.manifest import GridLayout
 from megatron.checkpoint.formats.deepspeed import files as deepspeed_files
@@ -129,7 +129,7 @@ class UniversalSource(FactsSource):
         half = self._dtype != torch.float32
         for name, stored in self._stored.items():
             shape = self._shape(stored, _FP32)
-            yield f"model/{name}", TensorDescription(code_of(self._dtype), shape)
+            yield f"model/{name}", TensorDescription(dtype_code_of(self._dtype), shape)
         for name, stored in self._stored.items():
             for kind in stored.files:
                 if kind == _STEP or (kind == _FP32 and not half):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.files import safetensors_index, unpickle
-from megatron.checkpoint.files.safetensors_io import Reader, code_of
+from megatron.checkpoint.files.safetensors_io import Reader, dtype_code_of
 from megatron.checkpoint.source import TensorDescription
 from megatron.errors import CheckpointError
 
@@ -108,7 +108,7 @@ class _Pickled:
             _compare(directory / file, loaded.keys(), expected, self._tensors)
             self._tensors.update(loaded)
         for key, tensor in self._tensors.items():
-            self.tensors[key] = TensorDescription(code_of(tensor.dtype), tuple(tensor.shape))
+            self.tensors[key] = TensorDescription(dtype_code_of(tensor.dtype), tuple(tensor.shape))
 
     def read_into(self, key: str, box: Box, target: Tensor) -> None:
         target.copy_(self._tensors[key][box.slices])

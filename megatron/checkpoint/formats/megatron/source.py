@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron import log
 from megatron.checkpoint.boxes import Box, from_slices, overlap
 from megatron.checkpoint.files import unpickle
-from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.folder import seal
 from megatron.checkpoint.folder.run_folder import RELEASE
 from megatron.checkpoint.formats.megatron import names
@@ -236,7 +236,7 @@ class MegatronSource(SourceBase):
         shape = partitions.global_shape(stored.shape, partition, self._files.tp)
         if names.has_vocabulary_rows(parameter):
             shape = (self._rows, *shape[1:])
-        return TensorDescription(code_of(stored.dtype), shape)
+        return TensorDescription(dtype_code_of(stored.dtype), shape)
 
     def _stored(self, rank: RankFile, name: str, key: Key) -> Tensor:
         tensors: Mapping[Key, Tensor] = rank.parameters

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from megatron.checkpoint.formats.format import Format, RunSave
-from megatron.checkpoint.formats.native.sharded import NAME, recognise
+from megatron.checkpoint.formats.native import sharded
 from megatron.checkpoint.formats.native.source import ShardedSource, write_sharded
-from megatron.checkpoint.save.saving import Saved, save
+from megatron.checkpoint.save.saving import Saved, save_snapshot
 from megatron.checkpoint.source import SourceOptions
 
 
@@ -16,14 +16,14 @@ def _open(directory: Path, options: SourceOptions) -> ShardedSource:
 def _save_run(run: RunSave) -> Saved | None:
     at, rule = run.iteration, run.retention
     if run.background is None:
-        return save(run.folder, run.snapshot, iteration=at, ctx=run.ctx, retention=rule)
+        return save_snapshot(run.folder, run.snapshot, iteration=at, ctx=run.ctx, retention=rule)
     run.background.start(run.folder, run.snapshot, iteration=at, retention=rule)
     return None
 
 
 FORMAT = Format(
-    name=NAME,
-    recognise=recognise,
+    name=sharded.NAME,
+    recognise=sharded.recognise,
     open_source=_open,
     write=write_sharded,
     save_run=_save_run,

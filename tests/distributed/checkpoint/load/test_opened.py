@@ -33,7 +33,7 @@ def _summary(folders: list[str]) -> str:
 def test_each_format_is_opened_as_the_same_kind_of_value(tmp_path: Path) -> None:
     ours, megatron = tmp_path / "ours", tmp_path / "theirs"
     snapshot = snapshot_at(1, 1, 0, iteration=5)
-    storage.save(ours, snapshot, iteration=5, ctx=ParallelContext.single())
+    storage.save_snapshot(ours, snapshot, iteration=5, ctx=ParallelContext.single())
     save_megatron(megatron, whole_model(SHAPE), SHAPE, tp=2)
     assert run_on_ranks(2, _summary, [str(ours)] * 2) == ["sharded True 5"] * 2
     assert run_on_ranks(2, _summary, [str(megatron)] * 2) == ["megatron False 10"] * 2

@@ -31,7 +31,9 @@ def context(tp, dp):
 def save(folder, ctx, iteration, *, seed):
     tp, dp = ctx.tp.size, ctx.dp.size
     snapshot = snapshot_at(tp, dp, ctx.rank, seed=seed, iteration=iteration)
-    return storage.save(folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(3))
+    return storage.save_snapshot(
+        folder, snapshot, iteration=iteration, ctx=ctx, retention=Retention(3)
+    )
 
 
 def differing(folder, ctx, *, seed):
@@ -198,7 +200,7 @@ def differ(folder):
     ctx = context(1, 2)
     alone = ParallelContext.single()
     save(folder / "both", ctx, 50, seed=1)
-    storage.save(
+    storage.save_snapshot(
         folder / str(ctx.rank),
         snapshot_at(1, 1, 0, seed=ctx.rank),
         iteration=7,
@@ -234,7 +236,7 @@ def generators_of_ranks(folder):
     np.random.seed(ctx.rank)
     torch.manual_seed(ctx.rank)
     snapshot = Snapshot((), progress={}, config={}, generators=rng.capture(streams))
-    storage.save(folder, snapshot, iteration=1, ctx=ctx)
+    storage.save_snapshot(folder, snapshot, iteration=1, ctx=ctx)
     before = draws(streams)
     draws(streams)
     opened = storage.open_checkpoint(folder, ctx=ctx)

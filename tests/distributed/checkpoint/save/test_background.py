@@ -85,7 +85,7 @@ def test_every_byte_is_that_of_a_save_that_waits(tmp_path, tp, dp):
 
 def save_both_ways(folder, tp, dp):
     ctx = context(tp, dp)
-    storage.save(folder / "waits", snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
+    storage.save_snapshot(folder / "waits", snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
     given = snapshot(ctx, 100, 1)
     with BackgroundSaves(ctx) as saves:
         saves.start(folder / "beside", given, iteration=100)
@@ -203,7 +203,7 @@ def test_a_failure_is_the_next_look_on_every_rank_and_the_former_checkpoint_stay
 
 def fail_on_each_rank(folder):
     ctx = context(2, 1)
-    storage.save(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
+    storage.save_snapshot(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
     results = []
     for failing in range(2):
 
@@ -266,11 +266,11 @@ def test_what_goes_wrong_on_rank_0_at_the_commit_is_said_by_all(tmp_path):
 
 def fail_to_commit(folder):
     ctx = context(2, 1)
-    storage.save(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
+    storage.save_snapshot(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
     full = OSError(errno.ENOSPC, "No space left on device", str(folder))
     messages = []
     for iteration, owner, name in (
-        (200, "megatron.checkpoint.files.store", "write_file"),
+        (200, "megatron.checkpoint.files.store", "write_object"),
         (300, "megatron.checkpoint.files.durable", "replace_file"),
     ):
         with patch(f"{owner}.{name}", side_effect=full):
@@ -290,7 +290,7 @@ def test_a_run_that_fails_leaves_the_former_checkpoint_and_no_thread(tmp_path):
 
 def leave_by_an_error(folder):
     ctx = context(2, 1)
-    storage.save(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
+    storage.save_snapshot(folder, snapshot(ctx, 100, 1), iteration=100, ctx=ctx)
     saves, error = BackgroundSaves(ctx), ZeroDivisionError()
     with writes_that(lambda: time.sleep(0.02)):
         saves.start(folder, snapshot(ctx, 200, 2), iteration=200)
@@ -299,7 +299,7 @@ def leave_by_an_error(folder):
         assert "iteration 200 was being written and is given up" in warned.call_args.args[0]
     left = [t.name for t in threading.enumerate() if t.name in ("MainThread", "checkpoint")]
     found = differing(folder, ctx, 1)
-    storage.save(folder, snapshot(ctx, 300, 3), iteration=300, ctx=ctx)
+    storage.save_snapshot(folder, snapshot(ctx, 300, 3), iteration=300, ctx=ctx)
     assert [name for name in os.listdir(folder) if name.startswith(".")] == []
     return found + differing(folder, ctx, 3), left
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, PreflightError
-from tools.flags.model import ModelChoice, add_model_flags, read_flags
+from tools.flags.model import ModelChoice, add_model_flags, read_model_flags
 
 
 def read(words: str) -> tuple[argparse.Namespace, ModelChoice]:
@@ -14,7 +14,7 @@ def read(words: str) -> tuple[argparse.Namespace, ModelChoice]:
     add_model_flags(parser)
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--prompt", nargs="+")
-    return read_flags(parser, words.split())
+    return read_model_flags(parser, words.split())
 
 
 def test_flags_of_the_program_and_of_a_run_are_told_apart() -> None:

@@ -90,7 +90,7 @@ def test_any_box_of_any_tensor_is_read_as_it_was_written(tmp_path_factory, data)
 
 def test_an_element_type_that_the_format_lacks_is_refused():
     with pytest.raises(CheckpointError, match="element type that checkpoints cannot hold"):
-        io.code_of(torch.complex64)
+        io.dtype_code_of(torch.complex64)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path):

@@ -149,7 +149,7 @@ def test_objects_are_read_like_files(remote):
 
 def test_an_object_is_replaced_at_once(remote):
     for data in (b"one", b"the other"):
-        store.write_file(remote / "x", data)
+        store.write_object(remote / "x", data)
         assert (remote / "x").read_bytes() == data
 
 
@@ -160,7 +160,7 @@ def test_a_file_on_a_disk_is_new_and_durable(tmp_path, monkeypatch):
     assert created == store.Created(3, xxhash.xxh3_128_hexdigest(b"abc"))
     assert len(synced) == 1
     with pytest.raises(FileExistsError):
-        store.write_file(tmp_path / "x", b"")
+        store.write_object(tmp_path / "x", b"")
 
 
 def test_parts_have_names_of_their_own_among_objects(tmp_path):
@@ -174,7 +174,7 @@ def test_parts_have_names_of_their_own_among_objects(tmp_path):
 def test_what_may_pass_is_tried_again_with_growing_pauses(flaky, pauses):
     Flaky.faults["cat_file"] = [busy(), TimeoutError("slow"), ConnectionResetError("gone")]
     Flaky.store["/box/run/x"] = object
-    store.write_file(flaky / "x", b"data")
+    store.write_object(flaky / "x", b"data")
     Flaky.faults["cat_file"] = [busy(), TimeoutError("slow"), ConnectionResetError("gone")]
     pauses.clear()
     assert (flaky / "x").read_bytes() == b"data"
@@ -247,7 +247,7 @@ def test_an_object_that_arrives_otherwise_is_found(flaky, monkeypatch):
 
     monkeypatch.setattr(store, "_Upload", Flipped)
     with pytest.raises(OSError, match=r"xxh3 [0-9a-f]+ arrived, [0-9a-f]+ was sent"):
-        store.write_file(path, b"data")
+        store.write_object(path, b"data")
 
     class Shorter(store._Upload):
         def write(self, data):
@@ -256,7 +256,7 @@ def test_an_object_that_arrives_otherwise_is_found(flaky, monkeypatch):
 
     monkeypatch.setattr(store, "_Upload", Shorter)
     with pytest.raises(OSError, match="4 bytes arrived of 5"):
-        store.write_file(path, b"data")
+        store.write_object(path, b"data")
 
 
 @pytest.mark.parametrize("size", [0, 1, 5 << 20, (5 << 20) + 1, 11 << 20])
@@ -291,11 +291,11 @@ def test_a_thread_that_is_told_to_end_writes_no_more(tmp_path, flaky):
     event = threading.Event()
     token = CANCELLED.set(event)
     try:
-        store.write_file(flaky / "x", b"1")
+        store.write_object(flaky / "x", b"1")
         event.set()
         for path in (tmp_path / "x", flaky / "y"):
             with pytest.raises(OSError, match="cancel") as caught:
-                store.write_file(path, b"1")
+                store.write_object(path, b"1")
             assert caught.value.errno == errno.ECANCELED
     finally:
         CANCELLED.reset(token)

@@ -33,7 +33,7 @@ def run(request):
 
 def save(run, iteration=100, *, seed=0, **more):
     snapshot = snapshot_at(1, 1, 0, seed=seed, iteration=iteration)
-    return storage.save(run, snapshot, iteration=iteration, ctx=CTX, **more)
+    return storage.save_snapshot(run, snapshot, iteration=iteration, ctx=CTX, **more)
 
 
 def loaded(run, seeds, iteration=None):
@@ -72,7 +72,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(run):
 def test_the_same_iteration_is_saved_beside_its_predecessor_and_then_replaces_it(run, monkeypatch):
     save(run, 100, seed=1)
     before = names(run)
-    real, seen = store.write_file, []
+    real, seen = store.write_object, []
 
     def look(path, data):
         if path.name == manifest.NAME:
@@ -80,7 +80,7 @@ def test_the_same_iteration_is_saved_beside_its_predecessor_and_then_replaces_it
             assert set(names(run)) > set(before)
         real(path, data)
 
-    monkeypatch.setattr(store, "write_file", look)
+    monkeypatch.setattr(store, "write_object", look)
     save(run, 100, seed=2)
     assert seen == [100]
     assert loaded(run, {100: 2}) == 100
@@ -108,8 +108,8 @@ def test_retention_deletes_what_makes_it_a_checkpoint_first(run, monkeypatch):
 
 def test_what_is_not_of_a_checkpoint_stays_with_it(run, capsys):
     save(run, 1)
-    store.write_file(place(run) / "iter_0000001" / "notes.txt", b"mine")
-    store.write_file(place(run) / "other.0123abcd.safetensors", b"mine")
+    store.write_object(place(run) / "iter_0000001" / "notes.txt", b"mine")
+    store.write_object(place(run) / "other.0123abcd.safetensors", b"mine")
     assert save(run, 2, retention=Retention(1)).retired == ()
     assert "is not deleted: it holds notes.txt" in capsys.readouterr().err
     assert loaded(run, {1: 0}, iteration=1) == 1
@@ -179,7 +179,7 @@ def test_a_manifest_that_arrived_though_the_answer_did_not_keeps_its_parts(monke
     MemoryFileSystem.store.clear()
     run = "memory://box/run"
     save(run, 100, seed=1)
-    real = store.write_file
+    real = store.write_object
 
     def lose_the_answer(path, data):
         real(path, data)
@@ -187,7 +187,7 @@ def test_a_manifest_that_arrived_though_the_answer_did_not_keeps_its_parts(monke
             raise OSError(errno.ETIMEDOUT, "no answer", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_file", lose_the_answer)
+        patch.setattr(store, "write_object", lose_the_answer)
         with pytest.raises(CheckpointError, match="no answer"):
             save(run, 200, seed=2)
     assert loaded(run, {100: 1}) == 100
@@ -198,11 +198,11 @@ def test_a_damaged_manifest_stops_every_deletion(run):
     save(run, 100, seed=1)
     there = place(run) / "iter_0000100"
     good = (there / manifest.NAME).read_bytes()
-    store.write_file(there / "shard-0.0123abcd.safetensors", b"of a save that was cut short?")
-    store.write_file(there / manifest.NAME, good[:-9])
+    store.write_object(there / "shard-0.0123abcd.safetensors", b"of a save that was cut short?")
+    store.write_object(there / manifest.NAME, good[:-9])
     with pytest.raises(CheckpointError, match="damaged or was edited"):
         save(run, 200)
-    store.write_file(there / manifest.NAME, good)
+    store.write_object(there / manifest.NAME, good)
     assert loaded(run, {100: 1}) == 100
 
 
@@ -210,8 +210,8 @@ def test_a_damaged_manifest_stops_every_deletion(run):
     ("fault", "message"),
     [
         (lambda part: part.unlink(), "no such file"),
-        (lambda part: store.write_file(part, part.read_bytes()[:-1]), "bytes"),
-        (lambda part: store.write_file(part, part.read_bytes()[:-1] + b"?"), "xxh3"),
+        (lambda part: store.write_object(part, part.read_bytes()[:-1]), "bytes"),
+        (lambda part: store.write_object(part, part.read_bytes()[:-1] + b"?"), "xxh3"),
     ],
 )
 def test_damage_is_found_before_a_tensor_is_touched(run, fault, message):
@@ -255,7 +255,7 @@ def test_a_store_that_forgets_or_hides_is_found_at_the_start(monkeypatch):
 def test_a_folder_without_objects_never_held_a_checkpoint(run):
     with pytest.raises(CheckpointError, match="does not exist"):
         folders.latest_iteration(run)
-    store.write_file(place(run) / "iter_0000100" / "shard-0.0123abcd.safetensors", b"cut short")
+    store.write_object(place(run) / "iter_0000100" / "shard-0.0123abcd.safetensors", b"cut short")
     with pytest.raises(CheckpointError, match="tracker file is missing"):
         folders.latest_iteration(run)
 
@@ -268,6 +268,6 @@ def test_only_exact_names_of_parts_are_swept(run):
         ".x.0123abcd.safetensors",
     ]
     for name in ["shard-0.0123abcd.safetensors", *kept]:
-        store.write_file(place(run) / "iter_0000007" / name, b"x")
+        store.write_object(place(run) / "iter_0000007" / name, b"x")
     object_folder.sweep(place(run))
     assert names(run) == sorted(f"iter_0000007/{name}" for name in kept)

@@ -20,7 +20,9 @@ FLIPS = 60
 def checkpoint(tmp_path_factory):
     """One checkpoint for the module; a test that damages it repairs it."""
     folder = tmp_path_factory.mktemp("save")
-    saved = storage.save(folder, snapshot_at(1, 1, 0), iteration=100, ctx=ParallelContext.single())
+    saved = storage.save_snapshot(
+        folder, snapshot_at(1, 1, 0), iteration=100, ctx=ParallelContext.single()
+    )
     return saved.directory, manifests.load(saved.directory)[0]
 
 

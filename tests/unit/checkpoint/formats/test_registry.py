@@ -16,7 +16,7 @@ from tests.unit.checkpoint.toy import snapshot_at
 def ours(tmp_path: Path) -> Path:
     for iteration in (5, 10):
         snapshot = snapshot_at(1, 1, 0, iteration=iteration)
-        storage.save(tmp_path, snapshot, iteration=iteration, ctx=ParallelContext.single())
+        storage.save_snapshot(tmp_path, snapshot, iteration=iteration, ctx=ParallelContext.single())
     return tmp_path
 
 

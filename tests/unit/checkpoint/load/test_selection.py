@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.checkpoint.load.selection import Selection, choose, folded
+from megatron.checkpoint.load.selection import Selection, choose_states, folded
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
@@ -36,7 +36,7 @@ def test_names_are_taken_by_patterns(selection, taken):
 
 
 def test_every_parameter_is_named_exactly_once():
-    choice = choose(Selection(("word", "layers.*"), ("*.1.*",)), tensors(), SAVED, ctx=CTX)
+    choice = choose_states(Selection(("word", "layers.*"), ("*.1.*",)), tensors(), SAVED, ctx=CTX)
     assert choice.loaded == ("word", "layers.0.fc.weight", "layers.0.fc.bias")
     assert choice.left == ("layers.1.fc.weight", "head")
     assert choice.skipped == ("old",)
@@ -49,7 +49,7 @@ def test_every_parameter_is_named_exactly_once():
 
 
 def test_a_pattern_may_name_what_only_the_checkpoint_has():
-    choice = choose(Selection((), ("old", "head")), tensors(), SAVED, ctx=CTX)
+    choice = choose_states(Selection((), ("old", "head")), tensors(), SAVED, ctx=CTX)
     assert (choice.left, choice.skipped) == (("head",), ("old",))
 
 
@@ -58,10 +58,10 @@ def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near(flag):
     patterns = ("layer.0.fc.weight",)
     selection = Selection(patterns) if flag == "--load-only" else Selection((), patterns)
     with pytest.raises(CheckpointError, match="fits no parameter") as caught:
-        choose(selection, tensors(), SAVED, ctx=CTX)
+        choose_states(selection, tensors(), SAVED, ctx=CTX)
     assert f"{flag} layer.0.fc.weight; near: layers.0.fc.weight" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"there are word, layers\.\[0-1\]"):
-        choose(Selection(("zzzz",)), tensors(), SAVED, ctx=CTX)
+        choose_states(Selection(("zzzz",)), tensors(), SAVED, ctx=CTX)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ MOST_STEPS = 200  # more than a save of the toy has; a loop beyond it would not 
 
 def save(folder, iteration=100, *, seed=0, **more):
     snapshot = snapshot_at(1, 1, 0, seed=seed, iteration=iteration)
-    return storage.save(folder, snapshot, iteration=iteration, ctx=CTX, **more)
+    return storage.save_snapshot(folder, snapshot, iteration=iteration, ctx=CTX, **more)
 
 
 def load(folder, iteration=None, **more):
@@ -230,7 +230,7 @@ def test_a_disk_without_room_is_refused_before_a_byte_is_written(tmp_path, monke
 def test_a_value_that_cannot_be_stored_fails_the_save_and_leaves_no_stage(tmp_path):
     snapshot = Snapshot((), progress={"loss": float("nan")}, config={})
     with pytest.raises(CheckpointError, match="cannot be written to a checkpoint"):
-        storage.save(tmp_path, snapshot, iteration=1, ctx=CTX)
+        storage.save_snapshot(tmp_path, snapshot, iteration=1, ctx=CTX)
     assert os.listdir(tmp_path) == []
 
 
@@ -347,7 +347,7 @@ def test_files_are_digested_once_however_often_they_are_read(tmp_path, monkeypat
 
 
 def test_random_states_that_were_not_saved_are_refused(tmp_path):
-    storage.save(tmp_path, Snapshot((), progress={}, config={}), iteration=1, ctx=CTX)
+    storage.save_snapshot(tmp_path, Snapshot((), progress={}, config={}), iteration=1, ctx=CTX)
     opened = storage.open_checkpoint(tmp_path, ctx=CTX)
     with pytest.raises(CheckpointError, match="no random states for these ranks"):
         opened.read_generators()

@@ -23,7 +23,7 @@ CTX = ParallelContext.single()
 
 def save(folder, iteration=100, **more):
     snapshot = snapshot_at(1, 1, 0, iteration=iteration)
-    return saving.save(folder, snapshot, iteration=iteration, ctx=CTX, **more)
+    return saving.save_snapshot(folder, snapshot, iteration=iteration, ctx=CTX, **more)
 
 
 def test_a_save_says_where_how_much_and_how_long():
@@ -82,7 +82,7 @@ def test_the_validation_loss_is_kept_with_the_weights_it_is_of(tmp_path):
     for iteration, loss in losses.items():
         snapshot = replace(snapshot_at(1, 1, 0, iteration=iteration), validation_loss=loss)
         rule = Retention(1, best=1)
-        saving.save(tmp_path, snapshot, iteration=iteration, ctx=CTX, retention=rule)
+        saving.save_snapshot(tmp_path, snapshot, iteration=iteration, ctx=CTX, retention=rule)
     assert folders.iterations(tmp_path) == [2, 4]
     assert load(tmp_path / "iter_0000002")[0].validation_loss == 1.25
     assert (

@@ -95,7 +95,7 @@ def test_what_cannot_be_read_or_written_is_named(prefix, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic, "publish", fail)
+    monkeypatch.setattr(atomic, "publish_file", fail)
     with pytest.raises(MachineError, match=r"cannot write .*c\.sums"):
         adopt(prefix)
     assert {p.suffix for p in Path(prefix).parent.iterdir()} == {".bin", ".idx"}

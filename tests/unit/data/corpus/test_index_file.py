@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data.corpus import index_file
-from megatron.data.corpus.index_file import HEADER, code_of, read_index, write_index
+from megatron.data.corpus.index_file import HEADER, index_code_of, read_index, write_index
 from megatron.errors import DataError
 from tests.unit.data.corpora import write_corpus
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_opened_is_named(tmp_path):
 
 def test_a_type_without_a_code_is_refused():
     with pytest.raises(DataError, match="no code for this token type"):
-        code_of(np.dtype(np.uint64))
+        index_code_of(np.dtype(np.uint64))
 
 
 def test_offsets_do_not_overflow_32_bits():

@@ -49,7 +49,7 @@ def test_a_disk_that_fills_up_leaves_no_file_of_the_corpus(
 ) -> None:
     publish(tmp_path / "a")
     published = 0
-    rename = atomic.publish
+    rename = atomic.publish_file
 
     def full(temporary: Path, final: Path) -> None:
         nonlocal published
@@ -58,7 +58,7 @@ def test_a_disk_that_fills_up_leaves_no_file_of_the_corpus(
         published += 1
         rename(temporary, final)
 
-    monkeypatch.setattr(publication.atomic, "publish", full)
+    monkeypatch.setattr(publication.atomic, "publish_file", full)
     with pytest.raises(MachineError, match=r"cannot write .*a\.(bin|meta\.json)"):
         publish(tmp_path / "a")
     left = [path.name for path in tmp_path.iterdir()]

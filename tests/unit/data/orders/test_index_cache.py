@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 from megatron import log
-from megatron.data.orders.index_cache import CachedIndex, IndexCache, cache_folders, fingerprint
+from megatron.data.orders.index_cache import (
+    CachedIndex,
+    IndexCache,
+    cache_folders,
+    description_digest,
+)
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import ConfigError, DataError, MachineError
 from tests.unit.data.corpora import cache_in
@@ -57,7 +62,7 @@ def test_an_index_is_built_once_and_then_loaded(tmp_path):
     assert equal(cache.load_or_build("train", DESCRIPTION, build=build))
     assert build.count == 1
     names = sorted(path.name for path in (tmp_path / "index-cache").iterdir())
-    stem = f"train-{fingerprint(DESCRIPTION)}"
+    stem = f"train-{description_digest(DESCRIPTION)}"
     assert names == [f"{stem}-doc_idx.npy", f"{stem}-sample_idx.npy", f"{stem}.json"]
 
 
@@ -228,7 +233,7 @@ def test_builders_of_several_jobs_build_once(tmp_path, capsys):
     assert all(equal(index) for index in indices)
     output = capsys.readouterr().out
     assert f"waiting for process {os.getpid()} on" in output
-    assert f"which is building the index train-{fingerprint(DESCRIPTION)}" in output
+    assert f"which is building the index train-{description_digest(DESCRIPTION)}" in output
     assert "still building the index train-" in output
     assert "built the index train-" in output
     assert "0 MiB" in output
@@ -271,9 +276,8 @@ def test_a_rank_that_waits_says_so_and_for_what(tmp_path, capsys):
     cache = cache_in(tmp_path, wait=lambda: time.sleep(0.3), timing=PATIENT)
     cache.load_or_build("train", DESCRIPTION, build=Builds())
     output = capsys.readouterr().out
-    assert f"still waiting for the ranks that build the index train-{fingerprint(DESCRIPTION)}" in (
-        output
-    )
+    digest = description_digest(DESCRIPTION)
+    assert f"still waiting for the ranks that build the index train-{digest}" in output
 
 
 @pytest.mark.parametrize("is_builder", [True, False])
@@ -295,7 +299,7 @@ def test_ranks_that_were_silent_are_named_with_the_index(tmp_path):
 
     with pytest.raises(MachineError, match="did not meet in time") as raised:
         cache_in(tmp_path, wait=give_up).load_or_build("train", DESCRIPTION, build=Builds())
-    stem = f"train-{fingerprint(DESCRIPTION)}"
+    stem = f"train-{description_digest(DESCRIPTION)}"
     assert raised.value.__notes__ == [f"while waiting for the ranks that build the index {stem}"]
 
 

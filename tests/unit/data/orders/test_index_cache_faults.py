@@ -14,7 +14,7 @@ import pytest
 from megatron import log
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
-from megatron.data.orders.index_cache import IndexCache, cache_folders, fingerprint
+from megatron.data.orders.index_cache import IndexCache, cache_folders, description_digest
 from megatron.data.orders.lease import LeaseTiming
 from megatron.errors import MachineError
 from tests.architecture.source_tree import ROOT
@@ -158,7 +158,7 @@ def test_a_corpus_in_a_folder_that_cannot_be_written_has_its_index_at_home(
 def test_a_lock_that_a_dead_builder_left_holds_nobody_up(tmp_path, capsys):
     cache = cache_in(tmp_path, timing=SOON)
     cache.folders[0].mkdir()
-    lock = cache.folders[0] / f"train-{fingerprint(DESCRIPTION)}.lock"
+    lock = cache.folders[0] / f"train-{description_digest(DESCRIPTION)}.lock"
     lock.write_text('{"process": 7, "host": "gone", "time": "then", "report_progress": 3}')
     built = []
     index = cache.load_or_build(

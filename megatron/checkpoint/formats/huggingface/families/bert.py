@@ -65,7 +65,7 @@ def read_encoder(fields: Fields) -> dict[str, object]:
     }
 
 
-def read_sizes(fields: Fields) -> Sizes:
+def read_bert_sizes(fields: Fields) -> Sizes:
     """Return the rows of both tables; the heads follow from the files."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings", 512))
 
@@ -155,7 +155,7 @@ BERT = Family(
     read_config=lambda fields: (
         read_encoder(fields) | {"apply_residual_connection_post_layernorm": True}
     ),
-    read_sizes=read_sizes,
+    read_sizes=read_bert_sizes,
     write_config=write_config,
     plain_heads=True,
     kinds=KINDS,

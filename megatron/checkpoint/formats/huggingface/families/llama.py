@@ -70,7 +70,7 @@ def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, ob
     }
 
 
-def read_sizes(fields: Fields) -> Sizes:
+def read_llama_sizes(fields: Fields) -> Sizes:
     """Return rows of the vocabulary, and the positions that the release is meant for."""
     return Sizes(fields.integer("vocab_size"), fields.integer("max_position_embeddings"))
 
@@ -149,6 +149,6 @@ LLAMA = Family(
     tensors=tensors(qkv_bias=True, other_biases=True),
     buffers=BUFFERS,
     read_config=_read,
-    read_sizes=read_sizes,
+    read_sizes=read_llama_sizes,
     write_config=_write,
 )

@@ -21,7 +21,7 @@ MEGATRON_BERT = Family(
     ),
     buffers=bert.BUFFERS,
     read_config=bert.read_encoder,
-    read_sizes=bert.read_sizes,
+    read_sizes=bert.read_bert_sizes,
     write_config=bert.write_config,
     plain_heads=True,
     kinds=bert.KINDS,

@@ -34,6 +34,6 @@ MISTRAL = Family(
     tensors=llama.tensors(),
     buffers=llama.BUFFERS,
     read_config=_read,
-    read_sizes=llama.read_sizes,
+    read_sizes=llama.read_llama_sizes,
     write_config=_write,
 )

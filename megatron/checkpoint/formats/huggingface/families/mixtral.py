@@ -69,7 +69,7 @@ MIXTRAL = Family(
     tensors=_tensors(),
     buffers=llama.BUFFERS,
     read_config=_read,
-    read_sizes=llama.read_sizes,
+    read_sizes=llama.read_llama_sizes,
     write_config=_write,
     experts=True,
 )

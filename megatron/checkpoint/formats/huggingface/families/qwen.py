@@ -84,7 +84,7 @@ QWEN2 = Family(
     tensors=llama.tensors(qkv_bias=True),
     buffers=llama.BUFFERS,
     read_config=_read_qwen2,
-    read_sizes=llama.read_sizes,
+    read_sizes=llama.read_llama_sizes,
     write_config=_write_qwen2,
 )
 
@@ -102,6 +102,6 @@ QWEN3 = Family(
     tensors=llama.tensors(qk_norm=True),
     buffers=llama.BUFFERS,
     read_config=_read_qwen3,
-    read_sizes=llama.read_sizes,
+    read_sizes=llama.read_llama_sizes,
     write_config=_write_qwen3,
 )

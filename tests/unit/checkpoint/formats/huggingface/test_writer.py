@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.files.safetensors_io import code_of, dtype_of
+from megatron.checkpoint.files.safetensors_io import dtype_code_of, dtype_of
 from megatron.checkpoint.formats.huggingface import writer
 from megatron.checkpoint.formats.huggingface.families.registry import FAMILIES
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
@@ -53,7 +53,7 @@ class MemorySource(SourceBase):
     @property
     def tensors(self) -> dict[str, TensorDescription]:
         return {
-            name: TensorDescription(code_of(tensor.dtype), tuple(tensor.shape))
+            name: TensorDescription(dtype_code_of(tensor.dtype), tuple(tensor.shape))
             for name, tensor in self._state.items()
         }
 
