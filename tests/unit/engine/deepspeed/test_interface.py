@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+from functools import cache
 
 import pytest
 import torch
@@ -42,13 +43,20 @@ def class_of(protocol: type) -> type:
     }[protocol]
 
 
+@cache
+def source_of(owner: type) -> ast.ClassDef:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    return tree
+
+
 def parameters(owner: type, name: str) -> set[str]:
     """Read them from the source: some of DeepSpeed's decorators hide the signature."""
     (base, *_) = (base for base in owner.__mro__ if name in vars(base))
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-    assert isinstance(tree, ast.ClassDef)
     (method,) = (
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+        node
+        for node in source_of(base).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
     )
     return {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)}
 

@@ -19,11 +19,21 @@ WIDE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidde
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 2, 2)]
 PARTS: list[dict[str, Any]] = [{}, {"swiglu": True}, {"glu_activation": "geglu"}]
 MODELS = list(itertools.product(PARTS, (4, 2), (False, True), (False, True)))
-# Every model at two layouts, every layout with eight models.
+# Every model at a layout, every layout with four models; each at one more in the wide suite.
 CASES = [
-    (*model, *LAYOUTS[(at + shift) % len(LAYOUTS)])
+    pytest.param(
+        *model, *LAYOUTS[(at + shift) % len(LAYOUTS)], marks=[pytest.mark.wide] if shift else []
+    )
     for at, model in enumerate(MODELS)
     for shift in (0, 1 + at // 8)
+]
+BERTS = [
+    pytest.param(
+        untied, heads, *layout, marks=[pytest.mark.wide] if (at + untied + heads.order) % 2 else []
+    )
+    for untied in (True, False)
+    for heads in (BertHeads(), BertHeads(pooler=False, order=False))
+    for at, layout in enumerate(LAYOUTS)
 ]
 
 
@@ -84,11 +94,9 @@ def test_rarer_models_go_there_and_back(tmp_path: Path, flags: dict[str, Any]) -
         assert_same(found, source)
 
 
-@pytest.mark.parametrize(("tp", "pp", "chunks"), LAYOUTS)
-@pytest.mark.parametrize("heads", [BertHeads(), BertHeads(pooler=False, order=False)])
-@pytest.mark.parametrize("untied", [True, False])
+@pytest.mark.parametrize(("untied", "heads", "tp", "pp", "chunks"), BERTS)
 def test_a_bert_goes_there_and_back_with_its_heads(
-    tmp_path: Path, heads: BertHeads, untied: bool, tp: int, pp: int, chunks: int
+    tmp_path: Path, untied: bool, heads: BertHeads, tp: int, pp: int, chunks: int
 ) -> None:
     flags = {**WIDE, "untie_embeddings_and_output_weights": untied}
     source = MemorySource.of_bert(heads, optimizer=True, **flags)
