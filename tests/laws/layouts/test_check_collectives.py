@@ -33,6 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_with_checks_is_the_run_without(corpus: str, layout: str, tmp_path: Path) -> None:
     flags = {**LAYOUTS[layout], "hidden_dropout": 0.1, "eval_iters": 1, "save_interval": 2}
+    flags["micro_batch_size"] = 2
     lengths = {"plain": 3, "checked": 3, "resumed": 4}
     configs = [
         tiny_run(

@@ -66,10 +66,10 @@ def assert_same_bits(found: Record, expected: Record) -> None:
 @pytest.mark.parametrize(
     ("precision", "tp", "model"),
     [
-        ("fp32", 1, "gpt2"),
+        pytest.param("fp32", 1, "gpt2", marks=pytest.mark.wide),
         ("bf16", 1, "ragged"),
         ("fp32", 2, "ragged"),
-        ("bf16", 2, "gpt2"),
+        pytest.param("bf16", 2, "gpt2", marks=pytest.mark.wide),
         ("bf16", 2, "llama"),
     ],
 )

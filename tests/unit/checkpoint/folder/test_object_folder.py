@@ -141,10 +141,20 @@ def count_down(monkeypatch, steps, error):
     return taken
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["next iteration", "same iteration"])
-@pytest.mark.parametrize("error", [Crash(), OSError(errno.EACCES, "Access denied", "s3://x")])
+DENIED = OSError(errno.EACCES, "Access denied", "s3://x")
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        pytest.param(Crash(), False, id="crash, next iteration"),
+        pytest.param(DENIED, True, id="error, same iteration"),
+        pytest.param(Crash(), True, id="crash, same iteration", marks=pytest.mark.wide),
+        pytest.param(DENIED, False, id="error, next iteration", marks=pytest.mark.wide),
+    ],
+)
 def test_an_end_at_any_step_leaves_the_former_checkpoint_or_the_new_one(
-    monkeypatch, again, error, capsys
+    monkeypatch, error, again, capsys
 ):
     new = 100 if again else 200
     for step in range(1, MOST_STEPS):

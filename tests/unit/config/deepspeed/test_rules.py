@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from megatron.config.deepspeed.rules import optimizer_problems, scheduler_problems
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from tests.support.tiny import tiny_run
+
+
+def run_of(**flags: Any) -> RunConfig:
+    return tiny_run("nowhere", **({} if "train_samples" in flags else {"train_iters": 5}), **flags)
 
 
 def of_optimizer(kind: str | None, params: dict[str, Any], **flags: Any) -> list[ConfigError]:
@@ -18,7 +23,7 @@ def of_optimizer(kind: str | None, params: dict[str, Any], **flags: Any) -> list
 def of_scheduler(kind: str, params: dict[str, Any], **flags: Any) -> list[ConfigError]:
     """What is wrong with a block `scheduler` under these flags."""
     user = {"scheduler": {"type": kind, "params": params}}
-    return list(scheduler_problems(tiny_run("nowhere", train_iters=5, **flags), user, "ds.json"))
+    return list(scheduler_problems(run_of(**flags), user, "ds.json"))
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw", "auto", None])
