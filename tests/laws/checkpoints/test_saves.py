@@ -41,7 +41,12 @@ from tests.support.tiny import (
 
 STEPS = 6
 RANKS = 2
-GRID = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "train_iters": STEPS}
+GRID = {
+    "tensor_model_parallel_size": 2,
+    "hidden_dropout": 0.1,
+    "train_iters": STEPS,
+    "micro_batch_size": 4,
+}
 
 
 def run_of(corpus: str, folder: Path | str, **flags: Any) -> RunConfig:
@@ -196,7 +201,7 @@ def train_until_terminated(config: RunConfig) -> int:
 
     def write(file: Any, data: Any) -> None:
         if "shard" in file._path.name and torch.distributed.get_rank() == 0:
-            time.sleep(0.1)
+            time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGTERM)
         real(file, data)
 
