@@ -116,15 +116,25 @@ def train_until_hit(config: RunConfig, moment: str, victim: int, save: int, sign
             train(config)
 
 
+def in_turn(moment: str, victim: int, at: int, async_save: bool) -> list[Any]:
+    """A kill in one way to save, and in the other way as a wide test."""
+    ids = [f"{moment}-{victim}-{at}-{way}" for way in ("waits", "beside")]
+    return [
+        pytest.param(moment, victim, at, async_save, id=ids[async_save]),
+        pytest.param(
+            moment, victim, at, not async_save, id=ids[not async_save], marks=pytest.mark.wide
+        ),
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
-    ("moment", "victim", "at"),
+    ("moment", "victim", "at", "async_save"),
     [
-        ("half of a tensor is written", 1, 2),
-        ("the part is written", 1, 2),
-        ("the checkpoint has its name", 0, 2),
-        ("the tracker names it", 0, 4),
+        *in_turn("half of a tensor is written", 1, 2, False),
+        *in_turn("the part is written", 1, 2, True),
+        *in_turn("the checkpoint has its name", 0, 2, False),
+        *in_turn("the tracker names it", 0, 4, True),
     ],
 )
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
