@@ -53,13 +53,13 @@ def found_in(folder, ctx):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("victim", range(RANKS))
-def test_after_a_kill_at_any_moment_the_last_committed_checkpoint_is_loaded(
-    tmp_path, victim, beside
-):
+def test_after_a_kill_at_any_moment_the_last_committed_checkpoint_is_loaded(tmp_path, victim, turn):
+    """Saved while the training waits and beside it, in turn; both turns are both at each moment."""
     alone = ParallelContext.single()
-    for at, moment in enumerate(moments_of(victim, beside=beside)):
+    for at, moment in enumerate(moments_of(victim, beside=True)):
+        beside = MOMENTS[moment].only_beside or (at + victim + turn) % 2 == 1
         folder, sign = tmp_path / str(at), tmp_path / f"{at}.hit"
         # Whether the victim's end or that of a rank waiting for it is reported first is random.
         with pytest.raises(AssertionError, match=r"died with exit code -9|Connection|Read error"):

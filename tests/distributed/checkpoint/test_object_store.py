@@ -25,7 +25,7 @@ from tests.support.tiny import Record, tiny_run, train, whole, write_tiny_corpus
 STEPS, RANKS = 4, 2
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[ObjectStore]:
     with object_store() as started:
         yield started
@@ -63,8 +63,14 @@ def _train_in(environment: dict[str, str], config: RunConfig, fault: str | None)
 def test_a_run_saves_to_a_bucket_and_goes_on_from_it(
     server: ObjectStore, tmp_path: Path, async_save: bool
 ) -> None:
-    address = f"{server.address}/team/run"
-    flags = {"tensor_model_parallel_size": 2, "train_iters": STEPS, "hidden_dropout": 0.1}
+    folder = "team/beside" if async_save else "team/waits"
+    address = f"{server.address}/{folder}"
+    flags = {
+        "tensor_model_parallel_size": 2,
+        "train_iters": STEPS,
+        "micro_batch_size": 4,
+        "hidden_dropout": 0.1,
+    }
     corpus = write_tiny_corpus(tmp_path)
     saving = {"save": address, "load": address, "save_interval": 2, "async_save": async_save}
     plain = tiny_run(corpus, **flags)
@@ -75,15 +81,15 @@ def test_a_run_saves_to_a_bucket_and_goes_on_from_it(
     with pytest.raises(AssertionError, match=r"exit code|Connection|Read error|failed first"):
         run_on_ranks(RANKS, train_in, environment, config, "kill")
     assert folders.latest_iteration(address) == 2
-    assert server.get("team/run/latest_checkpointed_iteration.txt") == b"2\n"
+    assert server.get(f"{folder}/latest_checkpointed_iteration.txt") == b"2\n"
     resumed = run_on_ranks(RANKS, train_in, environment, config)
     check_end(resumed, straight, steps=STEPS - 2)
-    names = server.names()
+    names = server.names(folder)
     content, _ = manifest.load(place(address) / "iter_0000004")
     assert names == sorted(
         [
-            "team/run/latest_checkpointed_iteration.txt",
-            *(f"team/run/iter_0000004/{name}" for name in (manifest.NAME, *content.files)),
+            f"{folder}/latest_checkpointed_iteration.txt",
+            *(f"{folder}/iter_0000004/{name}" for name in (manifest.NAME, *content.files)),
         ]
     )
     assert all(re.search(r"\.[0-9a-f]{8}\.safetensors$", name) for name in content.files)

@@ -1,5 +1,6 @@
 """Tests of gathering updated parameters over data-parallel ranks."""
 
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,8 @@ def train_with_late_gathers(configs: list[RunConfig]) -> list[Record]:
 
 SHARDED: dict[str, Any] = {
     "num_layers": 4,
+    "micro_batch_size": 2,
+    "train_iters": 3,
     "ddp_bucket_size": 500,
     "use_distributed_optimizer": True,
     "overlap_param_gather": True,
@@ -95,30 +98,63 @@ SHARDED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_nothing_of_a_run_reads_parameters_that_are_still_to_come(tmp_path: Path, pp: int) -> None:
+ALL_MODELS = ("gpt2", "llama", "bloom")
+WAYS: dict[str, dict[str, Any]] = {
+    "recomputed": {"recompute_granularity": "full"},
+    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "zero-bubble": {"pipeline_schedule": "zero-bubble"},
+}
+IN_TURN = list(zip(ALL_MODELS, WAYS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: str) -> dict[str, Record]:
+    """What one process does of each model, which has nothing to gather."""
+    runs = [tiny_run(corpus, **MODELS[model], **SHARDED) for model in ALL_MODELS]
+    (records,) = run_on_ranks(1, train_with_late_gathers, runs)
+    return dict(zip(ALL_MODELS, records, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pp", "cases"),
+    [
+        (1, [(model, "recomputed") for model in ALL_MODELS]),
+        (2, IN_TURN),
+        pytest.param(
+            2,
+            [pair for pair in itertools.product(ALL_MODELS, WAYS) if pair not in IN_TURN],
+            marks=pytest.mark.wide,
+        ),
+    ],
+    ids=["replicas", "pipeline", "pipeline, all other models"],
+)
+def test_nothing_of_a_run_reads_parameters_that_are_still_to_come(
+    corpus: str,
+    alone: dict[str, Record],
+    tmp_path: Path,
+    pp: int,
+    cases: list[tuple[str, str]],
+) -> None:
     """With every model, interleaving, recomputation, evaluation, norms and checkpoints."""
-    corpus = write_tiny_corpus(tmp_path / "corpus")
-    ways: list[dict[str, Any]] = [{"recompute_granularity": "full"}]
-    if pp > 1:
-        ways += [{"num_virtual_stages_per_pipeline_rank": 2}, {"pipeline_schedule": "zero-bubble"}]
-    cases = [(model, way) for model in ("gpt2", "llama", "bloom") for way in ways]
-    alone = run_on_ranks(
-        1, train_with_late_gathers, [tiny_run(corpus, **MODELS[m], **SHARDED) for m, _ in cases]
-    )[0]
     configs = [
         tiny_run(
             corpus,
             **MODELS[model],
             **SHARDED,
-            **way,
+            **WAYS[way],
             pipeline_model_parallel_size=pp,
             save=str(tmp_path / str(at)),
         )
         for at, (model, way) in enumerate(cases)
     ]
     found = run_on_ranks(2 * pp, train_with_late_gathers, configs)[0]
-    for record, reference in zip(found, alone, strict=True):
+    for record, (model, _) in zip(found, cases, strict=True):
+        reference = alone[model]
         assert_close(record.losses, reference.losses, FP64)
         assert_close(record.grad_norms, reference.grad_norms, FP64)
         means = [[evaluation.mean for evaluation in r.evaluations] for r in (record, reference)]

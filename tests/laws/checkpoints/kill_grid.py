@@ -375,7 +375,7 @@ class Run:
         self._corpus = self._corpus or write_tiny_corpus(self._place)
         if "save" in flags:
             flags |= {"checkpoint_format": self.form, "save_interval": 1, "keep_last": 1}
-        flags |= {"train_iters": STEPS, "log_level": "error"}
+        flags |= {"train_iters": STEPS, "micro_batch_size": 4, "log_level": "error"}
         return tiny_run(self._corpus, **FOREIGN[self.form], **flags)
 
 

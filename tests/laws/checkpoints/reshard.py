@@ -98,7 +98,8 @@ class Layout(NamedTuple):
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
-            "micro_batch_size": GLOBAL_BATCH // (self.dp * 2),
+            # A pipeline of one micro-batch would be none.
+            "micro_batch_size": GLOBAL_BATCH // (self.dp * (2 if self.pp > 1 else 1)),
             "sequence_parallel": self.tp > 1 and self.kind == "native",
             **KINDS[self.kind],
         }
@@ -224,7 +225,7 @@ def config_of(
         distributed_timeout_minutes=3.0,
         log_level="error",
         **RUNS[model],
-        **(layout.flags if layout else {"micro_batch_size": 1}),
+        **(layout.flags if layout else {"micro_batch_size": GLOBAL_BATCH // 4}),
         fp64=precision == "fp64",
         **flags,
     )

@@ -34,6 +34,9 @@ RUNS: dict[str, dict[str, Any]] = {
 # tp, pp, dp, virtual stages of the job that saves.
 SAVED = [(1, 1, 1, None), (2, 1, 2, None), (2, 2, 1, None), (1, 2, 1, 2)]
 
+# tp, pp of two ranks that load.
+LOADED = [(1, 1), (2, 1), (1, 2)]
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -47,6 +50,9 @@ def straight_runs(corpus: str) -> list[Record]:
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp", "chunks"), SAVED)
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.wide) for turn in range(1, len(RUNS)))]
+)
 def test_a_job_goes_on_from_what_another_saved_in_megatrons_layout(
     tmp_path: Path,
     corpus: str,
@@ -55,7 +61,10 @@ def test_a_job_goes_on_from_what_another_saved_in_megatrons_layout(
     pp: int,
     dp: int,
     chunks: int | None,
+    turn: int,
 ) -> None:
+    """Every layout is loaded at every other, one model in turn; all turns are all models."""
+    turn += SAVED.index((tp, pp, dp, chunks))
     saving = [
         _run(
             corpus,
@@ -70,21 +79,20 @@ def test_a_job_goes_on_from_what_another_saved_in_megatrons_layout(
         for at, flags in enumerate(RUNS.values())
     ]
     run_on_ranks(tp * pp * dp, train_all, saving)
-    for other_tp, other_pp in ((1, 1), (2, 1), (1, 2)):
-        loading = [
-            _run(
-                corpus,
-                flags,
-                tensor_model_parallel_size=other_tp,
-                pipeline_model_parallel_size=other_pp,
-                use_distributed_optimizer=True,
-                load=str(tmp_path / str(at)),
-            )
-            for at, flags in enumerate(RUNS.values())
-        ]
-        by_rank = run_on_ranks(2, train_all, loading)
-        for at in range(len(RUNS)):
-            check_continued([records[at] for records in by_rank], straight_runs[at])
+    models = [(turn + step) % len(RUNS) for step in range(len(LOADED))]
+    loading = [
+        _run(
+            corpus,
+            [*RUNS.values()][at],
+            tensor_model_parallel_size=other_tp,
+            pipeline_model_parallel_size=other_pp,
+            use_distributed_optimizer=True,
+            load=str(tmp_path / str(at)),
+        )
+        for at, (other_tp, other_pp) in zip(models, LOADED)
+    ]
+    for at, *records in zip(models, *run_on_ranks(2, train_all, loading)):
+        check_continued(records, straight_runs[at])
 
 
 def test_a_checkpoint_goes_there_and_back_through_megatrons_layout(tmp_path: Path) -> None:

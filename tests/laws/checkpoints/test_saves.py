@@ -41,7 +41,12 @@ from tests.support.tiny import (
 
 STEPS = 6
 RANKS = 2
-GRID = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "train_iters": STEPS}
+GRID = {
+    "tensor_model_parallel_size": 2,
+    "hidden_dropout": 0.1,
+    "train_iters": STEPS,
+    "micro_batch_size": 4,
+}
 
 
 def run_of(corpus: str, folder: Path | str, **flags: Any) -> RunConfig:
@@ -111,15 +116,25 @@ def train_until_hit(config: RunConfig, moment: str, victim: int, save: int, sign
             train(config)
 
 
+def in_turn(moment: str, victim: int, at: int, async_save: bool) -> list[Any]:
+    """A kill in one way to save, and in the other way as a wide test."""
+    ids = [f"{moment}-{victim}-{at}-{way}" for way in ("waits", "beside")]
+    return [
+        pytest.param(moment, victim, at, async_save, id=ids[async_save]),
+        pytest.param(
+            moment, victim, at, not async_save, id=ids[not async_save], marks=pytest.mark.wide
+        ),
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
-    ("moment", "victim", "at"),
+    ("moment", "victim", "at", "async_save"),
     [
-        ("half of a tensor is written", 1, 2),
-        ("the part is written", 1, 2),
-        ("the checkpoint has its name", 0, 2),
-        ("the tracker names it", 0, 4),
+        *in_turn("half of a tensor is written", 1, 2, False),
+        *in_turn("the part is written", 1, 2, True),
+        *in_turn("the checkpoint has its name", 0, 2, False),
+        *in_turn("the tracker names it", 0, 4, True),
     ],
 )
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
@@ -196,7 +211,7 @@ def train_until_terminated(config: RunConfig) -> int:
 
     def write(file: Any, data: Any) -> None:
         if "shard" in file._path.name and torch.distributed.get_rank() == 0:
-            time.sleep(0.1)
+            time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGTERM)
         real(file, data)
 

@@ -80,7 +80,7 @@ def test_a_save_that_only_fsync_refuses_fails_on_all_ranks_and_the_former_is_sto
     corpus: str, tmp_path: Path, name: str
 ) -> None:
     model, how = FORMATS[name]
-    flags = {"train_iters": STEPS, **model}
+    flags = {"train_iters": STEPS, "micro_batch_size": 4, **model}
     start = {"timeout_s": DEADLINE_S, "deepspeed": "deepspeed" in model}
     with thin_disk(tmp_path / "disk", tmp_path / "pool") as disk:
         if disk is None:

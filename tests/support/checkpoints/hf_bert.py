@@ -4,21 +4,15 @@ As `tests.support.checkpoints.hf_models` has them of GPTs. Names of cases say wh
 them.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
 
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import CheckpointSource
-from megatron.config.run import RunConfig
-from megatron.engine.base import BatchOptions, MicroBatch, RawBatch
-from pretrain_bert import bert_task
-from tests.support.tiny import train
 from tools.compare_with_transformers import Inputs, Outputs, our_outputs, their_outputs
 
 transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -117,26 +111,3 @@ def apart(found: Outputs, wanted: Outputs) -> float:
     """The largest difference of any output."""
     assert wanted
     return max(float((found[name] - value).abs().max()) for name, value in wanted.items())
-
-
-class Continued(NamedTuple):
-    """What a run did: the losses of its steps, and the batches that it was given."""
-
-    losses: list[tuple[float, ...]]
-    batches: list[dict[str, Tensor]]
-
-
-def train_and_keep(configs: Sequence[RunConfig]) -> list[Continued]:
-    """A body for `run_on_ranks`: BERT runs one after the other in the same processes."""
-    return [_train_one(config) for config in configs]
-
-
-def _train_one(config: RunConfig) -> Continued:
-    task, kept = bert_task(order_head=config.data.bert_binary_head), []
-
-    def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
-        kept.append({name: tensor.clone() for name, tensor in raw.items()})
-        return task.batch(raw, options)
-
-    record = train(config, dataclasses.replace(task, batch=batch))
-    return Continued([step.each_loss for step in record.steps], kept)

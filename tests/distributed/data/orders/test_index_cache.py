@@ -70,7 +70,7 @@ def build_for_longer_than_a_barrier_may_take(folder: Path) -> None:
     context = context_of(2, 2)
 
     def build_slowly() -> dict[str, np.ndarray]:
-        time.sleep(4)
+        time.sleep(3)
         return {"doc_idx": np.arange(3)}
 
     cache = IndexCache(
@@ -112,7 +112,7 @@ def wait_in_vain(folders: list[Path]) -> str:
     context = context_of(2, 2)
 
     def build_slowly() -> dict[str, np.ndarray]:
-        time.sleep(8)
+        time.sleep(4)
         return {"doc_idx": np.arange(3)}
 
     cache = IndexCache(

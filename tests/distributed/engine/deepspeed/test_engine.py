@@ -34,7 +34,9 @@ from tests.support.tiny import (
 STAGES = ("0", "1", "2", "3")
 # SGD compares weights: AdamW makes steps of the learning rate out of gradients that are rounding
 # (of the keys' biases), so that only losses and norms can be compared under it.
-SGD = {"fp64": False, "micro_batch_size": 2, "optimizer": "sgd", "lr": 0.1}
+SGD = {"fp64": False, "micro_batch_size": 2, "optimizer": "sgd", "lr": 0.1, "train_iters": 3}
+# Two micro-batches where there are no replicas, as of two replicas with the flags above.
+TWO_MICROBATCHES = {"micro_batch_size": 4}
 ADAM = {**SGD, "optimizer": "adam", "lr": 0.01}
 
 
@@ -107,7 +109,8 @@ def test_the_first_step_of_adam_is_its_first(corpus: str) -> None:
 def test_tensor_and_sequence_parallel_ranks_clip_by_the_norm_of_the_whole_model(
     corpus: str,
 ) -> None:
-    compared(2, corpus, FP32, **SGD, tensor_model_parallel_size=2, sequence_parallel=True)
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    compared(2, corpus, FP32, **{**SGD, **TWO_MICROBATCHES, **split})
 
 
 def test_replicas_of_tensor_parallel_models_in_bf16(corpus: str) -> None:
@@ -132,8 +135,8 @@ def test_masked_tokens_weigh_nothing_whichever_replica_has_them(corpus: str) -> 
 
 
 def test_a_batch_that_grows_takes_more_micro_batches(corpus: str) -> None:
-    ramp = {"rampup_batch_size": (4, 2, 24), "train_samples": 3 * 4 + 2 * 6 + 2 * 8}
-    flags = {**SGD, "micro_batch_size": 1, **ramp}
+    ramp = {"rampup_batch_size": (4, 2, 16), "train_samples": 2 * 4 + 2 * 6 + 8}
+    flags = {**SGD, "micro_batch_size": 1, "train_iters": None, **ramp}
     runs = [tiny_run(corpus, **flags)]
     runs += [through_deepspeed(corpus, stage, **flags) for stage in STAGES]
     results = run_on_ranks(2, train_all, runs, timeout_s=120, deepspeed=True)
@@ -176,6 +179,7 @@ def with_fp16(configs: list[RunConfig]) -> list[Record]:
 def test_the_loss_scale_of_fp16_moves_as_natively(corpus: str) -> None:
     flags = {
         **SGD,
+        **TWO_MICROBATCHES,
         "fp16": True,
         # It overflows at first, halves, and doubles again within the run.
         "initial_loss_scale": 2.0**20,

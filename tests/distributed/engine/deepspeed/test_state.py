@@ -43,8 +43,9 @@ def through_deepspeed(corpus: str, stage: str, **flags: Any) -> RunConfig:
 
 def saving(config: RunConfig, folder: Path) -> RunConfig:
     """The first half of a run, with a checkpoint at its end."""
-    training = dataclasses.replace(config.training, exit_interval=HALF)
-    checkpoint = dataclasses.replace(config.checkpoint, save=str(folder), save_interval=HALF)
+    half = (config.training.train_iters or 0) // 2
+    training = dataclasses.replace(config.training, exit_interval=half)
+    checkpoint = dataclasses.replace(config.checkpoint, save=str(folder), save_interval=half)
     return dataclasses.replace(config, training=training, checkpoint=checkpoint)
 
 
@@ -61,7 +62,7 @@ def trained(ranks: int, runs: list[RunConfig]) -> list[list[Record]]:
 
 
 def assert_every_bit(resumed: list[Record], straight: list[Record]) -> None:
-    assert resumed[0].steps == straight[0].steps[HALF:]
+    assert resumed[0].steps == straight[0].steps[len(straight[0].steps) // 2 :]
     assert resumed[0].scalars == straight[0].scalars
     found, expected = whole(resumed), whole(straight)
     assert found.keys() == expected.keys()
@@ -73,7 +74,7 @@ def assert_every_bit(resumed: list[Record], straight: list[Record]) -> None:
 def test_a_resumed_run_is_the_uninterrupted_run(
     corpus: str, tmp_path: Path, precision: dict[str, bool]
 ) -> None:
-    flags = {**MODELS["llama"], **ADAM, **DROPOUT, **precision}
+    flags = {**MODELS["llama"], **ADAM, **DROPOUT, **precision, "train_iters": 4}
     plain = [through_deepspeed(corpus, stage, **flags) for stage in STAGES]
     halves = [saving(config, tmp_path / str(at)) for at, config in enumerate(plain)]
     rest = [loading(config, tmp_path / str(at)) for at, config in enumerate(plain)]
@@ -83,7 +84,14 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         assert_every_bit(resumed, straight)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        # The law of resharding holds it in `make test` too.
+        pytest.param({}, marks=pytest.mark.wide, id="fp32"),
+        pytest.param({"bf16": True}, id="bf16"),
+    ],
+)
 def test_runs_move_between_engines_and_layouts(
     corpus: str, tmp_path: Path, precision: dict[str, bool]
 ) -> None:
@@ -185,8 +193,8 @@ def test_no_rank_ever_holds_the_whole_model_at_stage_3(corpus: str) -> None:
         assert share <= whole_model / 2 + 100, "a few elements round parts up to equal lengths"
 
 
-def norm_and_agreement(config: RunConfig) -> tuple[float, str]:
-    """The norm of the parameters, and the error when they differ over tensor-parallel ranks."""
+def norms_and_agreements(configs: list[RunConfig]) -> list[tuple[float, str]]:
+    """Of each run the norm of the parameters, and the error when they differ over ranks."""
     found = []
 
     def looked_at(*args: Any) -> Any:
@@ -207,18 +215,18 @@ def norm_and_agreement(config: RunConfig) -> tuple[float, str]:
 
     build = tiny.REAL_BUILD_ENGINE
     tiny.REAL_BUILD_ENGINE = looked_at
-    train_all([config])
-    return found[0]
+    train_all(configs)
+    return found
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_norm_of_parameters_and_what_has_parted(corpus: str, tp: int) -> None:
     flags = {**SGD, "train_iters": 1, "tensor_model_parallel_size": tp}
-    native = run_on_ranks(2, norm_and_agreement, tiny_run(corpus, **flags))
-    for stage in STAGES:
-        run = through_deepspeed(corpus, stage, **flags)
-        for norm, message in run_on_ranks(2, norm_and_agreement, run, deepspeed=True):
-            assert norm == pytest.approx(native[0][0], rel=FP32)
+    runs = [tiny_run(corpus, **flags)]
+    runs += [through_deepspeed(corpus, stage, **flags) for stage in STAGES]
+    for native, *stages in run_on_ranks(2, norms_and_agreements, runs, deepspeed=True):
+        for stage, (norm, message) in zip(STAGES, stages, strict=True):
+            assert norm == pytest.approx(native[0], rel=FP32)
             if stage == "3" and tp == 1:
                 assert not message, "no two replicas hold the same part of a weight"
             else:

@@ -29,8 +29,9 @@ from tests.support.tiny import (
     write_tiny_corpus,
 )
 
-SAVED_AT = 3
+STEPS, SAVED_AT = 4, 2
 DEADLINE_S = 240.0
+SHAPE = {"deepspeed": True, "fp64": False, "micro_batch_size": 2, "train_iters": STEPS}
 GLU = {"swiglu": True, "ffn_hidden_size": 24}
 
 
@@ -40,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(corpus: str, **flags: Any) -> RunConfig:
-    return tiny_run(corpus, **({"deepspeed": True, "fp64": False} | flags))
+    return tiny_run(corpus, **(SHAPE | flags))
 
 
 def ranks(world: int, *configs: RunConfig) -> list[list[Record]]:
@@ -149,7 +150,7 @@ def test_older_ones_go_and_from_a_damaged_one_a_run_goes_back_to_the_one_before(
     corpus: str, tmp_path: Path
 ) -> None:
     save, flags = tmp_path / "save", {"zero_stage": "1", "hidden_dropout": 0.1}
-    saving = {"checkpoint_format": "deepspeed", "save_interval": 1, "exit_interval": SAVED_AT}
+    saving = {"checkpoint_format": "deepspeed", "save_interval": 1, "exit_interval": 3}
     straight, _ = ranks(
         2,
         run(corpus, **flags),

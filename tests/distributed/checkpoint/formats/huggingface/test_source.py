@@ -1,5 +1,6 @@
 """Hugging Face folders at any layout: loaded into training, and made from what was trained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
     },
 }
+MICRO_BATCH = 4  # of two
 # A multi-query model has one group, which two tp ranks cannot share.
 LOADED = [case for case in CASES if case != "llama, biases, wide heads"]
+# Every case is split over tensor-parallel ranks in one of the two layouts.
+TURNS = (LOADED[::2], LOADED[1::2])
+TP, ALL = "tp 2", "tp 2, sequence parallel, pp 2"
 
 
 def world_of(layout: str) -> int:
@@ -48,22 +53,35 @@ def run_of(folder: Path, corpus: str, **flags: Any) -> RunConfig:
         load=str(folder),
         finetune=True,
         train_iters=2,
+        micro_batch_size=MICRO_BATCH,
         **flags,
     )
 
 
 def expected_loss(case: str, record: Record) -> float:
     """What `transformers` makes of the samples of the first step."""
-    model, samples = hf_model(case), torch.tensor(record.trained_on[:8]).squeeze(1)
+    first_step = record.trained_on[: len(record.trained_on) // 2]
+    model, samples = hf_model(case), torch.tensor(first_step).flatten(0, 1)
     with torch.no_grad():
         logits = model(samples[:, :-1]).logits
     return float(F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_family_trains_on_from_a_folder_and_goes_back(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        pytest.param("one process", LOADED, id="one process"),
+        pytest.param(TP, TURNS[0], id=TP),
+        pytest.param(ALL, TURNS[1], id=ALL),
+        pytest.param(TP, TURNS[1], marks=pytest.mark.wide, id=f"{TP}, the others"),
+        pytest.param(ALL, TURNS[0], marks=pytest.mark.wide, id=f"{ALL}, the others"),
+    ],
+)
+def test_every_family_trains_on_from_a_folder_and_goes_back(
+    layout: str, cases: Sequence[str], tmp_path: Path
+) -> None:
     corpus = write_tiny_corpus(tmp_path / "corpus")
-    folders = {case: save_case(case, tmp_path / f"hf {i}") for i, case in enumerate(LOADED)}
+    folders = {case: save_case(case, tmp_path / f"hf {i}") for i, case in enumerate(cases)}
     runs = [
         run_of(folder, corpus, save=str(tmp_path / f"ours {i}"), **LAYOUTS[layout])
         for i, folder in enumerate(folders.values())

@@ -1,7 +1,6 @@
 """BERTs of Hugging Face at any layout: pretrained further from a folder, fine-tuned, made again."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.formats.huggingface.writer import write_huggingface
 from megatron.checkpoint.source import SourceOptions, WriteOptions
 from megatron.config.run import RunConfig
-from megatron.errors import CheckpointError
-from megatron.initialize import shutdown_megatron
-from tasks.main import main
-from tests.support.checkpoints.hf_bert import SAME, Continued, hf_bert, save_bert, train_and_keep
+from tests.support.checkpoints.bert_runs import (
+    Continued,
+    fine_tune,
+    train_and_keep,
+)
+from tests.support.checkpoints.hf_bert import SAME, hf_bert, save_bert
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_bert import TinySentences, tiny_bert_run, write_tiny_sentences
 from tools.compare_with_transformers import check_export
@@ -54,6 +55,7 @@ def run_of(folder: Path, corpus: TinySentences, **flags: Any) -> RunConfig:
         model = {name: v for name, v in source.config["model"].items() if "dropout" not in name}
         binary = source.config["data"]["bert_binary_head"]
     values = {"bert_binary_head": binary, "fp64": False, "finetune": True, "train_iters": 2}
+    values |= {"micro_batch_size": 4}
     return tiny_bert_run(corpus, **{**model, **values, "load": str(folder), **flags})
 
 
@@ -99,21 +101,6 @@ def test_a_bert_trains_on_from_a_folder_and_goes_back(
         assert found.worst.apart <= SAME, case
 
 
-def train_or_error(configs: Sequence[RunConfig]) -> list[str]:
-    """What stopped each run, if anything did."""
-    messages = []
-    for config in configs:
-        try:
-            train_and_keep([config])
-        except CheckpointError as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-        finally:
-            shutdown_megatron()
-    return messages
-
-
 def test_a_folder_without_the_heads_of_a_run_says_how_it_can_be_loaded(
     corpus: TinySentences, tmp_path: Path
 ) -> None:
@@ -140,15 +127,6 @@ RUN = (
     "--make-vocab-size-divisible-by 4 --micro-batch-size 4 --global-batch-size 8 --lr 0.01 "
     "--epochs 1 --device cpu --num-workers 0 --seed 3"
 )
-
-
-def fine_tune(words: Sequence[str]) -> str:
-    """What stopped it, if anything did."""
-    try:
-        main(words)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def words_of(folder: Path, corpus: TinySentences, tmp_path: Path, shape: str) -> list[str]:
