@@ -69,7 +69,7 @@ def train_examples(file: Path, corpus: str, flags: dict[str, object]) -> list[Re
     examples = imported(file)
     gpt = examples.gpt_task()
     scaled = examples.replace(gpt, layers=examples.scaled_gpt_layers)
-    config = tiny_run(corpus, **flags)
+    config = tiny_run(corpus, train_iters=3, micro_batch_size=2, **flags)
     return [train(config, task) for task in (gpt, scaled, examples.reversed_gpt_task())]
 
 

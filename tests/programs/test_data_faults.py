@@ -84,7 +84,7 @@ def test_a_file_that_changed_is_noticed_before_a_checkpoint_says_it_was_trained_
     prefix: str, tmp_path: Path
 ) -> None:
     flags = small_run(prefix, *FOREVER, "--save", "save", "--check-agreement-interval", "0")
-    with each_rank(1, [*flags, "--save-interval", "200"], cwds=[tmp_path]) as ranks:
+    with each_rank(1, [*flags, "--save-interval", "100"], cwds=[tmp_path]) as ranks:
         ranks[0].wait_for("to go")
         appended_to(prefix)
         (ended,) = all_ended(ranks, within_s=ENDS_WITHIN_S)

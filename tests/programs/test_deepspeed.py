@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.launch import (
     PRETRAIN,
-    Started,
     byte_corpus,
     pretrain_words,
+    run_program,
     small_run,
     torchrun_words,
 )
@@ -23,8 +23,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(words: list[str], cwd: Path, **environment: str) -> tuple[int, str, str]:
-    with Started(words, cwd=cwd, environment=environment) as started:
-        ended = started.ended()
+    ended = run_program(words, cwd=cwd, environment=environment, warm_children=True)
     return ended.status, ended.out, ended.err
 
 

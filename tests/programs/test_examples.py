@@ -29,7 +29,9 @@ TINY = (
 pytestmark = pytest.mark.slow  # each starts torchrun once or twice
 
 
-def run_example(name: str, work: Path, *, flags: str = TINY, **variables: str) -> Ended:
+def run_example(
+    name: str, work: Path, *, flags: str = TINY, deepspeed: bool = False, **variables: str
+) -> Ended:
     """Run it from another folder, with everything that it makes in `work`."""
     environment = {"WORK": str(work), "ITERS": "2"} | variables
     ended = run_program(
@@ -38,6 +40,7 @@ def run_example(name: str, work: Path, *, flags: str = TINY, **variables: str) -
         environment=environment,
         within_s=180,
         warm_children=True,
+        deepspeed=deepspeed,
     )
     assert ended.status == 0, ended.text
     return ended
@@ -116,13 +119,14 @@ def test_an_example_trains_and_saves(name: str, folder: str, layout: str, work: 
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_the_example_of_zero_trains_and_saves(work: Path, stage: str) -> None:
     flags = f"{TINY} --save {work}/zero{stage} --load {work}/zero{stage}"
-    ended = run_example("pretrain_gpt_zero.sh", work, flags=flags, STAGE=stage)
+    ended = run_example("pretrain_gpt_zero.sh", work, flags=flags, STAGE=stage, deepspeed=True)
     assert "tp 1 x pp 1 x dp 2" in ended.out
     assert (work / f"zero{stage}" / TRACKER).read_text() == "2\n"
 
 
 def test_the_launcher_of_deepspeed_starts_two_processes_with_a_curriculum(work: Path) -> None:
     flags = TINY.replace("--seq-length 80 ", "")  # the JSON's curriculum ends at 128
+    # The one run whose processes import DeepSpeed themselves, as a user's do.
     ended = run_example("pretrain_gpt_deepspeed.sh", work, flags=flags, PORT=str(free_port()))
     assert "tp 1 x pp 1 x dp 2" in ended.out
     assert "curriculum fixed_linear: 16 to 128 tokens over 60 iterations" in ended.out

@@ -1,5 +1,6 @@
 """Pipelines as a user starts them: what a stage that fails means for the others, and bad flags."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from tests.support.launch import (
     all_ended,
     byte_corpus,
     each_rank,
-    pretrain_words,
     run_program,
     small_run,
 )
@@ -45,6 +45,14 @@ def main():
 
 if __name__ == "__main__":
     run_program(main)
+"""
+# It does not look for the others, whom it would tell why it ends, for as long as a launch takes.
+ALONE = """
+import megatron.initialize
+from pretrain_gpt import program
+
+megatron.initialize._TELL_S = 0.5
+program()
 """
 ENDS_WITHIN_S = 60.0
 
@@ -83,7 +91,10 @@ def test_what_a_pipeline_cannot_do_is_refused_together_before_ranks_meet(
     )
     environment = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = run_program(pretrain_words(*flags), cwd=tmp_path, environment=environment)
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE)
+    words = [sys.executable, str(program), *flags]
+    ended = run_program(words, cwd=tmp_path, environment=environment)
     assert ended.status == ConfigError.exit_code, ended.text
     for words in (
         "there are fewer layers than pipeline stages to hold them",

@@ -64,7 +64,8 @@ class Started:
 
     A program of Python's is forked from one that has imported torch, unless it is to start `fresh`:
     where the start itself is what a test is about. With `warm_children` so are the programs that it
-    starts as `sys.executable` or $PYTHON; signals reach them by way of another process.
+    starts as `sys.executable` or $PYTHON; signals reach them by way of another process. `deepspeed`
+    says that they need DeepSpeed, which --deepspeed among the words says, too.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Started:
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
         warm_children: bool = False,
+        deepspeed: bool = False,
     ) -> None:
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Without CUDA, a machine that has it runs the same tests as one that has not.
@@ -82,7 +84,7 @@ class Started:
         self._outputs = tempfile.TemporaryDirectory()
         self._out, self._err = Path(self._outputs.name, "out"), Path(self._outputs.name, "err")
         self._began = time.monotonic()
-        deepspeed = "--deepspeed" in words
+        deepspeed = deepspeed or "--deepspeed" in words
         if warm_children:
             fixed |= python_that_forks(deepspeed=deepspeed)
         variables = inherited | fixed | dict(environment or {})
@@ -165,10 +167,16 @@ def run_program(
     within_s: float = WITHIN_S,
     fresh: bool = False,
     warm_children: bool = False,
+    deepspeed: bool = False,
 ) -> Ended:
     """Start a program and wait for its end."""
     with Started(
-        words, cwd=cwd, environment=environment, fresh=fresh, warm_children=warm_children
+        words,
+        cwd=cwd,
+        environment=environment,
+        fresh=fresh,
+        warm_children=warm_children,
+        deepspeed=deepspeed,
     ) as program:
         return program.ended(within_s=within_s)
 

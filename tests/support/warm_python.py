@@ -3,11 +3,13 @@
 `python -m tests.support.warm_python SOCKET MODULE ...` imports the modules and listens. Whoever
 connects sends a `Program` as JSON, reads its process id and then its exit status, a line each. A
 forked program has a session, a working folder, an environment and an output of its own, and ends as
-any interpreter does. What it does not have is a fresh start: what starting itself does (import
-order, time, settings of the interpreter) is for programs that are started without this. What a
-reader would get wrong: the server ends with the process that started it, by the end of its stdin.
+any interpreter does, but for giving its memory back. What it does not have is a fresh start: what
+starting itself does (import order, time, settings of the interpreter) is for programs that are
+started without this. What a reader would get wrong: the server ends with the process that started
+it, by the end of its stdin.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -20,6 +22,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +46,8 @@ PRELOAD = (
     "megatron.data.loading.gpt_batch",
     "pretrain_gpt",
 )
+# What converters and tasks import when they come to it, in a second each.
+PRELOAD_TOOLS = ("transformers", "sklearn.metrics", "scipy.stats")
 # DeepSpeed takes seconds to import, and as many again when it first makes an engine.
 PRELOAD_DEEPSPEED = (
     "deepspeed",
@@ -56,13 +62,14 @@ PRELOAD_DEEPSPEED = (
 
 
 class Program(NamedTuple):
-    """What to run: the words after `python`, and where its output goes."""
+    """What to run: the words after `python`, where its output goes and its input comes from."""
 
     words: list[str]
     cwd: str
     environment: dict[str, str]
     out: str
     err: str
+    input: str = os.devnull
 
 
 class WarmProcess:
@@ -136,7 +143,7 @@ def server_folder(deepspeed: bool) -> Path:
     client = shlex.join([sys.executable, "-SE", str(Path(__file__).with_name("warm_client.py"))])
     python.write_text(f'#!/bin/sh\nexec {client} {shlex.quote(path)} "$@"\n')
     python.chmod(0o755)
-    modules = [*PRELOAD, *(PRELOAD_DEEPSPEED if deepspeed else ())]
+    modules = [*PRELOAD, *(PRELOAD_DEEPSPEED if deepspeed else PRELOAD_TOOLS)]
     listens, ready = os.pipe()
     # As a program of a user without CUDA: a machine that has it runs the same tests.
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -237,7 +244,7 @@ def run(program: Program) -> None:
     os.setsid()
     os.chdir(program.cwd)
     for path, descriptor, flags in (
-        (os.devnull, 0, os.O_RDONLY),
+        (program.input, 0, os.O_RDONLY),
         (program.out, 1, os.O_WRONLY | os.O_APPEND),
         (program.err, 2, os.O_WRONLY | os.O_APPEND),
     ):
@@ -257,5 +264,38 @@ def run(program: Program) -> None:
         runpy.run_path(program.words[0], run_name="__main__")
 
 
+def leave(program: Program) -> NoReturn:
+    """Be the program, and end as the interpreter does, but for giving its memory back.
+
+    That would copy and free every page of the modules that the server has: more time than most
+    programs take.
+    """
+    status = 0
+    try:
+        run(program)
+    except SystemExit as leaving:
+        status = _status(leaving.code)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as at every exit
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status(code: str | int | None) -> int:
+    """Return the status that an interpreter ends with for sys.exit(code)."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        return 1
+    return (code or 0) & 0xFF
+
+
 if __name__ == "__main__":
-    run(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    leave(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -1,6 +1,7 @@
 """The benchmarks run, compare equals, and report what they could not measure."""
 
 import json
+import multiprocessing as mp
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
 from tests.support.launch import Ended, run_program
+from tests.support.ranks import _PRELOAD
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -39,7 +41,8 @@ TINY_GPT3 = (
 
 def script(name: str, *flags: str) -> Ended:
     """Run a benchmark as a user would, on one thread and without any GPU there may be."""
-    return run_program([sys.executable, str(ROOT / "benchmarks" / name), *flags], cwd=ROOT)
+    words = [sys.executable, str(ROOT / "benchmarks" / name), *flags]
+    return run_program(words, cwd=ROOT, warm_children=True)
 
 
 def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> None:
@@ -358,7 +361,12 @@ def test_the_pipeline_benchmark_reads_its_clock_against_theory() -> None:
 
 
 @pytest.mark.parametrize("case", [("zero-bubble", 2, 3, 1), ("interleaved", 2, 3, 2)])
-def test_the_pipeline_benchmark_runs_its_stages(case: tuple[str, int, int, int]) -> None:
+def test_the_pipeline_benchmark_runs_its_stages(
+    case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = mp.get_context("forkserver")  # whose processes need not import torch
+    start.set_forkserver_preload(_PRELOAD)
+    monkeypatch.setattr(mp, "get_context", lambda method: start)
     wanted = pipeline_bubble.Case(*case)
     stages = pipeline_bubble.measure(wanted, unit_s=0.001, steps=1)
     assert [one.peak for one in stages] == ([2, 1] if wanted.chunks == 1 else [6, 4])

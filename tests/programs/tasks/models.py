@@ -2,11 +2,14 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.arguments import parse_args
+from megatron.errors import MegatronError
+from megatron.initialize import shutdown_megatron
+from tasks.main import main
 from tests.support.launch import ROOT, byte_corpus, run_program, small_run, write_text
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import train
@@ -69,6 +72,40 @@ def exported_gpt(folder: Path) -> Exported:
     convert("--load", ours, "--save", megatron, "--format", "megatron", *_TWO)
     convert("--load", ours, "--save", huggingface, "--format", "huggingface", "--no-check-logits")
     return Exported(ours, megatron, huggingface, vocabulary)
+
+
+def evaluated(
+    ranks: int, each: Mapping[Path, Sequence[object]], *, output_flag: str = "--output"
+) -> list[dict[str, Any]]:
+    """Evaluate several times in the same processes; what each wrote with --output."""
+    runs = [[*words, output_flag, output] for output, words in each.items()]
+    for said in run_on_ranks(ranks, evaluate_all, [list(map(str, words)) for words in runs]):
+        assert said == [""] * len(runs)
+    return [json.loads(output.read_text()) for output in each]
+
+
+def said_of_each(*each: Sequence[object]) -> list[str]:
+    """What several evaluations on one rank say instead of a result."""
+    return run_on_ranks(1, evaluate_all, [list(map(str, words)) for words in each])[0]
+
+
+def evaluate_all(each: Sequence[Sequence[str]]) -> list[str]:
+    """A body for `run_on_ranks`: the errors of several evaluations, empty where there is none.
+
+    It stands here, and not where a test is, so that ranks import nothing that only tests compare
+    with.
+    """
+    return [_evaluate(argv) for argv in each]
+
+
+def _evaluate(argv: Sequence[str]) -> str:
+    try:
+        main([*argv, "--device", "cpu"])
+    except MegatronError as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    finally:
+        shutdown_megatron()
+    return ""
 
 
 _TWO = ("--tensor-model-parallel-size", "2")

@@ -12,11 +12,11 @@ from megatron.errors import ConfigError, DataError
 from tests.support.launch import ROOT, Started, run_program, unfinished, write_text
 from tools.first_run import CHECKPOINTS, Places, main, refuse_changed_text, training_command
 
-ITERATIONS = 100
+ITERATIONS = 60
 FIRST_CHECKPOINT = ITERATIONS // CHECKPOINTS  # an interruption after it is in the middle
 TINY = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 136 "
-    "--max-position-embeddings 136 --micro-batch-size 2 --global-batch-size 4"
+    "--max-position-embeddings 136 --micro-batch-size 2 --global-batch-size 4 --eval-iters 2"
 )
 
 
@@ -30,7 +30,7 @@ def words(text: Path, out: Path) -> list[str]:
 def test_an_interrupted_first_run_resumes_and_then_is_done(tmp_path: Path) -> None:
     text, out = write_text(tmp_path / "mine.txt", 1200), tmp_path / "out"
     command = words(text, out)
-    with Started(command, cwd=ROOT) as interrupted:
+    with Started(command, cwd=ROOT, warm_children=True) as interrupted:
         interrupted.wait_for(f"saved checkpoint at iteration {FIRST_CHECKPOINT} ")
         os.killpg(interrupted.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
         assert interrupted.ended().status == 130

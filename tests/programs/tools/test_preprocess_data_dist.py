@@ -21,7 +21,15 @@ from tests.programs.tools.preprocessing.test_dataset_rows import (
     write_lines,
 )
 from tests.support.checkpoints.small_disk import small_disk
-from tests.support.launch import Ended, Started, all_ended, free_port, run_program, torchrun_words
+from tests.support.launch import (
+    Ended,
+    Started,
+    all_ended,
+    each_rank,
+    free_port,
+    run_program,
+    torchrun_words,
+)
 from tools import preprocess_data, preprocess_data_dist
 from tools.preprocessing.encoding import Chunk, EncodedChunk, EncodeSettings, encode_chunk
 from tools.preprocessing.resume import partial_folder
@@ -139,19 +147,19 @@ def test_a_killed_run_goes_on_behind_its_pieces_with_any_number_of_ranks(tmp_pat
     source = tmp_path / "in"
     source.mkdir()
     for shard in range(8):
-        (source / f"{shard}.jsonl").write_text(f'{{"text": "{shard} 2 3 4"}}\n' * 40_000)
+        (source / f"{shard}.jsonl").write_text(f'{{"text": "{shard} 2 3 4"}}\n' * 12_000)
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--input", str(source)]
     preprocess_data.main([*null, "--output-prefix", str(tmp_path / "one")])
     flags = [*null, "--output-prefix", str(tmp_path / "out")]
     folder = partial_folder(str(tmp_path / "out"))
-    with Started(torchrun_words(2, PROGRAM, *flags), cwd=tmp_path) as program:
+    with each_rank(2, flags, cwds=[tmp_path], program=PROGRAM) as ranks:
         deadline = time.monotonic() + 60
         while not list(folder.glob("*.note.json")) and time.monotonic() < deadline:
-            assert program.process.poll() is None, program.text
+            assert all(one.process.poll() is None for one in ranks), [one.text for one in ranks]
             time.sleep(0.01)
-        for pid in [program.process.pid, *program.descendants()]:
-            os.kill(pid, signal.SIGKILL)
-        program.process.wait()
+        for one in ranks:
+            one.process.kill()
+        assert [one.process.wait() for one in ranks] == [-signal.SIGKILL] * 2
     assert list(tmp_path.glob("out*")) == [folder]
     done = len(list(folder.glob("*.note.json")))
     assert 0 < done < 8

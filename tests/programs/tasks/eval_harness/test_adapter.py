@@ -14,16 +14,11 @@ from megatron.initialize import shutdown_megatron
 from tasks.eval_harness.adapter import MegatronLM, check_canary
 from tasks.loading import LoadedScorer, load_scorer
 from tasks.zeroshot.windows import rolling_windows
-from tests.programs.tasks.models import SAME, tiny_gpt_checkpoint
+from tests.programs.tasks.models import SAME
 from tests.support.ranks import run_on_ranks
 
 TEXTS = ["the cat sat on a mat and it was a fine day for a cat", "a", ""]
 PAIRS = [("the cat", " sat"), ("", "a dog"), ("a dog ran ", "to the cat"), ("it was " * 9, "a")]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_gpt_checkpoint(tmp_path_factory.mktemp("gpt"))
 
 
 def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
@@ -65,17 +60,27 @@ def asked(folder: str, grid: dict[str, int]) -> dict[str, Any]:
     return found
 
 
+def asked_on_all(folder: str, grids: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """A body for `run_on_ranks`: one grid after the other in the same processes."""
+    return [asked(folder, grid) for grid in grids]
+
+
 @pytest.mark.slow
-def test_every_grid_answers_alike(checkpoint: str) -> None:
-    (alone,) = run_on_ranks(1, asked, checkpoint, {})
+def test_every_grid_answers_alike(tiny_gpt: str) -> None:
+    ((alone,),) = run_on_ranks(1, asked_on_all, tiny_gpt, [{}])
     assert len(alone["pairs"]) == len(PAIRS)
     assert alone["truncated"] > 0
     assert alone["texts"][2] == 0.0
     assert "t" not in alone["written"][0]
-    for grid in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
-        for found in run_on_ranks(2, asked, checkpoint, grid):
-            for (actual, greedy), (reference, expected) in zip(found["pairs"], alone["pairs"]):
-                assert actual == pytest.approx(reference, rel=SAME)
+    grids: list[dict[str, int]] = [
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {},
+    ]
+    for each in run_on_ranks(2, asked_on_all, tiny_gpt, grids):
+        for found in each:
+            for (mine, greedy), (theirs, expected) in zip(found["pairs"], alone["pairs"]):
+                assert mine == pytest.approx(theirs, rel=SAME)
                 assert greedy == expected
             assert found["texts"] == pytest.approx(alone["texts"], rel=SAME)
             assert found.get("written", alone["written"]) == alone["written"]

@@ -11,17 +11,12 @@ from typing import Any
 import lm_eval
 import pytest
 import torch
-import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.errors import MegatronError
-from megatron.initialize import shutdown_megatron
-from tasks.main import main
-from tests.programs.tasks.models import Exported, exported_gpt
-from tests.support.ranks import run_on_ranks
+from tests.programs.tasks.models import Exported, evaluated
 
 PER_TOKEN = 1e-5  # float32, sums of a few hundred terms in another order
 LENGTH = 32
@@ -86,6 +81,8 @@ class OneAtATime(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     """transformers, asked for each request by itself."""
 
     def __init__(self, folder: Path) -> None:
+        import transformers  # in seconds, which ranks that read this file need not wait for
+
         super().__init__()
         self.inner = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -140,11 +137,6 @@ class OneAtATime(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported_gpt(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def tasks(models: Exported) -> Path:
     """A folder of tasks, and of the lines that they read."""
     folder = models.ours.parent / "tasks"
@@ -177,21 +169,10 @@ def responses(results: Any) -> dict[str, list[Any]]:
     }
 
 
-def evaluate(argv: list[str]) -> str:
-    try:
-        main([*argv, "--device", "cpu"])
-    except MegatronError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        shutdown_megatron()
-    return ""
-
-
-def asked(ranks: int, models: Exported, tasks: Path, output: Path, *words: object) -> Any:
+def harness(models: Exported, tasks: Path, *words: object) -> list[object]:
+    """What is given to an evaluation by the harness beside a file for its results."""
     argv = ["--task", "LM-EVAL", "--load", models.ours, "--include_path", tasks, "--only-included"]
-    argv += ["--output_path", output, "--micro-batch-size", 3, *words]
-    assert set(run_on_ranks(ranks, evaluate, [str(word) for word in argv])) == {""}
-    return json.loads(output.read_text())
+    return [*argv, "--micro-batch-size", 3, *words]
 
 
 @pytest.mark.slow
@@ -205,9 +186,10 @@ def test_the_harness_hears_what_transformers_says(
         task_manager=manager,
         bootstrap_iters=0,
     )
-    reference = responses(expected)
-    for ranks, grid in ((2, ["--tensor-model-parallel-size", 2]), (2, [])):
-        found = asked(ranks, models, tasks, tmp_path / "out", "--tasks", ",".join(TASKS), *grid)
+    theirs = responses(expected)
+    words = harness(models, tasks, "--tasks", ",".join(TASKS))
+    split = [*words, "--tensor-model-parallel-size", 2]
+    for found in evaluated(2, {tmp_path / "rows": words, tmp_path / "tensors": split}):
         ours = responses(found)
         for actual, other in zip(ours["t_choice"], reference["t_choice"], strict=True):
             for (score, greedy), (value, is_greedy) in zip(actual, other, strict=True):
@@ -226,34 +208,31 @@ def test_the_harness_hears_what_transformers_says(
 def test_the_harness_agrees_with_our_own_evaluator(
     models: Exported, tasks: Path, tmp_path: Path
 ) -> None:
+    # A text in one window, given the end of a document; and given its own first word.
+    lines, text = tmp_path / "lines.jsonl", tmp_path / "text.txt"
+    first, rest = TEXTS[0][:3], TEXTS[0][3:]
+    pairs = [{"context": "", "continuation": TEXTS[0]}, {"context": first, "continuation": rest}]
+    lines.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    text.write_text(TEXTS[0])
     words = ["--tasks", "t_choice", "t_rolling", "--pipeline-model-parallel-size", 2]
-    found = asked(2, models, tasks, tmp_path / "out", *words)
-    own = tmp_path / "own.json"
-    argv = ["--task", "CHOICE", "--load", models.ours, "--valid-data", tasks / "t_choice.jsonl"]
-    run_on_ranks(2, evaluate, [str(word) for word in [*argv, "--output", own]])
-    choice = json.loads(own.read_text())
+    files = {"CHOICE": tasks / "t_choice.jsonl", "LOGLIKELIHOOD": lines, "PERPLEXITY": text}
+    own = {
+        tmp_path / task: ["--task", task, "--load", models.ours, "--valid-data", file]
+        for task, file in files.items()
+    }
+    runs = {tmp_path / "harness": harness(models, tasks, *words), **own}
+    found, choice, scored, perplexity = evaluated(2, runs)
     metrics = found["results"]["t_choice"]
     assert choice["acc"] == metrics["acc,none"]
     assert choice["acc_norm"] == metrics["acc_norm,none"]
     samples = sorted(found["samples"]["t_choice"], key=lambda one: one["doc_id"])
     for scores, sample in zip(choice["log_likelihoods"], samples, strict=True):
         values = [value for value, _ in sample["filtered_resps"]]
-        assert scores == pytest.approx(values, abs=5 * PER_TOKEN)
-    # A text in one window, given the end of a document; and given its own first word.
-    lines, text = tmp_path / "lines.jsonl", tmp_path / "text.txt"
-    first, rest = TEXTS[0][:3], TEXTS[0][3:]
-    pairs = [{"context": "", "continuation": TEXTS[0]}, {"context": first, "continuation": rest}]
-    lines.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    argv = ["--task", "LOGLIKELIHOOD", "--load", models.ours, "--valid-data", lines]
-    run_on_ranks(2, evaluate, [str(word) for word in [*argv, "--output", own]])
-    whole, but_the_first = json.loads(own.read_text())["pairs"]
+        assert mine == pytest.approx(values, abs=5 * PER_TOKEN)
+    whole, but_the_first = scored["pairs"]
     rolling = min(found["samples"]["t_rolling"], key=lambda one: one["doc_id"])
     (value,) = rolling["filtered_resps"]
     assert whole["log_likelihood"] == pytest.approx(value, abs=whole["num_tokens"] * PER_TOKEN)
-    text.write_text(TEXTS[0])
-    argv = ["--task", "PERPLEXITY", "--load", models.ours, "--valid-data", text, "--output", own]
-    run_on_ranks(2, evaluate, [str(word) for word in argv])
-    perplexity = json.loads(own.read_text())
     assert perplexity["tokens"] == but_the_first["num_tokens"] == whole["num_tokens"] - 1
     total = -perplexity["loss"] * perplexity["tokens"]
     assert total == pytest.approx(but_the_first["log_likelihood"], abs=total * -PER_TOKEN)
@@ -263,18 +242,21 @@ def test_the_harness_agrees_with_our_own_evaluator(
 def test_flags_of_the_harness_are_those_of_its_own_program(
     models: Exported, tasks: Path, tmp_path: Path
 ) -> None:
-    words = ["--tasks", "t_choice", "--limit", 2, "--num_fewshot", 0]
-    found = asked(1, models, tasks, tmp_path / "a", *words, *SCRIPT.split())
-    assert found["n-samples"]["t_choice"] == {"original": 4, "effective": 2}
-    words = ["--tasks", "t_choice", "--apply_chat_template", "chatml", "--limit", 1]
-    found = asked(1, models, tasks, tmp_path / "b", *words, "--system_instruction", "be short")
-    (sample,) = found["samples"]["t_choice"]
+    few = ["--tasks", "t_choice", "--limit", 2, "--num_fewshot", 0, *SCRIPT.split()]
+    chat = ["--tasks", "t_choice", "--apply_chat_template", "chatml", "--limit", 1]
+    chat += ["--system_instruction", "be short"]
+    short = ["--tasks", "t_writing", "--gen_kwargs", "max_gen_toks=2"]
+    runs = {
+        tmp_path / str(at): harness(models, tasks, *words)
+        for at, words in enumerate((few, chat, short))
+    }
+    limited, templated, shortened = evaluated(1, runs, output_flag="--output_path")
+    assert limited["n-samples"]["t_choice"] == {"original": 4, "effective": 2}
+    (sample,) = templated["samples"]["t_choice"]
     prompt = sample["arguments"][0][0]
     assert prompt.startswith("<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nthe cat")
     assert prompt.endswith("<|im_start|>assistant\n")
-    words = ["--tasks", "t_writing", "--gen_kwargs", "max_gen_toks=2"]
-    found = asked(1, models, tasks, tmp_path / "c", *words)
-    assert all(len(text.split()) <= 3 for (text,) in responses_of(found, "t_writing"))
+    assert all(len(text.split()) <= 3 for (text,) in responses_of(shortened, "t_writing"))
 
 
 def responses_of(results: Any, name: str) -> list[Any]:

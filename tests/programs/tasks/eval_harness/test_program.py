@@ -8,7 +8,6 @@ import pytest
 
 from megatron.errors import ConfigError
 from tasks.eval_harness.program import main
-from tests.programs.tasks.models import tiny_gpt_checkpoint
 from tests.support.ranks import run_on_ranks
 
 TASK = """\
@@ -38,7 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("\n".join(map(json.dumps, rows)) + "\n")
     (made / "tasks").mkdir()
     (made / "tasks" / "tiny.yaml").write_text(TASK.format(data=data))
-    tiny_gpt_checkpoint(made)
     return made
 
 
@@ -50,19 +48,19 @@ def evaluate(argv: Sequence[str]) -> str:
     return ""
 
 
-def words_of(folder: Path, *more: object) -> list[str]:
-    flags = ["--load", folder / "save", "--include-path", folder / "tasks", "--only-included"]
+def words_of(tiny_gpt: str, folder: Path, *more: object) -> list[str]:
+    flags = ["--load", tiny_gpt, "--include-path", folder / "tasks", "--only-included"]
     return [str(word) for word in [*flags, *more]]
 
 
 @pytest.mark.slow
 def test_a_task_of_local_files_is_evaluated_on_two_ranks_as_on_one(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_gpt: str, folder: Path, tmp_path: Path
 ) -> None:
     found = []
     for ranks, grid in ((1, []), (2, ["--tensor-model-parallel-size", 2])):
         output = tmp_path / f"{ranks}.json"
-        words = words_of(folder, "--tasks", "tiny_choice", "--output", output, *grid)
+        words = words_of(tiny_gpt, folder, "--tasks", "tiny_choice", "--output", output, *grid)
         assert set(run_on_ranks(ranks, evaluate, words)) == {""}
         found.append(json.loads(output.read_text())["results"]["tiny_choice"]["acc,none"])
     assert found[0] == found[1]
@@ -70,8 +68,8 @@ def test_a_task_of_local_files_is_evaluated_on_two_ranks_as_on_one(
     assert found[0] in (2 / 5, 3 / 5)
 
 
-def test_a_task_that_is_not_there_is_refused(folder: Path) -> None:
-    (message,) = run_on_ranks(1, evaluate, words_of(folder, "--tasks", "tiny_chice"))
-    assert "the harness has no such task" in message
-    assert "did you mean tiny_choice?" in message
-    assert "--include-path" in message
+def test_a_task_that_is_not_there_is_refused(tiny_gpt: str, folder: Path) -> None:
+    (said,) = run_on_ranks(1, evaluate, words_of(tiny_gpt, folder, "--tasks", "tiny_chice"))
+    assert "the harness has no such task" in said
+    assert "did you mean tiny_choice?" in said
+    assert "--include-path" in said

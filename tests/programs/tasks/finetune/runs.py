@@ -1,13 +1,14 @@
 """Fine-tunings small enough for a test: a pretrained BERT, files of a task, and how to run it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.errors import MegatronError
+from megatron.initialize import shutdown_megatron
 from tasks.main import main
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_bert import tiny_bert_run, train_bert_all, write_tiny_sentences
@@ -19,8 +20,8 @@ _MODEL = (
 )
 EXACT = {"fp64": True, "hidden_dropout": 0, "attention_dropout": 0}
 # Seven of eight rows in the last batch are missing: nothing may be counted twice or left out.
-EXAMPLES, BATCH = 41, 8
-PER_EPOCH = 6  # batches
+EXAMPLES, BATCH = 17, 8
+PER_EPOCH = 3  # batches
 # The last batch has one example: of two replicas the second has none of it.
 
 
@@ -81,21 +82,23 @@ def words_of(prepared: Prepared, **flags: object) -> list[str]:
     return words
 
 
-def finetune(argv: Sequence[str]) -> None:
-    """A body for `run_on_ranks`."""
-    main(argv)
-
-
 def finetune_all(each: Sequence[Sequence[str]]) -> None:
-    """The same for several runs one after the other in the same processes."""
+    """A body for `run_on_ranks`: several runs one after the other in the same processes."""
     for argv in each:
         main(argv)
 
 
 def outcome(ranks: int, output: Path, words: Sequence[str]) -> dict[str, Any]:
     """Run it, and read what it wrote with --output."""
-    run_on_ranks(ranks, finetune, [*words, "--output", str(output)])
-    return read(output)
+    (found,) = outcomes(ranks, {output: words})
+    return found
+
+
+def outcomes(ranks: int, each: Mapping[Path, Sequence[str]]) -> list[dict[str, Any]]:
+    """Run several in the same processes: starting one, and its first scores, take seconds."""
+    runs = [[*words, "--output", str(output)] for output, words in each.items()]
+    run_on_ranks(ranks, finetune_all, runs)
+    return [read(output) for output in each]
 
 
 def read(output: Path) -> dict[str, Any]:
@@ -112,15 +115,25 @@ def scores_of(file: Path) -> list[tuple[str, str, list[float]]]:
     ]
 
 
-def finetune_and_fail(argv: Sequence[str]) -> str:
-    """Return the error that it ends with."""
+def said_of(words: Sequence[str]) -> str:
+    """What a run on one rank says instead of running."""
+    return said_of_each([words])[0]
+
+
+def said_of_each(each: Sequence[Sequence[str]]) -> list[str]:
+    """What several runs say instead of running, one after the other in one process."""
+    return run_on_ranks(1, _all_that_fail, [list(words) for words in each])[0]
+
+
+def _all_that_fail(each: Sequence[Sequence[str]]) -> list[str]:
+    return [_that_fails(words) for words in each]
+
+
+def _that_fails(argv: Sequence[str]) -> str:
     try:
         main(argv)
     except MegatronError as error:
         return str(error)
+    finally:
+        shutdown_megatron()
     return "nothing was raised"
-
-
-def said_of(words: Sequence[str]) -> str:
-    """Return the error that a run on one rank ends with."""
-    return run_on_ranks(1, finetune_and_fail, list(words))[0]

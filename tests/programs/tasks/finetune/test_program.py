@@ -10,7 +10,9 @@ from tests.programs.tasks.finetune.runs import (
     EXAMPLES,
     Prepared,
     outcome,
+    outcomes,
     said_of,
+    said_of_each,
     scores_of,
     words_of,
     write_task,
@@ -20,13 +22,14 @@ from tests.programs.tasks.finetune.runs import (
 WRITTEN = 1e-8
 
 
-GRIDS: list[tuple[int, dict[str, object]]] = [
-    (2, {}),
-    (2, {"tensor_model_parallel_size": 2}),
-    (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    (2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True}),
-    (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 4}),
-]
+# Each on two ranks.
+GRIDS: dict[str, dict[str, object]] = {
+    "dp": {},
+    "tp": {"tensor_model_parallel_size": 2},
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "shards": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    "pp": {"pipeline_model_parallel_size": 2, "micro_batch_size": 4},
+}
 
 
 @pytest.mark.slow
@@ -35,25 +38,27 @@ def test_every_grid_learns_and_judges_the_same(prepared: Prepared, tmp_path: Pat
     assert alone["examples"] == EXAMPLES
     expected = scores_of(tmp_path / "a.tsv")
     assert [uid for uid, _, _ in expected] == [str(at) for at in range(EXAMPLES)]
-    for ranks, grid in GRIDS:
-        found = outcome(
-            ranks, tmp_path / "b.json", words_of(prepared, predictions=tmp_path / "b.tsv", **grid)
-        )
-        assert found == alone
-        for actual, reference in zip(scores_of(tmp_path / "b.tsv"), expected):
-            assert actual[:2] == reference[:2]
-            assert actual[2] == pytest.approx(reference[2], rel=WRITTEN)
+    runs = {
+        tmp_path / f"{name}.json": words_of(prepared, predictions=tmp_path / f"{name}.tsv", **grid)
+        for name, grid in GRIDS.items()
+    }
+    assert outcomes(2, runs) == [alone] * len(GRIDS)
+    for name in GRIDS:
+        for mine, theirs in zip(scores_of(tmp_path / f"{name}.tsv"), expected, strict=True):
+            assert mine[:2] == theirs[:2]
+            assert mine[2] == pytest.approx(theirs[2], rel=WRITTEN)
 
 
 @pytest.mark.slow
 def test_it_learns_keeps_the_best_and_judges_it_again(prepared: Prepared, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    flags = {"epochs": 8, "lr": 0.02, "save": save, "valid_data": prepared.train}
-    outcome(1, tmp_path / "a.json", words_of(prepared, **flags))
+    flags = {"epochs": 16, "lr": 0.02, "save": save, "valid_data": prepared.train}
     again = {"epochs": 0, "train_data": None, "pretrained_checkpoint": None, "load": save}
-    kept = outcome(
-        1, tmp_path / "b.json", words_of(prepared, **(again | {"valid_data": prepared.train}))
-    )
+    runs = {
+        tmp_path / "a.json": words_of(prepared, **flags),
+        tmp_path / "b.json": words_of(prepared, **(again | {"valid_data": prepared.train})),
+    }
+    _, kept = outcomes(1, runs)
     assert kept["accuracy"] > 0.8
     unseen = outcome(
         2,
@@ -131,10 +136,10 @@ def test_weights_may_be_in_another_precision_than_they_were_pretrained(
 
 
 def test_examples_that_training_needs_have_labels(prepared: Prepared) -> None:
-    for flags in ({"train_data": prepared.test}, {"valid_data": prepared.test}):
-        message = said_of(words_of(prepared, **flags))
-        assert "a file lacks a column of its task" in message
-        assert "wanted label; nearest" in message
+    cases = ({"train_data": prepared.test}, {"valid_data": prepared.test})
+    for said in said_of_each([words_of(prepared, **flags) for flags in cases]):
+        assert "a file lacks a column of its task" in said
+        assert "wanted label; nearest" in said
 
 
 def test_a_new_head_is_never_judged(prepared: Prepared) -> None:
@@ -154,8 +159,9 @@ def test_wrong_flags_are_said_before_anything_is_built(prepared: Prepared) -> No
         ({"output": "no/such/folder/a.json"}, "results cannot be written there"),
         ({"max_position_embeddings": 8}, "samples are longer than the table of positions"),
     ]
-    for flags, words in cases:
-        assert words in said_of(words_of(prepared, **flags))
+    found = said_of_each([words_of(prepared, **flags) for flags, _ in cases])
+    for (_, words), said in zip(cases, found, strict=True):
+        assert words in said
 
 
 def test_a_model_of_another_shape_is_refused(prepared: Prepared) -> None:

@@ -11,8 +11,10 @@ from tests.programs.tasks.finetune.runs import (
     PER_EPOCH,
     Prepared,
     finetune_all,
+    outcomes,
     read,
     said_of,
+    said_of_each,
     words_of,
 )
 from tests.support.launch import ROOT, Started, run_program
@@ -20,7 +22,7 @@ from tests.support.ranks import run_on_ranks
 
 EPOCHS = 3
 # In the middle of the second epoch, and of the third.
-STOP_AT = 8
+STOP_AT = 4
 assert STOP_AT % PER_EPOCH > 0
 assert 2 * STOP_AT < EPOCHS * PER_EPOCH
 
@@ -84,12 +86,14 @@ def test_going_on_is_exact(kind: str, prepared: Prepared, tmp_path: Path) -> Non
 
 
 def test_a_run_that_is_complete_judges_its_best_epoch(prepared: Prepared, tmp_path: Path) -> None:
-    files = {"predictions": tmp_path / "a.tsv", "output": tmp_path / "a.json"}
-    flags = {"save": tmp_path / "save", "load": tmp_path / "save", "lr": 0.02, **files}
-    run_on_ranks(1, finetune_all, [words_of(prepared, **flags)])
-    first = read(tmp_path / "a.json"), (tmp_path / "a.tsv").read_bytes()
-    run_on_ranks(1, finetune_all, [words_of(prepared, **flags)])
-    assert (read(tmp_path / "a.json"), (tmp_path / "a.tsv").read_bytes()) == first
+    flags = {"save": tmp_path / "save", "load": tmp_path / "save", "lr": 0.02}
+    runs = {
+        tmp_path / f"{name}.json": words_of(prepared, **flags, predictions=tmp_path / f"{name}.tsv")
+        for name in ("first", "again")
+    }
+    first, again = outcomes(1, runs)
+    assert again == first
+    assert (tmp_path / "again.tsv").read_bytes() == (tmp_path / "first.tsv").read_bytes()
 
 
 def test_a_signal_saves_the_state_and_the_next_start_goes_on(
@@ -116,11 +120,11 @@ def test_a_signal_saves_the_state_and_the_next_start_goes_on(
 
 def test_it_goes_on_with_batches_of_the_same_size(prepared: Prepared, tmp_path: Path) -> None:
     flags = {"save": tmp_path, "load": tmp_path}
-    run_on_ranks(1, finetune_all, [words_of(prepared, **flags, exit_interval=STOP_AT)])
-    message = said_of(words_of(prepared, **flags, global_batch_size=4))
-    assert "goes on with batches of the size that it began with" in message
-    assert "64 samples in 8 iterations, and 4 in each here" in message
-    assert "--global-batch-size as it was (8)" in message
+    first = words_of(prepared, **flags, exit_interval=STOP_AT)
+    _, said = said_of_each([first, words_of(prepared, **flags, global_batch_size=4)])
+    assert "goes on with batches of the size that it began with" in said
+    assert "32 samples in 4 iterations, and 4 in each here" in said
+    assert "--global-batch-size as it was (8)" in said
 
 
 def test_there_has_to_be_something_to_go_on_from(prepared: Prepared, tmp_path: Path) -> None:

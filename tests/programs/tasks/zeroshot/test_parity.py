@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-from megatron.errors import MegatronError
 from megatron.inference import load_model_for_inference
-from megatron.initialize import shutdown_megatron
-from tasks.main import main
 from tasks.zeroshot.pairs import ContextPair, encode_pair
-from tests.programs.tasks.models import Exported, exported_gpt
+from tests.programs.tasks.models import Exported, evaluated, said_of_each
 from tests.support.ranks import run_on_ranks
 
 # Per token, in float32: a few hundred sums in another order, of logits of size 1 to 10.
@@ -35,11 +31,11 @@ PAIRS = [
         "a mat and saw two dogs run over green hills far away while rain fell " * 3, "the cat"
     ),
 ]
-GRIDS: dict[str, tuple[int, list[str]]] = {
-    "alone": (1, []),
-    "tensors": (2, ["--tensor-model-parallel-size", "2"]),
-    "rows": (2, []),
-    "layers": (2, ["--pipeline-model-parallel-size", "2"]),
+# On two ranks.
+GRIDS = {
+    "tensors": ["--tensor-model-parallel-size", "2"],
+    "rows": [],
+    "layers": ["--pipeline-model-parallel-size", "2"],
 }
 # What Megatron-LM's scripts of evaluation give their tasks beside files.
 SCRIPT = (
@@ -50,17 +46,13 @@ SCRIPT = (
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported_gpt(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def pairs(models: Exported) -> Path:
     file = models.ours.parent / "pairs.jsonl"
     file.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in PAIRS))
     return file
 
 
+@pytest.fixture(scope="module")
 def tokenized(models: Exported) -> list[tuple[list[int], list[int]]]:
     """The tokens of the pairs, cut in front to what the model can read."""
     (pairs,) = run_on_ranks(1, tokens_of, str(models.ours))
@@ -81,17 +73,18 @@ def log_likelihood(logits: Tensor, given: list[int], continuation: list[int]) ->
     return float(scores.gather(1, torch.tensor(continuation).unsqueeze(1)).sum())
 
 
-def of_transformers(models: Exported) -> list[float]:
+@pytest.fixture(scope="module")
+def theirs(models: Exported, tokenized: list[tuple[list[int], list[int]]]) -> list[float]:
     """One pair at a time, by the class that transformers chooses for the folder."""
+    import transformers  # in seconds, which ranks that read this file need not wait for
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         models.huggingface, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
         return [
-            log_likelihood(
-                model(torch.tensor([given + continuation[:-1]])).logits[0], given, continuation
-            )
-            for given, continuation in tokenized(models)
+            log_likelihood(model(torch.tensor([given + said[:-1]])).logits[0], given, said)
+            for given, said in tokenized
         ]
 
 
@@ -111,22 +104,6 @@ def naive(folder: str, pairs: Sequence[tuple[list[int], list[int]]]) -> list[flo
         ]
 
 
-def evaluate(argv: Sequence[str], output: str) -> str:
-    try:
-        main([*argv, "--device", "cpu", "--output", output])
-    except MegatronError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        shutdown_megatron()
-    return ""
-
-
-def evaluated(ranks: int, output: Path, *words: object) -> dict[str, Any]:
-    assert set(run_on_ranks(ranks, evaluate, [str(word) for word in words], str(output))) == {""}
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
-
-
 def assert_per_token(found: dict[str, Any], expected: Sequence[float]) -> None:
     for actual, reference in zip(found["pairs"], expected, strict=True):
         apart = abs(actual["log_likelihood"] - reference) / actual["num_tokens"]
@@ -135,82 +112,97 @@ def assert_per_token(found: dict[str, Any], expected: Sequence[float]) -> None:
 
 @pytest.mark.slow
 def test_every_grid_says_what_transformers_says(
-    models: Exported, pairs: Path, tmp_path: Path
+    models: Exported,
+    pairs: Path,
+    tokenized: list[tuple[list[int], list[int]]],
+    theirs: list[float],
+    tmp_path: Path,
 ) -> None:
-    reference = of_transformers(models)
-    (alone,) = run_on_ranks(1, naive, str(models.ours), tokenized(models))
-    assert max(reference) - min(reference) > 1  # so that rows cannot have been exchanged
-    assert alone == pytest.approx(reference, abs=PER_TOKEN)
-    for name, (ranks, grid) in GRIDS.items():
-        words = ["--task", "LOGLIKELIHOOD", "--load", models.ours, "--valid-data", pairs]
-        found = evaluated(ranks, tmp_path / name, *words, "--micro-batch-size", 2, *grid)
-        assert_per_token(found, reference)
-        assert found["truncated"] == 1
+    (alone,) = run_on_ranks(1, naive, str(models.ours), tokenized)
+    assert max(theirs) - min(theirs) > 1  # so that rows cannot have been exchanged
+    assert alone == pytest.approx(theirs, abs=PER_TOKEN)
+    words = ["--task", "LOGLIKELIHOOD", "--load", models.ours, "--valid-data", pairs]
+    words += ["--micro-batch-size", 2]
+    found = evaluated(1, {tmp_path / "alone": words})
+    found += evaluated(2, {tmp_path / name: [*words, *grid] for name, grid in GRIDS.items()})
+    for one in found:
+        assert_per_token(one, theirs)
+        assert one["truncated"] == 1
 
 
 @pytest.mark.slow
 def test_other_programs_checkpoints_are_evaluated_alike(
-    models: Exported, pairs: Path, tmp_path: Path
+    models: Exported, pairs: Path, theirs: list[float], tmp_path: Path
 ) -> None:
-    reference = of_transformers(models)
     files = [word for name, path in models.vocabulary.items() for word in (f"--{name}", path)]
     files = [word.replace("_", "-") if word.startswith("--") else word for word in files]
-    words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, *SCRIPT.split(), *files]
-    for folder in (models.megatron, models.huggingface, models.ours):
-        found = evaluated(1, tmp_path / "out.json", *words, "--load", folder)
-        assert_per_token(found, reference)
-    words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load", models.huggingface]
-    assert_per_token(evaluated(2, tmp_path / "out.json", *words, *GRIDS["tensors"][1]), reference)
+    words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs]
+    found = evaluated(
+        1,
+        {
+            tmp_path / folder.name: [*words, *SCRIPT.split(), *files, "--load", folder]
+            for folder in (models.megatron, models.huggingface, models.ours)
+        },
+    )
+    found += evaluated(
+        2, {tmp_path / "split": [*words, "--load", models.huggingface, *GRIDS["tensors"]]}
+    )
+    for one in found:
+        assert_per_token(one, theirs)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_that_was_moved_is_told_where_its_vocabulary_lies(
-    models: Exported, pairs: Path, tmp_path: Path
+    models: Exported, pairs: Path, theirs: list[float], tmp_path: Path
 ) -> None:
-    reference, moved = of_transformers(models), tmp_path / "moved"
-    words = ["--task", "LOGLIKELIHOOD", "--valid-data", str(pairs), "--load", str(models.ours)]
-    files = ["--vocab-file", str(moved / "vocab.json"), "--merge-file", str(moved / "merges.txt")]
     there = Path(models.vocabulary["vocab_file"]).parent
-    there.rename(there.with_name("hidden"))
-    try:
-        shutil.copytree(there.with_name("hidden"), moved)
-        (message,) = run_on_ranks(1, evaluate, words, str(tmp_path / "out"))
-        assert "--vocab-file does not name a file" in message
-        assert_per_token(evaluated(1, tmp_path / "out", *words, *files), reference)
-    finally:
-        there.with_name("hidden").rename(there)
-    spelled = json.loads((moved / "vocab.json").read_text())
+    moved, other = (Path(shutil.copytree(there, tmp_path / name)) for name in ("moved", "other"))
+    spelled = json.loads((other / "vocab.json").read_text())
     first, second = sorted(spelled)[50:52]
     spelled[first], spelled[second] = spelled[second], spelled[first]
-    (moved / "vocab.json").write_text(json.dumps(spelled))
-    (message,) = run_on_ranks(1, evaluate, [*words, *files], str(tmp_path / "out"))
-    assert "the tokenizer is not the one that the model was trained with" in message
+    (other / "vocab.json").write_text(json.dumps(spelled))
+    words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load", models.ours]
+    output = tmp_path / "out"
+    there.rename(there.with_name("hidden"))
+    try:
+        nowhere, found, changed = said_of_each(
+            words,
+            [*words, *files_in(moved), "--output", output],
+            [*words, *files_in(other)],
+        )
+    finally:
+        there.with_name("hidden").rename(there)
+    assert "--vocab-file does not name a file" in nowhere
+    assert found == ""
+    assert_per_token(json.loads(output.read_text()), theirs)
+    assert "the tokenizer is not the one that the model was trained with" in changed
+
+
+def files_in(folder: Path) -> list[object]:
+    return ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
 
 
 @pytest.mark.slow
-def test_flags_that_contradict_the_checkpoint_are_refused(
-    models: Exported, pairs: Path, tmp_path: Path
-) -> None:
-    words = ["--task", "LOGLIKELIHOOD", "--valid-data", str(pairs)]
+def test_flags_that_contradict_the_checkpoint_are_refused(models: Exported, pairs: Path) -> None:
+    words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load"]
     script = SCRIPT.replace("--num-layers 2", "--num-layers 24").split()
-    for folder in (models.ours, models.megatron):
-        argv = [*words, "--load", str(folder), *script]
-        (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-        assert "flags and checkpoint describe different models" in message
-        assert "--num-layers 24 given, 2 stored" in message
-    argv = [*words, "--load", str(models.ours), "--fp32", "--fp16"]
-    (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-    assert "more than one precision was asked for" in message
-    argv = [*words, "--load", str(models.ours), "--num-layer", "2"]
-    (message,) = run_on_ranks(1, evaluate, argv, str(tmp_path / "out"))
-    assert "did you mean --num-layers?" in message
+    *deeper, twice, misspelled = said_of_each(
+        [*words, models.ours, *script],
+        [*words, models.megatron, *script],
+        [*words, models.ours, "--fp32", "--fp16"],
+        [*words, models.ours, "--num-layer", "2"],
+    )
+    for said in deeper:
+        assert "flags and checkpoint describe different models" in said
+        assert "--num-layers 24 given, 2 stored" in said
+    assert "more than one precision was asked for" in twice
+    assert "did you mean --num-layers?" in misspelled
 
 
 @pytest.mark.slow
 def test_half_precision_is_near_and_is_said(models: Exported, pairs: Path, tmp_path: Path) -> None:
     words = ["--task", "LOGLIKELIHOOD", "--valid-data", pairs, "--load", models.ours]
-    exact = evaluated(1, tmp_path / "a", *words)
-    rounded = evaluated(1, tmp_path / "b", *words, "--bf16")
+    exact, rounded = evaluated(1, {tmp_path / "a": words, tmp_path / "b": [*words, "--bf16"]})
     assert rounded["loss"] != exact["loss"]
     # bfloat16 keeps 8 bits: logits of size 10 are off by a few hundredths.
     assert rounded["loss"] == pytest.approx(exact["loss"], rel=0.05)

@@ -155,15 +155,16 @@ def test_the_outputs_are_the_same_for_any_number_of_workers(tmp_path: Path) -> N
     texts = [(ENGLISH, GERMAN, MANGLED)[n % 3] * (n % 11) for n in range(200)]
     with gzip.open(source, "wt") as packed:
         packed.write("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for workers in (1, 2):  # as a program, for its processes are started from the file's name
-        command = [
-            sys.executable,
-            str(ROOT / "tools" / "openwebtext" / "cleanup_dataset.py"),
-            *("--input", str(source), "--output", f"out{workers}", "--rejected", f"no{workers}"),
-            *("--workers", str(workers)),
-        ]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
+    one, two = (
+        ["--input", source, "--output", tmp_path / f"out{n}", "--rejected", tmp_path / f"no{n}"]
+        for n in (1, 2)
+    )
+    cleanup_dataset.main([*map(str, one), "--workers", "1"])
+    # As a program, for its processes are started from the file's name.
+    program = [sys.executable, ROOT / "tools" / "openwebtext" / "cleanup_dataset.py"]
+    command = [*map(str, [*program, *two]), "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
     for name in ("out{}", "no{}"):
         one, two = (tmp_path / name.format(workers) for workers in (1, 2))
         assert one.read_bytes() == two.read_bytes() != b""
