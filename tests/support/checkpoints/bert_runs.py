@@ -41,19 +41,19 @@ def _train_one(config: RunConfig) -> Continued:
     return Continued([step.each_loss for step in record.steps], kept)
 
 
-def train_or_say(configs: Sequence[RunConfig]) -> list[str]:
+def train_or_error(configs: Sequence[RunConfig]) -> list[str]:
     """Return what stopped each run, if anything did."""
-    said = []
+    messages = []
     for config in configs:
         try:
             train_and_keep([config])
         except CheckpointError as error:
-            said.append(str(error))
+            messages.append(str(error))
         else:
-            said.append("")
+            messages.append("")
         finally:
             shutdown_megatron()
-    return said
+    return messages
 
 
 def fine_tune(words: Sequence[str]) -> str:

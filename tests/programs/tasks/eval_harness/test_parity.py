@@ -186,7 +186,7 @@ def test_the_harness_hears_what_transformers_says(
         task_manager=manager,
         bootstrap_iters=0,
     )
-    theirs = responses(expected)
+    reference = responses(expected)
     words = harness(models, tasks, "--tasks", ",".join(TASKS))
     split = [*words, "--tensor-model-parallel-size", 2]
     for found in evaluated(2, {tmp_path / "rows": words, tmp_path / "tensors": split}):
@@ -228,7 +228,7 @@ def test_the_harness_agrees_with_our_own_evaluator(
     samples = sorted(found["samples"]["t_choice"], key=lambda one: one["doc_id"])
     for scores, sample in zip(choice["log_likelihoods"], samples, strict=True):
         values = [value for value, _ in sample["filtered_resps"]]
-        assert mine == pytest.approx(values, abs=5 * PER_TOKEN)
+        assert scores == pytest.approx(values, abs=5 * PER_TOKEN)
     whole, but_the_first = scored["pairs"]
     rolling = min(found["samples"]["t_rolling"], key=lambda one: one["doc_id"])
     (value,) = rolling["filtered_resps"]

@@ -18,6 +18,7 @@ from tests.support.checkpoints.bert_runs import (
     Continued,
     fine_tune,
     train_and_keep,
+    train_or_error,
 )
 from tests.support.checkpoints.hf_bert import SAME, hf_bert, save_bert
 from tests.support.ranks import run_on_ranks
