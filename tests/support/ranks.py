@@ -34,7 +34,12 @@ _PRELOAD = [
     "megatron.mpu.context",
     "torch._dynamo",  # which the first optimizer of a process imports, in seconds
     "megatron.training",
+    "megatron.engine.datasets",
     "megatron.data.loading.gpt_batch",
+    "megatron.model.gpt_model",
+    "megatron.tokenizer.plain",
+    "torch.profiler._cupti_monitor",
+    "tests.support.tiny",
 ]
 # DeepSpeed takes seconds to import, and as many again when it first makes an engine.
 _PRELOAD_DEEPSPEED = [
@@ -47,7 +52,14 @@ _PRELOAD_DEEPSPEED = [
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.ops.triton_ops",
+    "megatron.engine.deepspeed.engine",
+    "megatron.engine.deepspeed.pipe_engine",
 ]
+_LAST = "tests.support.frozen"  # after all other imports
 _LAST_WORDS_S = 5.0  # how long a dead rank's result may take to arrive, and a live one to end
 
 
@@ -82,7 +94,7 @@ def run_on_ranks(
             which has imported it.
     """
     start = mp.get_context("forkserver")
-    start.set_forkserver_preload(_PRELOAD)
+    start.set_forkserver_preload([*_PRELOAD, _LAST])
     ranks: list[_Rank] = []
     # Plain pickle copies tensors; multiprocessing's own would share memory with a process that
     # has ended by the time the other side looks.
@@ -119,7 +131,7 @@ def _forkserver_with_deepspeed() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _second_server() -> forkserver.ForkServer:
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(_PRELOAD_DEEPSPEED)
+    server.set_forkserver_preload([*_PRELOAD_DEEPSPEED, _LAST])
     with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):  # or its import warns of the choice
         server.ensure_running()
     return server

@@ -7,7 +7,6 @@ that layouts agree with each other is the layout law.
 """
 
 import dataclasses
-import gc
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,17 +122,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
 
 
-def train_in_turn(configs: Sequence[RunConfig]) -> list[Record]:
-    """As `train_all`; DeepSpeed collects garbage often, which need not look at all of torch."""
-    gc.freeze()
-    return train_all(configs)
-
-
 def run_cases(corpus: str, layout: str, cases: Sequence[Case]) -> dict[Case, list[Record]]:
     """The records of every rank of each case, all in the same processes."""
     at = LAYOUTS[layout]
     configs = [case.config(corpus, at) for case in cases]
-    by_rank = run_on_ranks(at.world_size, train_in_turn, configs, timeout_s=280, deepspeed=True)
+    by_rank = run_on_ranks(at.world_size, train_all, configs, timeout_s=280, deepspeed=True)
     return {case: [of_rank[n] for of_rank in by_rank] for n, case in enumerate(cases)}
 
 
