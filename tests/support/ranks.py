@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 T = TypeVar("T")
 
-_PRELOAD = [
+_MODULES = [
     "pytest",
     "numpy",
     "torch",
@@ -39,11 +39,13 @@ _PRELOAD = [
     "megatron.model.gpt_model",
     "megatron.tokenizer.plain",
     "torch.profiler._cupti_monitor",
+    "sklearn.metrics",  # of tasks
+    "scipy.stats",
     "tests.support.tiny",
 ]
 # DeepSpeed takes seconds to import, and as many again when it first makes an engine.
-_PRELOAD_DEEPSPEED = [
-    *_PRELOAD,
+_DEEPSPEED_MODULES = [
+    *_MODULES,
     "deepspeed",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
@@ -60,6 +62,7 @@ _PRELOAD_DEEPSPEED = [
     "megatron.engine.deepspeed.pipe_engine",
 ]
 _LAST = "tests.support.frozen"  # after all other imports
+PRELOAD = [*_MODULES, _LAST]  # of the forkserver, which all tests of a process share
 _LAST_WORDS_S = 5.0  # how long a dead rank's result may take to arrive, and a live one to end
 
 
@@ -94,7 +97,7 @@ def run_on_ranks(
             which has imported it.
     """
     start = mp.get_context("forkserver")
-    start.set_forkserver_preload([*_PRELOAD, _LAST])
+    start.set_forkserver_preload(PRELOAD)
     ranks: list[_Rank] = []
     # Plain pickle copies tensors; multiprocessing's own would share memory with a process that
     # has ended by the time the other side looks.
@@ -131,7 +134,7 @@ def _forkserver_with_deepspeed() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def _second_server() -> forkserver.ForkServer:
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*_PRELOAD_DEEPSPEED, _LAST])
+    server.set_forkserver_preload([*_DEEPSPEED_MODULES, _LAST])
     with patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):  # or its import warns of the choice
         server.ensure_running()
     return server

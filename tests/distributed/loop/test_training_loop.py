@@ -98,7 +98,7 @@ def runs_with_faults(corpus: str, folder: str) -> dict[str, Ended]:
     for name, (fault, flags) in cases.items():
         with counted_steps() as steps, fault:
             try:
-                train(tiny_run(corpus, **flags))
+                train(tiny_run(corpus, train_iters=5, **flags))
                 found[name] = Ended(steps.done, "")
             except MegatronError as error:
                 shutdown_megatron()
@@ -162,7 +162,7 @@ def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
     config = tiny_run(corpus)
     size, length = config.training.global_batch_size, config.data.seq_length
     flops = flops_per_token(config.model, PADDED_VOCABULARY, length)
-    assert len(seconds) == 5
+    assert len(seconds) == config.training.train_iters
     assert max(seconds) < EVALUATION_S / 2, "evaluations are counted"
     for at, interval in enumerate(seconds):
         assert samples[at] * interval == pytest.approx(size, rel=FLOAT32)

@@ -26,7 +26,7 @@ from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
 from tests.support.launch import Ended, run_program
-from tests.support.ranks import _PRELOAD
+from tests.support.ranks import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -365,7 +365,7 @@ def test_the_pipeline_benchmark_runs_its_stages(
     case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = mp.get_context("forkserver")  # whose processes need not import torch
-    start.set_forkserver_preload(_PRELOAD)
+    start.set_forkserver_preload(PRELOAD)
     monkeypatch.setattr(mp, "get_context", lambda method: start)
     wanted = pipeline_bubble.Case(*case)
     stages = pipeline_bubble.measure(wanted, unit_s=0.001, steps=1)

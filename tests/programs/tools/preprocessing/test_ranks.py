@@ -13,7 +13,7 @@ import pytest
 from megatron.errors import DataError, PeerError
 from megatron.launch import Launch
 from tests.support.launch import free_port
-from tests.support.ranks import _PRELOAD
+from tests.support.ranks import PRELOAD
 from tools.preprocessing import ranks as ranks_module
 from tools.preprocessing.ranks import ToolRanks
 
@@ -47,7 +47,7 @@ def _start(rank: int, size: int, port: int, body: Callable[[ToolRanks], Any], re
 def on_ranks(size: int, body: Callable[[ToolRanks], Any], *, killed: bool = False) -> list[Any]:
     """What `body` returned, or raised, on every rank that lived, in order of ranks."""
     start = mp.get_context("forkserver")
-    start.set_forkserver_preload(_PRELOAD)  # the server is that of all tests of this process
+    start.set_forkserver_preload(PRELOAD)  # the server is that of all tests of this process
     results, port = start.Queue(), free_port()
     processes = [
         start.Process(target=_start, args=(rank, size, port, body, results)) for rank in range(size)
