@@ -72,9 +72,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+ON_ONE, *ON_TWO = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]  # tp, pp, dp
+# One process resumes every run. Two ranks resume most of them, in turn, the others are wide.
+CASES = [
+    pytest.param(*ON_ONE, list(RUNS), id="1-1-1"),
+    *(
+        pytest.param(
+            *grid,
+            [name for number, name in enumerate(RUNS) if (number % 3 == at) == others],
+            id="-".join(map(str, grid)) + (", others" if others else ""),
+            marks=[pytest.mark.wide] if others else [],
+        )
+        for at, grid in enumerate(ON_TWO)
+        for others in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "names"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_run(
-    corpus: str, tmp_path: Path, tp: int, pp: int, dp: int
+    corpus: str, tmp_path: Path, tp: int, pp: int, dp: int, names: list[str]
 ) -> None:
     plain = [
         tiny_run(
@@ -85,7 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
             micro_batch_size=(2 if "rampup_batch_size" in flags else 4) // dp,
             **EVALUATING,
         )
-        for flags in RUNS.values()
+        for flags in map(RUNS.__getitem__, names)
     ]
     saving = [
         _with_checkpoints(config, tmp_path / str(at), exit_interval=HALF)
@@ -96,7 +113,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     after = run_on_ranks(tp * pp * dp, train_all, loading, timeout_s=120)
     for rank in range(tp * pp * dp):
         straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
-        for name, *records in zip(RUNS, straight, first, after[rank]):
+        for name, *records in zip(names, straight, first, after[rank]):
             check_joined(*records, where=f"{name}, rank {rank}")
     if tp == pp == dp == 1:
         check_what_the_runs_are_meant_to_be(*before[0][: len(plain)])

@@ -80,11 +80,14 @@ def test_every_layout_trains_the_same_model(corpus: str, model: str) -> None:
         assert len(set(record.losses)) == len(record.losses), "the weights are meant to move"
         assert record.plans[0].num_microbatches == 8
     # Layouts take the variants in turn, and models begin with one and the other: every layout
-    # meets every model and every variant.
+    # meets every variant.
     variants = itertools.cycle(range(len(VARIANTS)))
     if list(MODELS).index(model) % len(VARIANTS):
         next(variants)
-    for world_size, sizes in LAYOUTS.items():
+    # On four ranks each model is without one of the three.
+    number = list(MODELS).index(model)
+    for world_size, every in LAYOUTS.items():
+        sizes = [tp for at, tp in enumerate(every) if len(every) == 2 or at != number % 3]
         taken = [next(variants) for _ in sizes]
         configs = [
             layout_run(corpus, shape | list(VARIANTS.values())[variant], tp, world_size)

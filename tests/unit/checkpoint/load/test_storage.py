@@ -180,7 +180,7 @@ from megatron.mpu.context import ParallelContext
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 snapshot = Snapshot((ShardedTensor.of("w", torch.zeros(1 << 16)),), progress={}, config={})
 try:
-    storage.save(sys.argv[1], snapshot, iteration=200, ctx=ParallelContext.single())
+    storage.save_snapshot(sys.argv[1], snapshot, iteration=200, ctx=ParallelContext.single())
 except CheckpointError as error:
     print(error)
 """
