@@ -70,8 +70,8 @@ test-reshard: $(READY)  ## every layout's checkpoint loaded at every other layou
 test-mutants: $(READY)  ## small errors put into a copy of the code, each of which a test has to find; ONLY=word
 	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
-quick: gates  ## the gates and the tests that start no processes
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not wide" tests/architecture tests/unit
+quick: gates  ## the gates and the unit tests that take no seconds
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
 
 gates: $(READY)  ## ruff, formatting, mypy --strict
 	@$(BIN)/ruff check .

@@ -10,6 +10,8 @@ import pytest
 
 from tests.architecture.source_tree import ROOT, write_tree
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
 SKIPS = "import pytest\n\n@pytest.mark.skip(reason='no such thing here')\ndef test_a(): ...\n"
 FILE_SKIPS = "import pytest\npytest.importorskip('a_module_that_is_not')\n"

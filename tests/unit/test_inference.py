@@ -15,6 +15,8 @@ from tests.support.checkpoints.megatron_files import Shape, save_megatron, whole
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train_all, write_tiny_corpus
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_flags_of_a_run_are_in_its_checkpoint(tmp_path: Path) -> None:
     corpus, folder = write_tiny_corpus(tmp_path / "corpus"), str(tmp_path / "run")

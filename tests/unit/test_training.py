@@ -15,6 +15,8 @@ from pretrain_gpt import gpt_task
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import tiny_run, train, train_all, write_tiny_corpus
 
+pytestmark = pytest.mark.slow
+
 
 def test_providers_by_name_win_over_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []

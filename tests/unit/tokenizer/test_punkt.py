@@ -14,6 +14,8 @@ from nltk.tokenize import punkt
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.punkt import PunktModel, build_punkt, find_punkt
 
+pytestmark = pytest.mark.slow
+
 TRAINING_TEXT = (
     "Dr. Smith met Mr. Jones at 5 p.m. near the old mill. They talked. Mr. Jones left early. "
     "The vols. were heavy. Dr. Smith stayed. It rained, etc. and so on. He went home. "

@@ -18,6 +18,8 @@ from megatron.checkpoint.files.store import RemotePath, place
 from megatron.errors import ConfigError
 from tests.support.checkpoints.object_store import BUCKET, SECRET, object_store
 
+pytestmark = pytest.mark.slow
+
 
 class Flaky(MemoryFileSystem):
     """Objects in memory whose operations fail on request."""

@@ -16,6 +16,8 @@ from megatron.mpu.context import ParallelContext
 from tests.support.checkpoints.object_store import SECRET, object_store
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
+pytestmark = pytest.mark.slow
+
 CTX = ParallelContext.single()
 MOST_STEPS = 200
 

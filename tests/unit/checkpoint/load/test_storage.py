@@ -25,6 +25,8 @@ from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
 from tests.unit.checkpoint.toy import differences, rank_at, snapshot_at
 
+pytestmark = pytest.mark.slow
+
 CTX = ParallelContext.single()
 REPOSITORY = Path(__file__).parents[4]
 MOST_STEPS = 200  # more than a save of the toy has; a loop beyond it would not end

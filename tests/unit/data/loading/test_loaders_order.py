@@ -14,6 +14,8 @@ from megatron.data.loading.loaders import build_data_loader
 from tests.support.examples import examples
 from tests.unit.data.corpora import cache_in, open_corpus, random_sizes, write_corpus
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("single", "cyclic")
 
 

@@ -21,6 +21,8 @@ from tests.architecture.source_tree import ROOT
 from tests.support.checkpoints.small_disk import read_only, small_disk
 from tests.unit.data.corpora import cache_in, random_sizes, write_corpus
 
+pytestmark = pytest.mark.slow
+
 DESCRIPTION = {"corpus": "abc", "seed": 1}
 SOON = LeaseTiming(
     renew_s=0.05, lease_s=0.4, poll_s=0.01, log_every_s=0.1, give_up_s=60.0, settle_s=0.1
