@@ -60,8 +60,8 @@ def test_the_flag_is_read_and_refused(file: Path) -> None:
 
 def test_the_check_finds_what_is_wrong_and_nothing_else(file: Path) -> None:
     check = imported(file).log_lines_appear
-    only(found(check, plan(log_interval=6)), "--log-interval 6, --train-iters 3", "use --log")
-    assert found(check, plan(log_interval=5)) == []
+    only(found(check, plan(log_interval=4)), "--log-interval 4, --train-iters 3", "use --log")
+    assert found(check, plan(log_interval=3)) == []
 
 
 def train_examples(file: Path, corpus: str, flags: dict[str, object]) -> list[Record]:
