@@ -86,7 +86,7 @@ def test_what_pretraining_taught_about_words_decides_pairs_of_words_never_fine_t
     tmp_path: Path,
 ) -> None:
     model = bert_pairs.Pretraining(
-        vocab_size=200, layers=2, hidden=64, heads=2, seq_length=32, iterations=300, split="90,5,5"
+        vocab_size=200, layers=2, hidden=64, heads=2, seq_length=32, iterations=400, split="90,5,5"
     )
     recipe = bert_pairs.FineTuning(task="RTE", epochs=12, lr=1e-3, seq_length=16, seeds=(1,))
     sides = bert_pairs.Sides(*(tmp_path / f"{name}.tsv" for name in ("train", "valid", "test")))
