@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
+from tests.support.warm_python import PRELOAD_DEEPSPEED
+
 T = TypeVar("T")
 
 _MODULES = [
@@ -43,17 +45,9 @@ _MODULES = [
     "scipy.stats",
     "tests.support.tiny",
 ]
-# DeepSpeed takes seconds to import, and as many again when it first makes an engine.
 _DEEPSPEED_MODULES = [
     *_MODULES,
-    "deepspeed",
-    "deepspeed.runtime.engine",
-    "deepspeed.runtime.pipe.engine",
-    "deepspeed.runtime.bf16_optimizer",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
+    *PRELOAD_DEEPSPEED,
     "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_repack",

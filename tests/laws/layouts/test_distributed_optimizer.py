@@ -181,9 +181,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 ) -> None:
     common = {**SHARDED, "tensor_model_parallel_size": tp, "train_iters": 8, "micro_batch_size": 2}
     common |= {"eval_iters": 1, "eval_interval": 3}
-    resumed = RESUMED if tp == 1 else {name: RESUMED[name] for name in ("bf16", "fp16")}
+    runs = RESUMED if tp == 1 else {name: RESUMED[name] for name in ("bf16", "fp16")}
     plain, saving, loading = [], [], []
-    for name, flags in resumed.items():
+    for name, flags in runs.items():
         both = {**flags, **common}
         plain.append(tiny_run(corpus, **both))
         saving.append(tiny_run(corpus, **both, exit_interval=4, save=str(tmp_path / name)))
@@ -192,7 +192,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     after = run_on_ranks(tp * dp, train_all, loading, timeout_s=120)
     for of_rank, resumed in zip(before, after, strict=True):
         straight, first = of_rank[: len(plain)], of_rank[len(plain) :]
-        for name, *records in zip(resumed, straight, first, resumed, strict=True):
+        for name, *records in zip(runs, straight, first, resumed, strict=True):
             check_joined(*records, where=name)
 
 

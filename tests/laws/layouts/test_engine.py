@@ -109,12 +109,8 @@ def cases_of(layout: str, turn: int) -> list[Case]:
 
 def natives_of(cases: Sequence[Case]) -> list[Case]:
     """What the native engine trains to compare with; rounding is judged beside fp32."""
-    precisions = {case: dict.fromkeys(("fp32", case.precision)) for case in cases}
-    return list(
-        dict.fromkeys(
-            Case(case.optimizer, precision) for case in cases for precision in precisions[case]
-        )
-    )
+    wanted = [Case(c.optimizer, precision) for c in cases for precision in ("fp32", c.precision)]
+    return list(dict.fromkeys(wanted))
 
 
 @pytest.fixture(scope="module")
