@@ -1,4 +1,8 @@
-"""Two public classes do not share a name: a name in a message or a page is unambiguous."""
+"""A name in a message or a page is unambiguous: two public classes do not share one.
+
+Functions of several modules may share a short verb (`manifest.load`, `unpickle.load`) where callers
+write the module in front of it.
+"""
 
 import ast
 from collections import defaultdict
@@ -7,41 +11,46 @@ from pathlib import Path
 
 from tests.architecture.source_tree import MEGATRON, ROOT, Source, sources, write_tree
 
-SHARED_NAMES: frozenset[str] = (
-    frozenset()
-)  # classes that may share a name, with a reason beside each
+# Classes that may share a name, with a reason beside each.
+SHARED_NAMES: frozenset[str] = frozenset()
 PROGRAMS = ("tools", "tasks")
+
+
+def homes(
+    code: Sequence[Source], kind: type[ast.ClassDef | ast.FunctionDef]
+) -> dict[str, list[Source]]:
+    """Return the modules that define each public class or function, by its name."""
+    found: defaultdict[str, list[Source]] = defaultdict(list)
+    for source in code:
+        for node in source.tree.body:
+            if isinstance(node, kind) and not node.name.startswith("_"):
+                found[node.name].append(source)
+    return found
 
 
 def shared_class_names(code: Sequence[Source]) -> list[str]:
     """Return the names of public classes that several modules define, with the modules."""
-    homes: defaultdict[str, list[str]] = defaultdict(list)
-    for source in code:
-        for node in source.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(source.name)
     return [
-        f"{name}: {', '.join(files)}"
-        for name, files in sorted(homes.items())
-        if len(files) > 1 and name not in SHARED_NAMES
+        f"{name}: {', '.join(module.name for module in modules)}"
+        for name, modules in sorted(homes(code, ast.ClassDef).items())
+        if len(modules) > 1 and name not in SHARED_NAMES
     ]
 
 
 def bare_imports_of_shared_functions(code: Sequence[Source]) -> list[str]:
     """Return the imports of a function without its module whose name several modules define."""
-    homes: defaultdict[str, set[str]] = defaultdict(set)
-    for source in code:
-        for node in source.tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                homes[node.name].add(source.module)
+    functions = {
+        name: {module.module for module in modules}
+        for name, modules in homes(code, ast.FunctionDef).items()
+    }
     return [
         f"{source.name}:{node.lineno}: {alias.name} of {node.module}, which also stands in "
-        + ", ".join(sorted(homes[alias.name] - {node.module}))
+        + ", ".join(sorted(functions[alias.name] - {node.module}))
         for source in code
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if len(homes[alias.name]) > 1 and node.module in homes[alias.name]
+        if len(functions.get(alias.name, ())) > 1 and node.module in functions[alias.name]
     ]
 
 
