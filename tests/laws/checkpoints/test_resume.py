@@ -156,9 +156,15 @@ def test_a_resumed_run_evaluates_named_groups_as_the_uninterrupted_run(
 
 
 def check_joined(
-    straight: Record, first: Record, second: Record, where: str, *, evaluations: int = 4
+    straight: Record,
+    first: Record,
+    second: Record,
+    where: str,
+    *,
+    steps: tuple[int, int] = (HALF, FULL),
+    evaluations: int = 4,
 ) -> None:
-    assert 0 < len(first.steps) < len(straight.steps), where
+    assert (len(first.steps), len(straight.steps)) == steps, where
     assert second.progress == straight.progress, where
     for name in ("steps", "plans", "evaluations", "trained_on", "evaluated_on"):
         joined, expected = getattr(first, name) + getattr(second, name), getattr(straight, name)
