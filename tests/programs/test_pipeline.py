@@ -51,7 +51,8 @@ ALONE = """
 import megatron.initialize
 from pretrain_gpt import program
 
-megatron.initialize._TELL_S = 0.5
+assert megatron.initialize._NOTIFY_S
+megatron.initialize._NOTIFY_S = 0.5
 program()
 """
 ENDS_WITHIN_S = 60.0
