@@ -4,7 +4,11 @@ Processes come from a forkserver that has torch imported, so they start in milli
 might miss that the environment of the forkserver is that of its first use.
 """
 
+from __future__ import annotations
+
+import copyreg
 import faulthandler
+import io
 import multiprocessing as mp
 import os
 import pickle
@@ -12,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
@@ -20,10 +24,14 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 from tests.support.warm_python import PRELOAD_DEEPSPEED
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -228,4 +236,28 @@ def _rank_main(
 
 
 def _send(send: Connection, ok: bool, value: Any) -> None:
-    send.send_bytes(pickle.dumps((time.monotonic(), ok, value)))
+    import torch
+
+    packed = io.BytesIO()
+    pickler = pickle.Pickler(packed)
+    # Torch writes each tensor as a file of its own, which takes longer than all else that is sent.
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
+    pickler.dump((time.monotonic(), ok, value))
+    send.send_bytes(packed.getbuffer())
+
+
+def _reduced(tensor: Tensor) -> Any:
+    import torch
+
+    if tensor.requires_grad or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+    values = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return _tensor, (bytes(values.numpy()), tensor.dtype, tensor.shape)
+
+
+def _tensor(values: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    import torch
+
+    if not values:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
