@@ -16,15 +16,15 @@ WRITE ?=
 CASE ?=
 # A word of the mutants to try, for `make test-mutants`; all of them when empty.
 ONLY ?=
-# Test processes that run side by side.
-JOBS ?= 2
+# Test processes that run side by side: one more than the cores, because some tests wait.
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bench docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bytecode bench docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,7 +44,12 @@ $(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
 pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt for your own text
 	@$(BIN)/python -m tools.first_run $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(if $(ITERATIONS),--iterations $(ITERATIONS))
 
-test: gates  ## everything that has to pass: gates, then all tests but the wide grids
+# Ranks and programs are started by the thousand, and each would compile what it imports again.
+PACKAGES := megatron tools tasks tests benchmarks
+bytecode: $(READY)
+	@$(BIN)/python -m compileall -q -j 0 $(PACKAGES)
+
+test: gates bytecode  ## everything that has to pass: gates, then all tests but the wide grids
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not wide" tests
 
 test-all: test  ## make test, then what it leaves out: every grid, every kill, all examples
@@ -70,7 +75,7 @@ test-reshard: $(READY)  ## every layout's checkpoint loaded at every other layou
 test-mutants: $(READY)  ## small errors put into a copy of the code, each of which a test has to find; ONLY=word
 	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
-quick: gates  ## the gates and the unit tests that take no seconds
+quick: gates bytecode  ## the gates and the unit tests that take no seconds
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
 
 gates: $(READY)  ## ruff, formatting, mypy --strict
@@ -90,4 +95,4 @@ docs-site: $(READY)  ## build the documentation with API pages into site/, links
 
 clean:  ## remove builds and caches, but neither .venv nor runs/
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find megatron tests tools tasks benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +

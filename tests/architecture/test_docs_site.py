@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -80,7 +81,9 @@ def test_links_are_rewritten_for_the_site(
     )
 
 
-def test_a_link_to_nothing_is_found(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        hooks.relinked("[a](../gone.py)", "docs/data.md", {})
-    assert "docs/data.md links to ../gone.py, which does not exist" in caplog.text
+def test_a_link_to_nothing_is_found(
+    hooks: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler(sys.stderr))
+    hooks.relinked("[a](../gone.py)", "docs/data.md", {})
+    assert "docs/data.md links to ../gone.py, which does not exist" in capsys.readouterr().err

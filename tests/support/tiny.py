@@ -6,7 +6,6 @@ tolerance of the laws stands here, with its reason.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,15 +230,15 @@ def train(config: RunConfig, task: PretrainTask | None = None) -> Record:
     engines: list[RecordingEngine] = []
     megatron.training.build_engine = recording  # type: ignore[assignment, attr-defined]
     megatron.training.run = run_and_look
-    megatron.initialize.source_digests = SOURCE_DIGESTS  # type: ignore[attr-defined]
+    megatron.initialize.source_digests = DIGESTS.copy  # type: ignore[attr-defined]
     record.progress = pretrain(task or gpt_task(), config)
     return record
 
 
 REAL_BUILD_ENGINE = megatron.training.build_engine  # type: ignore[attr-defined]
 REAL_RUN = megatron.training.run
-# Reading the whole package takes a tenth of a tiny run; a process does it once for all of its runs.
-SOURCE_DIGESTS = functools.cache(source_digests)
+# Reading the whole package takes a tenth of a tiny run; the server that forks ranks has done it.
+DIGESTS = source_digests()
 
 
 def train_all(configs: Sequence[RunConfig]) -> list[Record]:
