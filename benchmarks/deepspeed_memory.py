@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.machine import high_water_mark
+
+ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("native", "native, distributed optimizer", "0", "1", "2", "3")
 TOLERANCE = 0.1  # of the formula: what is held for a moment grows a little with depth too
 _TOKENS = 16  # so few that activations are nothing beside the weights
@@ -73,15 +75,6 @@ def slope(shallow: Measured, deep: Measured) -> float:
     if more <= 0:
         raise ValueError(f"the deep model has no more parameters than the shallow one: {more}")
     return (deep.peak_bytes - shallow.peak_bytes) / more
-
-
-def high_water_mark(status: str) -> int:
-    """Return the bytes of VmHWM in the text of /proc/self/status."""
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    name, number, unit = line.split()
-    if unit != "kB":
-        raise ValueError(f"{name} in {unit}")
-    return int(number) * 1024
 
 
 def zero_json(stage: str) -> dict[str, Any]:
@@ -163,7 +156,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, _VOCABULARY - 1, (1, _TOKENS + 1), generator=generator)
         engine.train_step(iter([{"text": text}]), plan)
-    peak = high_water_mark(Path("/proc/self/status").read_text())
+    peak = high_water_mark()
     parameters = parameter_count(config.model, build.vocab.padded, config.data.seq_length)
     report = {"parameters": parameters, "peak_bytes": peak}
     (Path(folder) / f"{world.rank}.json").write_text(json.dumps(report))

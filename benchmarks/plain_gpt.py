@@ -6,7 +6,7 @@ same weights both have the same loss, which `train_cpu.py` checks.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,8 +69,22 @@ class PlainGPT(nn.Module):
         return F.linear(self.norm(x), self.word.weight)
 
 
+def cross_entropy_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the mean loss of [b, s + 1] tokens by a model that maps [b, s] to logits."""
+
+    def loss(text: Tensor) -> Tensor:
+        logits = model(text[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+
+    return loss
+
+
 class PlainTrainer:
-    """Forward, backward, clipping and AdamW of a `PlainGPT`; one call is one step."""
+    """Forward, backward, clipping and AdamW of a model; one call is one step.
+
+    Args:
+        loss: of [b, s + 1] tokens, where the model has its own; None: `cross_entropy_of` it.
+    """
 
     def __init__(
         self,
@@ -78,8 +92,10 @@ class PlainTrainer:
         recipe: Recipe,
         *,
         bf16: Bf16Style | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self._recipe = model, recipe
+        self._loss = loss or cross_entropy_of(model)
         self._autocast = bf16 is Bf16Style.AUTOCAST
         self._parameters: list[Tensor] = list(model.parameters())
         # What AdamW works on: the weights themselves, or their fp32 copies.
@@ -111,8 +127,7 @@ class PlainTrainer:
             else contextlib.nullcontext()
         )
         with context:
-            logits = self.model(text[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+            loss = self._loss(text)
         torch.autograd.backward(loss)
         if self._masters:
             gradients = [_gradient(weight) for weight in self._weights]
@@ -128,11 +143,13 @@ class PlainTrainer:
 
 
 @torch.no_grad()
-def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Shape) -> None:
-    """Copy our named parameters to `plain`; every one must have a counterpart.
+def copy_weights(ours: Iterable[tuple[str, Tensor]] | None, plain: PlainGPT, shape: Shape) -> None:
+    """Copy our named parameters, if given, to `plain`; every one must have a counterpart.
 
     Our query/key/value rows stand head by head, [q k v] each; here all q, then all k, then all v.
     """
+    if ours is None:
+        return
     targets = dict(plain.named_parameters())
     for name, value in ours:
         parts = name.split(".")
@@ -143,11 +160,16 @@ def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Sha
         else:
             target = ".".join(["blocks", *parts[1:]])
         if ".qkv." in name:
-            by_head = value.view(shape.heads, 3, shape.hidden // shape.heads, -1)
-            value = by_head.transpose(0, 1).reshape(value.shape)
+            value = q_then_k_then_v(value, shape)
         targets.pop(target).copy_(value)
     if targets:
         raise KeyError(f"no values for {', '.join(sorted(targets))}")
+
+
+def q_then_k_then_v(rows: Tensor, shape: Shape) -> Tensor:
+    """Return rows of [q k v] head by head as all q, then all k, then all v."""
+    by_head = rows.view(shape.heads, 3, shape.hidden // shape.heads, -1)
+    return by_head.transpose(0, 1).reshape(rows.shape)
 
 
 class _Block(nn.Module):

@@ -1,13 +1,15 @@
 """Tokens/s of our training step beside a plain eager GPT of the same shape, on this CPU.
 
 `python benchmarks/train_cpu.py`: both train from the same weights on the same tokens, step by step
-in turn in one process, so that whatever else the machine does falls on both. How to read what it
-prints is in benchmarks/README.md.
+in turn in one process, so that whatever else the machine does falls on both. `--peers` adds others,
+and the peak memory of each in a process of its own. How to read what it prints is in
+benchmarks/README.md.
 """
 
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,18 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.machine import machine
+from benchmarks.machine import high_water_mark, machine
+from benchmarks.peers import (
+    COMPILED,
+    MEGATRON_CORE,
+    TRANSFORMERS,
+    Maker,
+    Named,
+    Peer,
+    compiled,
+    megatron_core,
+    transformers,
+)
 from benchmarks.plain_gpt import (
     Bf16Style,
     PlainGPT,
@@ -30,6 +43,7 @@ from benchmarks.plain_gpt import (
     Recipe,
     Shape,
     copy_weights,
+    cross_entropy_of,
 )
 from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron.errors import NumericsError
@@ -46,11 +60,13 @@ NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 DRIFT = 10.0
 PEAK_SIZES = (1024, 2048, 4096)
 RECIPE = Recipe()
+OURS, PLAIN = "ours", "plain"
+MEMORY_STEPS = 3  # after which the peak no longer grows: the optimizer's state is there
 
 
 @dataclass
 class Contestant:
-    """One of the two: the function of a step, and its measurements."""
+    """One of them: the function of a step, and its measurements."""
 
     name: str
     step: Callable[[Tensor], tuple[float, float]]
@@ -94,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         vocab=flags.vocab,
         micro_batch=flags.micro_batch,
     )
+    if flags.memory_of is not None:
+        print(json.dumps(_peak_memory(flags.dtype[0], shape, flags)))
+        return
     results = []
     for dtype in flags.dtype:
         results.append(measure(dtype, shape, flags))
@@ -115,42 +134,47 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
-    """Return both contestants in one dtype, in turns."""
+    """Return all contestants in one dtype, in turns."""
+    makers = _makers(flags)
+    # Before this process has anything of its own to share the machine's memory with.
+    memory = {who: _memory_apart(who, dtype) for who in (OURS, *makers)} if flags.peers else {}
+    bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
     with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
-        plain = PlainGPT(shape)
-        copy_weights(ours.engine.stage.named_parameters(), plain, shape)
-        bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
-        trainer = PlainTrainer(plain, RECIPE, bf16=bf16)
-        pair = (Contestant("ours", _our_step(ours)), Contestant("plain", trainer.step))
+        named = list(ours.engine.stage.named_parameters())
+        all_of_them = [Contestant(OURS, _our_step(ours))]
+        for name, make in makers.items():
+            all_of_them.append(Contestant(name, _step_of(make, named, shape, bf16)))
         peak = 0.0
         for number in range(flags.warmup + flags.steps):
             text = ours.tokens(number)
-            # The second one finds other caches, so the order alternates.
-            for contestant in pair if number % 2 == 0 else pair[::-1]:
+            # Each finds the caches of the one before it, so the order changes.
+            first = number % len(all_of_them)
+            for contestant in (*all_of_them[first:], *all_of_them[:first]):
                 contestant.take(text)
             # Beside the steps, not before them: under load the peak sinks as the steps do.
             if number < 2 or number == flags.warmup + flags.steps - 1:
                 peak = max(peak, matmul_peak_tflops(DTYPES[dtype], flags.peak_sizes, repeats=3))
-        check_equal_work(dtype, *pair)
+        us, *others = all_of_them
+        for other in others:
+            check_equal_work(dtype, us, other)
         if flags.profile:
-            for contestant in pair:
+            for contestant in all_of_them:
                 _print_profile(contestant, ours.tokens(0))
-        ratios = [b / a for a, b in zip(*(one.seconds[flags.warmup :] for one in pair))]
         flops = ours.flops_per_token
-        return {
-            "dtype": dtype,
-            "plain_style": "fp32" if bf16 is None else f"bf16 {bf16.value}",
-            "matmul_peak_tflops": peak,
-            "flops_per_token": flops,
-            "loss_tolerance": TOLERANCE[dtype],
-            "ours": asdict(_score(pair[0], shape, flops, peak=peak, skip=flags.warmup)),
-            "plain": asdict(_score(pair[1], shape, flops, peak=peak, skip=flags.warmup)),
-            "ratio": median(ratios),
-            "ratio_range": [min(ratios), max(ratios)],
-            "cpu_ratio": median(
-                b / a for a, b in zip(*(one.cpu_seconds[flags.warmup :] for one in pair))
-            ),
-        }
+    scores = {
+        one.name: asdict(_score(one, shape, flops, peak=peak, skip=flags.warmup))
+        for one in all_of_them
+    }
+    return {
+        "dtype": dtype,
+        "plain_style": "fp32" if bf16 is None else f"bf16 {bf16.value}",
+        "matmul_peak_tflops": peak,
+        "flops_per_token": flops,
+        "loss_tolerance": TOLERANCE[dtype],
+        "scores": scores,
+        "beside": {other.name: _beside(us, other, skip=flags.warmup) for other in others},
+        "peak_memory": memory,
+    }
 
 
 def table(report: dict[str, Any]) -> str:
@@ -162,24 +186,89 @@ def table(report: dict[str, Any]) -> str:
         ", ".join(f"{name} {value}" for name, value in shape.items())
         + f"; {report['steps']} steps in turns after {report['warmup']} for warm-up",
         "",
-        "dtype  who    tokens/s  of matmul peak  s/step  CPU s/step  first loss   last loss",
+        "dtype  who            tokens/s  of matmul peak  s/step  CPU s/step "
+        " first loss   last loss",
     ]
     for result in report["results"]:
-        for who in ("ours", "plain"):
-            s = result[who]
+        dtype = result["dtype"]
+        for who, s in result["scores"].items():
             lines.append(
-                f"{result['dtype']:<6} {who:<6} {s['tokens_per_second']:>8.1f} "
+                f"{dtype:<6} {who:<14} {s['tokens_per_second']:>8.1f} "
                 f"{100 * s['share_of_matmul_peak']:>14.1f}% {s['median_seconds']:>7.3f} "
                 f"{s['median_cpu_seconds']:>11.3f} {s['first_loss']:>11.6f} {s['last_loss']:>11.6f}"
             )
-        low, high = result["ratio_range"]
+        for who, beside in result["beside"].items():
+            low, high = beside["range"]
+            lines.append(
+                f"{dtype:<6} ours / {who} in tokens/s: {beside['ratio']:.3f} (median of pairs; "
+                f"{low:.3f} to {high:.3f}), in CPU time {beside['cpu_ratio']:.3f}"
+            )
+        for who, peak in result["peak_memory"].items():
+            lines.append(
+                f"{dtype:<6} peak memory of {who}: {peak['peak'] / 1e6:.0f} MB, of which "
+                f"{peak['imports'] / 1e6:.0f} MB before the model was made"
+            )
         lines.append(
-            f"{result['dtype']:<6} ours / plain in tokens/s: {result['ratio']:.3f} "
-            f"(median of pairs; {low:.3f} to {high:.3f}), in CPU time {result['cpu_ratio']:.3f}; "
-            f"matmul peak {result['matmul_peak_tflops']:.3f} TFLOP/s; plain is "
+            f"{dtype:<6} matmul peak {result['matmul_peak_tflops']:.3f} TFLOP/s; peers are "
             f"{result['plain_style']}"
         )
     return "\n".join(lines)
+
+
+def _makers(flags: argparse.Namespace) -> dict[str, Maker]:
+    makers: dict[str, Maker] = {PLAIN: _plain}
+    if flags.peers:
+        makers |= {COMPILED: compiled, TRANSFORMERS: transformers}
+        if flags.megatron_core is not None:
+            makers[MEGATRON_CORE] = megatron_core(flags.megatron_core)
+    return makers
+
+
+def _plain(ours: Named | None, shape: Shape) -> Peer:
+    model = PlainGPT(shape)
+    copy_weights(ours, model, shape)
+    return Peer(model, cross_entropy_of(model))
+
+
+def _step_of(
+    make: Maker, ours: Named | None, shape: Shape, bf16: Bf16Style | None
+) -> Callable[[Tensor], tuple[float, float]]:
+    peer = make(ours, shape)
+    return PlainTrainer(peer.model, RECIPE, bf16=bf16, loss=peer.loss).step
+
+
+def _memory_apart(who: str, dtype: str) -> dict[str, int]:
+    """Return the peak of a process that trains one contestant, by `--memory-of`."""
+    words = [sys.executable, __file__, *sys.argv[1:], "--memory-of", who, "--dtype", dtype]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _peak_memory(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, int]:
+    """Train one contestant alone; return bytes of this process at its peak and before the model."""
+    imports = high_water_mark()
+    if flags.memory_of == OURS:
+        with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
+            for number in range(MEMORY_STEPS):
+                ours.step(ours.tokens(number))
+    else:
+        bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
+        step = _step_of(_makers(flags)[flags.memory_of], None, shape, bf16)
+        for _ in range(MEMORY_STEPS):
+            step(torch.randint(0, shape.vocab, (shape.micro_batch, shape.seq_length + 1)))
+    return {"imports": imports, "peak": high_water_mark()}
+
+
+def _beside(us: Contestant, other: Contestant, *, skip: int) -> dict[str, Any]:
+    """Return by how much we are faster: medians over pairs of neighbouring steps."""
+    ratios = [theirs / own for own, theirs in zip(us.seconds[skip:], other.seconds[skip:])]
+    cpu = zip(us.cpu_seconds[skip:], other.cpu_seconds[skip:])
+    return {
+        "ratio": median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "cpu_ratio": median(theirs / own for own, theirs in cpu),
+    }
 
 
 def check_equal_work(dtype: str, ours: Contestant, plain: Contestant) -> None:
@@ -269,6 +358,9 @@ def _parser() -> argparse.ArgumentParser:
         default=Bf16Style.MASTERS.value,
         help="how the plain GPT trains in bf16 [%(default)s]",
     )
+    add("--peers", action="store_true", help="also others, and the peak memory of each")
+    add("--megatron-core", type=Path, metavar="FOLDER", help="its GPT too, with --peers")
+    add("--memory-of", metavar="NAME", help="only print the peak memory of this one, as JSON")
     add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")
     add("--profile", action="store_true", help="also print where a step of each spends its time")
     add("--json", type=Path, metavar="FILE", help="write everything there")

@@ -50,7 +50,8 @@ HOMES = (
         ("megatron/initialize.py", "megatron/launch.py"),
         in_programs=False,
     ),
-    Home("CUDA", ("torch.cuda",), ("megatron/device.py",), in_programs=True),
+    # megatron-core asks CUDA for the device, also where there is none
+    Home("CUDA", ("torch.cuda",), ("megatron/device.py", "benchmarks/peers.py"), in_programs=True),
     Home(
         "making process groups",
         ("torch.distributed.new_group", "torch.distributed.new_subgroups"),
@@ -68,11 +69,13 @@ HOMES = (
     Home(
         "joining and leaving the job",
         ("torch.distributed.init_process_group", "torch.distributed.destroy_process_group"),
-        # the benchmark has stages that compute nothing, and no run to initialise
+        # one benchmark has stages that compute nothing, and no run to initialise; megatron-core
+        # wants a job also of one process
         (
             "megatron/initialize.py",
             "megatron/mpu/initialize.py",
             "benchmarks/pipeline_bubble.py",
+            "benchmarks/peers.py",
         ),
         in_programs=True,
     ),

@@ -53,7 +53,7 @@ def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> 
     assert {"cpu", "threads", "torch", "load_1min", "time"} <= report["machine"].keys()
     assert [result["dtype"] for result in report["results"]] == ["fp32", "bf16"]
     for result in report["results"]:
-        ours, plain = result["ours"], result["plain"]
+        ours, plain = (result["scores"][who] for who in ("ours", "plain"))
         tolerance = TOLERANCE[result["dtype"]]
         assert ours["first_loss"] == pytest.approx(plain["first_loss"], rel=tolerance)
         assert ours["last_loss"] == pytest.approx(plain["last_loss"], rel=10 * tolerance)
@@ -66,9 +66,28 @@ def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> 
             work = score["tokens_per_second"] * result["flops_per_token"] / 1e12
             share = work / result["matmul_peak_tflops"]
             assert score["share_of_matmul_peak"] == pytest.approx(share)
-        low, high = result["ratio_range"]
-        assert low <= result["ratio"] <= high
+        (beside,) = result["beside"].values()
+        low, high = beside["range"]
+        assert low <= beside["ratio"] <= high
     assert "ours / plain in tokens/s" in done.out
+
+
+@pytest.mark.wide  # compiles a model
+def test_train_cpu_has_peers_that_compute_the_same(tmp_path: Path) -> None:
+    flags = ("--peers", "--dtype", "fp32", "--json", str(tmp_path / "result.json"))
+    done = script("train_cpu.py", *TINY, *flags)
+    assert done.status == 0, done.err
+    (result,) = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert [*result["scores"]] == ["ours", "plain", "compiled", "transformers"]
+    assert [*result["beside"]] == ["plain", "compiled", "transformers"]
+    for memory in result["peak_memory"].values():
+        assert memory["peak"] > memory["imports"] > 0
+
+
+def test_a_folder_without_megatron_core_is_refused(tmp_path: Path) -> None:
+    done = script("train_cpu.py", *TINY, "--peers", "--megatron-core", str(tmp_path))
+    assert done.status == ConfigError.exit_code
+    assert "there is no megatron-core in this folder" in done.err
 
 
 def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import deepspeed_memory as memory
+from benchmarks.machine import high_water_mark
 from megatron.arguments import parse_args
 from megatron.config.deepspeed.plan import deepspeed_plan
 
@@ -51,10 +52,10 @@ def test_what_does_not_grow_with_depth_cancels() -> None:
 
 def test_the_high_water_mark_is_read_in_bytes() -> None:
     status = "VmPeak:\t 9000 kB\nVmHWM:\t  123 kB\nVmRSS:\t  100 kB\n"
-    assert memory.high_water_mark(status) == 123 * 1024
-    assert memory.high_water_mark(Path("/proc/self/status").read_text()) > 2**20
+    assert high_water_mark(status) == 123 * 1024
+    assert high_water_mark() > 2**20
     with pytest.raises(ValueError, match="VmHWM: in MB"):
-        memory.high_water_mark("VmHWM: 3 MB\n")
+        high_water_mark("VmHWM: 3 MB\n")
 
 
 @pytest.mark.parametrize("stage", memory.STAGES)
