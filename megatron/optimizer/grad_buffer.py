@@ -9,6 +9,7 @@ order, whether that happens during the backward pass or after it.
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,6 +56,17 @@ class _Reduction:
     pending: Pending | None = None
 
 
+@dataclass(slots=True)
+class _Arrivals:
+    """The gradients that one parameter has had in this step."""
+
+    parameter: Parameter
+    name: str
+    view: Tensor  # where they are added up
+    reduction: _Reduction
+    count: int = 0
+
+
 class GradBuffer:
     """The gradients of some parameters in flat buffers: zeroed, summed and scaled together.
 
@@ -90,7 +102,6 @@ class GradBuffer:
         self._group, self._sharded, self._overlap = group, sharded, overlap
         self._optional = frozenset(optional)
         self._num_passes: int | None = None
-        self._arrived: dict[Parameter, int] = {}
         self.flats = self._lay_out(
             gradient_dtype, bucket_elements or default_bucket_elements(group.size)
         )
@@ -101,13 +112,19 @@ class GradBuffer:
         self._reductions = sorted(reductions, key=lambda reduction: reduction.bucket.held)
         self._prompt = sum(not reduction.bucket.held for reduction in reductions)
         self._started = 0
-        self._reduction_of = {
+        reduction_of = {
             reduction.flat.parameters[member]: reduction
             for reduction in reductions
             for member in reduction.bucket.members
         }
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+        self._arrivals = [
+            _Arrivals(parameter, name, _main_grad(parameter), reduction_of[parameter])
+            for parameter, name in self._names.items()
+        ]
+        for arrivals in self._arrivals:
+            # Bound once: a lookup by parameter in every hook costs as much as a small gradient.
+            hook = partial(self._take, arrivals)
+            arrivals.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.start_step()
 
     @property
@@ -124,10 +141,10 @@ class GradBuffer:
         """
         for flat in self.flats:
             flat.data.zero_()
-        for parameter in self._names:
-            view = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
+        for arrivals in self._arrivals:
+            parameter, view = arrivals.parameter, arrivals.view
             parameter.grad = view if view.dtype == parameter.dtype else None
-        self._arrived = dict.fromkeys(self._names, 0)
+            arrivals.count = 0
         self._num_passes, self._started = num_passes, 0
         for reduction in self._reductions:
             reduction.waits_for, reduction.pending = len(reduction.bucket.members), None
@@ -180,25 +197,24 @@ class GradBuffer:
             ReductionTime.HELD if self._names[parameter] in self._optional else ReductionTime.PROMPT
         )
 
-    def _take(self, parameter: Parameter) -> None:
+    def _take(self, arrivals: _Arrivals, parameter: Parameter) -> None:
         """Add one more gradient of `parameter`; called by autograd."""
         if comes_later(parameter):
             return
-        view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
-        if parameter.grad is not None and view.dtype != parameter.dtype:
+        view, reduction = arrivals.view, arrivals.reduction
+        if view.dtype != parameter.dtype and parameter.grad is not None:
             view.add_(parameter.grad)
             parameter.grad = None
-        self._arrived[parameter] += 1
-        reduction = self._reduction_of[parameter]
+        arrivals.count += 1
         if reduction.pending is not None:
             raise ConfigError(
                 "a gradient came after its sum over data-parallel ranks had begun",
-                found=f"{self._names[parameter]} had {self._arrived[parameter]} gradients, for "
+                found=f"{arrivals.name} had {arrivals.count} gradients, for "
                 f"{self._num_passes} micro-batches",
                 fix="start_step() before the first backward pass of a step, with the number of "
                 "its passes; or leave out --overlap-grad-reduce",
             )
-        if self._arrived[parameter] == self._num_passes:
+        if arrivals.count == self._num_passes:
             reduction.waits_for -= 1
             if self._overlap:
                 self._start_ready()
@@ -226,9 +242,9 @@ class GradBuffer:
 
     def _check_all_arrived(self) -> None:
         missing = [
-            name
-            for parameter, name in self._names.items()
-            if not self._arrived[parameter] and name not in self._optional
+            arrivals.name
+            for arrivals in self._arrivals
+            if not arrivals.count and arrivals.name not in self._optional
         ]
         if missing:
             more = len(missing) - _NAMES_SHOWN
@@ -237,6 +253,11 @@ class GradBuffer:
                 found=", ".join(missing[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else ""),
                 fix="use them in the loss, give them requires_grad=False, or name them as optional",
             )
+
+
+def _main_grad(parameter: Parameter) -> Tensor:
+    view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
+    return view
 
 
 def _cut(flat: Tensor, range_: ElementRange) -> Tensor:

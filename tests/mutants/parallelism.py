@@ -178,8 +178,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an overlapped sum waits for the last micro-batch",
             "megatron/optimizer/grad_buffer.py",
-            "if self._arrived[parameter] == self._num_passes:",
-            "if self._arrived[parameter] == 1:",
+            "if arrivals.count == self._num_passes:",
+            "if arrivals.count == 1:",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_nothing_is_reduced_before_the_end_without_overlap_or_a_number_of_passes",
         ),
