@@ -47,7 +47,7 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
     from megatron.model.accounting import bert_flops_per_token
     from megatron.model.bert_model import bert_carry, bert_layers, bert_loss
     from megatron.model.losses import LossSum, counted_tokens
-    from megatron.model.specs import Carry, LayerSpec, ModelBuild
+    from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
 
     def layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
         """Return the list of layers, with or without the sentence-order head."""
@@ -73,9 +73,15 @@ def bert_task(*, order_head: bool = True) -> PretrainTask:
             return words
         return torch.stack([words, torch.full_like(words, len(labels[2]))])
 
-    def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """Return the FLOPs that the model needs; recomputation must not raise the MFU."""
-        return bert_flops_per_token(config, build.vocab.padded, build.seq_length)
+    def flops(config: ModelConfig, build: ModelBuild) -> TokenFlops:
+        """Return the FLOPs of a token."""
+        return bert_flops_per_token(
+            config,
+            build.vocab.padded,
+            build.seq_length,
+            recompute=build.activations,
+            virtual_stages=build.virtual_stages,
+        )
 
     return PretrainTask(
         name="bert",

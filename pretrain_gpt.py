@@ -38,7 +38,7 @@ def gpt_task() -> PretrainTask:
     from megatron.model.accounting import flops_per_token
     from megatron.model.gpt_model import gpt_carry, gpt_layers, gpt_loss
     from megatron.model.losses import LossSum, counted_tokens
-    from megatron.model.specs import Carry, ModelBuild
+    from megatron.model.specs import Carry, ModelBuild, TokenFlops
 
     def batch(raw: RawBatch, options: BatchOptions) -> MicroBatch:
         """Return the loader's batch as the arguments of the model and of the loss."""
@@ -60,9 +60,15 @@ def gpt_task() -> PretrainTask:
         """Return the number of tokens that the loss counts."""
         return counted_tokens(*labels)
 
-    def flops(config: ModelConfig, build: ModelBuild) -> int:
-        """Return the FLOPs that the model needs; recomputation must not raise the MFU."""
-        return flops_per_token(config, build.vocab.padded, build.seq_length)
+    def flops(config: ModelConfig, build: ModelBuild) -> TokenFlops:
+        """Return the FLOPs of a token."""
+        return flops_per_token(
+            config,
+            build.vocab.padded,
+            build.seq_length,
+            recompute=build.activations,
+            virtual_stages=build.virtual_stages,
+        )
 
     return PretrainTask(
         name="gpt",

@@ -41,9 +41,10 @@ class Workload:
     @property
     def flops_per_token(self) -> int:
         """Return model FLOPs of one token, forward and backward, by `FLOPS_CONVENTION`."""
-        return flops_per_token(
+        flops = flops_per_token(
             self.config.model, self.build.vocab.padded, self.config.data.seq_length
         )
+        return flops.model
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,6 +7,7 @@ from megatron.config.run import RunConfig
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
+from megatron.pipeline.plan import pipeline_plan
 from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
 
 
@@ -32,6 +33,7 @@ def model_build(runtime: RunState) -> ModelBuild:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: there is no "
             "other rank to share a sequence with"
         )
+    pipeline = pipeline_plan(config.parallel, config.model.num_layers)
     return ModelBuild(
         ctx=context,
         vocab=vocabulary(config, runtime.tokenizer),
@@ -40,6 +42,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         precision=config.precision,
         sequence_parallel=splits_sequences,
         activations=config.training.activations,
+        virtual_stages=context.pp.size * pipeline.num_chunks,
     )
 
 

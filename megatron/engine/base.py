@@ -20,7 +20,7 @@ from megatron.data.kinds.program_data import ProgramData
 from megatron.json_values import JsonObject
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.losses import LossSum
-from megatron.model.specs import Carry, LayerSpec, ModelBuild
+from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
@@ -91,7 +91,7 @@ class PretrainTask:
         loss: sums the loss over counted tokens, given the last carry and the labels.
         counted: how much `loss` counts, which the labels alone decide: its `count`.
         losses: the names of the losses, one for each sum of `loss`.
-        flops_per_token: model FLOPs of one token's forward and backward pass, for the MFU.
+        flops_per_token: FLOPs of one token's forward and backward pass, for the MFU and the HFU.
         flops_convention: by which convention they are counted.
         begins_with: kinds of models of which it takes a part to begin with, where it is made to go
             on from another one; of those, the flags of the model have to be its own.
@@ -104,7 +104,7 @@ class PretrainTask:
     batch: Callable[[RawBatch, BatchOptions], MicroBatch]
     loss: Callable[[Carry, Carry, ModelBuild], LossSum]
     counted: Callable[[Carry], Tensor]
-    flops_per_token: Callable[[ModelConfig, ModelBuild], float]
+    flops_per_token: Callable[[ModelConfig, ModelBuild], TokenFlops]
     flops_convention: str = FLOPS_CONVENTION
     losses: tuple[str, ...] = ("lm loss",)
     begins_with: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron import device, log
 from megatron.config.runtime import LoggingConfig
 from megatron.engine.base import EvaluationSum, StepPlan, StepReport
+from megatron.model.specs import TokenFlops
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
 
@@ -39,6 +40,7 @@ class Speed(NamedTuple):
     tokens_per_second: float
     tflops_per_device: float  # model FLOPs, by the convention of megatron/model/accounting.py
     model_flops_utilisation: float | None  # share of the stated peak, None without one
+    hardware_flops_utilisation: float | None  # with what is recomputed; None where nothing is
 
 
 @dataclass(slots=True)
@@ -50,17 +52,19 @@ class _Window:
     samples: int = 0
     tokens: int = 0
     flops: float = 0.0
+    hardware_flops: float = 0.0
     loss_totals: tuple[float, ...] = ()  # of each of the model's losses
     losses: int = 0
     skipped: int = 0
     nonfinite: int = 0
 
-    def add(self, plan: StepPlan, report: StepReport, flops_per_token: float) -> None:
+    def add(self, plan: StepPlan, report: StepReport, flops_per_token: TokenFlops) -> None:
         tokens = plan.global_batch_size * plan.seq_length
         self.iterations += 1
         self.samples += plan.global_batch_size
         self.tokens += tokens
-        self.flops += tokens * flops_per_token
+        self.flops += tokens * flops_per_token.model
+        self.hardware_flops += tokens * flops_per_token.hardware
         if math.isfinite(report.loss):
             before = self.loss_totals or (0.0,) * len(report.each_loss)
             self.loss_totals = tuple(map(add, before, report.each_loss))
@@ -78,7 +82,7 @@ class StepLog:
         config: LoggingConfig,
         duration: Duration,
         *,
-        flops_per_token: Callable[[int], float],
+        flops_per_token: Callable[[int], TokenFlops],
         world_size: int,
         is_writer: bool,
         purge_step: int,
@@ -89,8 +93,8 @@ class StepLog:
         """Open the TensorBoard file on the writing rank.
 
         Args:
-            flops_per_token: model FLOPs of one token's forward and backward pass, by the length
-                of its sample.
+            flops_per_token: FLOPs of one token's forward and backward pass, by the length of its
+                sample.
             is_writer: whether this rank (the last) prints and writes.
             purge_step: events at or after this iteration, of an earlier run that got further than
                 its last checkpoint, are hidden.
@@ -195,12 +199,15 @@ class StepLog:
     def _speed(self, elapsed: float) -> Speed:
         window = self._window
         tflops = window.flops / elapsed / self._world_size / 1e12
+        model = None if self._peak is None else tflops / self._peak
+        recomputes = window.hardware_flops > window.flops
         return Speed(
             elapsed / window.iterations,
             window.samples / elapsed,
             window.tokens / elapsed,
             tflops,
-            None if self._peak is None else tflops / self._peak,
+            model,
+            model * window.hardware_flops / window.flops if model and recomputes else None,
         )
 
     def _short_line(
@@ -266,6 +273,8 @@ class StepLog:
         ]
         if speed.model_flops_utilisation is not None:
             parts.append(f"MFU: {100 * speed.model_flops_utilisation:.1f}%")
+        if speed.hardware_flops_utilisation is not None:
+            parts.append(f"HFU: {100 * speed.hardware_flops_utilisation:.1f}%")
         parts.append(f"memory (GiB): {device.peak_memory_bytes() / 2**30:.2f}")
         return " " + " | ".join(parts) + " |"
 
@@ -323,6 +332,8 @@ class StepLog:
         self._scalar("iteration-time/TFLOPs per gpu (estimated)", speed.tflops_per_device, at)
         if speed.model_flops_utilisation is not None:
             self._scalar("iteration-time/MFU", speed.model_flops_utilisation, at)
+        if speed.hardware_flops_utilisation is not None:
+            self._scalar("iteration-time/HFU", speed.hardware_flops_utilisation, at)
         if self._config.log_world_size_to_tensorboard:
             self._scalar("iteration-time/world_size", self._world_size, at)
         self._writer.flush()

@@ -106,7 +106,9 @@ def announce_run(
         f"{tokens:,} tokens to go"
     )
     log.info(
-        f"{flops / 1e6:,.1f} MFLOP per token, forward and backward, by {task.flops_convention}"
+        f"{flops.model / 1e6:,.1f} MFLOP per token, forward and backward, by "
+        f"{task.flops_convention}; {flops.causal / 1e6:,.1f} without masked scores, "
+        f"{flops.hardware / 1e6:,.1f} with what is recomputed"
     )
     if curriculum:
         log.info(f"curriculum {curriculum}")

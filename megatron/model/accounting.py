@@ -6,11 +6,13 @@ estimate for people and preflight, which leaves out what a framework and fragmen
 
 from dataclasses import dataclass, replace
 
+from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
-from megatron.model.specs import VocabSize
+from megatron.model.specs import TokenFlops, VocabSize
 
 FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
+_NOTHING = ActivationPolicy()  # is recomputed
 
 
 def parameter_count(
@@ -28,38 +30,75 @@ def parameter_count(
 
 
 def flops_per_token(
-    config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
-) -> int:
-    """Return the matrix-multiplication FLOPs of one token's forward and backward pass.
+    config: ModelConfig,
+    vocab_padded: int,
+    seq_length: int,
+    *,
+    recompute: ActivationPolicy = _NOTHING,
+    virtual_stages: int = 1,
+) -> TokenFlops:
+    """Return the FLOPs of one token of a GPT; none where `vocab_padded` is 0 for a head.
 
     Convention: PaLM appendix B (Chowdhery et al. 2022, arXiv 2204.02311), 6 N + 12 L a d s, with
     N the weights that multiply something: embedding look-ups are left out, the head over the
     padded vocabulary is in, and so are the router and those experts that a token takes. Two per
     multiply-add; backward is twice forward. Attention is counted in full, although the causal half
-    is never needed (Megatron-LM has counted half of it since 2025: its numbers are lower for long
-    sequences). Norms, softmax and activations do not count.
+    is never needed. Norms, softmax and activations do not count.
 
-    With `recompute` the second forward pass of every block is counted too: the work of the hardware
-    (HFU), where the number without it is the work of the model (MFU).
+    Args:
+        recompute: what is computed again. Of a block all is counted, also its last product, which
+            torch leaves out of the second pass where nothing needs it.
+        virtual_stages: of the whole pipeline, each of which recomputes its own first layers.
     """
-    h, width = config.hidden_size, config.head_width
-    queries = config.num_attention_heads * width
-    weights = _block_weights(config, active=True)
-    scores = 2 * seq_length * queries  # q k^T, and probabilities times v
-    block_forward = 2 * (weights + scores)
-    passes = 4 if recompute else 3
-    return config.num_layers * passes * block_forward + 3 * 2 * h * vocab_padded
+    layers, forward = config.num_layers, _block_forward(config, seq_length)
+    head = 3 * 2 * config.hidden_size * vocab_padded
+    again = 0
+    if recompute.method is RecomputeMethod.UNIFORM:
+        again = layers * forward
+    elif recompute.method is RecomputeMethod.BLOCK:
+        again = min(layers, virtual_stages * recompute.num_layers) * forward
+    if RecomputeModule.CORE_ATTN in recompute.modules:
+        again += layers * _scores(config, seq_length)
+    if RecomputeModule.MLP in recompute.modules:
+        again += layers * 2 * _feed_forward_weights(config, active=True)
+    model = 3 * layers * forward + head
+    masked = 3 * layers * _scores(config, seq_length) * (1 - _seen_share(config, seq_length))
+    return TokenFlops(model, model - round(masked), model + again)
 
 
 def bert_flops_per_token(
-    config: ModelConfig, vocab_padded: int, seq_length: int, *, recompute: bool = False
-) -> int:
-    """Return the FLOPs of one token of a BERT, whose head has one more matrix.
+    config: ModelConfig,
+    vocab_padded: int,
+    seq_length: int,
+    *,
+    recompute: ActivationPolicy = _NOTHING,
+    virtual_stages: int = 1,
+) -> TokenFlops:
+    """Return the FLOPs of one token of a BERT, whose head has one more matrix and no mask.
 
     The head for the order of segments looks at one token of a row and is left out.
     """
+    flops = flops_per_token(
+        config, vocab_padded, seq_length, recompute=recompute, virtual_stages=virtual_stages
+    )
     dense = 3 * 2 * config.hidden_size**2
-    return flops_per_token(config, vocab_padded, seq_length, recompute=recompute) + dense
+    return TokenFlops(flops.model + dense, flops.model + dense, flops.hardware + dense)
+
+
+def _block_forward(config: ModelConfig, seq_length: int) -> int:
+    return 2 * _block_weights(config, active=True) + _scores(config, seq_length)
+
+
+def _scores(config: ModelConfig, seq_length: int) -> int:
+    """Return the forward FLOPs of q k^T, and of probabilities times v, for one token."""
+    return 2 * 2 * seq_length * config.num_attention_heads * config.head_width
+
+
+def _seen_share(config: ModelConfig, seq_length: int) -> float:
+    """Return the share of all pairs of tokens that a causal mask and a sliding window leave."""
+    window = min(config.sliding_window or seq_length, seq_length)
+    # Token i of the first `window` sees i tokens, and every later one `window`.
+    return (window * (window + 1) / 2 + (seq_length - window) * window) / seq_length**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +263,16 @@ def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     attention = h * (queries + 2 * keys) + queries * h
-    matrices = 3 if config.glu is not None else 2
+    return attention + _feed_forward_weights(config, active=active)
+
+
+def _feed_forward_weights(config: ModelConfig, *, active: bool) -> int:
+    h, matrices = config.hidden_size, 3 if config.glu is not None else 2
     if not config.has_experts:
-        return attention + matrices * h * config.ffn_width
+        return matrices * h * config.ffn_width
     experts = config.num_experts or 1
     met = config.moe_router_topk if active else experts
-    return attention + experts * h + met * matrices * h * config.expert_width
+    return experts * h + met * matrices * h * config.expert_width
 
 
 def _norm(config: ModelConfig) -> int:

@@ -1,4 +1,4 @@
-"""A model before it is built: a list of `LayerSpec`, and the inputs of building it.
+"""A model before it is built: a list of `LayerSpec`, the inputs of building it, its cost.
 
 A layer takes a carry and returns a carry, so that a pipeline may cut the list anywhere.
 """
@@ -51,6 +51,23 @@ class LayerSpec:
     memory: ActivationMemory | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenFlops:
+    """Matrix-multiplication FLOPs of one token's forward and backward pass.
+
+    Attributes:
+        model: what the model needs, by the convention of its task: the numerator of the MFU.
+        causal: the same with only those scores of attention that a causal mask and a sliding
+            window leave, as Megatron-LM has counted since 2025.
+        hardware: `model`, and what is computed again in the backward pass: the numerator of the HFU
+            (Korthikanti et al. 2022, arXiv 2205.05198, section 6).
+    """
+
+    model: int
+    causal: int
+    hardware: int
+
+
 @dataclass(slots=True)
 class RouterLoss:
     """The channel between the engine and the routers of this rank.
@@ -83,6 +100,7 @@ class ModelBuild:
     precision: PrecisionConfig
     sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
+    virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
 
     @property

@@ -34,7 +34,9 @@ def task_of(question: ClassificationQuestion) -> PretrainTask:
         batch=lambda raw, options: microbatch(raw),
         loss=loss,
         counted=lambda labels: (labels[0] != UNKNOWN).sum().float(),
-        flops_per_token=lambda config, build: flops_per_token(config, 0, build.seq_length),
+        flops_per_token=lambda config, build: flops_per_token(
+            config, 0, build.seq_length, recompute=build.activations
+        ),
         losses=("loss",),
         begins_with=(BERT,),
     )

@@ -161,7 +161,7 @@ def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
     )
     config = tiny_run(corpus)
     size, length = config.training.global_batch_size, config.data.seq_length
-    flops = flops_per_token(config.model, PADDED_VOCABULARY, length)
+    flops = flops_per_token(config.model, PADDED_VOCABULARY, length).model
     assert len(seconds) == config.training.train_iters
     assert max(seconds) < EVALUATION_S / 2, "evaluations are counted"
     for at, interval in enumerate(seconds):

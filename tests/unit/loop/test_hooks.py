@@ -17,6 +17,7 @@ from megatron.loop.hooks import (
     state_of,
 )
 from megatron.loop.report import StepLog
+from megatron.model.specs import TokenFlops
 from megatron.progress import BatchSchedule, Duration, Progress
 from tests.unit.engine.engines import tiny_engine
 
@@ -46,7 +47,7 @@ def test_a_step_is_reported_with_the_norm_of_the_parameters_if_asked(
     step_log = StepLog(
         LoggingConfig(log_interval=1),
         Duration(BatchSchedule(1, 8, 4), train_iters=10),
-        flops_per_token=lambda _: 1e9,
+        flops_per_token=lambda _: TokenFlops(10**9, 10**9, 10**9),
         world_size=1,
         is_writer=True,
         purge_step=0,

@@ -14,6 +14,7 @@ from megatron.config.runtime import LoggingConfig
 from megatron.engine.base import EvaluationSum, StepPlan, StepReport
 from megatron.loop import report as report_module
 from megatron.loop.report import PEAK_TFLOPS, StepLog
+from megatron.model.specs import TokenFlops
 from megatron.progress import BatchSchedule, Duration, Progress
 from tests.support.output import without_times
 
@@ -28,11 +29,15 @@ PLAN = StepPlan(
 )
 
 
-def step_log(*, with_length: bool = False, **flags: Any) -> StepLog:
+def flops(model: int, *, again: float = 0.0) -> TokenFlops:
+    return TokenFlops(model, model, round(model * (1 + again)))
+
+
+def step_log(*, with_length: bool = False, again: float = 0.0, **flags: Any) -> StepLog:
     return StepLog(
         LoggingConfig(**flags),
         TEN,
-        flops_per_token=lambda length: 1e9 * length / 16,
+        flops_per_token=lambda length: flops(10**9 * length // 16, again=again),
         world_size=4,
         is_writer=True,
         purge_step=0,
@@ -85,13 +90,23 @@ def test_the_line_is_that_of_megatron(
     )
 
 
+def test_what_is_recomputed_counts_for_the_hardware_alone(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    for again, shown in ((0.0, ""), (1 / 3, " | HFU: 2.1%")):
+        log = step_log(log_interval=1, peak_tflops=2.0, again=again)
+        log._window.started, clock[0] = 100.0, 101.0
+        log.step(at(1), PLAN, StepReport(4.0, 1.0))
+        assert f"MFU: 1.6%{shown} | memory" in capsys.readouterr().out
+
+
 def test_the_short_line_fits_160_columns_and_has_no_words_of_megatrons(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     log = StepLog(
         LoggingConfig(log_interval=1),
         Duration(BatchSchedule(1, 8, 1), train_iters=9_000_000),
-        flops_per_token=lambda _: 1.0,
+        flops_per_token=lambda _: flops(1),
         world_size=1,
         is_writer=True,
         purge_step=0,
@@ -250,7 +265,7 @@ def test_ranks_that_do_not_write_leave_no_file(tmp_path: Path) -> None:
     with StepLog(
         LoggingConfig(tensorboard_dir=str(tmp_path)),
         TEN,
-        flops_per_token=lambda _: 1.0,
+        flops_per_token=lambda _: flops(1),
         world_size=2,
         is_writer=False,
         purge_step=0,
@@ -266,7 +281,7 @@ def test_each_of_several_losses_has_a_name(
     log = StepLog(
         LoggingConfig(log_interval=2, tensorboard_dir=str(tmp_path)),
         TEN,
-        flops_per_token=lambda _: 1e9,
+        flops_per_token=lambda _: flops(10**9),
         world_size=1,
         is_writer=True,
         purge_step=0,

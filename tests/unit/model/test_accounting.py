@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
@@ -104,20 +105,57 @@ def test_published_models_have_their_published_size(
     assert parameter_count(preset(name), vocabulary, 2048) == published
 
 
+RECOMPUTED = {
+    "nothing": ActivationPolicy(),
+    "all": ActivationPolicy(method=RecomputeMethod.UNIFORM),
+    "one layer": ActivationPolicy(method=RecomputeMethod.BLOCK),
+    "attention": ActivationPolicy(modules=frozenset({RecomputeModule.CORE_ATTN})),
+    "mlp": ActivationPolicy(modules=frozenset({RecomputeModule.MLP})),
+    "norms": ActivationPolicy(modules=frozenset({RecomputeModule.LAYERNORM})),
+}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_flops_are_those_that_torch_counts(name: str, recompute: bool) -> None:
-    config, tokens = CONFIGS[name], tiny_tokens(batch=2, length=12)
-    model = tiny_model(config, tiny_build(recompute=recompute))
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+def test_flops_are_those_that_torch_counts(name: str, recomputed: str) -> None:
+    config, tokens, policy = CONFIGS[name], tiny_tokens(batch=2, length=12), RECOMPUTED[recomputed]
+    model = tiny_model(config, tiny_build(activations=policy))
     # The fused CPU kernel has no entry in torch's table; the plain one counts the same products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens).total.backward()
-    expected = flops_per_token(config, TINY_VOCAB.padded, 12, recompute=recompute) * tokens.numel()
-    # PyTorch stops recomputing a block once it has all it needs: not the last product, fc2. Of
-    # experts it needs that too, since what they make is multiplied by their shares.
-    spared = 2 * config.ffn_width * config.hidden_size * config.num_layers * tokens.numel()
-    spared = 0 if config.has_experts else spared
-    assert counter.get_total_flops() == expected - (spared if recompute else 0)
+    flops = flops_per_token(config, TINY_VOCAB.padded, 12, recompute=policy)
+    assert flops.hardware - flops.model > 0 or recomputed in ("nothing", "norms")
+    # PyTorch stops recomputing once it has all it needs: not the last product, which is fc2, or
+    # probabilities times v. Of experts it needs fc2 too, since its rows are multiplied by shares.
+    fc2 = 0 if config.has_experts else 2 * config.ffn_width * config.hidden_size
+    values = 2 * 12 * config.num_attention_heads * config.head_width
+    layers = {"one layer": 1}.get(recomputed, config.num_layers)
+    spared = layers * {"nothing": 0, "norms": 0, "attention": values}.get(recomputed, fc2)
+    assert counter.get_total_flops() == (flops.hardware - spared) * tokens.numel()
+
+
+def test_every_virtual_stage_recomputes_layers_of_its_own() -> None:
+    config = tiny_config(num_layers=6)
+    none = flops_per_token(config, 64, 12)
+    one = ActivationPolicy(method=RecomputeMethod.BLOCK)
+    again = [
+        flops_per_token(config, 64, 12, recompute=one, virtual_stages=stages).hardware - none.model
+        for stages in (1, 2, 8)
+    ]
+    assert again[1] == 2 * again[0]
+    assert again[2] == 6 * again[0], "no more layers than there are"
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
+def test_masked_scores_are_left_out_of_the_causal_count(window: int | None) -> None:
+    config, length = tiny_config(sliding_window=window), 12
+    pairs = sum(
+        max(0, at - (window or length)) < key <= at for at in range(1, 13) for key in range(13)
+    )
+    flops = flops_per_token(config, 64, length)
+    of_one_pair = 3 * 2 * 2 * config.num_layers * config.num_attention_heads * config.head_width
+    missing = (length * length - pairs) * of_one_pair / length
+    assert flops.model - flops.causal == pytest.approx(missing, abs=1)
 
 
 def test_those_of_a_bert_have_the_matrix_of_its_head() -> None:
@@ -126,7 +164,9 @@ def test_those_of_a_bert_have_the_matrix_of_its_head() -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = model(tokens, torch.zeros_like(tokens), torch.ones_like(tokens), tokens)
         loss.total.backward()
-    expected = bert_flops_per_token(config, TINY_VOCAB.padded, 12) * tokens.numel()
+    flops = bert_flops_per_token(config, TINY_VOCAB.padded, 12)
+    assert flops.causal == flops.model == flops.hardware
+    expected = flops.model * tokens.numel()
     assert counter.get_total_flops() == expected
 
 
@@ -135,7 +175,7 @@ def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:
     weights = 12 * config.num_layers * config.hidden_size**2
     head = 51200 * config.hidden_size
     attention = 12 * config.num_layers * config.hidden_size * 2048
-    assert flops_per_token(config, 51200, 2048) == 6 * (weights + head) + attention
+    assert flops_per_token(config, 51200, 2048).model == 6 * (weights + head) + attention
 
 
 def share(**changes: int) -> RankShare:
