@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def start_step(self, num_passes: int | None = None) -> None:
-        """Zero the gradients, before the first backward pass of a step.
+        """Forget the gradients, before the first backward pass of a step.
 
         Args:
             num_passes: backward passes through every parameter, one per micro-batch; None
@@ -94,10 +94,12 @@ class DistributedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Do as `start_step`, under torch's name; `set_to_none` has no effect.
 
-        The gradients stay views of the buffers.
+        What `main_grad` shows is zero then too, for callers that read it before a backward pass.
         """
         del set_to_none
         self.start_step()
+        for flat in self.gradients.flats:
+            flat.data.zero_()
 
     def check_replicas_agree(self) -> None:
         """Compare all parameters bit by bit over data-parallel ranks, by digest.

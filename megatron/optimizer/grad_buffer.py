@@ -1,10 +1,10 @@
 """Contiguous gradient buffers over a module's parameters, and their sum over data-parallel ranks.
 
-Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. Where the dtypes
-agree `grad` *is* that view, and autograd adds into it; a half-precision parameter with wider
-gradients has each new `grad` added into `main_grad` by a hook and thrown away. Never set `grad` to
-None on these parameters: call `start_step` instead. All ranks reduce the same buckets in the same
-order, whether that happens during the backward pass or after it.
+Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. A hook copies the
+first gradient of a step there, so that nothing has to be zeroed. Where the dtypes agree `grad` *is*
+that view from then on, and autograd adds into it; of a half-precision parameter each new `grad` is
+added and thrown away. Call `start_step` instead of setting `grad` to None in between. All ranks
+reduce the same buckets in the same order, during the backward pass or after it.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -133,17 +133,14 @@ class GradBuffer:
         return sum(flat.data.numel() * flat.data.element_size() for flat in self.flats)
 
     def start_step(self, num_passes: int | None = None) -> None:
-        """Set every gradient to zero, before the first backward pass of a step.
+        """Forget all gradients, before the first backward pass of a step.
 
         Args:
             num_passes: how many gradients every parameter will get, one per micro-batch; None when
                 that is not known, and then nothing is reduced before `finish`.
         """
-        for flat in self.flats:
-            flat.data.zero_()
         for arrivals in self._arrivals:
-            parameter, view = arrivals.parameter, arrivals.view
-            parameter.grad = view if view.dtype == parameter.dtype else None
+            arrivals.parameter.grad = None
             arrivals.count = 0
         self._num_passes, self._started = num_passes, 0
         for reduction in self._reductions:
@@ -159,6 +156,9 @@ class GradBuffer:
             ConfigError: a parameter has had no gradient in this step, and is not optional.
         """
         self._check_all_arrived()
+        for arrivals in self._arrivals:
+            if not arrivals.count:  # an optional one, of the step before
+                arrivals.view.zero_()
         self._start_until(self._prompt)
         if before is not None:
             before()
@@ -201,9 +201,14 @@ class GradBuffer:
         """Add one more gradient of `parameter`; called by autograd."""
         if comes_later(parameter):
             return
-        view, reduction = arrivals.view, arrivals.reduction
-        if view.dtype != parameter.dtype and parameter.grad is not None:
-            view.add_(parameter.grad)
+        view, reduction, gradient = arrivals.view, arrivals.reduction, parameter.grad
+        same_dtype = view.dtype == parameter.dtype
+        if not arrivals.count:
+            # Autograd calls this also where a layer gave it nothing.
+            view.zero_() if gradient is None else view.copy_(gradient)
+            parameter.grad = view if same_dtype else None
+        elif not same_dtype and gradient is not None:
+            view.add_(gradient)
             parameter.grad = None
         arrivals.count += 1
         if reduction.pending is not None:

@@ -162,16 +162,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients of the step before are cleared",
             "megatron/optimizer/grad_buffer.py",
-            "            flat.data.zero_()",
-            "            flat.data.mul_(1)",
+            "view.zero_() if gradient is None else view.copy_(gradient)",
+            "view.zero_() if gradient is None else view.add_(gradient)",
             "tests/unit/optimizer/test_grad_buffer.py::"
-            "test_zero_zeroes_and_brings_back_views_that_were_lost",
+            "test_a_step_begins_without_the_gradients_of_the_one_before",
         ),
         Mutant(
             "half-precision gradients accumulate over micro-batches",
             "megatron/optimizer/grad_buffer.py",
-            "view.add_(parameter.grad)",
-            "view.copy_(parameter.grad)",
+            "view.add_(gradient)",
+            "view.copy_(gradient)",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_gradients_of_micro_batches_add_up_in_the_wider_dtype",
         ),

@@ -139,7 +139,7 @@ class NativeUpdates:
         """Do nothing: DeepSpeed keeps an optimizer of stage 0 as it is."""
 
     def begin(self, num_passes: int, *, learning_rate: float, weight_decay: float) -> None:
-        """Zero the gradients, and note the numbers of this step."""
+        """Forget the gradients, and note the numbers of this step."""
         self._gradients.start_step(num_passes)
         self._numbers = (learning_rate, weight_decay)
         self._report = None

@@ -21,7 +21,7 @@ def test_the_wrapper_runs_its_module_and_collects_its_gradients() -> None:
     assert ddp.module.weight.main_grad.any()
     ddp.zero_grad()
     assert not ddp.module.weight.main_grad.any()
-    assert ddp.module.weight.grad is not None
+    assert ddp.module.weight.grad is None
 
 
 def test_gradients_of_half_precision_are_kept_in_the_dtype_asked_for() -> None:

@@ -74,16 +74,23 @@ def test_half_precision_parameters_keep_no_gradient_of_their_own() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_zero_zeroes_and_brings_back_views_that_were_lost() -> None:
-    module = model()
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
-    module(batch(0, torch.float32)).sum().backward()
-    module.zero_grad(set_to_none=True)
-    buffer.start_step()
-    for parameter in module.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.data_ptr() == main_grad(parameter).data_ptr()
-        assert not parameter.grad.any()
+@pytest.mark.parametrize(("dtype", "gradient_dtype"), HALF_AND_WIDER)
+def test_a_step_begins_without_the_gradients_of_the_one_before(
+    dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> None:
+    module = model(dtype)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=gradient_dtype)
+    sums = []
+    for seed, spoil in ((0, 1.0), (1, 1.0), (0, float("nan"))):
+        for flat in buffer.flats:
+            flat.data.mul_(spoil)
+        module.zero_grad(set_to_none=True)  # views that are lost come back
+        buffer.start_step()
+        module(batch(seed, dtype)).square().sum().backward()
+        buffer.finish()
+        sums.append([main_grad(parameter).clone() for parameter in module.parameters()])
+    assert all(map(torch.equal, sums[2], sums[0]))
+    assert not any(map(torch.equal, sums[1][::2], sums[0][::2]))
 
 
 @pytest.mark.parametrize("bucket_elements", [1, 64, 100, 10**9])
@@ -139,6 +146,10 @@ def test_an_optional_parameter_may_go_without_gradient() -> None:
         gradient_dtype=torch.float32,
         optional=["unused.weight"],
     )
+    module["unused"](module["used"](batch(0, torch.float32)).sum().expand(5)).sum().backward()
+    buffer.finish()
+    assert main_grad(module["unused"].weight).any()
+    buffer.start_step()
     module["used"](batch(0, torch.float32)).sum().backward()
     buffer.finish()
     assert not main_grad(module["unused"].weight).any()
