@@ -122,8 +122,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an ignored label has no gradient",
             "megatron/mpu/cross_entropy.py",
-            "grad = grad.reshape(-1).masked_fill(ignored, 0.0).unsqueeze(1)",
-            "grad = grad.reshape(-1).unsqueeze(1)",
+            "grad = grad.masked_fill(self.ignored, 0.0).unsqueeze(1)",
+            "grad = grad.unsqueeze(1)",
             "tests/unit/mpu/test_cross_entropy.py::"
             "test_a_negative_label_has_no_loss_and_no_gradient",
         ),
