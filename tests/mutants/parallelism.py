@@ -128,6 +128,46 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_negative_label_has_no_loss_and_no_gradient",
         ),
         Mutant(
+            "every chunk of tokens adds to the gradient of the projection",
+            "megatron/mpu/linear_cross_entropy.py",
+            "beta=0 if is_first else 1",
+            "beta=0",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "a chunk of tokens has labels of its own",
+            "megatron/mpu/linear_cross_entropy.py",
+            "row_labels[chunk],",
+            "row_labels[: inputs.shape[0]],",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "the gradient of a token has the token's weight",
+            "megatron/mpu/linear_cross_entropy.py",
+            "gradient.compute(row_weights[chunk])",
+            "gradient.compute(torch.ones_like(row_weights[chunk]))",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "half-precision products of chunks are added up in fp32",
+            "megatron/mpu/linear_cross_entropy.py",
+            "dtype=wide if size < rows.shape[0] else weight.dtype",
+            "dtype=weight.dtype",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_half_precision_is_as_accurate_as_separate_operations",
+        ),
+        Mutant(
+            "the gradient of the projection's input is summed over ranks",
+            "megatron/mpu/linear_cross_entropy.py",
+            "reducing = start(whole, ctx.head.tp)",
+            "reducing = Pending(whole, None)",
+            "tests/distributed/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_one_rank[2]",
+        ),
+        Mutant(
             "gradients of norms are summed over ranks under sequence parallelism",
             "megatron/optimizer/replicated_grads.py",
             "if is_sequence_parallel(parameter) and parameter.requires_grad:",
