@@ -40,6 +40,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         precision=config.precision,
         sequence_parallel=splits_sequences,
         activations=config.training.activations,
+        fuse_loss=config.training.cross_entropy_loss_fusion,
     )
 
 

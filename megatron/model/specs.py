@@ -84,6 +84,8 @@ class ModelBuild:
     sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
+    # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
+    fuse_loss: bool = False
 
     @property
     def memory(self) -> ActivationMemory:
