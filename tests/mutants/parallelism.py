@@ -168,6 +168,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_loss_and_gradients_equal_those_of_one_rank[2]",
         ),
         Mutant(
+            "a fused loss waits for a weight that is being gathered",
+            "megatron/model/heads.py",
+            "return (carry[0], self(carry[0], multiply=False), *carry[1:])",
+            "return (carry[0], self.weight.view_as(self.weight), *carry[1:])",
+            "tests/unit/model/test_heads.py::"
+            "test_the_weight_for_a_fused_loss_passes_the_hooks_of_the_head",
+        ),
+        Mutant(
+            "scores are computed from logits",
+            "megatron/engine/scoring.py",
+            "build = replace(build, fuse_loss=False)",
+            "build = replace(build)",
+            "tests/unit/engine/test_scoring.py::test_batches_and_padding_change_nothing",
+        ),
+        Mutant(
             "gradients of norms are summed over ranks under sequence parallelism",
             "megatron/optimizer/replicated_grads.py",
             "if is_sequence_parallel(parameter) and parameter.requires_grad:",
