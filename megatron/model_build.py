@@ -43,6 +43,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         sequence_parallel=splits_sequences,
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
+        fuse_loss=config.training.cross_entropy_loss_fusion,
     )
 
 

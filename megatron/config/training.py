@@ -110,6 +110,11 @@ class TrainingConfig:
     checkpoint_in_cpu: bool = flag(
         False, help="activations of all layers wait in host memory, not of the first ones only"
     )
+    cross_entropy_loss_fusion: bool = flag(
+        True,
+        help="compute the projection of a GPT to the vocabulary and its loss a few tokens at a "
+        "time, so that the logits of a micro-batch are never in memory together",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

@@ -6,6 +6,7 @@ wider. Text, tokens and what a score means are the caller's business.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ class Scorer:
         memory: EvaluationMemory | None = None,
         model: GPTModel | None = None,
     ) -> None:
+        build = replace(build, fuse_loss=False)  # scores are made of logits
         self._build, self.micro_batch_size, self._memory = build, micro_batch_size, memory
         self.max_length = most_positions(config.model, build)  # tokens that a row may be read by
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)

@@ -10,6 +10,7 @@ from megatron.config.activations import ActivationPolicy, RecomputeMethod, Recom
 from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.model.specs import TokenFlops, VocabSize
+from megatron.mpu.linear_cross_entropy import chunk_rows
 
 FLOPS_CONVENTION = "6 N + 12 L a d s per token (PaLM, arXiv 2204.02311, appendix B)"
 _NOTHING = ActivationPolicy()  # is recomputed
@@ -112,6 +113,8 @@ class RankShare:
     micro_batch_size: int
     seq_length: int
     recompute: bool = False
+    fuse_loss: bool = False
+    device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,8 @@ def memory_bytes(
     Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
     two moments, and in half precision an fp32 copy of the weights. Activations are what our
     layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
-    the first stage under 1F1B, one on the last, which also holds the logits and their softmax.
+    the first stage under 1F1B, one on the last, which also holds the logits and their softmax;
+    with a fused loss those of a chunk of tokens, and the gradients of the projection and its input.
     """
     ends = [_stage_bytes(config, vocab, precision, share, first=True)]
     if share.pp > 1:
@@ -193,14 +197,23 @@ def _stage_bytes(
     if share.recompute:
         activations += kept  # the block being computed again
     if last:
-        # Logits in the model's dtype, their softmax in fp32 or wider.
-        activations += tokens * (vocab.padded // share.tp) * (size + max(size, 4))
+        activations += _loss_bytes(config, vocab.padded // share.tp, size, share)
     return MemoryEstimate(
         weights=parameters * size,
         gradients=parameters * precision.gradient_precision.num_bytes,
         optimizer=parameters * state // share.optimizer_shards,
         activations=activations,
     )
+
+
+def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) -> int:
+    """Return the bytes of the loss: logits in the model's dtype, their softmax in fp32 or wider."""
+    tokens, wide = share.seq_length * share.micro_batch_size, max(size, 4)
+    if not share.fuse_loss:
+        return tokens * columns * (size + wide)
+    rows = chunk_rows(tokens, columns, share.device_type)
+    of_weight = columns * config.hidden_size * (size if rows == tokens else wide)
+    return rows * columns * (size + wide) + tokens * config.hidden_size * size + of_weight
 
 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:

@@ -39,6 +39,11 @@ class WordEmbedding(VocabParallelEmbedding):
         )
         return (scores, *carry[1:])
 
+    def projection(self, carry: Carry) -> Carry:
+        """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""
+        # An alias: hooks of engines on what a stage returns must not stay on the parameter.
+        return (carry[0], self.weight.view_as(self.weight), *carry[1:])
+
 
 class Embedding(nn.Module):
     """Word vector, norm (optional), learned position (optional), then dropout.

@@ -6,6 +6,7 @@ state dict fits both and every pipeline layout.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from megatron.model.embedding import Embedding, WordEmbedding
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.heads import build_output
 from megatron.model.kv_cache import KVCache
-from megatron.model.losses import LossSum, language_model_loss
+from megatron.model.losses import LossSum, fused_language_model_loss, language_model_loss
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage, assemble, run_layers
@@ -35,18 +36,20 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
     (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without position
     ids tokens stand at 0..s-1; tokens attend only to equal document ids. Under sequence parallelism
-    hidden is [s/tp, b, h] and everything else as without.
+    hidden is [s/tp, b, h] and everything else as without. With `build.fuse_loss` there are no
+    logits: what comes out is (hidden, weight [v/tp, h]), for `gpt_loss`.
 
     The geometry is shared by the blocks built from one list: build one list per process.
     """
     geometry = AttentionGeometry(config, build)
     tied = WORD_EMBEDDING if config.tied else None
+    call = "projection" if build.fuse_loss else "logits"
     if config.tied:
         # Within one stage this name is already there; on a last stage it is built alone.
         word = partial(WordEmbedding, config, build)
-        head = LayerSpec(WORD_EMBEDDING, word, tied=tied, call="logits")
+        head = LayerSpec(WORD_EMBEDDING, word, tied=tied, call=call)
     else:
-        head = LayerSpec("output", partial(build_output, config, build), call="logits")
+        head = LayerSpec("output", partial(build_output, config, build), call=call)
     return (
         LayerSpec("embedding", partial(Embedding, config, build), tied=tied),
         *(
@@ -73,13 +76,14 @@ def most_positions(config: ModelConfig, build: ModelBuild) -> int | None:
 class GPTModel(nn.Module):
     """The whole of GPT on one rank (of each tp group), with the loss.
 
-    Parts of it are `PipelineStage`s.
+    Parts of it are `PipelineStage`s. It returns logits where it is given no labels, so its loss is
+    computed from them whatever `build.fuse_loss` is.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
-        self.config, self.build = config, build
-        self.specs = gpt_layers(config, build)
+        self.config, self.build = config, replace(build, fuse_loss=False)
+        self.specs = gpt_layers(config, self.build)
         assemble(self, self.specs)
 
     def forward(
@@ -203,7 +207,18 @@ def gpt_carry(
 def gpt_loss(
     build: ModelBuild, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None
 ) -> LossSum:
-    """Return the language-model loss of the last layer's carry."""
+    """Return the language-model loss of the last layer's carry; labels and mask are [b, s]."""
+    if build.fuse_loss:
+        hidden, weight, *_ = carry
+        return fused_language_model_loss(
+            hidden,
+            weight,
+            labels,
+            loss_mask,
+            ctx=build.ctx,
+            true_vocab_size=build.vocab.true,
+            sequence_parallel=build.sequence_parallel,
+        )
     return language_model_loss(
         carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
     )

@@ -36,9 +36,18 @@ class OutputLayer(ColumnParallelLinear):
         padded = Init(init.kind, init.std, true_rows=build.vocab.true)
         set_parameter_metadata(self.weight, init=padded, partition=Partition("tp", dim=0))
 
+    def forward(self, hidden: Tensor, *, multiply: bool = True) -> Tensor:
+        """Return the scores; with `multiply` false an alias of the weight."""
+        return super().forward(hidden) if multiply else self.weight.view_as(self.weight)
+
     def logits(self, carry: Carry) -> Carry:
-        """Apply `logits` to a carry, as a layer of the list."""
+        """Apply `forward` to a carry, as a layer of the list."""
         return (self(carry[0]), *carry[1:])
+
+    def projection(self, carry: Carry) -> Carry:
+        """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""
+        # Through __call__, where hooks wait for weights that are still being gathered.
+        return (carry[0], self(carry[0], multiply=False), *carry[1:])
 
 
 def build_output(config: ModelConfig, build: ModelBuild) -> nn.Module:

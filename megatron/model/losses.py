@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 
 
 class LossSum(NamedTuple):
@@ -52,6 +53,39 @@ def language_model_loss(
     mask = None if loss_mask is None else loss_mask.t()
     weights = _weights(by_sequence, mask, losses.dtype)
     total = torch.sum(losses if loss_mask is None else losses * weights)
+    return LossSum(total, weights.sum())
+
+
+def fused_language_model_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    *,
+    ctx: ParallelContext,
+    true_vocab_size: int,
+    sequence_parallel: bool,
+) -> LossSum:
+    """Return `language_model_loss` of the logits hidden weight^T, which are never held all at once.
+
+    Args:
+        hidden: [s, b, h]; [s/tp, b, h] under sequence parallelism.
+        weight: [v/tp, h].
+        labels: [b, s] int64; a negative label counts for nothing.
+        loss_mask: [b, s], 1 where a token counts and 0 where not; None: all count.
+    """
+    by_sequence = labels.t()  # [s, b]
+    mask = None if loss_mask is None else loss_mask.t()
+    weights = _weights(by_sequence, mask, torch.promote_types(weight.dtype, torch.float32))
+    total = linear_cross_entropy(
+        hidden,
+        weight,
+        by_sequence,
+        weights,
+        ctx=ctx,
+        true_vocab_size=true_vocab_size,
+        sequence_parallel=sequence_parallel,
+    )
     return LossSum(total, weights.sum())
 
 

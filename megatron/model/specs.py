@@ -102,6 +102,8 @@ class ModelBuild:
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
+    # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
+    fuse_loss: bool = False
 
     @property
     def memory(self) -> ActivationMemory:

@@ -122,10 +122,65 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "an ignored label has no gradient",
             "megatron/mpu/cross_entropy.py",
-            "grad = grad.reshape(-1).masked_fill(ignored, 0.0).unsqueeze(1)",
-            "grad = grad.reshape(-1).unsqueeze(1)",
+            "grad = grad.masked_fill(self.ignored, 0.0).unsqueeze(1)",
+            "grad = grad.unsqueeze(1)",
             "tests/unit/mpu/test_cross_entropy.py::"
             "test_a_negative_label_has_no_loss_and_no_gradient",
+        ),
+        Mutant(
+            "every chunk of tokens adds to the gradient of the projection",
+            "megatron/mpu/linear_cross_entropy.py",
+            "beta=0 if is_first else 1",
+            "beta=0",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "a chunk of tokens has labels of its own",
+            "megatron/mpu/linear_cross_entropy.py",
+            "row_labels[chunk],",
+            "row_labels[: inputs.shape[0]],",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "the gradient of a token has the token's weight",
+            "megatron/mpu/linear_cross_entropy.py",
+            "gradient.compute(row_weights[chunk])",
+            "gradient.compute(torch.ones_like(row_weights[chunk]))",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "half-precision products of chunks are added up in fp32",
+            "megatron/mpu/linear_cross_entropy.py",
+            "dtype=wide if size < rows.shape[0] else weight.dtype",
+            "dtype=weight.dtype",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_half_precision_is_as_accurate_as_separate_operations",
+        ),
+        Mutant(
+            "the gradient of the projection's input is summed over ranks",
+            "megatron/mpu/linear_cross_entropy.py",
+            "reducing = start(whole, ctx.head.tp)",
+            "reducing = Pending(whole, None)",
+            "tests/distributed/mpu/test_linear_cross_entropy.py::"
+            "test_loss_and_gradients_equal_those_of_one_rank[2]",
+        ),
+        Mutant(
+            "a fused loss waits for a weight that is being gathered",
+            "megatron/model/heads.py",
+            "return (carry[0], self(carry[0], multiply=False), *carry[1:])",
+            "return (carry[0], self.weight.view_as(self.weight), *carry[1:])",
+            "tests/unit/model/test_heads.py::"
+            "test_the_weight_for_a_fused_loss_passes_the_hooks_of_the_head",
+        ),
+        Mutant(
+            "scores are computed from logits",
+            "megatron/engine/scoring.py",
+            "build = replace(build, fuse_loss=False)",
+            "build = replace(build)",
+            "tests/unit/engine/test_scoring.py::test_batches_and_padding_change_nothing",
         ),
         Mutant(
             "gradients of norms are summed over ranks under sequence parallelism",

@@ -22,6 +22,12 @@ def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> Non
     assert note not in capsys.readouterr().out
 
 
+def test_a_flag_chooses_whether_a_loss_makes_its_own_logits() -> None:
+    assert model_build(runtime_of(tiny_run("nowhere"))).fuse_loss
+    unfused = tiny_run("nowhere", cross_entropy_loss_fusion=False)
+    assert not model_build(runtime_of(unfused)).fuse_loss
+
+
 def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:
     runtime = runtime_of(tiny_run("nowhere"))
     tokens = runtime.tokenizer.vocab_size

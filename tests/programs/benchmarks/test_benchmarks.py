@@ -19,6 +19,7 @@ from benchmarks import (
     data_turns,
     data_worker,
     gpu_suite,
+    head_loss,
     parallel_cpu,
     pipeline_bubble,
 )
@@ -88,6 +89,34 @@ def test_a_folder_without_megatron_core_is_refused(tmp_path: Path) -> None:
     done = script("train_cpu.py", *TINY, "--peers", "--megatron-core", str(tmp_path))
     assert done.status == ConfigError.exit_code
     assert "there is no megatron-core in this folder" in done.err
+
+
+def test_the_benchmark_of_the_head_compares_ways_to_compute_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--tokens", "64", "--hidden", "8", "--vocab", "96", "--rounds", "2", "--warmup", "1")
+    head_loss.main([*sizes, "--chunk-tokens", "16", "--json", str(tmp_path / "result.json")])
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert [result["dtype"] for result in report["results"]] == ["fp32", "bf16"]
+    for result in report["results"]:
+        names = [row["who"] for row in result["rows"]]
+        assert names == ["plain", "separate", "fused", "fused, 16 tokens", "products"]
+        assert all(len(row["seconds"]) == 2 for row in result["rows"])
+        assert result["rows"][0]["ratio"] == 1.0
+    assert "plain / it" in capsys.readouterr().out
+
+
+def test_a_head_that_computes_another_loss_is_refused() -> None:
+    flags = SimpleNamespace(tokens=8, hidden=4, vocab=12)
+    inputs = head_loss.make_inputs(torch.float32, flags)
+
+    def half(inputs: head_loss.Inputs) -> torch.Tensor:
+        return head_loss.plain_loss(head_loss.Inputs(*inputs[:2], inputs.labels // 2))
+
+    pair = [head_loss.contestant("plain", head_loss.plain_loss), head_loss.contestant("half", half)]
+    head_loss.check_equal_work("fp32", pair[:1], inputs)
+    with pytest.raises(NumericsError, match="the contestants do not compute the same loss"):
+        head_loss.check_equal_work("fp32", pair, inputs)
 
 
 def test_parallel_cpu_compares_ranks_with_one_process_and_counts_bytes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def run_of(**flags: object) -> RunConfig:
 
 
 def scorer_of(config: RunConfig, *, micro_batch_size: int = 2) -> Scorer:
-    build = tiny_build()
+    build = tiny_build(fuse_loss=True)  # as training is built; scores need logits all the same
     scorer = Scorer(config, build, micro_batch_size=micro_batch_size)
     roughen(scorer.stage, build.ctx)
     return scorer

@@ -20,6 +20,7 @@ from megatron.model.accounting import (
 )
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
+from megatron.mpu.linear_cross_entropy import chunk_rows
 from tests.support.models import (
     TINY_VOCAB,
     tiny_bert,
@@ -199,6 +200,24 @@ def test_every_knob_saves_memory(knob: dict[str, int]) -> None:
     before = memory_bytes(config, vocab, bf16, share(seq_length=2048))
     after = memory_bytes(config, vocab, bf16, share(seq_length=2048, **knob))
     assert after.total < before.total
+
+
+def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients() -> None:
+    config, vocab = preset("gpt3-1.3b"), VocabSize(50257, 50304)
+    bf16, on = PrecisionConfig(bf16=True), share(seq_length=2048)
+
+    def activations(device_type: str) -> int:
+        fused = dataclasses.replace(on, fuse_loss=True, device_type=device_type)
+        return memory_bytes(config, vocab, bf16, fused).activations
+
+    tokens, width = 2 * 2048, config.hidden_size
+    unfused = memory_bytes(config, vocab, bf16, on).activations
+    others = unfused - 6 * tokens * vocab.padded
+    gradients = 2 * tokens * width + 4 * vocab.padded * width
+    chunk = chunk_rows(tokens, vocab.padded, "cpu")
+    assert chunk < tokens / 10
+    assert activations("cpu") == others + 6 * chunk * vocab.padded + gradients
+    assert activations("cpu") < activations("cuda") < unfused
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -232,6 +232,31 @@ def test_a_last_stage_holds_the_tied_table_and_nothing_else_of_the_embedding() -
     assert pipe.stage(LayerRange(1, 3)).tied_parameters() == {}
 
 
+@pytest.mark.parametrize("name", ["default", "untied"])
+def test_a_list_with_a_fused_loss_ends_without_logits(name: str) -> None:
+    config, tokens, labels = config_of(name), tiny_tokens(), tiny_tokens(seed=1)
+    mask = (tokens % 5 > 0).double()
+    losses, gradients = [], []
+    for fuse in (False, True):
+        pipe = GPTModelPipe(config, tiny_build(fuse_loss=fuse))
+        stage = pipe.stage(LayerRange(0, len(pipe.specs)))
+        roughen(stage, pipe.build.ctx)
+        carry = stage(gpt_carry(tokens))
+        vocabulary = TINY_VOCAB.padded in [size for tensor in carry for size in tensor.shape[2:]]
+        assert vocabulary != fuse
+        losses.append(pipe.loss(carry, labels, mask))
+        losses[-1].total.backward()
+        gradients.append({name: p.grad for name, p in stage.named_parameters()})
+    torch.testing.assert_close(losses[1], losses[0], **SAME)
+    torch.testing.assert_close(gradients[1], gradients[0], **SAME)
+
+
+def test_a_whole_model_has_logits_whatever_its_loss() -> None:
+    model = tiny_model(config_of("default"), tiny_build(fuse_loss=True))
+    assert model(tiny_tokens()).shape == (9, 2, TINY_VOCAB.padded)
+    assert isinstance(model(tiny_tokens(), labels=tiny_tokens()), LossSum)
+
+
 def test_untied_models_have_an_output_of_their_own_and_nothing_to_share() -> None:
     model = tiny_model(config_of("untied"))
     assert "output.weight" in model.state_dict()

@@ -33,6 +33,19 @@ def test_the_output_layer_hands_on_what_it_does_not_know() -> None:
     assert head.logits((torch.randn(3, 2, 16, dtype=torch.float64), other))[1] is other
 
 
+def test_the_weight_for_a_fused_loss_passes_the_hooks_of_the_head() -> None:
+    # A gather of updated weights that overlaps with the forward pass is waited for in a hook.
+    head, called = OutputLayer(tiny_config(), tiny_build()), []
+    head.register_forward_pre_hook(lambda *_: called.append("before"))
+    given, other = torch.randn(3, 2, 16, dtype=torch.float64), torch.ones(2)
+    hidden, weight, rest = head.projection((given, other))
+    assert called == ["before"]
+    assert (hidden is given, rest is other) == (True, True)
+    # An alias, so that hooks that engines put on outputs do not stay on the parameter.
+    assert weight.data_ptr() == head.weight.data_ptr()
+    assert not weight.is_leaf
+
+
 def test_a_row_is_pooled_from_its_first_token_alone() -> None:
     pooler = Pooler(tiny_config(), tiny_build())
     roughen(pooler, ParallelContext.single())

@@ -89,6 +89,51 @@ def test_every_stage_trains_as_the_native_engine_does(corpus: str, flags: dict[s
     compared(2, corpus, FP32, **flags, eval_iters=1, eval_interval=3)
 
 
+def gathered_after_steps(config: RunConfig) -> tuple[Record, set[str]]:
+    """Train, and name the weights that have values on this rank when a step of stage 3 is over."""
+    from megatron.engine.deepspeed.engine import DeepSpeedEngine
+
+    names: set[str] = set()
+    inner = DeepSpeedEngine.train_step
+
+    def noted(engine: DeepSpeedEngine, *args: Any) -> StepReport:
+        report = inner(engine, *args)
+        names.update(name for name, parameter in engine.named if parameter.numel())
+        return report
+
+    DeepSpeedEngine.train_step = noted  # type: ignore[method-assign]
+    record = train(config)
+    DeepSpeedEngine.train_step = inner  # type: ignore[method-assign]
+    return record, names
+
+
+def all_gathered_after_steps(configs: list[RunConfig]) -> list[tuple[Record, set[str]]]:
+    """A body for `run_on_ranks`."""
+    return [gathered_after_steps(config) for config in configs]
+
+
+def test_a_fused_loss_finds_its_weight_at_stage_3_and_leaves_it_partitioned(
+    corpus: str, tmp_path: Path
+) -> None:
+    # By default stage 3 keeps weights as small as these on every rank.
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+    runs = [
+        tiny_run(corpus, **{**MODELS[model], **SGD, "cross_entropy_loss_fusion": fused}, **engine)
+        for model in ("gpt2", "llama")
+        for fused, engine in (
+            (True, {"deepspeed": True, "deepspeed_config": str(path)}),
+            (False, {}),
+        )
+    ]
+    by_rank = run_on_ranks(2, all_gathered_after_steps, runs, timeout_s=120, deepspeed=True)
+    for at in (0, 2):
+        partitioned, native = ([rank[at + i][0] for rank in by_rank] for i in (0, 1))
+        assert_same_run(partitioned, native, FP32)
+        assert not by_rank[0][at][1]
+
+
 def test_the_first_step_of_adam_is_its_first(corpus: str) -> None:
     """In half precision DeepSpeed's stage 0 takes a step of zeros before it, and makes 0.74 of it.
 

@@ -1,0 +1,269 @@
+"""Tests of the projection and cross entropy as one operation, in one process, against torch's."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.errors import DataError
+from megatron.mpu import linear_cross_entropy as module
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear_cross_entropy import chunk_rows, linear_cross_entropy
+
+ALONE = ParallelContext.single()
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # fp64: a few dozen roundings of numbers near one
+WIDTH, TRUE, HIDDEN = 16, 13, 6
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    token_weights: Tensor
+
+
+class Result(NamedTuple):
+    total: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens at a time of ten, and blocks of four rows of the weight."""
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 3 * WIDTH)
+    monkeypatch.setitem(module._BLOCK_ELEMENTS, "cpu", 4 * HIDDEN)
+
+
+def case(rows: int = 10, *, true: int = TRUE, dtype: torch.dtype = torch.float64) -> Case:
+    """[rows / 2, 2] tokens (or [1, 1]) with an ignored one and fractional weights."""
+    drawn = torch.Generator().manual_seed(1)
+    shape = (rows // 2, 2) if rows > 1 else (1, 1)
+    hidden = torch.randn(*shape, HIDDEN, dtype=torch.float64, generator=drawn)
+    weight = torch.randn(WIDTH, HIDDEN, dtype=torch.float64, generator=drawn)
+    labels = torch.randint(0, true, shape, generator=drawn)
+    if rows > 1:
+        labels[0, 1] = -1
+    token_weights = torch.rand(shape, generator=drawn)
+    return Case(hidden.to(dtype), weight.to(dtype), labels, token_weights)
+
+
+def fused(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
+    hidden, weight = (one.clone().requires_grad_() for one in given[:2])
+    total = linear_cross_entropy(
+        hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=true
+    )
+    (factor * total).backward()
+    return Result(total.detach(), hidden.grad, weight.grad)
+
+
+def plain(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
+    """The same by torch's operations, one after the other."""
+    hidden, weight = (one.clone().requires_grad_() for one in given[:2])
+    logits = F.linear(hidden, weight)[..., :true].flatten(0, 1)
+    losses = F.cross_entropy(logits, given.labels.flatten(), ignore_index=-1, reduction="none")
+    total = (losses * given.token_weights.flatten()).sum()
+    (factor * total).backward()
+    return Result(total.detach(), hidden.grad, weight.grad)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("rows", [1, 2, 6, 8, 10])
+@pytest.mark.parametrize("true", [WIDTH, TRUE, 1])
+def test_loss_and_gradients_equal_those_of_separate_operations(rows: int, true: int) -> None:
+    given = case(rows, true=true)
+    found, expected = fused(given, true=true, factor=0.3), plain(given, true=true, factor=0.3)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert bool((found.grad_weight[true:] == 0).all())
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_are_those_of_differences() -> None:
+    # By hand, since gradcheck runs the backward pass of one graph several times.
+    given, step = case(6), 1e-5
+    found = fused(given)
+    for at in (0, 1):
+        flat, differences = given[at].view(-1), []
+        for element in range(len(flat)):
+            before = flat[element].clone()
+            totals = []
+            for moved in (before + step, before - step):
+                flat[element] = moved
+                totals.append(fused(given).total)
+            flat[element] = before
+            differences.append((totals[0] - totals[1]) / (2 * step))
+        expected = torch.stack(differences).view_as(given[at])
+        # The truncation of central differences is of the order of step^2.
+        torch.testing.assert_close(found[1 + at], expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_only_gradients_that_are_asked_for_are_computed() -> None:
+    given = case()
+    expected = plain(given)
+    for at in (0, 1):
+        leaves = [one.clone() for one in given[:2]]
+        leaves[at].requires_grad_()
+        linear_cross_entropy(
+            *leaves, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=TRUE
+        ).backward()
+        torch.testing.assert_close(leaves[at].grad, expected[1 + at], **EXACT)
+        assert leaves[1 - at].grad is None
+
+
+def test_without_token_weights_every_token_counts_once() -> None:
+    given = case()
+    expected = plain(given._replace(token_weights=torch.ones_like(given.token_weights)))
+    total = linear_cross_entropy(*given[:3], None, ctx=ALONE, true_vocab_size=TRUE)
+    torch.testing.assert_close(total, expected.total, **EXACT)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_ignored_labels_alone_have_no_loss_and_no_gradient() -> None:
+    given = case()
+    found = fused(given._replace(labels=torch.full_like(given.labels, -100)))
+    assert all(bool((one == 0).all()) for one in found)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("rows", [2, 10])
+def test_no_tokens_have_no_loss_and_a_gradient_of_zeros(rows: int) -> None:
+    given = case(rows)
+    nothing = Case(given.hidden[:0], given.weight, given.labels[:0], given.token_weights[:0])
+    found = fused(nothing)
+    assert found.total == 0
+    assert found.grad_hidden.shape == (0, 2, HIDDEN)
+    assert bool((found.grad_weight == 0).all())
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_non_finite_input_gives_a_non_finite_loss() -> None:
+    for bad in (torch.nan, torch.inf):
+        given = case()
+        given.hidden[4, 0, 2] = bad
+        assert not fused(given).total.isfinite()
+
+
+def test_a_label_among_the_padding_is_refused() -> None:
+    given = case()
+    given.labels[0, 0] = TRUE
+    with pytest.raises(DataError, match="a token id is outside the vocabulary"):
+        fused(given)
+
+
+def test_the_inputs_are_not_changed_and_a_second_backward_is_refused() -> None:
+    given = case()
+    hidden, weight = (one.clone().requires_grad_() for one in given[:2])
+    total = linear_cross_entropy(
+        hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=TRUE
+    )
+    total.backward(retain_graph=True)
+    assert torch.equal(hidden, given.hidden)
+    assert torch.equal(weight, given.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def errors(dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Relative errors of (total, gradients) of 2048 tokens in 32 chunks: fused, and separate."""
+    drawn = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1024, 2, 64, generator=drawn).to(dtype)
+    weight = (0.05 * torch.randn(512, 64, generator=drawn)).to(dtype)
+    labels = (100 * torch.randn(1024, 2, generator=drawn).abs()).long().clamp(max=511)
+    given = Case(hidden, weight, labels, torch.ones(1024, 2))
+    exact = Case(hidden.double(), weight.double(), labels, given.token_weights.double())
+    expected = plain(exact, true=512, factor=3.0)
+    found = [fused(given, true=512, factor=3.0), plain(given, true=512, factor=3.0)]
+    fused_errors, plain_errors = ([error(*pair) for pair in zip(one, expected)] for one in found)
+    return fused_errors, plain_errors
+
+
+# The factor of the loss is applied to gradients that are rounded already, so they are rounded once
+# more than those of separate operations: sqrt(2) times the error, and a tenth for chance.
+ONE_MORE_ROUNDING = 1.1 * 2**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_accurate_as_separate_operations(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 64 * 512)
+    found, expected = errors(dtype)
+    for one, other in zip(found[1:], expected[1:]):
+        assert one < ONE_MORE_ROUNDING * other
+    assert found[0] < 1e-5  # the loss is summed in fp32, over chunks as well
+    # Added up in half precision, the gradient of the weight would not be.
+    monkeypatch.setattr(module, "_add_product", in_half_precision)
+    assert errors(dtype)[0][2] > ONE_MORE_ROUNDING * expected[2]
+
+
+def in_half_precision(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_first: bool) -> None:
+    product = rows_out.t() @ rows_in
+    total.copy_(product if is_first else total.to(product.dtype) + product)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256, 1000, 1024, 4096])
+def test_chunks_hold_a_bounded_number_of_logits(rows: int) -> None:
+    limit = module._CHUNK_ELEMENTS["cpu"]
+    for columns in (1, 13, 50304, 2 * limit):
+        size = chunk_rows(rows, columns, "cpu")
+        assert 1 <= size <= rows
+        assert size * columns <= max(limit, columns)
+        # No more chunks than it takes, and of nearly one size.
+        chunks = -(-rows // size)
+        assert chunks == -(-rows // max(1, limit // columns))
+        assert size == -(-rows // chunks)
+    assert chunk_rows(1024, 50304, "cpu") == 256
+
+
+class Operations(TorchDispatchMode):
+    """Records the elements of the largest tensor that is made, and counts matrix products."""
+
+    largest = 0
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [one.numel() for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.largest = max([self.largest, *made])
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return result
+
+
+def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 8 * 50)
+    given = Case(
+        torch.randn(32, 2, 4),
+        torch.randn(50, 4),
+        torch.arange(64).view(32, 2) % 50,
+        torch.ones(32, 2),
+    )
+    with Operations() as seen:
+        fused(given, true=50)
+    assert seen.largest == 8 * 50  # a chunk's logits; those of all tokens would be 64 * 50
+    assert seen.products == 3 * 8
+    with Operations() as seen:
+        plain(given, true=50)
+    assert seen.largest == 64 * 50
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_without_gradients_only_the_loss_is_computed() -> None:
+    given = case()
+    hidden, weight = (one.clone().requires_grad_() for one in given[:2])
+    with torch.no_grad(), Operations() as seen:
+        total = linear_cross_entropy(
+            hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=TRUE
+        )
+    assert seen.products == 4  # one for each chunk
+    assert not total.requires_grad
+    torch.testing.assert_close(total, fused(given).total, **EXACT)
