@@ -31,7 +31,7 @@ help:  ## list the targets
 
 venv: $(READY)  ## make .venv with everything that training and the tests need
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
+$(READY): pyproject.toml setup.py $(wildcard csrc/*/*) Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). fix: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "making $(VENV) (once; torch is a large download)"
