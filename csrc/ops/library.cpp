@@ -8,8 +8,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <memory>
+#include <cstdlib>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -29,16 +30,25 @@ constexpr int64_t kGrain = 32768;       // elements that are worth a task of the
 constexpr int64_t kFewestRows = 16;     // of a chunk; partial gradients are 1/16 of the input
 constexpr int64_t kMostChunks = 128;    // does not depend on threads: nor do the sums
 
-static const NormKernels& cpu_kernels() {
+// Return the kernels of the best instruction set of this CPU that ATEN_CPU_CAPABILITY, which limits
+// those of torch too, allows.
+static const NormKernels& choose_kernels() {
 #if defined(__x86_64__)
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  static const bool has_avx512 =
+  const char* value = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string_view limit = value == nullptr ? "avx512" : value;
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 =
       has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx512) return avx512::norm_kernels;
-  if (has_avx2) return avx2::norm_kernels;
+  if (has_avx512 && limit != "avx2" && limit != "default") return avx512::norm_kernels;
+  if (has_avx2 && limit != "default") return avx2::norm_kernels;
 #endif
   return plain::norm_kernels;
+}
+
+static const NormKernels& cpu_kernels() {
+  static const NormKernels& kernels = choose_kernels();
+  return kernels;
 }
 
 static NumberType number_type(const Tensor& tensor) {
@@ -276,6 +286,10 @@ static void register_for(const char* dispatch_key) {
 
 // Changes with the schemas, or with what they mean; megatron/ops/library.py has the same number.
 EXPORTED int64_t megatron_ops_interface() { return 1; }
+
+EXPORTED const char* megatron_ops_instruction_set() {
+  return megatron::cpu_kernels().instruction_set;
+}
 
 EXPORTED void megatron_ops_register() {
   megatron::register_for("CPU");

@@ -38,6 +38,7 @@ struct NormCall {
 
 // Kernels of one instruction set. Calls with disjoint ranges may run at the same time.
 struct NormKernels {
+  const char* instruction_set;
   void (*forward)(const NormCall&, int64_t first_row, int64_t last_row);
   void (*backward)(const NormCall&, int64_t first_chunk, int64_t last_chunk);
   void (*sum_partials)(const NormCall&, int64_t first_column, int64_t last_column);

@@ -50,6 +50,9 @@ static void sum_partials(const NormCall& call, int64_t first, int64_t last) {
   });
 }
 
-const NormKernels norm_kernels{forward, backward, sum_partials};
+#define NAME_OF(target) #target
+#define EXPANDED_NAME_OF(target) NAME_OF(target)
+const NormKernels norm_kernels{
+    EXPANDED_NAME_OF(OPS_TARGET), forward, backward, sum_partials};
 
 }  // namespace megatron::OPS_TARGET

@@ -70,7 +70,7 @@ def layer_norm_backward_reference(
     if grad_added is not None:
         grad_x = grad_x + grad_added
     grad_weight, grad_bias = (
-        sums.reshape(-1, weight.numel()).sum(0).to(weight.dtype)
+        sums.reshape(rstd.numel(), weight.numel()).sum(0).to(weight.dtype)
         for sums in (wide * normalised, wide)
     )
     return grad_x.to(x.dtype), grad_weight, grad_bias

@@ -82,7 +82,7 @@ def check_row_operands(x: Tensor, residual: Tensor | None, *vectors: Tensor) -> 
 
 def warn_unless_built() -> None:
     """Warn, once, that references run in place of the kernels; for the start of a training."""
-    if not KERNELS_ARE_USED:
+    if INSTRUCTION_SET is None:
         what = "was built from other source" if _FILE.exists() else "is not built"
         log.warning_once(
             "compiled ops",
@@ -91,16 +91,21 @@ def warn_unless_built() -> None:
         )
 
 
-def _register_kernels(file: Path) -> bool:
-    """Register the kernels of `file`; return False if it is missing or from other source."""
+def _register_kernels(file: Path) -> str | None:
+    """Register the kernels of `file`, and return the instruction set of those of the CPU.
+
+    Returns None, and registers nothing, if the file is missing or was built from other source.
+    """
     try:
         kernels = ctypes.CDLL(str(file))
     except OSError:
-        return False
+        return None
     if kernels.megatron_ops_interface() != _INTERFACE:
-        return False
+        return None
     kernels.megatron_ops_register()
-    return True
+    kernels.megatron_ops_instruction_set.restype = ctypes.c_char_p
+    return str(kernels.megatron_ops_instruction_set().decode())
 
 
-KERNELS_ARE_USED = _register_kernels(_FILE)
+# plain, avx2 or avx512, on which the last bits of results depend; None where references run.
+INSTRUCTION_SET = _register_kernels(_FILE)

@@ -61,7 +61,7 @@ def rms_norm_backward_reference(
     grad_x = (slope - normalised * (slope * normalised).mean(-1, keepdim=True)) * scale
     if grad_added is not None:
         grad_x = grad_x + grad_added
-    grad_weight = (wide * normalised).reshape(-1, weight.numel()).sum(0)
+    grad_weight = (wide * normalised).reshape(rstd.numel(), weight.numel()).sum(0)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 
 

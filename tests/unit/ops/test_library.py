@@ -9,8 +9,12 @@ from megatron.ops import library
 from megatron.ops.library import check_row_operands, statistics_dtype
 
 
-def _library_of(interface: int, calls: list[str]) -> SimpleNamespace:
+def _library_of(interface, calls):
+    def instruction_set():
+        return b"avx2"
+
     return SimpleNamespace(
+        megatron_ops_instruction_set=instruction_set,
         megatron_ops_interface=lambda: interface,
         megatron_ops_register=lambda: calls.append("registered"),
     )
@@ -18,15 +22,16 @@ def _library_of(interface: int, calls: list[str]) -> SimpleNamespace:
 
 @pytest.mark.parametrize("built_from", ["this source", "other source"])
 def test_kernels_are_registered_only_if_they_are_of_this_source(built_from, monkeypatch, tmp_path):
-    calls: list[str] = []
+    calls = []
     interface = library._INTERFACE + (built_from == "other source")
     monkeypatch.setattr(library.ctypes, "CDLL", lambda _: _library_of(interface, calls))
-    assert library._register_kernels(tmp_path) == (built_from == "this source")
+    expected = "avx2" if built_from == "this source" else None
+    assert library._register_kernels(tmp_path) == expected
     assert calls == ["registered"] * (built_from == "this source")
 
 
 def test_a_missing_library_is_no_error(tmp_path):
-    assert library._register_kernels(tmp_path / "_kernels.so") is False
+    assert library._register_kernels(tmp_path / "_kernels.so") is None
 
 
 @pytest.mark.parametrize("built", ["none", "other source"])
@@ -35,7 +40,7 @@ def test_a_training_without_kernels_says_so_once(built, monkeypatch, tmp_path, c
     if built == "other source":
         file.touch()
     monkeypatch.setattr(library, "_FILE", file)
-    monkeypatch.setattr(library, "KERNELS_ARE_USED", False)
+    monkeypatch.setattr(library, "INSTRUCTION_SET", None)
     for _ in range(2):
         library.warn_unless_built()
     output = capsys.readouterr().err
@@ -45,7 +50,7 @@ def test_a_training_without_kernels_says_so_once(built, monkeypatch, tmp_path, c
 
 
 def test_a_training_with_kernels_says_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(library, "KERNELS_ARE_USED", True)
+    monkeypatch.setattr(library, "INSTRUCTION_SET", "plain")
     library.warn_unless_built()
     assert capsys.readouterr().err == ""
 
