@@ -10,7 +10,7 @@ ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
 # Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` and
-# `make test-damage` theirs into docs/checkpoints.md.
+# `make test-damage` theirs into docs/checkpoints.md, `make kernel-resources` its own into benchmarks/results/.
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bench docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bench kernel-resources docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,9 @@ gates: $(READY)  ## ruff, formatting, mypy --strict
 
 bench: $(READY)  ## tokens/s of this machine beside a plain eager GPT
 	@$(BIN)/python benchmarks/train_cpu.py
+
+kernel-resources: $(READY)  ## registers, shared memory and spills of the CUDA kernels, by nvcc; WRITE=1 keeps the table
+	@$(BIN)/python -m benchmarks.kernel_resources $(if $(WRITE),--write)
 
 docs: $(READY)  ## write docs/flags.md again from the config
 	@$(BIN)/python -m tools.write_flag_docs

@@ -29,6 +29,7 @@ struct BlockLanes {
 
   template <class A, class F, class... Spans>
   LANE_FN void each(int64_t n, F f, Spans... spans) const {
+#pragma unroll 1  // packs of W keep enough loads in flight; more copies of them would spill
     for (int64_t i = int64_t(threadIdx.x) * W; i < n; i += int64_t(blockDim.x) * W)
       visit<A, W>(i, f, spans...);
   }
@@ -36,6 +37,7 @@ struct BlockLanes {
   template <class A, class F, class... Spans>
   LANE_FN A sum(int64_t n, F f, Spans... spans) const {
     A value = 0;
+#pragma unroll 1  // packs of W keep enough loads in flight; more copies of them would spill
     for (int64_t i = int64_t(threadIdx.x) * W; i < n; i += int64_t(blockDim.x) * W)
       value += visit_sum<A, W>(i, f, spans...);
     return block_sum(value);

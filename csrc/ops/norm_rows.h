@@ -94,22 +94,24 @@ struct NormRows {
     }
     const A mean_dh = lanes.template sum<A>(
         n, [=](A g, A w, A v) { return g * w * ((v - mean) * rstd); }, grad, weight, x) / n;
-    const auto slope = [=](A g, A w, A v, A extra, A& dx, A& dw) {
-      const A h = (v - mean) * rstd;
-      dx = rstd * (g * w - mean_d - h * mean_dh) + extra;
-      dw += g * h;
-    };
+    // In two passes: packs of all spans at once would not fit into the registers of a GPU.
+    lanes.template each<A>(
+        n,
+        [=](A g, A w, A v, A extra, A& dx) {
+          dx = rstd * (g * w - mean_d - (v - mean) * rstd * mean_dh) + extra;
+        },
+        grad, weight, x, grad_sum, grad_x);
     const InOut<A> dw{grad_weight};
     if constexpr (kCentered) {
       lanes.template each<A>(
           n,
-          [=](A g, A w, A v, A extra, A& dx, A& dw, A& db) {
-            slope(g, w, v, extra, dx, dw);
-            db += g;
+          [=](A g, A v, A& sum_dw, A& sum_db) {
+            sum_dw += g * ((v - mean) * rstd);
+            sum_db += g;
           },
-          grad, weight, x, grad_sum, grad_x, dw, InOut<A>{grad_bias});
+          grad, x, dw, InOut<A>{grad_bias});
     } else {
-      lanes.template each<A>(n, slope, grad, weight, x, grad_sum, grad_x, dw);
+      lanes.template each<A>(n, [=](A g, A v, A& sum_dw) { sum_dw += g * (v * rstd); }, grad, x, dw);
     }
   }
 };

@@ -87,6 +87,15 @@ class Operands:
             grad_added=normal(shape, of_x) if has_residual else None,
         )
 
+    def to(self, device: torch.device) -> "Operands":
+        """Return the same operands on another device."""
+        optional = [
+            None if one is None else one.to(device) for one in (self.residual, self.grad_added)
+        ]
+        vectors = tuple(vector.to(device) for vector in self.vectors)
+        x, grad = self.x.to(device), self.grad.to(device)
+        return Operands(x, optional[0], vectors, grad, optional[1])
+
     @property
     def added(self) -> Tensor:
         """Return what is normalised: x, or its sum with the residual, rounded as PyTorch does."""
