@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -87,6 +88,8 @@ class BuildWhatCanBeBuilt(build_ext):
             raise ModuleNotFoundError(
                 "torch has to be installed before (pip install --no-build-isolation)"
             )
+        if not ext.sources:
+            raise FileNotFoundError("csrc/ops is missing")
         folder = Path(torch.origin).parent
         nvcc = find_nvcc()
         cuda_objects = self.cuda_objects(nvcc, ext.sources) if nvcc else []
@@ -109,16 +112,15 @@ class BuildWhatCanBeBuilt(build_ext):
             for target in (INSTRUCTION_SETS if "_cpu" in source else ["plain"])
         ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            objects = [
-                name for made in threads.map(lambda job: compile_for(*job), jobs) for name in made
-            ]
+            objects = list(chain(*threads.map(lambda job: compile_for(*job), jobs), cuda_objects))
         path = Path(self.get_ext_fullpath(ext.name))
         path.parent.mkdir(parents=True, exist_ok=True)
         # libtorch.so leads to libtorch_cuda where torch has one. cudart is linked statically, so
         # that the library loads where there is no CUDA.
         linker = [nvcc, "-cudart=static"] if cuda_objects else self.compiler.compiler_cxx
-        libraries = [f"-L{folder / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
-        self.spawn([*linker, "-shared", "-o", str(path), *objects, *libraries])
+        libraries = [f"-L{folder / 'lib'}", "-ltorch", "-ltorch_cpu"]
+        options = ["-Xlinker", "--no-as-needed", "-Xlinker", "--no-undefined"]
+        self.spawn([*linker, "-shared", "-o", str(path), *objects, *options, *libraries])
 
     def cuda_objects(self, nvcc: str, sources: list[str]) -> list[str]:
         """Return the objects of the CUDA kernels, or none, which is announced."""
