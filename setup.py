@@ -16,6 +16,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 try:
     from pybind11 import setup_helpers as pybind11
@@ -73,7 +74,8 @@ class BuildWhatCanBeBuilt(build_ext):
                 super().build_extension(ext)
         except Exception as error:
             say_what_serves_instead(ext.name, f"{type(error).__name__}: {error}")
-            raise  # setuptools goes on, because the extension is optional
+            # setuptools goes on without an optional extension after this error, and few others
+            raise CompileError(str(error)) from error
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the path of a module; that of the kernels fits every Python."""
