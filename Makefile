@@ -10,7 +10,7 @@ ITERATIONS ?=
 # Where `make pretrain` puts everything; a folder under runs/ named after the data when empty.
 OUT ?=
 # Anything: `make test-matrix` puts its table into docs/parallelism.md, `make test-faults` and
-# `make test-damage` theirs into docs/checkpoints.md.
+# `make test-damage` theirs into docs/checkpoints.md, `make kernel-resources` its own into benchmarks/results/.
 WRITE ?=
 # The words of one composition, for `make test-matrix`; all of them when empty.
 CASE ?=
@@ -24,14 +24,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bytecode bench docs docs-site clean
+.PHONY: help venv pretrain test test-all test-matrix test-faults test-damage test-reshard test-mutants quick gates bytecode bench kernel-resources docs docs-site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 venv: $(READY)  ## make .venv with everything that training and the tests need
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/data/*.cpp) Makefile
+$(READY): pyproject.toml setup.py $(wildcard csrc/*/*) Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). fix: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "making $(VENV) (once; torch is a large download)"
@@ -85,6 +85,9 @@ gates: $(READY)  ## ruff, formatting, mypy --strict
 
 bench: $(READY)  ## tokens/s of this machine beside a plain eager GPT
 	@$(BIN)/python benchmarks/train_cpu.py
+
+kernel-resources: $(READY)  ## registers, shared memory and spills of the CUDA kernels, by nvcc; WRITE=1 keeps the table
+	@$(BIN)/python -m benchmarks.kernel_resources $(if $(WRITE),--write)
 
 docs: $(READY)  ## write docs/flags.md again from the config
 	@$(BIN)/python -m tools.write_flag_docs

@@ -1,6 +1,7 @@
 """The one place where tests of this folder are skipped: where there is no CUDA device.
 
-Every test here is handed `gpu`, so that none can forget to ask; pytest counts the skips.
+Every test here is handed `gpu`, so that none can forget to ask; pytest counts the skips. The tests
+that need nvcc and no device have a `gpu` of their own.
 """
 
 import os

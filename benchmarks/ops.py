@@ -1,0 +1,213 @@
+"""Operators beside eager PyTorch, and beside the time that their bytes take at least.
+
+Contestants take turns in one process; medians are kept. The floor is the time of a copy of as many
+bytes as the operator has to read and write. How to read the table: benchmarks/README.md.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.machine import machine
+from megatron import device
+from megatron.errors import ConfigError
+from megatron.ops import library
+from megatron.ops.layer_norm import add_layer_norm, layer_norm
+from megatron.ops.rms_norm import add_rms_norm, rms_norm
+from megatron.program import run_program
+
+EPSILON = 1e-5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Of the largest value: ours differ from eager PyTorch in fp32 by the rounding of sums, and in bf16
+# by the rounding to 8 significant bits of a sum with a residual and of the result.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2**-6}
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: ours and PyTorch's way to the same outputs, and the tensors that move."""
+
+    name: str
+    ours: Callable[..., Outputs]
+    eager: Callable[..., Outputs]
+    inputs: int  # of the shape of a row block; weights are small beside them
+    vectors: int
+
+    def moved(self, elements: int, size: int) -> tuple[int, int]:
+        """Return the bytes that forward and backward have to read and write.
+
+        Forward reads the inputs and writes the output, and the sum if there is one. Backward reads
+        the gradients of the outputs and what was normalised, and writes one gradient.
+        """
+        outputs = self.inputs  # a sum is an output more for an input more
+        return (self.inputs + outputs) * elements * size, (outputs + 2) * elements * size
+
+
+def _eager_rms(x: Tensor, weight: Tensor) -> Outputs:
+    return (F.rms_norm(x, weight.shape, weight, EPSILON),)
+
+
+def _eager_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> Outputs:
+    added = x + residual
+    return F.rms_norm(added, weight.shape, weight, EPSILON), added
+
+
+def _eager_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+    return (F.layer_norm(x, weight.shape, weight, bias, EPSILON),)
+
+
+def _eager_add_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
+    added = x + residual
+    return F.layer_norm(added, weight.shape, weight, bias, EPSILON), added
+
+
+CASES = (
+    Case("rms_norm", lambda x, w: (rms_norm(x, w, EPSILON),), _eager_rms, 1, 1),
+    Case("add_rms_norm", lambda x, r, w: add_rms_norm(x, r, w, EPSILON), _eager_add_rms, 2, 1),
+    Case("layer_norm", lambda x, w, b: (layer_norm(x, w, b, EPSILON),), _eager_layer, 1, 2),
+    Case(
+        "add_layer_norm",
+        lambda x, r, w, b: add_layer_norm(x, r, w, b, EPSILON),
+        _eager_add_layer,
+        2,
+        2,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often, and where, everything is measured."""
+
+    device: torch.device
+    rounds: int
+
+    def medians(self, contestants: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the median seconds of each contestant; each is first equally often."""
+        names = list(contestants)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(self.rounds + 2):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                self._wait()
+                begin = time.perf_counter()
+                contestants[name]()
+                self._wait()
+                if turn >= 2:  # the first are warm-up
+                    seconds[name].append(time.perf_counter() - begin)
+        return {name: median(ones) for name, ones in seconds.items()}
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            device.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every operator, print the table, and write it if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1024, help="rows, which are tokens")
+    parser.add_argument("--widths", type=int, nargs="+", default=[512, 2048], help="of a row")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--rounds", type=int, default=31, help="measurements of each contestant")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, help="file that gets the figures")
+    options = parser.parse_args(argv)
+    if library.INSTRUCTION_SET is None:
+        raise ConfigError(
+            "there are no kernels to measure",
+            found="megatron/ops/_kernels.so is missing, or of other source",
+            fix="python setup.py build_ext --inplace",
+        )
+    turns = Turns(device.select(options.device, 0), options.rounds)
+    rows = [
+        row
+        for case in CASES
+        for name in options.dtypes
+        for width in options.widths
+        for row in measured(case, (options.rows, width), name, turns)
+    ]
+    where = {**machine(), "device": options.device, "instruction_set": library.INSTRUCTION_SET}
+    print(", ".join(f"{key}: {value}" for key, value in where.items()))
+    print(
+        "operator        pass     dtype width    ours us   eager us  copy us  eager/ours  copy/ours"
+    )
+    for row in rows:
+        print(
+            f"{row['operator']:<15} {row['pass']:<8} {row['dtype']:<5} {row['width']:>5} "
+            f"{row['ours_us']:>10.1f} {row['eager_us']:>10.1f} {row['copy_us']:>8.1f} "
+            f"{row['eager_us'] / row['ours_us']:>11.2f} {row['copy_us'] / row['ours_us']:>10.2f}"
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"machine": where, "rows": options.rows, "results": rows}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> list[dict[str, Any]]:
+    """Return the figures of both passes of one operator, after comparing its results."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        drawn = torch.randn(*size, generator=generator).to(turns.device, DTYPES[dtype])
+        return drawn.requires_grad_()
+
+    leaves = [normal(*shape) for _ in range(case.inputs)]
+    leaves += [normal(shape[1]) for _ in range(case.vectors)]
+    made = {"ours": case.ours(*leaves), "eager": case.eager(*leaves)}
+    grads = [torch.randn_like(one) for one in made["ours"]]
+
+    _compare(case, leaves, grads, made["ours"], TOLERANCE[dtype])
+    elements = shape[0] * shape[1]
+    passes: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {"ours": lambda: case.ours(*leaves), "eager": lambda: case.eager(*leaves)},
+        "backward": {
+            way: lambda outputs=outputs: torch.autograd.grad(  # type: ignore[misc]
+                outputs, leaves, grads, retain_graph=True
+            )
+            for way, outputs in made.items()
+        },
+    }
+    rows = []
+    for (name, contestants), moved in zip(
+        passes.items(), case.moved(elements, leaves[0].element_size()), strict=True
+    ):
+        source = torch.empty(moved // 2, dtype=torch.uint8, device=turns.device)  # read and written
+        copy = partial(torch.empty_like(source).copy_, source)
+        took = turns.medians({**contestants, "copy": copy})
+        rows.append(
+            {"operator": case.name, "pass": name, "dtype": dtype, "width": shape[1]}
+            | {"bytes": moved}
+            | {f"{key}_us": seconds * 1e6 for key, seconds in took.items()}
+        )
+    return rows
+
+
+def _compare(
+    case: Case, leaves: list[Tensor], grads: list[Tensor], made: Outputs, tolerance: float
+) -> None:
+    """Check our results, and their gradients, against eager PyTorch in fp32."""
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    expected = case.eager(*wide)
+    wide_grads = torch.autograd.grad(expected, wide, [grad.float() for grad in grads])
+    found = [*made, *torch.autograd.grad(made, leaves, grads, retain_graph=True)]
+    for ours, eager in zip(found, [*expected, *wide_grads], strict=True):
+        atol = tolerance * float(eager.detach().abs().max())
+        torch.testing.assert_close(ours.float(), eager, rtol=0, atol=atol)
+
+
+if __name__ == "__main__":
+    run_program(main)

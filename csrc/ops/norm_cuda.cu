@@ -1,0 +1,133 @@
+// The norms on CUDA: a block for every row forward, a block for every chunk of rows backward.
+#include <cuda_runtime.h>
+
+#include "block_lanes.cuh"
+#include "norm_types.h"
+
+namespace megatron::OPS_TARGET {
+
+constexpr int kMostThreads = 512;
+constexpr int kSharedBytes = 48 * 1024;  // of a block without asking for more
+constexpr int kTile = 32;                // columns, and slices of the chunks, of a block of sum_partials
+
+template <int W, class Rows>
+__global__ void __launch_bounds__(kMostThreads) forward_kernel(Rows rows) {
+  rows.forward(BlockLanes<W>(), blockIdx.x);
+}
+
+// Sums of gradients stay in shared memory while they fit, and are in global memory otherwise.
+template <int W, class Rows>
+__global__ void __launch_bounds__(kMostThreads) backward_kernel(Rows rows, bool is_shared) {
+  using A = typename Rows::A;
+  extern __shared__ __align__(32) unsigned char shared[];
+  const NormCall& call = rows.call;
+  const int64_t chunk = blockIdx.x, n = call.width;
+  A* const weight = static_cast<A*>(call.partials) + chunk * n;
+  A* const bias = weight + call.chunks * n;
+  A* const near_weight = is_shared ? reinterpret_cast<A*>(shared) : weight;
+  A* const near_bias = is_shared ? near_weight + n : bias;
+  const BlockLanes<W> lanes;
+  rows.backward(
+      lanes, call.rows * chunk / call.chunks, call.rows * (chunk + 1) / call.chunks, near_weight,
+      near_bias);
+  if (!is_shared) return;
+  const auto copy = [](A value, A& out) { out = value; };
+  lanes.template each<A>(n, copy, In<A>{near_weight}, Out<A>{weight});
+  if constexpr (Rows::kIsCentered)
+    lanes.template each<A>(n, copy, In<A>{near_bias}, Out<A>{bias});
+}
+
+// Add up a column of the partial gradients in each of kTile slices of the chunks, then the slices.
+template <class A, class Y>
+__global__ void sum_partials_kernel(
+    const A* partials, int64_t chunks, int64_t width, Y* grad_weight, Y* grad_bias) {
+  __shared__ A sums[kTile][kTile + 1];
+  const int64_t column = int64_t(blockIdx.x) * kTile + threadIdx.x;
+  const A* of_output = partials + int64_t(blockIdx.y) * chunks * width;  // 0 is weight, 1 is bias
+  A sum = 0;
+  if (column < width)
+    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += kTile)
+      sum += of_output[chunk * width + column];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= width) return;
+  for (int slice = 1; slice < kTile; ++slice) sum += sums[slice][threadIdx.x];
+  round_to(sum, (blockIdx.y == 0 ? grad_weight : grad_bias)[column]);
+}
+
+static int threads_for(int64_t width, int elements) {
+  const int64_t threads = (width + elements - 1) / elements;
+  const int64_t warps = threads < 32 ? 1 : (threads + 31) / 32;
+  return int(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
+}
+
+static bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 32 == 0; }
+
+// Return whether every row starts where W elements can be moved at once.
+static bool is_wide(const NormCall& c, int elements) {
+  bool aligned = c.width % elements == 0;
+  for (const void* pointer :
+       {c.x, c.weight, c.residual, (const void*)c.sum, c.bias, (const void*)c.out, c.grad,
+        c.grad_sum, (const void*)c.grad_x, (const void*)c.partials})
+    aligned = aligned && is_aligned(pointer);
+  return aligned;
+}
+
+static const char* error_of(cudaError_t code) {
+  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+}
+
+const char* norm_forward(const NormCall& call, int device, void* stream) {
+  if (const char* error = error_of(cudaSetDevice(device))) return error;
+  with_norm(call, [=](auto rows) {
+    constexpr int kWide = decltype(rows)::kWide;
+    const NormCall& c = rows.call;
+    const auto launch = [&](auto kernel, int elements) {
+      kernel<<<c.rows, threads_for(c.width, elements), 0, cudaStream_t(stream)>>>(rows);
+    };
+    if (is_wide(c, kWide))
+      launch(forward_kernel<kWide, decltype(rows)>, kWide);
+    else
+      launch(forward_kernel<1, decltype(rows)>, 1);
+  });
+  return error_of(cudaGetLastError());
+}
+
+const char* norm_backward(const NormCall& call, int device, void* stream) {
+  if (const char* error = error_of(cudaSetDevice(device))) return error;
+  with_norm(call, [=](auto rows) {
+    using A = typename decltype(rows)::A;
+    using Y = typename decltype(rows)::YType;
+    constexpr int kWide = decltype(rows)::kWide;
+    const NormCall& c = rows.call;
+    const auto on = cudaStream_t(stream);
+    const int outputs = c.centered ? 2 : 1;
+    const int64_t bytes = outputs * c.width * int64_t(sizeof(A));
+    const bool is_shared = bytes <= kSharedBytes - 1024;  // the rest is for block_sum
+    const auto launch = [&](auto kernel, int elements) {
+      kernel<<<c.chunks, threads_for(c.width, elements), is_shared ? bytes : 0, on>>>(
+          rows, is_shared);
+    };
+    if (is_wide(c, kWide))
+      launch(backward_kernel<kWide, decltype(rows)>, kWide);
+    else
+      launch(backward_kernel<1, decltype(rows)>, 1);
+    if (c.width == 0) return;
+    const dim3 grid((c.width + kTile - 1) / kTile, outputs);
+    sum_partials_kernel<A, Y><<<grid, dim3(kTile, kTile), 0, on>>>(
+        static_cast<const A*>(c.partials), c.chunks, c.width, static_cast<Y*>(c.grad_weight),
+        static_cast<Y*>(c.grad_bias));
+  });
+  return error_of(cudaGetLastError());
+}
+
+// As many chunks as blocks can run at once with all threads of the device in use.
+int64_t norm_chunks(const NormCall& call, int device) {
+  int processors = 0;
+  if (cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+    return 0;
+  const int64_t blocks = int64_t(processors) * (2048 / threads_for(call.width, 4));
+  return call.rows < blocks ? call.rows : blocks;
+}
+
+}  // namespace megatron::OPS_TARGET

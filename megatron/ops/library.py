@@ -1,0 +1,111 @@
+"""The operator library `megatron::`: how an operator is declared, and where its kernels come from.
+
+An operator's reference, in PyTorch, says what it means on every device and in every dtype. The
+kernels of csrc/ops take its place on the CPU and on CUDA where `_kernels.so` was built. What a
+reader would get wrong: a library built from other source is not registered at all.
+"""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron import log
+
+_INTERFACE = 1  # of csrc/ops/library.cpp
+_FILE = Path(__file__).with_name("_kernels.so")
+_REDUCED = (torch.bfloat16, torch.float16)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LIBRARY: Any = torch.library.Library("megatron", "DEF")  # type: ignore[no-untyped-call]
+
+
+def operator(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare an operator, with the decorated function as its reference for every device.
+
+    The reference has keyword-free parameters as in `schema`, and no gradient of its own.
+    """
+
+    def declare(reference: Callable[P, R]) -> Callable[P, R]:
+        LIBRARY.define(schema)
+        LIBRARY.impl(schema.partition("(")[0], reference, "CompositeExplicitAutograd")
+        return reference
+
+    return declare
+
+
+def shapes_of(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function, which computes no values, for `meta` tensors."""
+    register: Callable[[Callable[P, R]], Callable[P, R]]
+    register = torch.library.register_fake(f"megatron::{name}")
+    return register
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over elements of `x`: float32, or float64 where `x` is."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def check_row_operands(x: Tensor, residual: Tensor | None, *vectors: Tensor) -> None:
+    """Check that `vectors` span the rows of `x`, and that their dtypes have a kernel.
+
+    Raises:
+        ValueError: a shape or a dtype does not fit, with what was found and what fits.
+    """
+    shape, dtype = (x.shape[-1:], vectors[0].dtype)
+    if x.dim() == 0 or any(vector.shape != shape for vector in vectors):
+        shapes = ", ".join(str(tuple(vector.shape)) for vector in vectors)
+        raise ValueError(
+            "a weight or bias does not span the last dimension of x\n"
+            f"  found: x {tuple(x.shape)}; {shapes}\n"
+            f"  fix: give vectors of {x.shape[-1] if x.dim() else 'as many'} elements"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(
+            "x and its residual differ\n"
+            f"  found: {tuple(x.shape)} {x.dtype}; {tuple(residual.shape)} {residual.dtype}\n"
+            "  fix: give both one shape and one dtype"
+        )
+    fits = x.dtype == dtype or {x.dtype, dtype} in [{torch.float32, half} for half in _REDUCED]
+    if not fits or any(vector.dtype != dtype for vector in vectors):
+        raise ValueError(
+            "no operator takes these dtypes together\n"
+            f"  found: x {x.dtype}; {', '.join(str(vector.dtype) for vector in vectors)}\n"
+            "  fix: give one dtype to all, or float32 to x or to weight and bias"
+        )
+
+
+def warn_unless_built() -> None:
+    """Warn, once, that references run in place of the kernels; for the start of a training."""
+    if INSTRUCTION_SET is None:
+        what = "was built from other source" if _FILE.exists() else "is not built"
+        log.warning_once(
+            "compiled ops",
+            f"megatron/ops/{_FILE.name} {what}; operators run as PyTorch code (same results within "
+            "rounding, slower): python setup.py build_ext --inplace builds it",
+        )
+
+
+def _register_kernels(file: Path) -> str | None:
+    """Register the kernels of `file`, and return the instruction set of those of the CPU.
+
+    Returns None, and registers nothing, if the file is missing or was built from other source.
+    """
+    try:
+        kernels = ctypes.CDLL(str(file))
+    except OSError:
+        return None
+    if kernels.megatron_ops_interface() != _INTERFACE:
+        return None
+    kernels.megatron_ops_register()
+    kernels.megatron_ops_instruction_set.restype = ctypes.c_char_p
+    return str(kernels.megatron_ops_instruction_set().decode())
+
+
+# plain, avx2 or avx512, on which the last bits of results depend; None where references run.
+INSTRUCTION_SET = _register_kernels(_FILE)

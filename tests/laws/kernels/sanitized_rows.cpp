@@ -1,0 +1,215 @@
+// Runs the row algorithms of csrc/ops under the sanitizers that it is compiled with.
+//
+// Every buffer is exactly as long as a row algorithm may touch. Beside the lanes of the CPU runs a
+// block of CUDA threads played by one thread: the same spans, packs and order of elements, without
+// synchronisation. Both have to agree.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "norm_rows.h"
+
+using namespace megatron;
+using namespace megatron::OPS_TARGET;
+
+static int failures = 0;
+
+static void expect(bool holds, const char* what, double found) {
+  if (holds) return;
+  std::fprintf(stderr, "%s: %.9g\n", what, found);
+  ++failures;
+}
+
+// The order of elements of BlockLanes, thread by thread.
+template <int W>
+struct StripedLanes {
+  static constexpr int kThreads = 64;
+
+  bool is_first() const { return true; }
+
+  template <class A, class F, class... Spans>
+  void each(int64_t n, F f, Spans... spans) const {
+    for (int64_t thread = 0; thread < kThreads; ++thread)
+      for (int64_t i = thread * W; i < n; i += int64_t(kThreads) * W) visit<A, W>(i, f, spans...);
+  }
+
+  template <class A, class F, class... Spans>
+  A sum(int64_t n, F f, Spans... spans) const {
+    A total = 0;
+    for (int64_t thread = 0; thread < kThreads; ++thread) {
+      A value = 0;
+      for (int64_t i = thread * W; i < n; i += int64_t(kThreads) * W)
+        value += visit_sum<A, W>(i, f, spans...);
+      total += value;
+    }
+    return total;
+  }
+};
+
+// A buffer on the heap, aligned as CUDA's are, of exactly `count` elements.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count, bool is_random = true) : count_(count) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 32, count * sizeof(T) + (count == 0)) != 0) std::abort();
+    data_.reset(static_cast<T*>(memory));
+    for (int64_t i = 0; i < count; ++i)
+      round_to(
+          Accumulator<T>(is_random ? std::rand() / double(RAND_MAX) * 2 - 0.5 : NAN), data_.get()[i]);
+  }
+  T* get() { return data_.get(); }
+  double at(int64_t i) { return to_accumulator(data_.get()[i]); }
+  int64_t size() const { return count_; }
+
+ private:
+  struct Free {
+    void operator()(T* memory) const { std::free(memory); }
+  };
+  int64_t count_;
+  std::unique_ptr<T, Free> data_;
+};
+
+template <class T>
+static void expect_close(Buffer<T>& found, Buffer<T>& expected, const char* what, double ulp) {
+  for (int64_t i = 0; i < found.size(); ++i) {
+    const double error = std::fabs(found.at(i) - expected.at(i));
+    expect(error <= 64 * ulp * (1 + std::fabs(expected.at(i))), what, error);
+  }
+}
+
+template <class X, class Y, bool kCentered>
+struct Results {
+  using A = Accumulator<X>;
+  Buffer<Y> out;
+  Buffer<X> sum, grad_x;
+  Buffer<A> mean, rstd, grad_weight, grad_bias;
+
+  Results(int64_t rows, int64_t n)
+      : out(rows * n, false), sum(rows * n, false), grad_x(rows * n, false), mean(rows, false),
+        rstd(rows, false), grad_weight(n, false), grad_bias(n, false) {}
+
+  template <class Lanes>
+  void compute(NormCall call, const Lanes& lanes) {
+    call.out = out.get();
+    call.sum = sum.get();
+    call.mean = mean.get();
+    call.rstd = rstd.get();
+    call.grad_x = grad_x.get();
+    for (int64_t row = 0; row < call.rows; ++row)
+      NormRows<X, Y, kCentered>{call}.forward(lanes, row);
+    if (call.residual != nullptr) call.x = sum.get();
+    NormRows<X, Y, kCentered>{call}.backward(
+        lanes, 0, call.rows, grad_weight.get(), grad_bias.get());
+  }
+};
+
+template <class X, class Y, bool kCentered>
+static void compare(int64_t rows, int64_t n, bool has_residual) {
+  Buffer<X> x(rows * n), residual(rows * n), grad_sum(rows * n);
+  Buffer<Y> weight(n), bias(n), grad(rows * n);
+  NormCall call{};
+  call.rows = rows;
+  call.width = n;
+  call.epsilon = 1e-3;
+  call.x = x.get();
+  call.weight = weight.get();
+  call.bias = bias.get();
+  call.grad = grad.get();
+  if (has_residual) {
+    call.residual = residual.get();
+    call.grad_sum = grad_sum.get();
+  }
+  Results<X, Y, kCentered> thread(rows, n), block(rows, n);
+  thread.compute(call, ThreadLanes());
+  constexpr int kWide = NormRows<X, Y, kCentered>::kWide;
+  if (n % kWide == 0)
+    block.compute(call, StripedLanes<kWide>());
+  else
+    block.compute(call, StripedLanes<1>());
+  const double ulp = sizeof(X) == 8 ? 1e-15 : 1e-6;
+  const double of_x = sizeof(X) == 2 ? 1e-2 / 64 : ulp, of_y = sizeof(Y) == 2 ? 1e-2 / 64 : ulp;
+  expect_close(block.out, thread.out, "out", of_y);
+  expect_close(block.grad_x, thread.grad_x, "grad_x", of_x);
+  expect_close(block.rstd, thread.rstd, "rstd", ulp);
+  expect_close(block.grad_weight, thread.grad_weight, "grad_weight", ulp);
+  if (has_residual) expect_close(block.sum, thread.sum, "sum", 0);
+  if (kCentered) {
+    expect_close(block.mean, thread.mean, "mean", ulp);
+    expect_close(block.grad_bias, thread.grad_bias, "grad_bias", ulp);
+  }
+}
+
+template <class X, class Y>
+static void compare_shapes() {
+  for (int64_t rows : {1, 3})
+    for (int64_t n : {1, 2, 7, 8, 31, 32, 512, 520, 1031, 4097})
+      for (bool has_residual : {false, true}) {
+        compare<X, Y, false>(rows, n, has_residual);
+        compare<X, Y, true>(rows, n, has_residual);
+      }
+}
+
+// Every half-precision number survives the way to fp32 and back, and what lies between two of them
+// goes to the nearer one, or half way to the even one.
+template <class T>
+static void check_conversion(uint16_t infinity, double least) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const T number{uint16_t(bits)};
+    const float value = to_accumulator(number);
+    T back;
+    round_to(value, back);
+    if ((bits & 0x7fff) > infinity)
+      expect(std::isnan(value) && std::isnan(to_accumulator(back)), "NaN", bits);
+    else
+      expect(back.bits == bits, "there and back", bits);
+    if ((bits & 0x7fff) >= infinity) continue;
+    const T next{uint16_t(bits + 1)};
+    if ((next.bits & 0x7fff) == infinity) continue;  // see below
+    const double middle = (double(value) + double(to_accumulator(next))) / 2;
+    round_to(float(middle), back);
+    const uint16_t even = bits % 2 == 0 ? bits : bits + 1;
+    expect(back.bits == even || std::fabs(middle) < least, "half way", bits);
+    round_to(std::nextafterf(float(middle), value), back);
+    expect(back.bits == bits || std::fabs(middle) < least, "nearer to this", bits);
+    round_to(std::nextafterf(float(middle), to_accumulator(next)), back);
+    expect(back.bits == next.bits || std::fabs(middle) < least, "nearer to the next", bits);
+  }
+  const T largest{uint16_t(infinity - 1)}, before{uint16_t(infinity - 2)};
+  const double gap = double(to_accumulator(largest)) - double(to_accumulator(before));
+  const float border = float(to_accumulator(largest) + gap / 2);
+  T rounded;
+  round_to(border, rounded);
+  expect(rounded.bits == infinity, "overflow", rounded.bits);
+  round_to(std::nextafterf(border, 0), rounded);
+  expect(rounded.bits == largest.bits, "largest", rounded.bits);
+  for (float sign : {1.0f, -1.0f}) {
+    round_to(sign * INFINITY, rounded);
+    expect(rounded.bits == (infinity | (sign < 0 ? 0x8000 : 0)), "infinity", rounded.bits);
+  }
+}
+
+// What the sanitizers have to stop: a read behind the end, and a pack that is not aligned.
+static int run_wrongly(const std::string& error) {
+  Buffer<float> in(16), out(16);
+  const int64_t offset = error == "unaligned" ? 1 : 0, n = error == "overrun" ? 20 : 12;
+  StripedLanes<4>().each<float>(
+      n, [](float value, float& to) { to = value; }, In<float>{in.get() + offset},
+      Out<float>{out.get() + offset});
+  return 0;
+}
+
+int main(int count, char** arguments) {
+  if (count > 1) return run_wrongly(arguments[1]);
+  check_conversion<Float16>(0x7c00, 0);
+  check_conversion<BFloat16>(0x7f80, 1e-45);  // the middle of its least numbers is none of fp32
+  compare_shapes<double, double>();
+  compare_shapes<BFloat16, BFloat16>();
+  compare_shapes<float, Float16>();
+  if (failures == 0) std::puts("all rows agree");
+  return failures != 0;
+}

@@ -1,0 +1,97 @@
+"""What is registered, what is refused, and what is said without kernels."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.ops import library
+from megatron.ops.library import check_row_operands, statistics_dtype
+
+
+def _library_of(interface, calls):
+    def instruction_set():
+        return b"avx2"
+
+    return SimpleNamespace(
+        megatron_ops_instruction_set=instruction_set,
+        megatron_ops_interface=lambda: interface,
+        megatron_ops_register=lambda: calls.append("registered"),
+    )
+
+
+@pytest.mark.parametrize("built_from", ["this source", "other source"])
+def test_kernels_are_registered_only_if_they_are_of_this_source(built_from, monkeypatch, tmp_path):
+    calls = []
+    interface = library._INTERFACE + (built_from == "other source")
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda _: _library_of(interface, calls))
+    expected = "avx2" if built_from == "this source" else None
+    assert library._register_kernels(tmp_path) == expected
+    assert calls == ["registered"] * (built_from == "this source")
+
+
+def test_a_missing_library_is_no_error(tmp_path):
+    assert library._register_kernels(tmp_path / "_kernels.so") is None
+
+
+@pytest.mark.parametrize("built", ["none", "other source"])
+def test_a_training_without_kernels_says_so_once(built, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "_kernels.so"
+    if built == "other source":
+        file.touch()
+    monkeypatch.setattr(library, "_FILE", file)
+    monkeypatch.setattr(library, "INSTRUCTION_SET", None)
+    for _ in range(2):
+        library.warn_unless_built()
+    output = capsys.readouterr().err
+    assert output.count("operators run as PyTorch code") == 1
+    assert ("is not built" if built == "none" else "was built from other source") in output
+    assert "python setup.py build_ext --inplace" in output
+
+
+def test_a_training_with_kernels_says_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(library, "INSTRUCTION_SET", "plain")
+    library.warn_unless_built()
+    assert capsys.readouterr().err == ""
+
+
+def test_statistics_are_never_of_half_precision():
+    kept = [statistics_dtype(torch.empty(0, dtype=dtype)) for dtype in library._REDUCED]
+    assert kept == [torch.float32, torch.float32]
+    assert statistics_dtype(torch.empty(0, dtype=torch.float64)) == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("x", "vectors"),
+    [((2, 4), [(3,)]), ((), [(1,)]), ((2, 4), [(4,), (1,)]), ((4,), [(1, 4)])],
+    ids=str,
+)
+def test_vectors_of_another_length_are_refused(x, vectors):
+    with pytest.raises(
+        ValueError, match=r"does not span the last dimension of x\n  found: .*\n  f"
+    ):
+        check_row_operands(torch.empty(x), None, *map(torch.empty, vectors))
+
+
+@pytest.mark.parametrize("other", [torch.empty(2, 1), torch.empty(2, 4, dtype=torch.bfloat16)])
+def test_a_residual_unlike_x_is_refused(other):
+    with pytest.raises(
+        ValueError, match=r"x and its residual differ\n  found: .*\n  fix: give both"
+    ):
+        check_row_operands(torch.empty(2, 4), other, torch.empty(4))
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.int32),
+    ],
+    ids=str,
+)
+def test_dtypes_without_a_kernel_are_refused(dtypes):
+    x, *vectors = (torch.empty(4, dtype=dtype) for dtype in dtypes)
+    with pytest.raises(ValueError, match="no operator takes these dtypes together\n  found: x"):
+        check_row_operands(x, None, *vectors)
