@@ -20,9 +20,9 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.cross_entropy import token_losses
 from megatron.mpu.layers import check_ids
 
-# Logits of one chunk: 256 of 1024 tokens at a vocabulary of 50304 on a CPU. Smaller chunks make the
+# Logits of one chunk: 512 of 1024 tokens at a vocabulary of 50304 on a CPU. Smaller chunks make the
 # matrix products slower, larger ones take more memory.
-_CHUNK_ELEMENTS = {"cpu": 2**24}
+_CHUNK_ELEMENTS = {"cpu": 2**25}
 _CHUNK_ELEMENTS_ELSEWHERE = 2**27
 # Half-precision products are added to the fp32 sum in blocks of so many elements. On a CPU a block
 # is then still in the cache.

@@ -222,7 +222,7 @@ def test_chunks_hold_a_bounded_number_of_logits(rows: int) -> None:
         chunks = -(-rows // size)
         assert chunks == -(-rows // max(1, limit // columns))
         assert size == -(-rows // chunks)
-    assert chunk_rows(1024, 50304, "cpu") == 256
+    assert chunk_rows(1024, 50304, "cpu") == 512
 
 
 class Operations(TorchDispatchMode):
