@@ -76,7 +76,7 @@ test-mutants: $(READY)  ## small errors put into a copy of the code, each of whi
 	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 quick: gates bytecode  ## the gates and the unit tests that take no seconds
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
 
 gates: $(READY)  ## ruff, formatting, mypy --strict
 	@$(BIN)/ruff check .
