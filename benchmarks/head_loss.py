@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import machine
+from benchmarks.machine import high_water_mark, machine, process_bytes
 from megatron.errors import NumericsError
 from megatron.mpu import linear_cross_entropy as fused_module
 from megatron.mpu.context import ParallelContext
@@ -166,9 +166,9 @@ def peak_bytes(step: Callable[[], Tensor]) -> int | None:
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        before = _resident("VmRSS")
+        before = process_bytes("VmRSS")
         step()
-        return _resident("VmHWM") - before
+        return high_water_mark() - before
     except OSError:
         return None
 
@@ -229,13 +229,6 @@ def _products(inputs: Inputs) -> Tensor:
     inputs.hidden.grad = (logits @ inputs.weight).view_as(inputs.hidden)
     inputs.weight.grad = logits.t() @ hidden
     return logits
-
-
-def _resident(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return 1024 * int(line.split()[1])
-    raise OSError(name)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ folder, and its modules for CUDA are replaced where a CPU has nothing of the kin
 """
 
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron
-from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights, cross_entropy_of, q_then_k_then_v
+from benchmarks.plain_gpt import (
+    PlainGPT,
+    Shape,
+    copy_parameters,
+    copy_weights,
+    cross_entropy_of,
+    q_then_k_then_v,
+)
 from megatron.errors import ConfigError
 
 Named = Iterable[tuple[str, Tensor]]
@@ -79,12 +86,12 @@ def transformers(ours: Named | None, shape: Shape) -> Peer:
     }
 
     def as_there(name: str, value: Tensor) -> Tensor:
-        value = q_then_k_then_v(value, shape) if ".qkv." in name else value
+        value = q_then_k_then_v(shape, name, value)
         # Its linear layers hold [in, out].
         is_linear = name.startswith("layers.") and value.dim() == 2
         return value.t() if is_linear else value
 
-    _copy(ours, model, words, as_there)
+    copy_parameters(ours, model, words, as_there)
 
     def loss(text: Tensor) -> Tensor:
         logits = model(text[:, :-1]).logits
@@ -128,7 +135,7 @@ def megatron_core(folder: Path) -> Maker:
             "fc2": "linear_fc2",
             "final_norm": "decoder.final_layernorm",
         }
-        _copy(ours, model, words, lambda name, value: value)
+        copy_parameters(ours, model, words, lambda name, value: value)
         places = torch.arange(shape.seq_length).expand(shape.micro_batch, -1)
 
         def loss(text: Tensor) -> Tensor:
@@ -193,21 +200,3 @@ class _FusedAttention(nn.Module):
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return output.permute(2, 0, 1, 3).flatten(2)
-
-
-@torch.no_grad()
-def _copy(
-    ours: Named | None,
-    model: nn.Module,
-    words: Mapping[str, str],
-    as_there: Callable[[str, Tensor], Tensor],
-) -> None:
-    """Copy our parameters to those of `model`, whose names have `words` for ours; none is left."""
-    if ours is None:
-        return
-    targets = dict(model.named_parameters())
-    for name, value in ours:
-        target = ".".join(words.get(part, part) for part in name.split("."))
-        targets.pop(target).copy_(as_there(name, value))
-    if targets:
-        raise KeyError(f"no values for {', '.join(sorted(targets))}")

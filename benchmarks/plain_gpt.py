@@ -6,9 +6,10 @@ same weights both have the same loss, which `train_cpu.py` checks.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -142,34 +143,44 @@ class PlainTrainer:
         return loss.item(), norm.item()
 
 
-@torch.no_grad()
 def copy_weights(ours: Iterable[tuple[str, Tensor]] | None, plain: PlainGPT, shape: Shape) -> None:
-    """Copy our named parameters, if given, to `plain`; every one must have a counterpart.
+    """Copy our named parameters, if given, to `plain`; every one must have a counterpart."""
+    words = {"embedding": "", "layers": "blocks", "final_norm": "norm"}
+    copy_parameters(ours, plain, words, partial(q_then_k_then_v, shape))
 
-    Our query/key/value rows stand head by head, [q k v] each; here all q, then all k, then all v.
+
+@torch.no_grad()
+def copy_parameters(
+    ours: Iterable[tuple[str, Tensor]] | None,
+    model: nn.Module,
+    words: Mapping[str, str],
+    as_there: Callable[[str, Tensor], Tensor],
+) -> None:
+    """Copy our named parameters, if given, to `model`; every one must have a counterpart.
+
+    Args:
+        words: what stands there for a word of our names; nothing for an empty one.
+        as_there: makes the value that `model` has from our name and our value.
     """
     if ours is None:
         return
-    targets = dict(plain.named_parameters())
+    targets = dict(model.named_parameters())
     for name, value in ours:
-        parts = name.split(".")
-        if parts[0] == "embedding":
-            target = f"{parts[1]}.weight"
-        elif parts[0] == "final_norm":
-            target = f"norm.{parts[1]}"
-        else:
-            target = ".".join(["blocks", *parts[1:]])
-        if ".qkv." in name:
-            value = q_then_k_then_v(value, shape)
-        targets.pop(target).copy_(value)
+        target = ".".join(filter(None, (words.get(word, word) for word in name.split("."))))
+        targets.pop(target).copy_(as_there(name, value))
     if targets:
         raise KeyError(f"no values for {', '.join(sorted(targets))}")
 
 
-def q_then_k_then_v(rows: Tensor, shape: Shape) -> Tensor:
-    """Return rows of [q k v] head by head as all q, then all k, then all v."""
-    by_head = rows.view(shape.heads, 3, shape.hidden // shape.heads, -1)
-    return by_head.transpose(0, 1).reshape(rows.shape)
+def q_then_k_then_v(shape: Shape, name: str, value: Tensor) -> Tensor:
+    """Return a parameter of ours as GPT-2 has it: rows of all q, then of all k, then of all v.
+
+    Ours stand head by head, [q k v] each.
+    """
+    if ".qkv." not in name:
+        return value
+    by_head = value.view(shape.heads, 3, shape.hidden // shape.heads, -1)
+    return by_head.transpose(0, 1).reshape(value.shape)
 
 
 class _Block(nn.Module):

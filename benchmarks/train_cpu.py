@@ -138,7 +138,7 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
     makers = _makers(flags)
     # Before this process has anything of its own to share the machine's memory with.
     memory = {who: _memory_apart(who, dtype) for who in (OURS, *makers)} if flags.peers else {}
-    bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
+    bf16 = _bf16_style(dtype, flags)
     with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
         named = list(ours.engine.stage.named_parameters())
         all_of_them = [Contestant(OURS, _our_step(ours))]
@@ -224,6 +224,10 @@ def _makers(flags: argparse.Namespace) -> dict[str, Maker]:
     return makers
 
 
+def _bf16_style(dtype: str, flags: argparse.Namespace) -> Bf16Style | None:
+    return Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
+
+
 def _plain(ours: Named | None, shape: Shape) -> Peer:
     model = PlainGPT(shape)
     copy_weights(ours, model, shape)
@@ -253,8 +257,8 @@ def _peak_memory(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[st
             for number in range(MEMORY_STEPS):
                 ours.step(ours.tokens(number))
     else:
-        bf16 = Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
-        step = _step_of(_makers(flags)[flags.memory_of], None, shape, bf16)
+        make = _makers(flags)[flags.memory_of]
+        step = _step_of(make, None, shape, _bf16_style(dtype, flags))
         for _ in range(MEMORY_STEPS):
             step(torch.randint(0, shape.vocab, (shape.micro_batch, shape.seq_length + 1)))
     return {"imports": imports, "peak": high_water_mark()}
@@ -271,19 +275,19 @@ def _beside(us: Contestant, other: Contestant, *, skip: int) -> dict[str, Any]:
     }
 
 
-def check_equal_work(dtype: str, ours: Contestant, plain: Contestant) -> None:
+def check_equal_work(dtype: str, ours: Contestant, other: Contestant) -> None:
     """Check that both compute the same, so that their speeds can be compared."""
-    for what, our_value, plain_value, tolerance in (
-        ("first loss", ours.losses[0], plain.losses[0], TOLERANCE[dtype]),
-        ("first gradient norm", ours.norms[0], plain.norms[0], NORM_TOLERANCE[dtype]),
-        ("last loss", ours.losses[-1], plain.losses[-1], DRIFT * TOLERANCE[dtype]),
+    for what, our_value, other_value, tolerance in (
+        ("first loss", ours.losses[0], other.losses[0], TOLERANCE[dtype]),
+        ("first gradient norm", ours.norms[0], other.norms[0], NORM_TOLERANCE[dtype]),
+        ("last loss", ours.losses[-1], other.losses[-1], DRIFT * TOLERANCE[dtype]),
     ):
         # Negated, so that NaN is refused too.
-        if not abs(our_value - plain_value) <= tolerance * abs(plain_value):
+        if not abs(our_value - other_value) <= tolerance * abs(other_value):
             raise NumericsError(
                 f"the two contestants do not compute the same {what}",
-                found=f"{dtype}: ours {our_value:.7f}, plain {plain_value:.7f}, relative tolerance "
-                f"{tolerance:g}",
+                found=f"{dtype}: {ours.name} {our_value:.7f}, {other.name} {other_value:.7f}, "
+                f"relative tolerance {tolerance:g}",
                 fix="make both models compute the same before comparing how fast they are",
             )
 
