@@ -70,7 +70,7 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
     expected, upstream = F.linear(whole_hidden, weight, bias), sample(LENGTH, 2, 16, seed=4)
     expected.backward(upstream)
 
-    def mine(whole: Tensor) -> Tensor:
+    def part_of_rank(whole: Tensor) -> Tensor:
         return own_part(whole.permute(2, 0, 1), layer.bias, ctx).permute(1, 2, 0)
 
     saved: list[torch.Size] = []
@@ -79,8 +79,8 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
     # What was gathered is not kept: in backward it is gathered again.
     assert tp == 1 or hidden.shape in saved
     assert tokens == slice(0, LENGTH) or whole_hidden.shape not in saved
-    close(output, mine(expected))
-    output.backward(mine(upstream))
+    close(output, part_of_rank(expected))
+    output.backward(part_of_rank(upstream))
     close(hidden.grad, whole_hidden.grad[tokens])
     close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
     close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
@@ -101,14 +101,14 @@ def row_linear_is_linear(tp: int, split: bool) -> None:
     expected, upstream = F.linear(whole, weight, bias), sample(LENGTH, 2, 6, seed=4)
     expected.backward(upstream)
 
-    def mine(tensor: Tensor) -> Tensor:
+    def part_of_rank(tensor: Tensor) -> Tensor:
         return tensor.chunk(tp, dim=-1)[ctx.tp.rank]
 
-    hidden = mine(whole.detach()).clone().requires_grad_()
+    hidden = part_of_rank(whole.detach()).clone().requires_grad_()
     output = layer(hidden)
     close(output, expected[tokens])
     output.backward(upstream[tokens])
-    close(hidden.grad, mine(whole.grad))
+    close(hidden.grad, part_of_rank(whole.grad))
     close(layer.weight.grad, own_part(weight.grad, layer.weight, ctx))
     close(summed(layer.bias.grad, ctx, split), bias.grad)  # the same on every rank
 

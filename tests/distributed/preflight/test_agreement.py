@@ -70,21 +70,21 @@ def nodes(tmp_path: Path) -> list[Path]:
     return made
 
 
-def told_by(nodes: list[Path], *, by_file: bool = False) -> list[str]:
+def outcomes_on(nodes: list[Path], *, by_file: bool = False) -> list[str]:
     flags = {"train_weighted_split_paths_path": "paths"} if by_file else {"data_path": ("c",)}
     return run_on_ranks(2, see_data, nodes, flags)
 
 
 def test_ranks_that_see_copies_of_one_corpus_agree(nodes: list[Path]) -> None:
-    assert told_by(nodes) == ["agreed"] * 2
+    assert outcomes_on(nodes) == ["agreed"] * 2
     Path(f"{nodes[1]}.sums").unlink()
-    assert told_by(nodes) == ["agreed"] * 2, "checksums that one node lacks"
+    assert outcomes_on(nodes) == ["agreed"] * 2, "checksums that one node lacks"
 
 
 def test_ranks_that_see_other_tokens_under_one_name_are_named(nodes: list[Path]) -> None:
     with MMapIndexedDatasetBuilder(nodes[1], np.uint16) as builder:
         builder.add_document([1, 2, 4])
-    for text in told_by(nodes):
+    for text in outcomes_on(nodes):
         assert text.startswith("the ranks do not see the same data: pair id of c: ")
         assert " on rank 0, " in text
         assert text.endswith(" on rank 1")
@@ -92,9 +92,9 @@ def test_ranks_that_see_other_tokens_under_one_name_are_named(nodes: list[Path])
 
 
 def test_ranks_that_see_another_file_of_weighted_paths_are_named(nodes: list[Path]) -> None:
-    assert told_by(nodes, by_file=True) == ["agreed"] * 2
+    assert outcomes_on(nodes, by_file=True) == ["agreed"] * 2
     nodes[1].with_name("paths").write_text('"T: 1 0:0.5 c"\n')
-    for text in told_by(nodes, by_file=True):
+    for text in outcomes_on(nodes, by_file=True):
         assert text == (
             "the ranks do not see the same data: --train-weighted-split-paths-path paths: "
             '"T: 1 0:1 c" on rank 0, "T: 1 0:0.5 c" on rank 1'

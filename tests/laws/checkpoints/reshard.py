@@ -171,7 +171,7 @@ def every_pair() -> tuple[Pair, ...]:
 Combination = tuple[Any, ...]
 
 
-def held(pair: Pair) -> Iterator[Combination]:
+def combinations_in(pair: Pair) -> Iterator[Combination]:
     """Each size and engine of the source beside each of the target, and what each side is alone."""
     yield from itertools.product(_values(pair.source), _values(pair.target))
     for side, layout in (("source", pair.source), ("target", pair.target)):
@@ -190,13 +190,13 @@ def cover(at_least: int = SLICE, seed: int = 0) -> tuple[Pair, ...]:
     """Return few pairs with every combination of `every_pair`, and at least the given number."""
     left = list(every_pair())
     random.Random(seed).shuffle(left)
-    missing = {combination for pair in left for combination in held(pair)}
+    missing = {combination for pair in left for combination in combinations_in(pair)}
     chosen: list[Pair] = []
     saved: set[tuple[str, Layout, str]] = set()
     while missing or len(chosen) < at_least:
 
         def gain(pair: Pair) -> float:
-            new = sum(combination in missing for combination in held(pair))
+            new = sum(combination in missing for combination in combinations_in(pair))
             again = saving(pair) in saved
             cost = pair.target.world_size + (0 if again else pair.source.world_size)
             return (new + 0.5) / cost
@@ -204,7 +204,7 @@ def cover(at_least: int = SLICE, seed: int = 0) -> tuple[Pair, ...]:
         best = max(left, key=gain)
         left.remove(best)
         chosen.append(best)
-        missing.difference_update(held(best))
+        missing.difference_update(combinations_in(best))
         saved.add(saving(best))
     return tuple(chosen)
 

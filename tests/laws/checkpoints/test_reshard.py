@@ -25,11 +25,11 @@ from tests.laws.checkpoints.reshard import (
     Loaded,
     Pair,
     Verdict,
+    combinations_in,
     config_of,
     cover,
     every_pair,
     fault_in,
-    held,
     saving,
 )
 from tests.support.ranks import run_on_ranks
@@ -66,7 +66,9 @@ def test_the_slice_holds_every_value_beside_every_value() -> None:
     pairs = cover()
     assert len(pairs) >= SLICE >= 40
     assert len(set(pairs)) == len(pairs)
-    assert {c for pair in pairs for c in held(pair)} == {c for p in every_pair() for c in held(p)}
+    assert {c for pair in pairs for c in combinations_in(pair)} == {
+        c for p in every_pair() for c in combinations_in(p)
+    }
     sizes = {1, 2, 4}
     for axis in ("tp", "pp", "dp"):
         for other in ("tp", "pp", "dp"):
