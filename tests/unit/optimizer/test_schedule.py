@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.config.optimizer import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
@@ -138,6 +138,16 @@ def independent_rate(schedule: ScheduleConfig, now: int, total: int) -> float:
     return share * peak + (1 - share) * end
 
 
+# An inverse square root that has come to its minimum, which few of the drawn ones do.
+@example(
+    style=DecayStyle.INVERSE_SQUARE_ROOT,
+    wsd=WsdDecayStyle.LINEAR,
+    peak=1.0,
+    shares=(0.5, 0.0),
+    warmup=100,
+    anneal=1,
+    now=900,
+)
 @given(
     style=st.sampled_from(DecayStyle),
     wsd=st.sampled_from(WsdDecayStyle),
