@@ -1,11 +1,9 @@
 // Arguments of the norms as plain pointers: what the operators hand to the kernels of a machine.
 #pragma once
 
-#include <cstdint>
+#include "number_type.h"
 
 namespace megatron {
-
-enum class NumberType { float32, bfloat16, float16, float64 };
 
 // LayerNorm where `centered`, else RMSNorm. Rows are contiguous. Statistics are fp32, or fp64 where x is.
 struct NormCall {
@@ -38,7 +36,6 @@ struct NormCall {
 
 // Kernels of one instruction set. Calls with disjoint ranges may run at the same time.
 struct NormKernels {
-  const char* instruction_set;
   void (*forward)(const NormCall&, int64_t first_row, int64_t last_row);
   void (*backward)(const NormCall&, int64_t first_chunk, int64_t last_chunk);
   void (*sum_partials)(const NormCall&, int64_t first_column, int64_t last_column);

@@ -50,9 +50,6 @@ static void sum_partials(const NormCall& call, int64_t first, int64_t last) {
   });
 }
 
-#define NAME_OF(target) #target
-#define EXPANDED_NAME_OF(target) NAME_OF(target)
-const NormKernels norm_kernels{
-    EXPANDED_NAME_OF(OPS_TARGET), forward, backward, sum_partials};
+const NormKernels norm_kernels{forward, backward, sum_partials};
 
 }  // namespace megatron::OPS_TARGET

@@ -1,12 +1,10 @@
 // The norms on CUDA: a block for every row forward, a block for every chunk of rows backward.
-#include <cuda_runtime.h>
-
 #include "block_lanes.cuh"
+#include "launch.cuh"
 #include "norm_types.h"
 
 namespace megatron::OPS_TARGET {
 
-constexpr int kMostThreads = 512;
 constexpr int kSharedBytes = 48 * 1024;  // of a block without asking for more
 constexpr int kTile = 32;                // columns, and slices of the chunks, of a block of sum_partials
 
@@ -55,14 +53,6 @@ __global__ void sum_partials_kernel(
   round_to(sum, (blockIdx.y == 0 ? grad_weight : grad_bias)[column]);
 }
 
-static int threads_for(int64_t width, int elements) {
-  const int64_t threads = (width + elements - 1) / elements;
-  const int64_t warps = threads < 32 ? 1 : (threads + 31) / 32;
-  return int(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
-}
-
-static bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 32 == 0; }
-
 // Return whether every row starts where W elements can be moved at once.
 static bool is_wide(const NormCall& c, int elements) {
   bool aligned = c.width % elements == 0;
@@ -71,10 +61,6 @@ static bool is_wide(const NormCall& c, int elements) {
         c.grad_sum, (const void*)c.grad_x, (const void*)c.partials})
     aligned = aligned && is_aligned(pointer);
   return aligned;
-}
-
-static const char* error_of(cudaError_t code) {
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
 }
 
 const char* norm_forward(const NormCall& call, int device, void* stream) {

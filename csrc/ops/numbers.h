@@ -4,6 +4,7 @@
 // several times, and the linker must never take a function of one copy for that of another.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -46,6 +47,8 @@ LANE_FN double to_accumulator(double value) { return value; }
 LANE_FN void round_to(float value, float& out) { out = value; }
 LANE_FN void round_to(double value, double& out) { out = value; }
 
+LANE_FN double exponential(double x) { return ::exp(x); }
+
 #ifdef __CUDACC__
 
 LANE_FN float to_accumulator(BFloat16 value) { return __uint_as_float(uint32_t(value.bits) << 16); }
@@ -56,6 +59,8 @@ LANE_FN void round_to(float value, BFloat16& out) {
 LANE_FN void round_to(float value, Float16& out) {
   out.bits = __half_as_ushort(__float2half_rn(value));
 }
+
+LANE_FN float exponential(float x) { return ::expf(x); }
 
 #else
 
@@ -99,6 +104,23 @@ LANE_FN void round_to(float value, Float16& out) {
   rounded = magnitude >= 0x477ff000 ? 0x7c00 : rounded;            // 65520 and above: infinity
   rounded = magnitude > 0x7f800000 ? 0x7e00 : rounded;
   out.bits = uint16_t(rounded | (bits >> 16 & 0x8000));
+}
+
+// Return e^x of x <= 88, within one unit in the last place; zero of x < -87, NaN of NaN.
+//
+// With k the integer next to x / ln 2, e^x = 2^k e^r for r = x - k ln 2, and e^r = 1 + r + r^2 q(r)
+// where q has the least relative error of its degree for |r| <= ln 2 / 2 (3e-9).
+LANE_FN float exponential(float x) {
+  constexpr float kShift = 0x1.8p23f;  // the sum of it and x is rounded to an integer
+  const float shifted = x * 0x1.715476p0f + kShift;
+  const float k = shifted - kShift;
+  const float r = (x - k * 0x1.62e4p-1f) - k * 0x1.7f7d1cp-20f;  // ln 2, its first part exact in k
+  const float q =
+      0.49999994f +
+      r * (0.1666652f + r * (0.041668393f + r * (0.008368781f + r * 0.0013814467f)));
+  const float scale = float_of((bits_of(shifted) << 23) + bits_of(1.0f));
+  const float power = (1.0f + (r + r * r * q)) * scale;
+  return x < -87.0f ? 0.0f : power;
 }
 
 #endif

@@ -140,8 +140,9 @@ def memory_bytes(
     Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
     two moments, and in half precision an fp32 copy of the weights. Activations are what our
     layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
-    the first stage under 1F1B, one on the last, which also holds the logits and their softmax;
-    with a fused loss those of a chunk of tokens, and the gradients of the projection and its input.
+    the first stage under 1F1B, one on the last, which also holds the logits and their gradient;
+    with a fused loss the logits of a chunk of tokens, and the gradients of the projection and its
+    input.
     """
     ends = [_stage_bytes(config, vocab, precision, share, first=True)]
     if share.pp > 1:
@@ -207,13 +208,13 @@ def _stage_bytes(
 
 
 def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) -> int:
-    """Return the bytes of the loss: logits in the model's dtype, their softmax in fp32 or wider."""
+    """Return the bytes of the loss: logits and their gradient, in the model's dtype."""
     tokens, wide = share.seq_length * share.micro_batch_size, max(size, 4)
     if not share.fuse_loss:
-        return tokens * columns * (size + wide)
+        return tokens * columns * 2 * size
     rows = chunk_rows(tokens, columns, share.device_type)
     of_weight = columns * config.hidden_size * (size if rows == tokens else wide)
-    return rows * columns * (size + wide) + tokens * config.hidden_size * size + of_weight
+    return rows * columns * size + tokens * config.hidden_size * size + of_weight
 
 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:

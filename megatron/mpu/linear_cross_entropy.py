@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.cross_entropy import token_losses
+from megatron.mpu.cross_entropy import token_losses, true_columns
 from megatron.mpu.layers import check_ids
 
 # Logits of one chunk: 512 of 1024 tokens at a vocabulary of 50304 on a CPU. Smaller chunks make the
@@ -116,22 +116,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         # Allocated once: new memory for every chunk would cost as much as its softmax.
         logits_memory = rows.new_empty((size, weight.shape[0]))
-        softmax_memory = rows.new_empty((size, weight.shape[0]), dtype=wide)
+        true_width = true_columns(weight.shape[0], head.tp, head.true_vocab_size)
         for chunk in _chunks(rows.shape[0], size):
             inputs = rows[chunk]
             logits = torch.mm(inputs, weight.t(), out=logits_memory[: inputs.shape[0]])
             losses[chunk], gradient = token_losses(
-                logits,
-                row_labels[chunk],
-                head.tp,
-                head.true_vocab_size,
-                softmax=softmax_memory[: inputs.shape[0]],
+                logits, row_labels[chunk], head.tp, head.true_vocab_size
             )
             if grad_hidden is None and grad_weight is None:
                 continue
-            grad_logits = gradient.compute(row_weights[chunk])
-            if grad_logits.dtype != logits.dtype:
-                grad_logits = logits.copy_(grad_logits)
+            grad_logits = gradient.replace(logits, row_weights[chunk], true_width)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:

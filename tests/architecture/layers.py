@@ -13,8 +13,8 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"errors", "json_values"}),  # for everybody
     frozenset({"host"}),
     frozenset({"log", "device", "atomic", "launch"}),
-    frozenset({"config", "progress", "timers"}),
-    frozenset({"mpu", "ops", "data", "tokenizer", "lengths"}),
+    frozenset({"config", "ops", "progress", "timers"}),
+    frozenset({"mpu", "data", "tokenizer", "lengths"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint"}),
     frozenset({"model_build"}),
     frozenset({"engine", "preflight", "generation"}),

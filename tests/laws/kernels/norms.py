@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron.ops import layer_norm, library, rms_norm
+from megatron.ops import layer_norm, rms_norm
 from megatron.ops.library import statistics_dtype
 
 EPSILON = 1e-5
@@ -170,10 +169,8 @@ def check_backward(norm: Norm, arguments: Sequence[Tensor | None], made: Sequenc
         _check(sums, wanted, terms.reshape(-1, n).sum(0), of_y, kept)
 
 
-def check_kernels_of(file: Path, instruction_set: str) -> None:
-    """Check some shapes in a process whose kernels have to be those of `instruction_set`."""
-    found = library.INSTRUCTION_SET or library._register_kernels(file)
-    assert found == instruction_set, found
+def check_some() -> None:
+    """Check a few shapes in every pair of dtypes."""
     for norm in NORMS:
         for dtypes in DTYPES:
             for shape in ((1, 1), (37, 129), (3, 4097)):

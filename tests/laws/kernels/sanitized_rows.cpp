@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "loss_rows.h"
 #include "norm_rows.h"
 
 using namespace megatron;
@@ -48,6 +49,18 @@ struct StripedLanes {
     }
     return total;
   }
+
+  template <class A, class F, class... Spans>
+  ExpSum<A> sum_exp(int64_t n, F f, Spans... spans) const {
+    ExpSum<A> total = no_exponentials<A>();
+    for (int64_t thread = 0; thread < kThreads; ++thread) {
+      ExpSum<A> value = no_exponentials<A>();
+      for (int64_t i = thread * W; i < n; i += int64_t(kThreads) * W)
+        value = both(value, visit_sum_exp<A, W>(i, f, spans...));
+      total = both(total, value);
+    }
+    return total;
+  }
 };
 
 // A buffer on the heap, aligned as CUDA's are, of exactly `count` elements.
@@ -58,7 +71,8 @@ class Buffer {
     void* memory = nullptr;
     if (posix_memalign(&memory, 32, count * sizeof(T) + (count == 0)) != 0) std::abort();
     data_.reset(static_cast<T*>(memory));
-    for (int64_t i = 0; i < count; ++i)
+    if constexpr (std::is_same_v<T, int64_t>) return;
+    else for (int64_t i = 0; i < count; ++i)
       round_to(
           Accumulator<T>(is_random ? std::rand() / double(RAND_MAX) * 2 - 0.5 : NAN), data_.get()[i]);
   }
@@ -154,6 +168,63 @@ static void compare_shapes() {
       }
 }
 
+template <class X>
+struct Losses {
+  Buffer<Accumulator<X>> statistics;
+  Buffer<X> gradient;
+
+  template <class Lanes>
+  Losses(LossCall call, Buffer<X>& logits, const Lanes& lanes)
+      : statistics(3 * call.rows, false), gradient(logits.size(), false) {
+    call.statistics = statistics.get();
+    call.logits = logits.get();
+    for (int64_t row = 0; row < call.rows; ++row) LossRows<X>{call}.statistics(lanes, row);
+    for (int64_t i = 0; i < logits.size(); ++i) gradient.get()[i] = logits.get()[i];
+    call.logits = gradient.get();
+    for (int64_t row = 0; row < call.rows; ++row) LossRows<X>{call}.gradient(lanes, row);
+  }
+};
+
+template <class X>
+static void compare_losses(int64_t rows, int64_t n, int64_t true_width) {
+  using A = Accumulator<X>;
+  Buffer<X> logits(rows * n);
+  Buffer<A> shift(rows), scale(rows), at_label(rows);
+  Buffer<int64_t> label(rows, false);
+  for (int64_t row = 0; row < rows; ++row) {
+    label.get()[row] = row - 1 + (row > 1) * (n - 2);  // none, the first, the last
+    if (row == 1) scale.get()[row] = at_label.get()[row] = 0;
+  }
+  LossCall call{};
+  call.rows = rows;
+  call.width = n;
+  call.true_width = true_width;
+  call.label = label.get();
+  call.shift = shift.get();
+  call.scale = scale.get();
+  call.at_label = at_label.get();
+  Losses<X> thread(call, logits, ThreadLanes());
+  constexpr int kWide = LossRows<X>::kWide;
+  Losses<X> block = n % kWide == 0 ? Losses<X>(call, logits, StripedLanes<kWide>())
+                                   : Losses<X>(call, logits, StripedLanes<1>());
+  for (int64_t i = 0; i < 3 * rows; ++i)
+    if (std::isinf(thread.statistics.at(i)) && thread.statistics.at(i) == block.statistics.at(i))
+      thread.statistics.get()[i] = block.statistics.get()[i] = 0;
+  expect_close(block.statistics, thread.statistics, "loss statistics", sizeof(A) == 8 ? 1e-15 : 1e-6);
+  expect_close(block.gradient, thread.gradient, "loss gradient", 0);
+}
+
+// Within one unit in the last place of every number from where powers are normal to one.
+static void check_exponential() {
+  for (float x = -87.0f; x < 1.0f; x += 0x1p-12f) {
+    const double exact = std::exp(double(x)), error = std::fabs(exponential(x) - exact);
+    expect(error <= exact * 0x1p-23, "exponential", x);
+  }
+  expect(exponential(0.0f) == 1.0f, "exponential", 0);
+  expect(exponential(-87.5f) == 0.0f && exponential(-INFINITY) == 0.0f, "exponential", -INFINITY);
+  expect(std::isnan(exponential(float(NAN))), "exponential", NAN);
+}
+
 // Every half-precision number survives the way to fp32 and back, and what lies between two of them
 // goes to the nearer one, or half way to the even one.
 template <class T>
@@ -207,6 +278,14 @@ int main(int count, char** arguments) {
   if (count > 1) return run_wrongly(arguments[1]);
   check_conversion<Float16>(0x7c00, 0);
   check_conversion<BFloat16>(0x7f80, 1e-45);  // the middle of its least numbers is none of fp32
+  check_exponential();
+  for (int64_t n : {1, 2, 7, 8, 31, 32, 512, 520, 1031, 4097})
+    for (int64_t padding : {0, 3}) {
+      const int64_t true_width = n > padding ? n - padding : 0;
+      compare_losses<double>(3, n, true_width);
+      compare_losses<BFloat16>(3, n, true_width);
+      compare_losses<float>(3, n, true_width);
+    }
   compare_shapes<double, double>();
   compare_shapes<BFloat16, BFloat16>();
   compare_shapes<float, Float16>();

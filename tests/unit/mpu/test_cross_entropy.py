@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron.errors import DataError
-from megatron.mpu import cross_entropy
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 
@@ -33,14 +32,6 @@ def test_losses_and_gradients_equal_torchs(width: int, true: int) -> None:
     torch.testing.assert_close(losses, expected, **EXACT)
     torch.testing.assert_close(gradient, expected_gradient, **EXACT)
     assert bool((gradient[..., true:] == 0).all())
-
-
-def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels = sample(16, 13, torch.float32)
-    whole = vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=13)
-    monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 48)
-    chunked = vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=13)
-    assert torch.equal(whole, chunked)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -94,11 +85,10 @@ def test_a_label_among_the_padding_is_refused() -> None:
         vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=13)
 
 
-def test_the_logits_are_not_changed_and_a_second_backward_is_refused() -> None:
+def test_the_logits_are_not_changed_and_backward_works_again() -> None:
     logits, labels = sample(16, 16, torch.float32)
     before = logits.detach().clone()
     total = vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=16).sum()
-    total.backward(retain_graph=True)
+    first, second = (torch.autograd.grad(total, logits, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(logits, before)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total.backward()
+    assert torch.equal(first, second)

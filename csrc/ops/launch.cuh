@@ -1,0 +1,24 @@
+// How kernels with a block for every row are started.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace megatron::OPS_TARGET {
+
+constexpr int kMostThreads = 512;
+
+inline int threads_for(int64_t width, int elements) {
+  const int64_t threads = (width + elements - 1) / elements;
+  const int64_t warps = threads < 32 ? 1 : (threads + 31) / 32;
+  return int(warps * 32 < kMostThreads ? warps * 32 : kMostThreads);
+}
+
+inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 32 == 0; }
+
+inline const char* error_of(cudaError_t code) {
+  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+}
+
+}  // namespace megatron::OPS_TARGET
