@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig, Normalization
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
+from megatron.ops.rms_norm import rms_norm
 
 
 def build_norm(config: ModelConfig, build: ModelBuild) -> "LayerNorm | RMSNorm":
@@ -73,7 +74,7 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
 
-    torch's `rms_norm` computes half-precision inputs in fp32 and rounds once, at the end.
+    The operator computes half-precision inputs in fp32 and rounds once, at the end.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RMSNorm(_Norm):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension of [.., width]."""
-        return F.rms_norm(hidden, (self.width,), self.weight.to(hidden.dtype), self.epsilon)
+        return rms_norm(hidden, self.weight.to(hidden.dtype), self.epsilon)
 
 
 def _gain(width: int, init: Init, sequence_parallel: bool, dtype: torch.dtype) -> nn.Parameter:
