@@ -35,6 +35,7 @@ from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.initialize import reseed
 from megatron.model_build import vocabulary
+from megatron.ops.library import kernels_in_use
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.progress import Progress
@@ -283,7 +284,7 @@ def _only_seq_length(differing: list[str]) -> bool:
 def _warn_of_changes(
     opened: OpenedCheckpoint, config: RunConfig, sources: Mapping[str, str]
 ) -> None:
-    """Warn about changed flags and data: the run is resumed, but its numbers will differ."""
+    """Warn about changed flags, data and kernels: the run goes on, but its numbers will differ."""
     changed = [
         f"--{name.replace('_', '-')} {saved} -> {present}"
         for group in _WARN_IF_CHANGED
@@ -291,6 +292,12 @@ def _warn_of_changes(
     ]
     if changed:
         log.warning(f"resuming with other flags than the checkpoint's: {', '.join(changed)}")
+    saved_with, kernels = opened.manifest.written_by.get("kernels"), kernels_in_use()
+    if saved_with not in (None, kernels):
+        log.warning(
+            f"resuming with other kernels than the checkpoint's ({saved_with} -> {kernels}): "
+            "numbers will differ in their last bits"
+        )
     if files := changed_sources(opened.manifest.data, sources):
         log.warning(
             "resuming with files of the data that are not those the checkpoint was trained on, "

@@ -6,6 +6,7 @@ from megatron.engine.deepspeed.engine import DeepSpeedEngine
 from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
 from megatron.engine.native import NativeEngine
 from megatron.model.specs import ModelBuild
+from megatron.ops.library import announce_kernels
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -18,6 +19,7 @@ def build_engine(
     timers: Timers,
 ) -> Engine:
     """Return the engine of this rank; all ranks call this together."""
+    announce_kernels()
     if config.engine.deepspeed:
         in_stages = build.ctx.pp.size > 1
         kind = DeepSpeedPipelineEngine if in_stages else DeepSpeedEngine

@@ -80,15 +80,25 @@ def check_row_operands(x: Tensor, residual: Tensor | None, *vectors: Tensor) -> 
         )
 
 
-def warn_unless_built() -> None:
-    """Warn, once, that references run in place of the kernels; for the start of a training."""
+def kernels_in_use() -> str:
+    """Return what results depend on in their last bits: instruction set, "cuda" if for it too."""
     if INSTRUCTION_SET is None:
-        what = "was built from other source" if _FILE.exists() else "is not built"
-        log.warning_once(
-            "compiled ops",
-            f"megatron/ops/{_FILE.name} {what}; operators run as PyTorch code (same results within "
-            "rounding, slower): python setup.py build_ext --inplace builds it",
-        )
+        return "none"
+    has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("megatron::rms_norm", "CUDA")
+    return f"{INSTRUCTION_SET} cuda" if has_cuda else INSTRUCTION_SET
+
+
+def announce_kernels() -> None:
+    """Log the kernels in use, or warn once that there are none; for the start of a training."""
+    if INSTRUCTION_SET is not None:
+        log.info(f"kernels: {kernels_in_use()}")
+        return
+    what = "was built from other source" if _FILE.exists() else "is not built"
+    log.warning_once(
+        "compiled ops",
+        f"megatron/ops/{_FILE.name} {what}; operators run as PyTorch code (same results within "
+        "rounding, slower): python setup.py build_ext --inplace builds it",
+    )
 
 
 def _register_kernels(file: Path) -> str | None:

@@ -20,6 +20,7 @@ from megatron.global_vars import Runtime
 from megatron.inference import load_model_for_inference
 from megatron.model_build import model_build
 from megatron.mpu.topology import Topology
+from megatron.ops.library import kernels_in_use
 from megatron.progress import Progress
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
@@ -268,6 +269,18 @@ def test_other_training_flags_are_allowed_and_said(folder: str, capsys: Any) -> 
     assert "WARNING: resuming with other flags than the checkpoint's" in output
     assert "--clip-grad 0.5 -> 2.0" in output
     assert "--lr 0.01 -> 0.5" in output
+
+
+def test_other_kernels_than_the_checkpoints_are_said(
+    folder: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_of(load=folder).load() == AT
+    assert "kernels" not in capsys.readouterr().err
+    monkeypatch.setattr("megatron.checkpointing.kernels_in_use", lambda: "other")
+    assert run_of(load=folder).load() == AT
+    assert f"other kernels than the checkpoint's ({kernels_in_use()} -> other)" in (
+        capsys.readouterr().err
+    )
 
 
 def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:

@@ -33,6 +33,7 @@ from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError, MegatronError
 from megatron.json_values import JsonObject
 from megatron.mpu.context import ParallelContext
+from megatron.ops.library import kernels_in_use
 
 T = TypeVar("T")
 _ROOM_BYTES = 1 << 20  # for the manifest's fixed part and the file system's own blocks
@@ -177,7 +178,11 @@ def manifest_of(
         tensors=tensors,
         files={name: record for part in parts for name, record in part.files.items()},
         generators=tuple(part.generators for part in parts if part.generators is not None),
-        written_by={"megatron": megatron.__version__, "torch": torch.__version__},
+        written_by={
+            "megatron": megatron.__version__,
+            "torch": torch.__version__,
+            "kernels": kernels_in_use(),
+        },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         data=snapshot.data,
         validation_loss=snapshot.validation_loss,

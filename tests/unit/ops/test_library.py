@@ -42,17 +42,22 @@ def test_a_training_without_kernels_says_so_once(built, monkeypatch, tmp_path, c
     monkeypatch.setattr(library, "_FILE", file)
     monkeypatch.setattr(library, "INSTRUCTION_SET", None)
     for _ in range(2):
-        library.warn_unless_built()
+        library.announce_kernels()
     output = capsys.readouterr().err
     assert output.count("operators run as PyTorch code") == 1
     assert ("is not built" if built == "none" else "was built from other source") in output
     assert "python setup.py build_ext --inplace" in output
 
 
-def test_a_training_with_kernels_says_nothing(monkeypatch, capsys):
+@pytest.mark.parametrize(("has_cuda", "name"), [(False, "plain"), (True, "plain cuda")])
+def test_a_training_with_kernels_says_which(monkeypatch, capsys, has_cuda, name):
     monkeypatch.setattr(library, "INSTRUCTION_SET", "plain")
-    library.warn_unless_built()
-    assert capsys.readouterr().err == ""
+    query = "_dispatch_has_kernel_for_dispatch_key"
+    monkeypatch.setattr(torch._C, query, lambda operator, key: has_cuda and key == "CUDA")
+    library.announce_kernels()
+    output = capsys.readouterr()
+    assert f"kernels: {name}\n" in output.out + output.err
+    assert "not built" not in output.err
 
 
 def test_statistics_are_never_of_half_precision():
