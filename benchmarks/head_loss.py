@@ -73,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tokens": flags.tokens,
         "hidden": flags.hidden,
         "vocab": flags.vocab,
-        "chunk": chunk_rows(flags.tokens, flags.vocab, "cpu"),
+        "chunk": {
+            name: chunk_rows(flags.tokens, (flags.vocab, flags.hidden), dtype.itemsize, "cpu")
+            for name, dtype in DTYPES.items()
+        },
         "rounds": flags.rounds,
         "results": [measure(dtype, flags) for dtype in flags.dtype],
         "machine": machine(),
@@ -180,7 +183,8 @@ def table(report: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
         f"load {machine['load_1min']:.1f} at the end",
         f"{report['tokens']} tokens, hidden {report['hidden']}, vocab {report['vocab']}; fused in "
-        f"chunks of {report['chunk']} tokens; medians of {report['rounds']} steps in turns",
+        f"chunks of at most {max(report['chunk'].values())} tokens; medians of "
+        f"{report['rounds']} steps in turns",
         "",
         f"{'dtype':<6} {'who':<20} {'s':>8} {'CPU s':>8} {'plain / it':>10} {'peak MB':>8}",
     ]
@@ -214,7 +218,7 @@ def _fused(inputs: Inputs) -> Tensor:
 
 def _with_chunks(size: int, inputs: Inputs) -> Tensor:
     """Do a step of the fused loss with so many tokens at a time."""
-    fused_module.chunk_rows = lambda rows, columns, device_type: min(rows, size)
+    fused_module.chunk_rows = lambda rows, *_: min(rows, size)
     try:
         return _with_gradients(_fused, inputs)
     finally:

@@ -208,13 +208,19 @@ def _stage_bytes(
 
 
 def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) -> int:
-    """Return the bytes of the loss: logits and their gradient, in the model's dtype."""
-    tokens, wide = share.seq_length * share.micro_batch_size, max(size, 4)
+    """Return the bytes of the loss: logits and their gradient, in the model's dtype.
+
+    A fused loss holds the logits of a chunk, then the gradients. That of the weight is in fp32 or
+    wider while several chunks add to it, and is then rounded.
+    """
+    tokens, elements = share.seq_length * share.micro_batch_size, columns * config.hidden_size
     if not share.fuse_loss:
         return tokens * columns * 2 * size
-    rows = chunk_rows(tokens, columns, share.device_type)
-    of_weight = columns * config.hidden_size * (size if rows == tokens else wide)
-    return rows * columns * size + tokens * config.hidden_size * size + of_weight
+    rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)
+    summed = size if rows == tokens else max(size, 4)
+    rounded = size if size < summed else 0
+    of_weight = max(rows * columns * size + elements * summed, elements * (summed + rounded))
+    return tokens * config.hidden_size * size + of_weight
 
 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:

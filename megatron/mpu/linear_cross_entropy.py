@@ -7,7 +7,7 @@ the same three matrix products as the separate operations, and keeps [n, h] and 
 backward pass instead of [n, v/tp].
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,12 +20,12 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.cross_entropy import token_losses, true_columns
 from megatron.mpu.layers import check_ids
 
-# Logits of one chunk: 512 of 1024 tokens at a vocabulary of 50304 on a CPU. Smaller chunks make the
-# matrix products slower, larger ones take more memory.
-_CHUNK_ELEMENTS = {"cpu": 2**25}
-_CHUNK_ELEMENTS_ELSEWHERE = 2**27
-# Half-precision products are added to the fp32 sum in blocks of so many elements. On a CPU a block
-# is then still in the cache.
+# Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 667 tokens. Smaller
+# chunks make the matrix products slower, larger ones take more memory.
+_CHUNK_BYTES = {"cpu": 2**27}
+_CHUNK_BYTES_ELSEWHERE = 2**28
+# Half-precision products are added to the fp32 sum in blocks of so many elements, and gradients
+# multiplied in quarters of them. On a CPU they are then still in the cache.
 _BLOCK_ELEMENTS = {"cpu": 2**21}
 _BLOCK_ELEMENTS_ELSEWHERE = 2**28
 
@@ -65,12 +65,19 @@ def linear_cross_entropy(
     return function(hidden, weight, labels, token_weights, head)
 
 
-def chunk_rows(rows: int, columns: int, device_type: str) -> int:
-    """Return how many of `rows` tokens are processed at a time, with `columns` logits each.
+def chunk_rows(rows: int, weight: Sequence[int], itemsize: int, device_type: str) -> int:
+    """Return how many of `rows` tokens are processed at a time; the last chunk may be smaller.
 
-    The last chunk may be smaller. The result is equal on all tp ranks, which communicate per chunk.
+    `weight` is the shape [v/tp, h], `itemsize` the bytes of an element of it and of the logits.
+    In half precision a gradient of the weight [v/tp, h] that several chunks add to takes 6 bytes
+    for each element before it is rounded, that of one chunk 2: up to 2h tokens in one chunk, whose
+    logits take 2 bytes, need no more memory. The result is equal on all tp ranks, which communicate
+    per chunk.
     """
-    limit = _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS_ELSEWHERE)
+    columns, width = weight
+    if itemsize < 4 and rows <= 2 * width:
+        return max(1, rows)
+    limit = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE) // itemsize
     chunks = max(1, -(-rows // max(1, limit // columns)))
     return max(1, -(-rows // chunks))
 
@@ -100,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         whole = all_gather(hidden, head.tp) if head.sequence_parallel else hidden
         rows, row_labels = whole.reshape(-1, whole.shape[-1]), labels.reshape(-1)
-        size = chunk_rows(rows.shape[0], weight.shape[0], weight.device.type)
+        size = chunk_rows(rows.shape[0], weight.shape, weight.itemsize, weight.device.type)
         wide = torch.promote_types(weight.dtype, torch.float32)
         losses = rows.new_empty(rows.shape[0], dtype=wide)
         row_weights = torch.ones_like(losses)
@@ -178,14 +185,16 @@ def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if total.dtype == dtype == factor.dtype:
         return total.mul_(factor)
     result = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
-    for block in _blocks(total):
-        # Of one dimension, since a scalar would be rounded to half precision before the product.
-        result[block].copy_(total[block] * factor.view(1))
+    memory = torch.empty(0, dtype=factor.dtype, device=total.device)
+    for block in _blocks(total, parts=4):
+        # In memory that is used again: a scalar times half precision would be rounded before.
+        wide = memory.resize_(total[block].shape).copy_(total[block])
+        result[block].copy_(wide.mul_(factor))
     return result
 
 
-def _blocks(total: Tensor) -> Iterator[slice]:
-    limit = _BLOCK_ELEMENTS.get(total.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+def _blocks(total: Tensor, parts: int = 1) -> Iterator[slice]:
+    limit = _BLOCK_ELEMENTS.get(total.device.type, _BLOCK_ELEMENTS_ELSEWHERE) // parts
     size = max(1, limit // total.shape[1])
     for start in range(0, total.shape[0], size):
         yield slice(start, start + size)

@@ -52,7 +52,7 @@ def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool) -> N
 
 
 def check_every_vocabulary(tp: int) -> None:
-    module._CHUNK_ELEMENTS["cpu"] = 3 * PADDED // tp  # three tokens; in this process alone
+    module._CHUNK_BYTES["cpu"] = 3 * PADDED // tp * 8  # three tokens; in this process alone
     ctx = build(tp)
     for true in (16, TRUE, 3):  # 3: at tp = 2 and 4 some ranks hold nothing but padding
         for split in (False, True):

@@ -202,22 +202,30 @@ def test_every_knob_saves_memory(knob: dict[str, int]) -> None:
     assert after.total < before.total
 
 
-def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients() -> None:
+@pytest.mark.parametrize(
+    ("flags", "micro_batch", "bytes_of_weight"),
+    [
+        ({}, 2, 4),
+        ({"bf16": True}, 2, 2),  # 2 h tokens: one chunk, whose product is rounded once
+        ({"bf16": True}, 4, 4 + 2),  # added up in fp32, then rounded: more than one chunk's logits
+    ],
+)
+def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients(
+    flags: dict[str, bool], micro_batch: int, bytes_of_weight: int
+) -> None:
     config, vocab = preset("gpt3-1.3b"), VocabSize(50257, 50304)
-    bf16, on = PrecisionConfig(bf16=True), share(seq_length=2048)
-
-    def activations(device_type: str) -> int:
-        fused = dataclasses.replace(on, fuse_loss=True, device_type=device_type)
-        return memory_bytes(config, vocab, bf16, fused).activations
-
-    tokens, width = 2 * 2048, config.hidden_size
-    unfused = memory_bytes(config, vocab, bf16, on).activations
-    others = unfused - 4 * tokens * vocab.padded
-    gradients = 2 * tokens * width + 4 * vocab.padded * width
-    chunk = chunk_rows(tokens, vocab.padded, "cpu")
-    assert chunk < tokens / 5
-    assert activations("cpu") == others + 2 * chunk * vocab.padded + gradients
-    assert activations("cpu") < activations("cuda") < unfused
+    precision = PrecisionConfig(**flags)
+    on = share(seq_length=2048, micro_batch_size=micro_batch)
+    fused = dataclasses.replace(on, fuse_loss=True, device_type="cpu")
+    size = precision.precision.num_bytes
+    tokens, width = micro_batch * 2048, config.hidden_size
+    unfused = memory_bytes(config, vocab, precision, on).activations
+    others = unfused - 2 * size * tokens * vocab.padded
+    gradients = size * tokens * width + bytes_of_weight * vocab.padded * width
+    chunk = chunk_rows(tokens, (vocab.padded, width), size, "cpu")
+    logits = 0 if bytes_of_weight == 6 else size * chunk * vocab.padded
+    assert memory_bytes(config, vocab, precision, fused).activations == others + logits + gradients
+    assert memory_bytes(config, vocab, precision, fused).activations < unfused
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -34,8 +34,8 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens at a time of ten, and blocks of four rows of the weight."""
-    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 3 * WIDTH)
+    """Three tokens of fp64 at a time of ten, and blocks of four rows of the weight."""
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 3 * WIDTH * 8)
     monkeypatch.setitem(module._BLOCK_ELEMENTS, "cpu", 4 * HIDDEN)
 
 
@@ -196,7 +196,7 @@ ONE_MORE_ROUNDING = 1.1 * 2**0.5
 def test_half_precision_is_as_accurate_as_separate_operations(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 64 * 512)
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 512 * 2)
     found, expected = errors(dtype)
     for one, other in zip(found[1:], expected[1:]):
         assert one < ONE_MORE_ROUNDING * other
@@ -213,16 +213,23 @@ def in_half_precision(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_fi
 
 @pytest.mark.parametrize("rows", [1, 7, 256, 1000, 1024, 4096])
 def test_chunks_hold_a_bounded_number_of_logits(rows: int) -> None:
-    limit = module._CHUNK_ELEMENTS["cpu"]
-    for columns in (1, 13, 50304, 2 * limit):
-        size = chunk_rows(rows, columns, "cpu")
-        assert 1 <= size <= rows
-        assert size * columns <= max(limit, columns)
-        # No more chunks than it takes, and of nearly one size.
-        chunks = -(-rows // size)
-        assert chunks == -(-rows // max(1, limit // columns))
-        assert size == -(-rows // chunks)
-    assert chunk_rows(1024, 50304, "cpu") == 512
+    limit = module._CHUNK_BYTES["cpu"]
+    for itemsize in (2, 4):
+        for columns in (1, 13, 50304, 2 * limit):
+            size = chunk_rows(rows, (columns, rows // 3), itemsize, "cpu")
+            assert 1 <= size <= rows
+            assert size * columns * itemsize <= max(limit, columns * itemsize)
+            # No more chunks than it takes, and of nearly one size.
+            chunks = -(-rows // size)
+            assert chunks == -(-rows // max(1, limit // itemsize // columns))
+            assert size == -(-rows // chunks)
+    assert chunk_rows(1024, (50304, 512), 4, "cpu") == 512
+
+
+def test_twice_as_many_tokens_as_channels_are_one_chunk_in_half_precision() -> None:
+    assert chunk_rows(16384, (50304, 8192), 2, "cpu") == 16384
+    assert chunk_rows(16385, (50304, 8192), 2, "cpu") < 2000
+    assert chunk_rows(16384, (50304, 8192), 4, "cpu") < 1000
 
 
 class Operations(TorchDispatchMode):
@@ -240,7 +247,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 8 * 50)
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 8 * 50 * 4)
     given = Case(
         torch.randn(32, 2, 4),
         torch.randn(50, 4),
