@@ -25,6 +25,7 @@ from benchmarks.machine import machine
 from megatron import device
 from megatron.errors import ConfigError
 from megatron.ops import library
+from megatron.ops.activation import ActivationKind, activate, gated_unit
 from megatron.ops.layer_norm import add_layer_norm, layer_norm
 from megatron.ops.rms_norm import add_rms_norm, rms_norm
 from megatron.program import run_program
@@ -47,6 +48,7 @@ class Case:
     eager: Callable[..., Outputs]
     inputs: int  # of the shape of a row block; weights are small beside them
     vectors: int
+    halves: bool = False  # the output has half as many elements as the input
 
     def moved(self, elements: int, size: int) -> tuple[int, int]:
         """Return the bytes that forward and backward have to read and write.
@@ -54,8 +56,9 @@ class Case:
         Forward reads the inputs and writes the output, and the sum if there is one. Backward reads
         the gradients of the outputs and what was normalised, and writes one gradient.
         """
-        outputs = self.inputs  # a sum is an output more for an input more
-        return (self.inputs + outputs) * elements * size, (outputs + 2) * elements * size
+        outputs = 0.5 if self.halves else self.inputs  # of a sum two, as it has two inputs
+        forward, backward = self.inputs + outputs, outputs + 2
+        return int(forward * elements * size), int(backward * elements * size)
 
 
 def _eager_rms(x: Tensor, weight: Tensor) -> Outputs:
@@ -76,6 +79,11 @@ def _eager_add_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
     return F.layer_norm(added, weight.shape, weight, bias, EPSILON), added
 
 
+def _eager_swiglu(x: Tensor) -> Outputs:
+    gate, up = x.chunk(2, dim=-1)
+    return (F.silu(gate) * up,)
+
+
 CASES = (
     Case("rms_norm", lambda x, w: (rms_norm(x, w, EPSILON),), _eager_rms, 1, 1),
     Case("add_rms_norm", lambda x, r, w: add_rms_norm(x, r, w, EPSILON), _eager_add_rms, 2, 1),
@@ -87,6 +95,14 @@ CASES = (
         2,
         2,
     ),
+    Case(
+        "gelu_tanh",
+        lambda x: (activate(x, ActivationKind.GELU_TANH),),
+        lambda x: (F.gelu(x, approximate="tanh"),),
+        1,
+        0,
+    ),
+    Case("swiglu", lambda x: (gated_unit(x, ActivationKind.SILU),), _eager_swiglu, 1, 0, True),
 )
 
 

@@ -21,4 +21,19 @@ inline const char* error_of(cudaError_t code) {
   return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
 }
 
+// The number of elements that a thread moves at once, as a type.
+template <int W>
+struct Wide {
+  static constexpr int value = W;
+};
+
+// Call launch(rows, Wide<W>()), W being what the type of the rows allows, or 1 unless `is_wide(W)`.
+template <class Rows, class IsWide, class F>
+void with_width(const Rows& rows, const IsWide& is_wide, const F& launch) {
+  if (is_wide(Rows::kWide))
+    launch(rows, Wide<Rows::kWide>());
+  else
+    launch(rows, Wide<1>());
+}
+
 }  // namespace megatron::OPS_TARGET

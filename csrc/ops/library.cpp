@@ -10,6 +10,7 @@
 
 namespace megatron {
 
+void register_activations(StableLibrary& library);
 void register_norms(StableLibrary& library);
 void register_losses(StableLibrary& library);
 
@@ -36,6 +37,7 @@ static void register_for(const char* dispatch_key) {
   // Never deleted: the kernels stay for the life of the process.
   auto* library = new StableLibrary(
       StableLibrary::Kind::IMPL, "megatron", dispatch_key, __FILE__, __LINE__);
+  register_activations(*library);
   register_norms(*library);
   register_losses(*library);
 }
@@ -45,7 +47,7 @@ static void register_for(const char* dispatch_key) {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Changes with the schemas, or with what they mean; megatron/ops/library.py has the same number.
-EXPORTED int64_t megatron_ops_interface() { return 2; }
+EXPORTED int64_t megatron_ops_interface() { return 3; }
 
 EXPORTED const char* megatron_ops_instruction_set() {
   switch (megatron::instruction_set()) {

@@ -15,17 +15,13 @@ __global__ void __launch_bounds__(kMostThreads) loss_gradient_kernel(Rows rows) 
   rows.gradient(BlockLanes<W>(), blockIdx.x);
 }
 
-// Call launch(rows, constant of the elements that a thread moves at once).
 template <class F>
 static const char* launch_rows(const LossCall& call, int device, const F& launch) {
   if (const char* error = error_of(cudaSetDevice(device))) return error;
-  with_loss(call, [&](auto rows) {
-    constexpr int kWide = decltype(rows)::kWide;
-    if (call.width % kWide == 0 && is_aligned(call.logits))
-      launch(rows, std::integral_constant<int, kWide>());
-    else
-      launch(rows, std::integral_constant<int, 1>());
-  });
+  const auto is_wide = [&](int elements) {
+    return call.width % elements == 0 && is_aligned(call.logits);
+  };
+  with_loss(call, [&](auto rows) { with_width(rows, is_wide, launch); });
   return error_of(cudaGetLastError());
 }
 

@@ -7,7 +7,7 @@ estimate for people and preflight, which leaves out what a framework and fragmen
 from dataclasses import dataclass, replace
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
-from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.model.specs import TokenFlops, VocabSize
 from megatron.mpu.linear_cross_entropy import chunk_rows
@@ -241,7 +241,9 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
         split += queries + keys  # rotated copies
     if config.qk_layernorm:
         split += queries + keys  # normed copies
-    kept = 4 if config.glu is not None else 2  # gate, up, act(gate), product
+    kept = 2  # before and after the activation
+    if config.glu is not None:  # gate, up, product, and act(gate) unless one kernel has both
+        kept = 4 if config.activation is Activation.GELU_ERF else 3
     masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
     whole = 4 * config.hidden_size * size + masks
     if config.has_experts:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,6 +11,7 @@ from megatron.config.model import Activation, ModelConfig
 from megatron.model.init import residual_init, weight_init
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.ops.activation import ActivationKind, activate, gated_unit
 
 
 class MLP(nn.Module):
@@ -24,9 +24,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
-        self._gated = config.glu is not None
-        self._activation = ACTIVATIONS[config.activation]
-        halves = 2 if self._gated else 1
+        self._activate = unit_of(config)
+        halves = 1 if config.glu is None else 2
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
             halves * config.ffn_width,
@@ -50,31 +49,36 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         middle = self.fc1(hidden)  # [s, b, f/tp], or [s, b, 2f/tp] as [gate; up]
-        if self._gated:
-            gate, up = middle.chunk(2, dim=-1)
-            middle = self._activation(gate) * up
-        else:
-            middle = self._activation(middle)
-        output: Tensor = self.fc2(middle)
+        output: Tensor = self.fc2(self._activate(middle))
         return output
 
 
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()  # So et al. 2021, arXiv 2109.08668
+def unit_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the matrices of an MLP: [.., f], or [.., 2f] gated, to [.., f]."""
+    if config.glu is None:
+        return ACTIVATIONS[config.activation]
+    kind = _KERNELS.get(config.activation)
+    return _gated_gelu_erf if kind is None else partial(gated_unit, kind=kind)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
+def _gated_gelu_erf(middle: Tensor) -> Tensor:
+    gate, up = middle.chunk(2, dim=-1)
+    return F.gelu(gate) * up
 
+
+# The error function has no kernel of ours.
+_KERNELS = {
+    Activation.GELU_TANH: ActivationKind.GELU_TANH,
+    Activation.RELU: ActivationKind.RELU,
+    Activation.SQUARED_RELU: ActivationKind.SQUARED_RELU,
+    Activation.SILU: ActivationKind.SILU,
+    Activation.IDENTITY: ActivationKind.IDENTITY,
+}
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
-        Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
         Activation.GELU_ERF: F.gelu,
-        Activation.RELU: torch.relu,
-        Activation.SQUARED_RELU: _squared_relu,
-        Activation.SILU: F.silu,
-        Activation.IDENTITY: _identity,
+        **{name: partial(activate, kind=kind) for name, kind in _KERNELS.items()},
     }
 )
 """What each named activation computes, element by element."""

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.model.init import residual_init, weight_init
-from megatron.model.mlp import ACTIVATIONS, MLP
+from megatron.model.mlp import MLP, unit_of
 from megatron.model.moe_router import Router, counts_of
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
@@ -59,9 +59,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
-        self._gated = config.glu is not None
-        self._activation = ACTIVATIONS[config.activation]
-        halves = 2 if self._gated else 1
+        self._activate = unit_of(config)
+        halves = 1 if config.glu is None else 2
         width = config.expert_width
         self._experts = experts = config.num_experts or 1
         self.fc1 = GroupedLinear(
@@ -92,12 +91,7 @@ class Experts(nn.Module):
         # On an accelerator this waits for it: sizes of matrices are known to the host.
         counts = counts_of(chosen, self._experts).sum(dim=0).tolist()
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
-        middle = self.fc1(rows, counts)
-        if self._gated:
-            gate, up = middle.chunk(2, dim=-1)
-            middle = self._activation(gate) * up
-        else:
-            middle = self._activation(middle)
+        middle = self._activate(self.fc1(rows, counts))
         rows = _TAKE(self.fc2(middle, counts), back, order, 1)
         output = (rows.view(*chosen.shape, width) * shares.unsqueeze(-1)).sum(dim=-2)
         return output.to(hidden.dtype)

@@ -487,13 +487,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/model/test_moe.py::test_equal_experts_are_a_dense_mlp",
         ),
         Mutant(
-            "a gate is activated, not the values",
-            "megatron/model/moe.py",
-            "middle = self._activation(gate) * up",
-            "middle = gate * self._activation(up)",
-            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
-        ),
-        Mutant(
             "gradients of a token's copies are summed",
             "megatron/model/moe.py",
             "rows = rows.view(-1, ctx.copies, rows.shape[-1]).sum(dim=1)",
@@ -502,10 +495,17 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the gate of an MLP is activated, not its values",
+            "megatron/ops/activation.py",
+            "(_value(gate, kind) * up).to(x.dtype)",
+            "(gate * _value(up, kind)).to(x.dtype)",
+            "tests/unit/ops/test_activation.py::test_references_are_the_units_of_pytorch",
+        ),
+        Mutant(
+            "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
-            "middle = self._activation(gate) * up",
-            "middle = gate * self._activation(up)",
-            "tests/unit/model/test_mlp.py::test_the_gate_is_the_first_half",
+            "return F.gelu(gate) * up",
+            "return gate * F.gelu(up)",
+            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
             "parallel branches read the same input",

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "activation_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
 
@@ -214,6 +215,35 @@ static void compare_losses(int64_t rows, int64_t n, int64_t true_width) {
   expect_close(block.gradient, thread.gradient, "loss gradient", 0);
 }
 
+template <class X, class F>
+static void compare_activations(int64_t rows, int64_t n, bool gated) {
+  Buffer<X> x(rows * n * (gated ? 2 : 1)), grad(rows * n);
+  const auto compute = [&](const auto& lanes, Buffer<X>& out, Buffer<X>& grad_x) {
+    ActivationCall call{};
+    call.gated = gated;
+    call.rows = rows;
+    call.width = n;
+    call.x = x.get();
+    call.out = out.get();
+    call.grad = grad.get();
+    call.grad_x = grad_x.get();
+    for (int64_t row = 0; row < rows; ++row) {
+      ActivationRows<X, F>{call}.forward(lanes, row);
+      ActivationRows<X, F>{call}.backward(lanes, row);
+    }
+  };
+  Buffer<X> out(rows * n, false), grad_x(x.size(), false), same(rows * n, false),
+      same_x(x.size(), false);
+  constexpr int kWide = ActivationRows<X, F>::kWide;
+  compute(ThreadLanes(), out, grad_x);
+  if (n % kWide == 0)
+    compute(StripedLanes<kWide>(), same, same_x);
+  else
+    compute(StripedLanes<1>(), same, same_x);
+  expect_close(same, out, "activation", 0);
+  expect_close(same_x, grad_x, "gradient of an activation", 0);
+}
+
 // Within one unit in the last place of every number from where powers are normal to one.
 static void check_exponential() {
   for (float x = -87.0f; x < 1.0f; x += 0x1p-12f) {
@@ -285,6 +315,11 @@ int main(int count, char** arguments) {
       compare_losses<double>(3, n, true_width);
       compare_losses<BFloat16>(3, n, true_width);
       compare_losses<float>(3, n, true_width);
+    }
+  for (int64_t n : {1, 7, 8, 520})
+    for (bool gated : {false, true}) {
+      compare_activations<BFloat16, GeluTanh>(3, n, gated);
+      compare_activations<double, Silu>(3, n, gated);
     }
   compare_shapes<double, double>();
   compare_shapes<BFloat16, BFloat16>();

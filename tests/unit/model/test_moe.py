@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.mlp import ACTIVATIONS, MLP
@@ -24,7 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {"swiglu": True},
     "plain": {},
     "one of its own share": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "all": {"moe_router_topk": 4, "swiglu": True},
+    "all": {"moe_router_topk": 4, "glu_activation": GluActivation.GEGLU},
     "three, unscaled": {"moe_router_topk": 3, "moe_router_pre_softmax": True},
 }
 

@@ -1,0 +1,118 @@
+"""Activations, and gated units, in one pass each way.
+
+A gated unit of x = [gate; up] is act(gate) * up (Shazeer 2020, arXiv 2002.05202). It saves x and
+nothing else for its backward pass, which writes the gradient of both halves at once. Everything is
+computed in fp32 (fp64 of fp64) and rounded once.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.ops.library import operator, shapes_of, statistics_dtype
+
+
+class ActivationKind(IntEnum):
+    """The activations that have kernels, in the order of csrc/ops/activation_call.h."""
+
+    GELU_TANH = 0
+    SILU = 1
+    RELU = 2
+    SQUARED_RELU = 3
+    IDENTITY = 4
+
+
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Return the activation of every element of `x`."""
+    out: Tensor = torch.ops.megatron.activate(x, int(kind), False)
+    return out
+
+
+def gated_unit(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Return act(gate) * up [.., n] of `x` [.., 2n] = [gate; up].
+
+    Raises:
+        ValueError: the last dimension of `x` has no two halves.
+    """
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(
+            "a gated unit has no two halves\n"
+            f"  found: x {tuple(x.shape)}\n"
+            "  fix: give [.., 2n], the gates first"
+        )
+    out: Tensor = torch.ops.megatron.activate(x, int(kind), True)
+    return out
+
+
+@operator("activate(Tensor x, int kind, bool gated) -> Tensor")
+def activate_reference(x: Tensor, kind: int, gated: bool) -> Tensor:
+    """Return the activation, times the second half where `gated`."""
+    wide = x.to(statistics_dtype(x))
+    if not gated:
+        return _value(wide, kind).to(x.dtype)
+    gate, up = wide.chunk(2, dim=-1)
+    return (_value(gate, kind) * up).to(x.dtype)
+
+
+@operator("activate_backward(Tensor grad, Tensor x, int kind, bool gated) -> Tensor")
+def activate_backward_reference(grad: Tensor, x: Tensor, kind: int, gated: bool) -> Tensor:
+    """Return the gradient of `x`."""
+    wide, slope = grad.to(statistics_dtype(x)), x.to(statistics_dtype(x))
+    if not gated:
+        return (wide * _slope(slope, kind)).to(x.dtype)
+    gate, up = slope.chunk(2, dim=-1)
+    return torch.cat((wide * up * _slope(gate, kind), wide * _value(gate, kind)), -1).to(x.dtype)
+
+
+@shapes_of("activate")
+def _shapes(x: Tensor, kind: int, gated: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if gated else x.shape)
+
+
+@shapes_of("activate_backward")
+def _backward_shapes(grad: Tensor, x: Tensor, kind: int, gated: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _value(x: Tensor, kind: int) -> Tensor:
+    match kind:
+        case ActivationKind.GELU_TANH:
+            return F.gelu(x, approximate="tanh")
+        case ActivationKind.SILU:
+            return F.silu(x)
+        case ActivationKind.RELU:
+            return x.relu()
+        case ActivationKind.SQUARED_RELU:
+            return x.relu().square()
+        case _:
+            return x
+
+
+def _slope(x: Tensor, kind: int) -> Tensor:
+    slope = torch.ones_like(x)
+    match kind:
+        case ActivationKind.GELU_TANH:
+            slope = torch.ops.aten.gelu_backward(slope, x, approximate="tanh")
+        case ActivationKind.SILU:
+            slope = torch.ops.aten.silu_backward(slope, x)
+        case ActivationKind.RELU:
+            slope = (x > 0).to(x.dtype)
+        case ActivationKind.SQUARED_RELU:
+            slope = 2 * x.relu()
+    return slope
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.kind, ctx.gated = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    return torch.ops.megatron.activate_backward(grad, x, ctx.kind, ctx.gated), None, None
+
+
+torch.library.register_autograd("megatron::activate", _backward, setup_context=_save)
