@@ -29,6 +29,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
 )
 from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_parameter_metadata
+from megatron.mpu.row_gradients import lookup
 from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
 
 
@@ -180,11 +181,11 @@ class VocabParallelEmbedding(nn.Module):
         """
         check_ids(ids, self.true_size)
         if self._tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return lookup(ids, self.weight)
         rows = self.weight.shape[0]
         local = ids - self._tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = lookup(local.masked_fill(elsewhere, 0), self.weight)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp)
 

@@ -3,8 +3,9 @@
 Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. A hook copies the
 first gradient of a step there, so that nothing has to be zeroed. Where the dtypes agree `grad` *is*
 that view from then on, and autograd adds into it; of a half-precision parameter each new `grad` is
-added and thrown away. Call `start_step` instead of setting `grad` to None in between. All ranks
-reduce the same buckets in the same order, during the backward pass or after it.
+added and thrown away. Rows that were looked up in a table are added by themselves. Call
+`start_step` instead of setting `grad` to None in between. All ranks reduce the same buckets in the
+same order, during the backward pass or after it.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 from megatron.errors import ConfigError
 from megatron.mpu.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group
+from megatron.mpu.row_gradients import RowGradients, collect_rows
 from megatron.mpu.weight_gradients import comes_later
 from megatron.optimizer.buckets import (
     Bucket,
@@ -64,6 +66,7 @@ class _Arrivals:
     name: str
     view: Tensor  # where they are added up
     reduction: _Reduction
+    rows: RowGradients  # of a table, which autograd leaves out
     count: int = 0
 
 
@@ -118,7 +121,13 @@ class GradBuffer:
             for member in reduction.bucket.members
         }
         self._arrivals = [
-            _Arrivals(parameter, name, _main_grad(parameter), reduction_of[parameter])
+            _Arrivals(
+                parameter,
+                name,
+                _main_grad(parameter),
+                reduction_of[parameter],
+                collect_rows(parameter),
+            )
             for parameter, name in self._names.items()
         ]
         for arrivals in self._arrivals:
@@ -210,6 +219,7 @@ class GradBuffer:
         elif not same_dtype and gradient is not None:
             view.add_(gradient)
             parameter.grad = None
+        arrivals.rows.add_to(view)
         arrivals.count += 1
         if reduction.pending is not None:
             raise ConfigError(

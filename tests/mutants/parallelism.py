@@ -480,6 +480,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
         ),
         Mutant(
+            "gradients of rows that were looked up are added to the buffer",
+            "megatron/optimizer/grad_buffer.py",
+            "arrivals.rows.add_to(view)",
+            "pass",
+            "tests/unit/mpu/test_row_gradients.py::"
+            "test_a_gradient_buffer_adds_rows_of_every_pass_to_other_gradients",
+        ),
+        Mutant(
+            "rows are added once",
+            "megatron/mpu/row_gradients.py",
+            "self._waiting.clear()",
+            "pass",
+            "tests/unit/mpu/test_row_gradients.py::"
+            "test_collected_rows_are_kept_from_autograd_and_added_once",
+        ),
+        Mutant(
             "rows come back from experts to their tokens",
             "megatron/model/moe.py",
             "rows = _TAKE(self.fc2(middle, counts), back, order, 1)",
