@@ -23,7 +23,8 @@ import hypothesis
 import pytest
 
 from megatron import log
-from tests.support import warm_python
+
+pytest_plugins = ["tests.support.workers"]
 
 # The machines are shared: how long one example takes says nothing. Whole tests have a deadline.
 # How many examples each profile draws: tests/support/examples.py.
@@ -37,7 +38,6 @@ RED_BECAUSE_OF_SKIPS = 1
 SLOWEST = 10  # tests that are named at the end, and any other that takes longer than
 LONG_S = 10.0
 LEFT_OUT = "tests left out"  # the key under which an xdist worker hands on its number
-SERVERS = "servers"  # the key under which an xdist worker is told where processes are forked
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +59,9 @@ def optional_data_folder() -> Path | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch skips and times for the whole run, in the process that reports (xdist has others)."""
-    if hasattr(config, "workerinput"):
-        warm_python.use_servers(Path(config.workerinput[SERVERS]))
-    else:
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(SkipWatch(), "skip-watch")
         config.pluginmanager.register(TimeWatch(), "time-watch")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Let all workers of xdist fork ranks and programs from the same servers."""
-    node.workerinput[SERVERS] = str(warm_python.servers())
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -12,9 +12,10 @@ from tests.architecture.source_tree import ROOT, write_tree
 
 pytestmark = pytest.mark.slow
 
-OURS = {  # what the runs have of this project
-    name: (ROOT / name).read_text(encoding="utf-8")
-    for name in ("tests/conftest.py", "tests/support/warm_python.py")
+OURS = {  # with workers that are started as xdist does it
+    "tests/conftest.py": (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"),
+    **dict.fromkeys(("tests/__init__.py", "tests/support/__init__.py"), ""),
+    "tests/support/workers.py": "",
 }
 SKIPS = "import pytest\n\n@pytest.mark.skip(reason='no such thing here')\ndef test_a(): ...\n"
 FILE_SKIPS = "import pytest\npytest.importorskip('a_module_that_is_not')\n"
