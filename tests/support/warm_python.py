@@ -238,7 +238,7 @@ def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
     os.close(ready)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, _accept)
-    selector.register(sys.stdin, selectors.EVENT_READ, _leave)
+    selector.register(sys.stdin, selectors.EVENT_READ, partial(_leave, Path(path).parents[1]))
     while True:
         for key, _ in selector.select():
             program: Program | None = key.data(selector, key.fileobj)
@@ -320,7 +320,8 @@ def _end(pid: int, selector: selectors.BaseSelector, connection: socket.socket) 
         os.kill(pid, signal.SIGKILL)
 
 
-def _leave(selector: selectors.BaseSelector, stdin: Any) -> NoReturn:
+def _leave(servers: Path, selector: selectors.BaseSelector, stdin: Any) -> NoReturn:
+    shutil.rmtree(servers, ignore_errors=True)  # their owner may have been killed
     os._exit(0)
 
 
