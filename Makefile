@@ -46,11 +46,12 @@ pretrain: $(READY)  ## text to a trained, sampled GPT in minutes; DATA=my.txt fo
 
 # Ranks and programs are started by the thousand, and each would compile what it imports again.
 PACKAGES := megatron tools tasks tests benchmarks
+# PYTHONDONTWRITEBYTECODE= lets pytest keep the assertions that it rewrites, for its other processes.
 bytecode: $(READY)
 	@$(BIN)/python -m compileall -q -j 0 $(PACKAGES)
 
 test: gates bytecode  ## everything that has to pass: gates, then all tests but the wide grids
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not wide" tests
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not wide" tests
 
 test-all: test  ## make test, then what it leaves out: every grid, every kill, all examples
 	@echo "make test-all adds to make test: the tests marked wide, four times the examples of every"
@@ -76,7 +77,7 @@ test-mutants: $(READY)  ## small errors put into a copy of the code, each of whi
 	@$(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 quick: gates bytecode  ## the gates and the unit tests that take no seconds
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not wide and not slow" tests/architecture tests/unit
 
 gates: $(READY)  ## ruff, formatting, mypy --strict
 	@$(BIN)/ruff check .

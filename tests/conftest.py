@@ -24,6 +24,8 @@ import pytest
 
 from megatron import log
 
+pytest_plugins = ["tests.support.workers"]
+
 # The machines are shared: how long one example takes says nothing. Whole tests have a deadline.
 # How many examples each profile draws: tests/support/examples.py.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)

@@ -12,7 +12,11 @@ from tests.architecture.source_tree import ROOT, write_tree
 
 pytestmark = pytest.mark.slow
 
-CONFTEST = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
+OURS = {  # with workers that are started as xdist does it
+    "tests/conftest.py": (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"),
+    **dict.fromkeys(("tests/__init__.py", "tests/support/__init__.py"), ""),
+    "tests/support/workers.py": "",
+}
 SKIPS = "import pytest\n\n@pytest.mark.skip(reason='no such thing here')\ndef test_a(): ...\n"
 FILE_SKIPS = "import pytest\npytest.importorskip('a_module_that_is_not')\n"
 PASSES = "def test_b(): ...\n"
@@ -23,7 +27,7 @@ def run_pytest(
 ) -> subprocess.CompletedProcess[str]:
     """A pytest of its own over `files`, with this project's conftest.py."""
     settings = "[pytest]\nmarkers = wide\n"
-    write_tree(folder, {"pytest.ini": settings, "tests/conftest.py": CONFTEST} | files)
+    write_tree(folder, {"pytest.ini": settings} | OURS | files)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "tests"],
         cwd=folder,

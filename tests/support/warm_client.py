@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 
 # Of the interpreter, which a forked program can do without, and how many words each is.
-SETTINGS = {"-u": 1, "-E": 1, "-W": 2}
+SETTINGS = {"-u": 1, "-B": 1, "-E": 1, "-W": 2}
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -22,7 +22,7 @@ def main(path: str, words: list[str]) -> int:
     given = words
     while given and given[0] in SETTINGS:
         given = given[SETTINGS[given[0]] :]
-    if not given or (given[0].startswith("-") and given[0] != "-m"):
+    if not given or (given[0].startswith("-") and given[0] not in ("-m", "-c")):
         os.execv(sys.executable, [sys.executable, *words])  # noqa: S606
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)

@@ -5,11 +5,14 @@ connects sends a `Program` as JSON, reads its process id and then its exit statu
 forked program has a session, a working folder, an environment and an output of its own, and ends as
 any interpreter does, but for giving its memory back. What it does not have is a fresh start: what
 starting itself does (import order, time, settings of the interpreter) is for programs that are
-started without this. What a reader would get wrong: the server ends with the process that started
-it, by the end of its stdin.
+started without this. What a reader would get wrong: all processes of a test run share two servers,
+one with DeepSpeed and one without, which the first to need one starts; a server ends with the
+process that owns its folder, by the end of its stdin.
 """
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -17,6 +20,7 @@ import os
 import runpy
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +28,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -34,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 120.0  # torch's import, on a machine with much else to do
 
-# What programs of this repository import, in the order of what takes longest.
+# What programs and ranks of this repository import, in the order of what takes longest.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -42,15 +45,26 @@ PRELOAD = (
     "torch.utils.checkpoint",
     "torch.utils.tensorboard",
     "torch.distributed.launcher.api",
+    "torch.profiler._cupti_monitor",
+    "pytest",
     "megatron.training",
     "megatron.data.loading.gpt_batch",
     "pretrain_gpt",
+    "tests.support.call",
+    "tests.support.ranks",
+    "tests.support.tiny",
+    "sklearn.metrics",  # of tasks
+    "scipy.stats",
 )
-# What converters and tasks import when they come to it, in a second each.
-PRELOAD_TOOLS = ("transformers", "sklearn.metrics", "scipy.stats")
+# What converters come to, in a second.
+PRELOAD_TOOLS = ("transformers",)
 # DeepSpeed takes seconds to import, and as many again when it first makes an engine.
 PRELOAD_DEEPSPEED = (
     "deepspeed",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.ops.triton_ops",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.bf16_optimizer",
@@ -58,6 +72,8 @@ PRELOAD_DEEPSPEED = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.superoffload.superoffload_stage3",
+    "megatron.engine.deepspeed.engine",
+    "megatron.engine.deepspeed.pipe_engine",
 )
 
 
@@ -84,6 +100,10 @@ class WarmProcess:
         self._lines = self._socket.makefile("r")
         self.pid = int(self._lines.readline())
 
+    def fileno(self) -> int:
+        """Return a descriptor that can be read from once the process has ended."""
+        return self._socket.fileno()
+
     def poll(self) -> int | None:
         """Return its status if it has ended: minus the signal's number when a signal ended it."""
         try:
@@ -106,7 +126,8 @@ class WarmProcess:
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it may end meanwhile
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send it SIGTERM."""
@@ -134,39 +155,72 @@ def python_that_forks(*, deepspeed: bool = False) -> dict[str, str]:
 _CHILDREN = "WARM_PYTHON"  # what a forked program takes for `sys.executable`
 
 
+def use_servers(folder: Path) -> None:
+    """Take programs from the servers in a folder that another process owns."""
+    _FOLDERS[:] = [folder]
+
+
+def servers() -> Path:
+    """Return the folder of the servers; this process owns it unless `use_servers` named one."""
+    if not _FOLDERS:
+        folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.mkfifo(folder / _LIFE)
+        # The descriptor stays open as long as this process runs.
+        os.open(folder / _LIFE, os.O_RDWR)
+        _FOLDERS.append(folder)
+    return _FOLDERS[0]
+
+
+_FOLDERS: list[Path] = []
+_LIFE = "life"  # the stdin of servers, which ends when the owner of their folder does
+
+
 @cache
 def server_folder(deepspeed: bool) -> Path:
-    """Start a server that lives as long as this process; its socket and a `python` are in there."""
-    folder = tempfile.TemporaryDirectory()
-    path = str(Path(folder.name) / "socket")
-    python = Path(folder.name) / "python"
+    """Return the folder of a running server, which holds its socket and a `python`.
+
+    The first process of the test run that asks for a server starts it.
+    """
+    folder = servers() / ("deepspeed" if deepspeed else "plain")
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            _start_server(folder, [*PRELOAD, *(PRELOAD_DEEPSPEED if deepspeed else PRELOAD_TOOLS)])
+    return folder
+
+
+def _start_server(folder: Path, modules: Sequence[str]) -> None:
+    made = folder.with_suffix(".made")
+    made.mkdir()
+    python, path = made / "python", folder / "socket"
     client = shlex.join([sys.executable, "-SE", str(Path(__file__).with_name("warm_client.py"))])
-    python.write_text(f'#!/bin/sh\nexec {client} {shlex.quote(path)} "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {client} {shlex.quote(str(path))} "$@"\n')
     python.chmod(0o755)
-    modules = [*PRELOAD, *(PRELOAD_DEEPSPEED if deepspeed else PRELOAD_TOOLS)]
     listens, ready = os.pipe()
     # As a program of a user without CUDA: a machine that has it runs the same tests.
     fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.warm_python", path, str(ready), *modules],
-        cwd=ROOT,
-        env=os.environ | fixed,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[ready],
-        start_new_session=True,
-    )
+    words = [sys.executable, "-m", "tests.support.warm_python", str(made / "socket"), str(ready)]
+    with open(folder.parent / _LIFE, "rb") as life:
+        server = subprocess.Popen(
+            [*words, *modules],
+            cwd=ROOT,
+            env=os.environ | fixed,
+            stdin=life,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[ready],
+            start_new_session=True,
+        )
     os.close(ready)
-    weakref.finalize(server, folder.cleanup)
     _SERVERS.append(server)
     with selectors.DefaultSelector() as selector, open(listens, "rb") as pipe:
         selector.register(pipe, selectors.EVENT_READ)
         assert selector.select(READY_WITHIN_S), "the server of programs is not ready"
         assert pipe.read(1), "the server of programs has ended"
-    return Path(folder.name)
+    made.rename(folder)
 
 
-_SERVERS: list[subprocess.Popen[bytes]] = []  # or they would be ended as soon as forgotten
+_SERVERS: list[subprocess.Popen[bytes]] = []  # or they would be waited for when forgotten
 
 
 def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
@@ -176,6 +230,7 @@ def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
     _name_no_methods()
     gc.collect()
     gc.freeze()  # or every collection of a child would copy the pages of all modules
+    _join_pages()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
@@ -183,12 +238,31 @@ def serve(path: str, ready: int, modules: Sequence[str]) -> Program:
     os.close(ready)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, _accept)
-    selector.register(sys.stdin, selectors.EVENT_READ, _leave)
+    selector.register(sys.stdin, selectors.EVENT_READ, partial(_leave, Path(path).parents[1]))
     while True:
         for key, _ in selector.select():
             program: Program | None = key.data(selector, key.fileobj)
             if program is not None:
                 return program
+
+
+def _join_pages() -> None:
+    """Join the pages of this process to large ones, where the kernel can.
+
+    Otherwise a fork copies an entry for each small page, and its end frees them: 16 ms of a core.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *name = line.split(maxsplit=5)
+        if "w" in rights and name in ([], ["[heap]"]):
+            start, end = (int(at, 16) for at in place.split("-"))
+            for at in range(-(-start // _LARGE) * _LARGE, end - _LARGE + 1, _LARGE):
+                madvise(at, _LARGE, _MADV_COLLAPSE)
+
+
+_LARGE = 2 << 20
+_MADV_COLLAPSE = 25  # of Linux 6.1; an older one refuses it, and pages stay as they are
 
 
 def _name_no_methods() -> None:
@@ -246,7 +320,8 @@ def _end(pid: int, selector: selectors.BaseSelector, connection: socket.socket) 
         os.kill(pid, signal.SIGKILL)
 
 
-def _leave(selector: selectors.BaseSelector, stdin: Any) -> NoReturn:
+def _leave(servers: Path, selector: selectors.BaseSelector, stdin: Any) -> NoReturn:
+    shutil.rmtree(servers, ignore_errors=True)  # their owner may have been killed
     os._exit(0)
 
 
@@ -269,6 +344,10 @@ def run(program: Program) -> None:
         _, module, *sys.argv[1:] = program.words
         sys.path[0] = program.cwd
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif program.words[0] == "-c":
+        _, code, *sys.argv[1:] = program.words
+        sys.path[0] = program.cwd
+        exec(code, {"__name__": "__main__"})  # noqa: S102
     else:
         sys.argv[:] = program.words
         sys.path[0] = str(Path(program.words[0]).resolve().parent)

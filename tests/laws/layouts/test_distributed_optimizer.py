@@ -56,22 +56,39 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shared_out_work_is_the_work_of_one_process(corpus: str, layout: str) -> None:
-    runs: list[dict[str, Any]] = [
-        {**MODELS["gpt2"], **ADAM},
-        {**MODELS["llama"], **SGD},
-        {**MODELS["llama"], **ADAM, "log_num_zeros_in_grad": True},
+RUNS: list[dict[str, Any]] = [
+    {**MODELS["gpt2"], **ADAM},
+    {**MODELS["llama"], **SGD},
+    {**MODELS["llama"], **ADAM, "log_num_zeros_in_grad": True},
+]
+BATCHES = {2: 8, 3: 12, 4: 8}  # of dp replicas
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: str) -> dict[int, list[Record]]:
+    """What one process trains, by the size of the batch."""
+    sizes = sorted(set(BATCHES.values()))
+    configs = [
+        tiny_run(corpus, **run, num_layers=4, global_batch_size=size)
+        for size in sizes
+        for run in RUNS
     ]
+    (records,) = run_on_ranks(1, train_all, configs)
+    return {size: records[at * len(RUNS) :][: len(RUNS)] for at, size in enumerate(sizes)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_out_work_is_the_work_of_one_process(
+    corpus: str, alone: dict[int, list[Record]], layout: str
+) -> None:
     dp = int(layout.split(",")[0].removeprefix("dp "))
-    common = {"num_layers": 4, "global_batch_size": 12 if dp == 3 else 8}
-    alone = run_on_ranks(1, train_all, [tiny_run(corpus, **run, **common) for run in runs])[0]
-    common |= {**SHARDED, **LAYOUTS[layout], "micro_batch_size": 2}
+    common = {"num_layers": 4, "global_batch_size": BATCHES[dp], "micro_batch_size": 2}
+    common |= {**SHARDED, **LAYOUTS[layout]}
     world_size = dp if len(LAYOUTS[layout]) == 0 else 2 * dp
     by_rank = run_on_ranks(
-        world_size, train_all, [tiny_run(corpus, **run, **common) for run in runs]
+        world_size, train_all, [tiny_run(corpus, **run, **common) for run in RUNS]
     )
-    for at, reference in enumerate(alone):
+    for at, reference in enumerate(alone[BATCHES[dp]]):
         records = [of_rank[at] for of_rank in by_rank]
         assert max(reference.grad_norms) > 0.5, "clipping is meant to be active"
         for record in records:
@@ -179,21 +196,21 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_is_the_uninterrupted_run(
     corpus: str, tmp_path: Path, tp: int, dp: int
 ) -> None:
-    common = {**SHARDED, "tensor_model_parallel_size": tp, "train_iters": 8, "micro_batch_size": 2}
-    common |= {"eval_iters": 1, "eval_interval": 3}
+    common = {**SHARDED, "tensor_model_parallel_size": tp, "train_iters": 5, "micro_batch_size": 2}
+    common |= {"eval_iters": 1, "eval_interval": 2}
     runs = RESUMED if tp == 1 else {name: RESUMED[name] for name in ("bf16", "fp16")}
     plain, saving, loading = [], [], []
     for name, flags in runs.items():
         both = {**flags, **common}
         plain.append(tiny_run(corpus, **both))
-        saving.append(tiny_run(corpus, **both, exit_interval=4, save=str(tmp_path / name)))
+        saving.append(tiny_run(corpus, **both, exit_interval=3, save=str(tmp_path / name)))
         loading.append(tiny_run(corpus, **both, load=str(tmp_path / name)))
     before = run_on_ranks(tp * dp, train_all, [*plain, *saving], timeout_s=120)
     after = run_on_ranks(tp * dp, train_all, loading, timeout_s=120)
     for of_rank, resumed in zip(before, after, strict=True):
         straight, first = of_rank[: len(plain)], of_rank[len(plain) :]
         for name, *records in zip(runs, straight, first, resumed, strict=True):
-            check_joined(*records, where=name, steps=(4, 8))
+            check_joined(*records, where=name, steps=(3, 5))
 
 
 class Layout(NamedTuple):

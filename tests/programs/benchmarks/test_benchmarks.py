@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ from benchmarks import (
 from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
+from tests.support.call import Call
 from tests.support.launch import Ended, run_program
-from tests.support.ranks import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -408,15 +409,19 @@ def test_the_pipeline_benchmark_reads_its_clock_against_theory() -> None:
     assert line == "| 1f1b | 2 | 8 | 1 | 11.1% | 11.1% | 1.000 | 2 1 | 2 1 |"
 
 
+def forked_stages(case: pipeline_bubble.Case) -> Any:
+    """Measure in a process that forks the stages: they need not import torch."""
+    fork = mp.get_context("fork")
+    with patch.object(mp, "get_context", lambda method: fork):
+        return pipeline_bubble.measure(case, unit_s=0.001, steps=1)
+
+
 @pytest.mark.parametrize("case", [("zero-bubble", 2, 3, 1), ("interleaved", 2, 3, 2)])
 def test_the_pipeline_benchmark_runs_its_stages(
-    case: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, int, int, int], tmp_path: Path
 ) -> None:
-    start = mp.get_context("forkserver")  # whose processes need not import torch
-    start.set_forkserver_preload(PRELOAD)
-    monkeypatch.setattr(mp, "get_context", lambda method: start)
     wanted = pipeline_bubble.Case(*case)
-    stages = pipeline_bubble.measure(wanted, unit_s=0.001, steps=1)
+    stages = Call(tmp_path, "measure", forked_stages, wanted).value(within_s=60)
     assert [one.peak for one in stages] == ([2, 1] if wanted.chunks == 1 else [6, 4])
     # Sleeps never end early: 3 units of work for each micro-batch.
     assert all(one.step_s >= one.work_s >= 0.009 for one in stages)

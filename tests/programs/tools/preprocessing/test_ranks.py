@@ -1,19 +1,19 @@
 """Ranks exchange results, and get an error when one fails or stops sending."""
 
 import importlib
-import multiprocessing as mp
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.errors import DataError, PeerError
 from megatron.launch import Launch
+from tests.support.call import Call
 from tests.support.launch import free_port
-from tests.support.ranks import PRELOAD
 from tools.preprocessing import ranks as ranks_module
 from tools.preprocessing.ranks import ToolRanks
 
@@ -31,7 +31,7 @@ def test_one_rank_waits_for_nobody() -> None:
         ranks.check()
 
 
-def _start(rank: int, size: int, port: int, body: Callable[[ToolRanks], Any], results: Any) -> None:
+def _start(rank: int, size: int, port: int, body: Callable[[ToolRanks], Any]) -> Any:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -41,25 +41,21 @@ def _start(rank: int, size: int, port: int, body: Callable[[ToolRanks], Any], re
             outcome = body(ranks)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
-    results.put((rank, outcome, time.monotonic() - began))
+    assert time.monotonic() - began < WITHIN_S
+    return outcome
 
 
-def on_ranks(size: int, body: Callable[[ToolRanks], Any], *, killed: bool = False) -> list[Any]:
+def on_ranks(
+    folder: Path, size: int, body: Callable[[ToolRanks], Any], *, killed: bool = False
+) -> list[Any]:
     """What `body` returned, or raised, on every rank that lived, in order of ranks."""
-    start = mp.get_context("forkserver")
-    start.set_forkserver_preload(PRELOAD)  # the server is that of all tests of this process
-    results, port = start.Queue(), free_port()
-    processes = [
-        start.Process(target=_start, args=(rank, size, port, body, results)) for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    outcomes = sorted(results.get(timeout=WITHIN_S) for _ in range(size - killed))
-    for process in processes:
-        process.join(WITHIN_S)
-        assert process.exitcode is not None
-    assert all(seconds < WITHIN_S for _, _, seconds in outcomes)
-    return [outcome for _, outcome, _ in outcomes]
+    port = free_port()
+    calls = [Call(folder, f"{rank}", _start, rank, size, port, body) for rank in range(size)]
+    for call in calls:
+        call.process.wait(WITHIN_S)
+    lived = [call for call in calls if not killed or call.outcome is not None]
+    assert len(lived) == size - killed
+    return [call.value(WITHIN_S) for call in lived]
 
 
 def _exchange(ranks: ToolRanks) -> Any:
@@ -74,8 +70,8 @@ def _exchange(ranks: ToolRanks) -> Any:
     return everybody, first, received, sorted(number for taken in done for number in taken)
 
 
-def test_results_reach_those_who_are_meant_and_work_is_given_once() -> None:
-    first, *others = on_ranks(3, _exchange)
+def test_results_reach_those_who_are_meant_and_work_is_given_once(tmp_path: Path) -> None:
+    first, *others = on_ranks(tmp_path, 3, _exchange)
     assert first == ([0, 10, 20], [[0], [1], [2]], "word", list(range(20)))
     assert all(other == ([0, 10, 20], None, "word", list(range(20))) for other in others)
 
@@ -91,9 +87,11 @@ def _one_fails(ranks: ToolRanks) -> Any:
     return ranks.gather("never", 0)
 
 
-def test_a_failure_reaches_ranks_that_wait_and_ranks_that_work_with_its_words() -> None:
+def test_a_failure_reaches_ranks_that_wait_and_ranks_that_work_with_its_words(
+    tmp_path: Path,
+) -> None:
     began = time.monotonic()
-    first, failed, third = on_ranks(3, _one_fails)
+    first, failed, third = on_ranks(tmp_path, 3, _one_fails)
     assert failed.startswith("DataError: the file is gone")
     for other in (first, third):
         assert other.startswith("PeerError: rank 1 failed, so this rank ends too")
@@ -109,8 +107,8 @@ def _one_is_killed(ranks: ToolRanks) -> Any:
     return ranks.gather("never", 0)
 
 
-def test_a_rank_that_fell_silent_is_given_up() -> None:
-    (first,) = on_ranks(2, _one_is_killed, killed=True)
+def test_a_rank_that_fell_silent_is_given_up(tmp_path: Path) -> None:
+    (first,) = on_ranks(tmp_path, 2, _one_is_killed, killed=True)
     assert first.startswith("PeerError: rank 1 has sent nothing for 4 s")
 
 
