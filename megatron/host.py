@@ -1,9 +1,10 @@
-"""What this process may use of its host: CPUs, memory, and memory shared between processes.
+"""What this process may use of its host: CPUs, memory of its own, and memory that is shared.
 
 What a reader would get wrong: a container that may use 4 CPUs and 8 GiB still shows all of the
 host's, and only its cgroup has the limits. Nothing here raises: an unknown limit is none.
 """
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ T = TypeVar("T")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's workers put finished batches
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MEMORY = Path("/proc/meminfo")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def usable_cpus() -> float:
@@ -54,6 +56,19 @@ def shared_memory_bytes(path: Path = SHARED_MEMORY) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed memory for the next tensors; return whether it can.
+
+    glibc gives large blocks back to the kernel as soon as they are freed, so that every step of a
+    training takes its activations page by page, each zeroed first. Other libraries are left alone.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, 2**30)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def in_gib(size: int) -> str:

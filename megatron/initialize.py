@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (  # torch.distributed's own, untyped the
 from torch.distributed.rendezvous import rendezvous
 
 import megatron
-from megatron import device, log, program
+from megatron import device, host, log, program
 from megatron.arguments import CommandLineError, ExtraArgsProvider, parse_args
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.run import RunConfig
@@ -109,7 +109,8 @@ def initialize_megatron(
     if tokenizer is None:
         raise tokenizer_error or AssertionError  # invariant: tokenizer_can_be_built reported it
     with ExitStack() as undo:
-        device.select(_device_kind(config.launch.device), launch.device_index)
+        if device.select(_device_kind(config.launch.device), launch.device_index).type == "cpu":
+            host.keep_freed_memory()
         set_library_environment(launch)
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.

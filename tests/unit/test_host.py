@@ -1,5 +1,7 @@
 """Quotas and limits are read from folders as kernels lay them out."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from megatron.host import (
     available_memory_bytes,
     cgroup_cpus,
     cgroup_memory_bytes,
+    keep_freed_memory,
     shared_memory_bytes,
     usable_cpus,
 )
@@ -170,3 +173,35 @@ def test_shared_memory_is_measured_where_there_is_some(tmp_path: Path) -> None:
 
 def test_bytes_are_said_in_the_unit_of_memory() -> None:
     assert host.in_gib(3 * 2**29) == "1.50 GiB"
+
+
+# Page faults of the second half of ten buffers of 64 MiB, each freed before the next is taken.
+FAULTS = """
+import ctypes, resource, sys
+from megatron.host import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+for number in range(10):
+    if number == 5:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffer = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(64 << 20)))
+    ctypes.memset(buffer, 1, 64 << 20)
+    libc.free(buffer)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_that_is_kept_is_not_taken_page_by_page_again() -> None:
+    faults = {
+        word: int(subprocess.check_output([sys.executable, "-c", FAULTS, word], timeout=60))
+        for word in ("keep", "return")
+    }
+    assert faults["keep"] < 100
+    assert faults["return"] > 5 * 64 * 4  # at the least one for every 64 KiB
+
+
+def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.host.ctypes.CDLL", lambda name: object())
+    assert not keep_freed_memory()

@@ -72,6 +72,13 @@ def test_a_shutdown_allows_another_start(corpus: str) -> None:
     assert second.tp.handle is not None, "groups of one are groups"
 
 
+def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", lambda: asked.append(True))
+    initialize_megatron(tiny_run(corpus))
+    assert asked == [True]
+
+
 def test_a_process_group_of_the_caller_is_used_and_left(corpus: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
