@@ -40,18 +40,18 @@ class Peer:
     loss: Callable[[Tensor], Tensor]
 
 
-Maker = Callable[[Named | None, Shape], Peer]
-"""What makes a peer with a copy of our weights, or with its own where None is given."""
+Maker = Callable[[Named, Shape], Peer]
+"""What makes a peer with a copy of our weights."""
 
 
-def compiled(ours: Named | None, shape: Shape) -> Peer:
+def compiled(ours: Named, shape: Shape) -> Peer:
     """Return the plain GPT with its loss under `torch.compile`."""
     model = PlainGPT(shape)
     copy_weights(ours, model, shape)
     return Peer(model, torch.compile(cross_entropy_of(model)))
 
 
-def transformers(ours: Named | None, shape: Shape) -> Peer:
+def transformers(ours: Named, shape: Shape) -> Peer:
     """Return transformers' GPT-2 with fused attention and its own loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -115,7 +115,7 @@ def megatron_core(folder: Path) -> Maker:
             fix=f"pip install --no-deps --target {folder} megatron-core==0.16.1",
         )
 
-    def make(ours: Named | None, shape: Shape) -> Peer:
+    def make(ours: Named, shape: Shape) -> Peer:
         if not hasattr(typing, "override"):  # of Python 3.12
             typing.override = lambda method: method  # type: ignore[attr-defined]
         if str(folder / "megatron") not in megatron.__path__:

@@ -143,27 +143,25 @@ class PlainTrainer:
         return loss.item(), norm.item()
 
 
-def copy_weights(ours: Iterable[tuple[str, Tensor]] | None, plain: PlainGPT, shape: Shape) -> None:
-    """Copy our named parameters, if given, to `plain`; every one must have a counterpart."""
+def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Shape) -> None:
+    """Copy our named parameters to `plain`; every one must have a counterpart."""
     words = {"embedding": "", "layers": "blocks", "final_norm": "norm"}
     copy_parameters(ours, plain, words, partial(q_then_k_then_v, shape))
 
 
 @torch.no_grad()
 def copy_parameters(
-    ours: Iterable[tuple[str, Tensor]] | None,
+    ours: Iterable[tuple[str, Tensor]],
     model: nn.Module,
     words: Mapping[str, str],
     as_there: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Copy our named parameters, if given, to `model`; every one must have a counterpart.
+    """Copy our named parameters to `model`; every one must have a counterpart.
 
     Args:
         words: what stands there for a word of our names; nothing for an empty one.
         as_there: makes the value that `model` has from our name and our value.
     """
-    if ours is None:
-        return
     targets = dict(model.named_parameters())
     for name, value in ours:
         target = ".".join(filter(None, (words.get(word, word) for word in name.split("."))))

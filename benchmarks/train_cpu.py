@@ -1,19 +1,22 @@
 """Tokens/s of our training step beside a plain eager GPT of the same shape, on this CPU.
 
 `python benchmarks/train_cpu.py`: both train from the same weights on the same tokens, step by step
-in turn in one process, so that whatever else the machine does falls on both. `--peers` adds others,
-and the peak memory of each in a process of its own. How to read what it prints is in
-benchmarks/README.md.
+in turn, so that whatever else the machine does falls on both. Each has a process of its own, where
+its way to take and keep memory concerns nobody else. `--peers` adds others. How to read what it
+prints is in benchmarks/README.md.
 """
 
 import argparse
-import gc
 import json
-import subprocess
+import multiprocessing
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,8 +49,8 @@ from benchmarks.plain_gpt import (
     copy_weights,
     cross_entropy_of,
 )
-from benchmarks.workload import Workload, matmul_peak_tflops, workload
-from megatron.errors import NumericsError
+from benchmarks.workload import matmul_peak_tflops, workload
+from megatron.errors import MachineError, NumericsError
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.program import run_program
 
@@ -61,28 +65,47 @@ DRIFT = 10.0
 PEAK_SIZES = (1024, 2048, 4096)
 RECIPE = Recipe()
 OURS, PLAIN = "ours", "plain"
-MEMORY_STEPS = 3  # after which the peak no longer grows: the optimizer's state is there
+PROFILE, MEMORY = "profile", "memory"
+DEADLINE_S = 600.0  # of one answer, in which a peer may compile
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one step, and what it took; CPU seconds are those of all threads."""
+
+    loss: float
+    norm: float
+    seconds: float
+    cpu_seconds: float
 
 
 @dataclass
 class Contestant:
-    """One of them: the function of a step, and its measurements."""
+    """The steps of one of them."""
 
     name: str
-    step: Callable[[Tensor], tuple[float, float]]
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
-    def take(self, text: Tensor) -> None:
-        """Do one step and measure it; CPU seconds are those of all threads."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss, norm = self.step(text)
-        self.seconds.append(time.perf_counter() - wall)
-        self.cpu_seconds.append(time.process_time() - cpu)
-        self.losses.append(loss)
-        self.norms.append(norm)
+    def add(self, step: Step) -> None:
+        """Keep one more step."""
+        self.seconds.append(step.seconds)
+        self.cpu_seconds.append(step.cpu_seconds)
+        self.losses.append(step.loss)
+        self.norms.append(step.norm)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a process needs to know to make its contestant."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    flags: argparse.Namespace
+    weights: Path  # that ours writes and the others begin with
 
 
 @dataclass(frozen=True)
@@ -110,13 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         vocab=flags.vocab,
         micro_batch=flags.micro_batch,
     )
-    if flags.memory_of is not None:
-        print(json.dumps(_peak_memory(flags.dtype[0], shape, flags)))
-        return
-    results = []
-    for dtype in flags.dtype:
-        results.append(measure(dtype, shape, flags))
-        gc.collect()
+    results = [measure(dtype, shape, flags) for dtype in flags.dtype]
     report = {
         "benchmark": "train_cpu",
         "machine": machine(),
@@ -135,22 +152,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
     """Return all contestants in one dtype, in turns."""
-    makers = _makers(flags)
-    # Before this process has anything of its own to share the machine's memory with.
-    memory = {who: _memory_apart(who, dtype) for who in (OURS, *makers)} if flags.peers else {}
     bf16 = _bf16_style(dtype, flags)
-    with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
-        named = list(ours.engine.stage.named_parameters())
-        all_of_them = [Contestant(OURS, _our_step(ours))]
-        for name, make in makers.items():
-            all_of_them.append(Contestant(name, _step_of(make, named, shape, bf16)))
+    all_of_them = [Contestant(name) for name in (OURS, *_makers(flags))]
+    with ExitStack() as stack:
+        weights = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "weights"
+        processes: dict[str, Player] = {}
+        for one in all_of_them:  # one after the other: the first writes the weights
+            entry = Entry(one.name, dtype, shape, flags, weights)
+            processes[one.name] = stack.enter_context(player(entry))
         peak = 0.0
         for number in range(flags.warmup + flags.steps):
-            text = ours.tokens(number)
             # Each finds the caches of the one before it, so the order changes.
             first = number % len(all_of_them)
             for contestant in (*all_of_them[first:], *all_of_them[:first]):
-                contestant.take(text)
+                contestant.add(Step(**processes[contestant.name].ask(number)))
             # Beside the steps, not before them: under load the peak sinks as the steps do.
             if number < 2 or number == flags.warmup + flags.steps - 1:
                 peak = max(peak, matmul_peak_tflops(DTYPES[dtype], flags.peak_sizes, repeats=3))
@@ -158,9 +173,10 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
         for other in others:
             check_equal_work(dtype, us, other)
         if flags.profile:
-            for contestant in all_of_them:
-                _print_profile(contestant, ours.tokens(0))
-        flops = ours.flops_per_token
+            for process in processes.values():
+                process.ask(PROFILE)
+        memory = {name: process.ask(MEMORY) for name, process in processes.items()}
+        flops = processes[OURS].flops_per_token
     scores = {
         one.name: asdict(_score(one, shape, flops, peak=peak, skip=flags.warmup))
         for one in all_of_them
@@ -175,6 +191,104 @@ def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, An
         "beside": {other.name: _beside(us, other, skip=flags.warmup) for other in others},
         "peak_memory": memory,
     }
+
+
+class Player:
+    """The process of one contestant, which does a step when it is asked to."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.flops_per_token: int = self._answer()
+
+    def ask(self, request: int | str) -> Any:
+        """Return the answer to a request: the number of a step, PROFILE or MEMORY."""
+        self._pipe.send(request)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise MachineError(
+                "a contestant does not answer",
+                found=f"nothing within {DEADLINE_S:.0f} s",
+                fix="look for what else the machine does, or take a smaller shape",
+            )
+        return self._pipe.recv()
+
+
+@contextmanager
+def player(entry: Entry) -> Iterator[Player]:
+    """Start the process of a contestant; it ends with the block.
+
+    A contestant that fails says so itself, and the program ends with its exit code.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    pipe, there = spawn.Pipe()
+    process = spawn.Process(target=_play, args=(there, entry), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield Player(pipe)
+    except EOFError:
+        process.join()
+        sys.exit(process.exitcode or 1)
+    finally:
+        pipe.close()  # on which the process ends
+        process.join(DEADLINE_S)
+
+
+def _play(pipe: Connection, entry: Entry) -> None:
+    run_program(partial(_answer_all, pipe, entry))
+
+
+def _answer_all(pipe: Connection, entry: Entry) -> None:
+    """Do what is asked of a contestant, until nobody can ask any more."""
+    imports = high_water_mark()
+    with _step_of(entry) as (step, flops):
+        pipe.send(flops)
+        while True:
+            try:
+                request = pipe.recv()
+            except EOFError:
+                return
+            if request == MEMORY:
+                pipe.send({"imports": imports, "peak": high_water_mark()})
+            elif request == PROFILE:
+                _print_profile(entry.name, lambda: step(_tokens(entry.shape, 0)))
+                pipe.send(None)
+            else:
+                text = _tokens(entry.shape, request)
+                wall, cpu = time.perf_counter(), time.process_time()
+                loss, norm = step(text)
+                took = time.perf_counter() - wall, time.process_time() - cpu
+                pipe.send(asdict(Step(loss, norm, *took)))
+
+
+@contextmanager
+def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, float]], int]]:
+    """Yield what does a step on tokens and returns loss and norm, and FLOPs of a token (or 0)."""
+    if entry.name == OURS:
+        with workload(our_flags(entry.dtype, entry.shape), vocab_size=entry.shape.vocab) as ours:
+            named = ours.engine.stage.named_parameters()
+            save_file({name: weight.detach() for name, weight in named}, entry.weights)
+
+            def step(text: Tensor) -> tuple[float, float]:
+                report = ours.step(text)
+                return report.loss, report.grad_norm
+
+            yield step, ours.flops_per_token
+        return
+    begin = load_file(entry.weights)
+    peer = _makers(entry.flags)[entry.name](begin.items(), entry.shape)
+    del begin
+    bf16 = _bf16_style(entry.dtype, entry.flags)
+    yield PlainTrainer(peer.model, RECIPE, bf16=bf16, loss=peer.loss).step, 0
+
+
+def _tokens(shape: Shape, number: int) -> Tensor:
+    """Return the random tokens [b, s + 1] of a step."""
+    generator = torch.Generator().manual_seed(number)
+    size = (shape.micro_batch, shape.seq_length + 1)
+    return torch.randint(0, shape.vocab, size, generator=generator)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -228,40 +342,10 @@ def _bf16_style(dtype: str, flags: argparse.Namespace) -> Bf16Style | None:
     return Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
 
 
-def _plain(ours: Named | None, shape: Shape) -> Peer:
+def _plain(ours: Named, shape: Shape) -> Peer:
     model = PlainGPT(shape)
     copy_weights(ours, model, shape)
     return Peer(model, cross_entropy_of(model))
-
-
-def _step_of(
-    make: Maker, ours: Named | None, shape: Shape, bf16: Bf16Style | None
-) -> Callable[[Tensor], tuple[float, float]]:
-    peer = make(ours, shape)
-    return PlainTrainer(peer.model, RECIPE, bf16=bf16, loss=peer.loss).step
-
-
-def _memory_apart(who: str, dtype: str) -> dict[str, int]:
-    """Return the peak of a process that trains one contestant, by `--memory-of`."""
-    words = [sys.executable, __file__, *sys.argv[1:], "--memory-of", who, "--dtype", dtype]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _peak_memory(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, int]:
-    """Train one contestant alone; return bytes of this process at its peak and before the model."""
-    imports = high_water_mark()
-    if flags.memory_of == OURS:
-        with workload(our_flags(dtype, shape), vocab_size=shape.vocab) as ours:
-            for number in range(MEMORY_STEPS):
-                ours.step(ours.tokens(number))
-    else:
-        make = _makers(flags)[flags.memory_of]
-        step = _step_of(make, None, shape, _bf16_style(dtype, flags))
-        for _ in range(MEMORY_STEPS):
-            step(torch.randint(0, shape.vocab, (shape.micro_batch, shape.seq_length + 1)))
-    return {"imports": imports, "peak": high_water_mark()}
 
 
 def _beside(us: Contestant, other: Contestant, *, skip: int) -> dict[str, Any]:
@@ -306,14 +390,6 @@ def _score(one: Contestant, shape: Shape, flops: int, *, peak: float, skip: int)
     )
 
 
-def _our_step(ours: Workload) -> Callable[[Tensor], tuple[float, float]]:
-    def step(text: Tensor) -> tuple[float, float]:
-        report = ours.step(text)
-        return report.loss, report.grad_norm
-
-    return step
-
-
 def our_flags(dtype: str, shape: Shape) -> list[str]:
     """Return the flags of our GPT of this shape."""
     sizes = {
@@ -337,10 +413,10 @@ def our_flags(dtype: str, shape: Shape) -> list[str]:
     return [*flags, *(["--bf16"] if dtype == "bf16" else [])]
 
 
-def _print_profile(contestant: Contestant, text: Tensor) -> None:
+def _print_profile(name: str, step: Callable[[], object]) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        contestant.step(text)
-    print(f"--- one step of {contestant.name}, by operator")
+        step()
+    print(f"--- one step of {name}, by operator")
     print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=18))
 
 
@@ -362,9 +438,8 @@ def _parser() -> argparse.ArgumentParser:
         default=Bf16Style.MASTERS.value,
         help="how the plain GPT trains in bf16 [%(default)s]",
     )
-    add("--peers", action="store_true", help="also others, and the peak memory of each")
+    add("--peers", action="store_true", help="also others")
     add("--megatron-core", type=Path, metavar="FOLDER", help="its GPT too, with --peers")
-    add("--memory-of", metavar="NAME", help="only print the peak memory of this one, as JSON")
     add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")
     add("--profile", action="store_true", help="also print where a step of each spends its time")
     add("--json", type=Path, metavar="FILE", help="write everything there")
