@@ -155,6 +155,12 @@ class HostCopy:
         torch.cuda.current_stream().wait_event(self._done)
         return self._values.to(self._device, non_blocking=True)
 
+    def values(self) -> torch.Tensor:
+        """Return the values in host memory, read-only; wait until the copy is done."""
+        if self._device.type == "cuda":
+            self._done.synchronize()
+        return self._values
+
 
 def _copying_stream() -> torch.cuda.Stream:
     if _CURRENT.copying is None:

@@ -4,7 +4,7 @@ The unit of work is a whole global batch. The caller decides every number (learn
 decay, micro-batches) and an engine obeys; what comes back holds the same numbers on every rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -134,11 +134,17 @@ class StepReport:
     means: tuple[float, ...] = ()  # of each loss, where there are several
     # Mean over sequences and layers, without its weight: 1 where experts are equally busy.
     load_balancing_loss: float | None = None
+    signals: tuple[bool, ...] = ()  # for each that was given to the step: did any rank set it
 
     @property
     def each_loss(self) -> tuple[float, ...]:
         """The mean of each of the model's losses."""
         return self.means or (self.loss,)
+
+
+# Waits until a step is done, and returns its report. Raises DataError where nothing counted in it,
+# NumericsError at the smallest loss scale, on all ranks alike.
+PendingReport = Callable[[], StepReport]
 
 
 class EvaluationSum(NamedTuple):
@@ -179,10 +185,19 @@ class Engine(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss before its backward pass."""
+        """The factor on the next loss before its backward pass; reading it may wait."""
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
-        """Do one optimizer step over `plan.num_microbatches` micro-batches."""
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
+        """Start one optimizer step over `plan.num_microbatches` micro-batches.
+
+        The next step may be started before the report is read. A step whose gradients are not
+        finite, or that counts nothing, changes nothing, whenever that is read.
+
+        Args:
+            signals: flags of this rank, as many on each rank; the report has those of all ranks.
+        """
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Return the loss over `num_microbatches` of this replica and as many of each other one."""

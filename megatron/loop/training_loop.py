@@ -75,7 +75,7 @@ class TrainingLoop:
             self.saves.poll()
             plan = plan_step(self.config, self.duration, progress, self.curriculum)
             raw = batches_of(plan, progress)
-            result = None if raw is None else self.engine.train_step(raw, plan)
+            result = None if raw is None else self.engine.start_step(raw, plan)()
             progress = progress_after(progress, plan, result)
             if result is None:
                 continue

@@ -21,7 +21,15 @@ from megatron.checkpoint import rng
 from megatron.config.fields import field_names
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.engine.base import Engine, EvaluationSum, PretrainTask, RawBatch, StepPlan, StepReport
+from megatron.engine.base import (
+    Engine,
+    EvaluationSum,
+    PendingReport,
+    PretrainTask,
+    RawBatch,
+    StepPlan,
+    StepReport,
+)
 from megatron.global_vars import Runtime
 from megatron.preflight.source import source_digests
 from megatron.progress import Progress
@@ -186,12 +194,18 @@ class RecordingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
         seen = _remembered(batches, self.record.trained_on)
-        report = self.engine.train_step(seen, plan)
+        pending = self.engine.start_step(seen, plan, signals)
         self.record.plans.append(plan)
-        self.record.steps.append(report)
-        return report
+
+        def read() -> StepReport:
+            self.record.steps.append(pending())
+            return self.record.steps[-1]
+
+        return read
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         seen = _remembered(batches, self.record.evaluated_on)
