@@ -329,8 +329,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "one rank's signal stops all",
             "megatron/loop/stop.py",
-            'agreed = all_reduce(flags, self._world, op="max").tolist()',
-            "agreed = flags.tolist()",
+            'all_reduce(flags, self._world, op="max").tolist()',
+            "flags.tolist()",
             "tests/distributed/loop/test_stop.py::test_one_rank_that_saw_something_stops_all",
         ),
         Mutant(

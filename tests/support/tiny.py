@@ -91,7 +91,7 @@ def tiny_run(corpus: str, **flags: Any) -> RunConfig:
         "lr": 0.01,
         "clip_grad": 0.5,
         "fp64": not (flags.get("bf16") or flags.get("fp16")),
-        "log_interval": 1,
+        "log_interval": 100,  # so that reports are read when the next step runs
         "log_level": "warning",
         "device": "cpu",
         "distributed_timeout_minutes": 1.0,

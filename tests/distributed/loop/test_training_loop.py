@@ -118,7 +118,8 @@ def test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compare
         "loss scale later, not compared": (5, ""),
         "loss scale later": (2, "loss scale: 1.0 on rank 0, 2.0 on rank 1"),
         "weights": (3, "replicas"),
-        "loss": (2, "the loss or the gradient is not finite"),
+        # It is read while the third step runs, and nothing is saved in between.
+        "loss": (3, "the loss or the gradient is not finite"),
         "disks": (0, "the nodes do not see one folder for checkpoints"),
         "corpus": (2, "growing"),
     }
@@ -141,7 +142,12 @@ def train_with_tensorboard(corpus: str, folder: str) -> None:
         return evaluate(self, *args)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + evaluated_s)
-    logged = {"tensorboard_dir": folder, "log_timers_to_tensorboard": True, "peak_tflops": 1.0}
+    logged = {
+        "log_interval": 1,
+        "tensorboard_dir": folder,
+        "log_timers_to_tensorboard": True,
+        "peak_tflops": 1.0,
+    }
     evaluations = {"eval_at_start": True, "eval_iters": 1, "eval_interval": 1}
     with patch.object(NativeEngine, "evaluate", slow), patch.object(report, "time", clock):
         train(tiny_run(corpus, **logged, **evaluations))
