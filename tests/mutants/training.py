@@ -13,6 +13,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_clip_factor_leaves_small_norms_alone_and_zero_means_no_limit",
         ),
         Mutant(
+            "clipping does not wait for the norm",
+            "megatron/optimizer/clip_grads.py",
+            "return torch.clamp(max_norm / (norm + _EPSILON), max=1.0) if max_norm > 0 else 1.0",
+            "return min(1.0, max_norm / (float(norm) + _EPSILON)) if max_norm > 0 else 1.0",
+            "tests/laws/layouts/test_host_reads.py::"
+            "test_a_step_reads_no_value_and_mixes_no_devices",
+        ),
+        Mutant(
+            "a loss scale does not wait for the device",
+            "megatron/engine/native.py",
+            "factor = self.optimizer.device_loss_scale / nominal_tokens",
+            "factor = self.optimizer.loss_scale / nominal_tokens",
+            "tests/laws/layouts/test_host_reads.py::"
+            "test_a_step_of_a_later_stage_reads_no_value_but_headers",
+        ),
+        Mutant(
             "a limit of zero does not clip",
             "megatron/optimizer/clip_grads.py",
             "if max_norm > 0 else 1.0",
