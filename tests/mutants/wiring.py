@@ -216,6 +216,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_signal_travels_with_the_next_step_and_all_is_read_before_the_end",
         ),
         Mutant(
+            "tensor parallelism orders kernels on a GPU",
+            "megatron/launch.py",
+            'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")',
+            'os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")',
+            "tests/unit/test_launch.py::"
+            "test_tensor_parallelism_orders_kernels_unless_a_variable_contradicts_it",
+        ),
+        Mutant(
             "a background save is polled",
             "megatron/loop/training_loop.py",
             "            self.saves.poll()\n",
