@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron import device
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
@@ -26,15 +25,6 @@ from megatron.tokenizer.tokenizer import Tokenizer
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
 # A function of a micro-batch's last carry and its labels: total and count, of one shape.
 Measure = Callable[[Carry, Carry], LossSum]
-
-
-def on_device(raw: RawBatch) -> RawBatch:
-    """Return a batch of the data loader on the device of this rank.
-
-    From pinned memory the copy to a GPU runs beside the kernels that were launched before.
-    """
-    here = device.current()
-    return {name: tensor.to(here, non_blocking=True) for name, tensor in raw.items()}
 
 
 class MicroBatch(NamedTuple):

@@ -25,7 +25,6 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
-    on_device,
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
@@ -231,7 +230,7 @@ class NativeEngine:
         self._tied.sum_gradients()
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        return self._task.batch(on_device(next(batches)), self._batch_options)
+        return self._task.batch(device.upload(next(batches)), self._batch_options)
 
 
 def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:

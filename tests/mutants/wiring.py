@@ -216,6 +216,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_signal_travels_with_the_next_step_and_all_is_read_before_the_end",
         ),
         Mutant(
+            "kernels wait for the batch that they read",
+            "megatron/device.py",
+            "    compute.wait_stream(stream)\n",
+            "",
+            "tests/unit/test_device.py::test_tensors_go_to_a_gpu_on_a_stream_of_their_own",
+        ),
+        Mutant(
+            "batches go over a group that sends tensors of the host",
+            "megatron/mpu/context.py",
+            "return self.gloo_tp or self.tp",
+            "return self.tp",
+            "tests/distributed/mpu/test_context.py::"
+            "test_batches_have_a_group_of_their_own_beside_nccl",
+        ),
+        Mutant(
             "tensor parallelism orders kernels on a GPU",
             "megatron/launch.py",
             'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")',

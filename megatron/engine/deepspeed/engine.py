@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron import log
+from megatron import device, log
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
 from megatron.config.engine import RemoteDevice
@@ -29,7 +29,6 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
-    on_device,
 )
 from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
@@ -291,7 +290,7 @@ class DeepSpeedEngine:
         return runtime
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        return self._task.batch(on_device(next(batches)), self._batch_options)
+        return self._task.batch(device.upload(next(batches)), self._batch_options)
 
     def _values(self, parameter: Parameter) -> Tensor:
         """Return the part of a weight that this rank stores."""
