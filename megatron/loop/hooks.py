@@ -34,8 +34,8 @@ class Hook(Protocol):
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return whether the next step must not start before this hook is called.
 
-        It is then called with the device idle, and the weights are those of `progress`, of which
-        only what no report decides is known yet: iterations, samples and tokens.
+        It is then called while no step runs. Of `progress` only what no report decides is known
+        yet: iterations, samples and tokens.
         """
 
 

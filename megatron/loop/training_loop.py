@@ -108,10 +108,12 @@ class _Steps:
         self.signals: Sequence[bool] | None = None
 
     def add(self, plan: StepPlan, report: PendingReport) -> None:
-        """Read the report of the step before this one, which was started; of this one if needed."""
-        signals = self._read()
+        """Add a step that was started, and read the report of the one before it.
+
+        Where a hook has to act before the next step, the report of this one is read too.
+        """
+        self.signals = self._read()
         self._running = plan, report
-        self.signals = signals
         self.started = progress_after(self.read_up_to, plan, EXPECTED)
         if any(hook.precedes_next_step(self.started) for hook in self._hooks):
             self.read()

@@ -203,8 +203,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the report of a step is read once the next one runs",
             "megatron/loop/training_loop.py",
-            "        signals = self._read()\n        self._running = plan, report\n",
-            "        self._running = plan, report\n        signals = self._read()\n",
+            "        self.signals = self._read()\n        self._running = plan, report\n",
+            "        self._running = plan, report\n        self.signals = self._read()\n",
             "tests/unit/loop/test_training_loop.py::test_a_report_is_read_while_the_next_step_runs",
         ),
         Mutant(
