@@ -55,6 +55,8 @@ from megatron.pipeline.tied import TiedParameters
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
 
+_DIVISORS = "counts before the step"  # where the labels are counted before the losses
+
 
 class NativeEngine:
     """Owns the stage of this rank, its gradient buffers and its optimizer."""
@@ -137,11 +139,12 @@ class NativeEngine:
         microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
         factor = self.optimizer.device_loss_scale / nominal_tokens
         scale = factor
+        divisors: dict[str, Tensor] = {}
         several = len(self._task.losses) > 1
         if several or self._config.model.has_router_loss:
             ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
             microbatches = iter(ahead)
-            counts = counts_ahead(self._task, ahead, self._context)
+            counts = divisors[_DIVISORS] = counts_ahead(self._task, ahead, self._context)
             # So that one division by the first's count is right: each counts different things,
             # and the loss of a router counts sequences.
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
@@ -163,7 +166,7 @@ class NativeEngine:
                 # Where nothing counts, this makes the norm not finite, and so the update void.
                 grad_multiplier=nominal_tokens / reduced[COUNTS][0],
             )
-        return partial(self._report, HostScalars(outcome), plan)
+        return partial(self._report, HostScalars(outcome | divisors), plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
@@ -220,6 +223,7 @@ class NativeEngine:
 
     def _report(self, scalars: HostScalars, plan: StepPlan) -> StepReport:
         values = scalars.read()
+        check_counts(self._task, values.get(_DIVISORS, values[COUNTS]))
         check_counts(self._task, values[COUNTS])
         done = self.optimizer.report(values)
         return step_report(values, done, self._config.model, plan)
