@@ -155,7 +155,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
     for seed in range(_STEPS):
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, _VOCABULARY - 1, (1, _TOKENS + 1), generator=generator)
-        engine.train_step(iter([{"text": text}]), plan)
+        engine.start_step(iter([{"text": text}]), plan)()
     peak = high_water_mark()
     parameters = parameter_count(config.model, build.vocab.padded, config.data.seq_length)
     report = {"parameters": parameters, "peak_bytes": peak}

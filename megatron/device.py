@@ -7,6 +7,7 @@ never a silent fallback.
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from megatron.errors import MachineError
 class _Current:
     device: torch.device = torch.device("cpu")
     copying: torch.cuda.Stream | None = None  # made at the first copy to host memory
+    uploading: torch.cuda.Stream | None = None  # made at the first copy from there
 
 
 _CURRENT = _Current()
@@ -128,6 +130,30 @@ def name() -> str:
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
 
 
+def host_empty(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised host memory [size], from which copies to a GPU do not wait for it."""
+    is_pinned = _CURRENT.device.type == "cuda"
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=is_pinned)
+
+
+def upload(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the host on the device, for kernels launched from here on.
+
+    On a GPU they are copied on a stream of their own. The host is ahead of the kernels that it
+    launches, so the copies run beside those of the batch before.
+    """
+    here = _CURRENT.device
+    if here.type != "cuda":
+        return {name: tensor.to(here) for name, tensor in tensors.items()}
+    stream, compute = _uploading_stream(), torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        moved = {name: tensor.to(here, non_blocking=True) for name, tensor in tensors.items()}
+    compute.wait_stream(stream)
+    for tensor in moved.values():
+        tensor.record_stream(compute)  # their memory is not used again before it is done
+    return moved
+
+
 class HostCopy:
     """The values of a contiguous tensor in host memory, copied beside the kernels of a GPU.
 
@@ -155,8 +181,21 @@ class HostCopy:
         torch.cuda.current_stream().wait_event(self._done)
         return self._values.to(self._device, non_blocking=True)
 
+    def values(self) -> torch.Tensor:
+        """Return the values in host memory, read-only; wait until the copy is done."""
+        if self._device.type == "cuda":
+            self._done.synchronize()
+        return self._values
+
 
 def _copying_stream() -> torch.cuda.Stream:
     if _CURRENT.copying is None:
         _CURRENT.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _CURRENT.copying
+
+
+def _uploading_stream() -> torch.cuda.Stream:
+    # Not that of copies to the host, which wait for kernels.
+    if _CURRENT.uploading is None:
+        _CURRENT.uploading = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return _CURRENT.uploading

@@ -45,6 +45,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     launch_from_environment,
+    order_kernels,
     set_library_environment,
 )
 from megatron.mpu.context import ParallelContext
@@ -102,6 +103,8 @@ def initialize_megatron(
         replica_level=logging.log_level_replica,
     )
     _choose_threads(config, launch)
+    # Before the checks, which ask CUDA for its devices.
+    connections = order_kernels(config.parallel.tensor_model_parallel_size)
     tokenizer, tokenizer_error = _try_tokenizer(config)
     notify = partial(_notify_waiting_ranks, launch)
     _ON_SHUTDOWN.append(program.on_failure(notify))
@@ -112,6 +115,7 @@ def initialize_megatron(
         if device.select(_device_kind(config.launch.device), launch.device_index).type == "cpu":
             host.keep_freed_memory()
         set_library_environment(launch)
+        _warn_of_order(connections)
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
@@ -218,6 +222,17 @@ def _choose_threads(config: RunConfig, launch: Launch) -> None:
     threads = wanted or fair
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+def _warn_of_order(connections: str | None) -> None:
+    """Warn on a GPU that CUDA_DEVICE_MAX_CONNECTIONS is not 1 but `connections`, if it is."""
+    if connections is not None and device.current().type == "cuda":
+        log.warning(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}, and tensor parallelism overlaps "
+            "reductions with matrix products only if it is 1: a reduction may wait for the product "
+            "that was launched after it. Unset the variable, or set it to 1; results do not depend "
+            "on it"
+        )
 
 
 def _try_tokenizer(config: RunConfig) -> tuple[Tokenizer | None, MegatronError | None]:

@@ -88,6 +88,23 @@ def set_library_environment(launch: Launch) -> None:
     os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
 
 
+def order_kernels(tensor_parallel_size: int) -> str | None:
+    """Let CUDA start kernels in the order of their launches, where tensor parallelism needs it.
+
+    The reduction of an input's gradient is launched before the matrix product that it overlaps.
+    With several hardware queues the product may start first and take all processors, and the
+    reduction runs after it. CUDA reads the variable when it is first used in a process.
+
+    Returns:
+        The value that CUDA_DEVICE_MAX_CONNECTIONS has instead of 1; None where there is no
+        contradiction.
+    """
+    if tensor_parallel_size == 1:
+        return None
+    connections = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return None if connections == "1" else connections
+
+
 def fair_threads(launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:
     """Return the CPU threads of a rank that shares its node, where no variable sets their number.
 

@@ -115,6 +115,10 @@ class CheckData:
             self.data.check_unchanged()
         return progress
 
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return False: files have nothing to do with the step."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Validate:
@@ -125,10 +129,14 @@ class Validate:
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         """Evaluate if it is due; return the progress with its validation samples."""
-        interval = self.loop.config.training.eval_interval
-        if due(interval, progress) or self.loop.duration.is_done(progress):
+        if self.precedes_next_step(progress):
             return self.data.validate(self.loop.engine, progress, self.loop.step_log)
         return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether an evaluation is due."""
+        interval = self.loop.config.training.eval_interval
+        return due(interval, progress) or self.loop.duration.is_done(progress)
 
 
 def _save(

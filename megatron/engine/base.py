@@ -4,13 +4,12 @@ The unit of work is a whole global batch. The caller decides every number (learn
 decay, micro-batches) and an engine obeys; what comes back holds the same numbers on every rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron import device
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.data import DataConfig
@@ -26,15 +25,6 @@ from megatron.tokenizer.tokenizer import Tokenizer
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
 # A function of a micro-batch's last carry and its labels: total and count, of one shape.
 Measure = Callable[[Carry, Carry], LossSum]
-
-
-def on_device(raw: RawBatch) -> RawBatch:
-    """Return a batch of the data loader on the device of this rank.
-
-    From pinned memory the copy to a GPU runs beside the kernels that were launched before.
-    """
-    here = device.current()
-    return {name: tensor.to(here, non_blocking=True) for name, tensor in raw.items()}
 
 
 class MicroBatch(NamedTuple):
@@ -134,11 +124,17 @@ class StepReport:
     means: tuple[float, ...] = ()  # of each loss, where there are several
     # Mean over sequences and layers, without its weight: 1 where experts are equally busy.
     load_balancing_loss: float | None = None
+    signals: tuple[bool, ...] = ()  # for each that was given to the step: did any rank set it
 
     @property
     def each_loss(self) -> tuple[float, ...]:
         """The mean of each of the model's losses."""
         return self.means or (self.loss,)
+
+
+# Waits until a step is done, and returns its report. Raises DataError where nothing counted in it,
+# NumericsError at the smallest loss scale, on all ranks alike.
+PendingReport = Callable[[], StepReport]
 
 
 class EvaluationSum(NamedTuple):
@@ -179,10 +175,19 @@ class Engine(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss before its backward pass."""
+        """The factor on the next loss before its backward pass; reading it may wait."""
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
-        """Do one optimizer step over `plan.num_microbatches` micro-batches."""
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
+        """Start one optimizer step over `plan.num_microbatches` micro-batches.
+
+        The next step may be started before the report is read. A step whose gradients are not
+        finite, or that counts nothing, changes nothing, whenever that is read.
+
+        Args:
+            signals: flags of this rank, as many on each rank; the report has those of all ranks.
+        """
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Return the loss over `num_microbatches` of this replica and as many of each other one."""

@@ -5,7 +5,7 @@ micro-batches and replicas: each backward pass adds a sum over its own tokens, a
 optimizer divides by the count of all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import repeat
 
@@ -20,20 +20,28 @@ from megatron.engine.base import (
     EvaluationSum,
     Measure,
     MicroBatch,
+    PendingReport,
     PretrainTask,
     RawBatch,
     StepPlan,
     StepReport,
-    on_device,
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.state import model_tensors, optimizer_tensors
-from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
+from megatron.engine.tally import (
+    COUNTS,
+    check_counts,
+    counts_ahead,
+    evaluation,
+    step_report,
+    step_sums,
+)
 from megatron.json_values import JsonObject, object_at
 from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
 from megatron.model.stage import PipelineStage
+from megatron.mpu.scalar_sums import HostScalars
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import parameters_norm
@@ -46,6 +54,8 @@ from megatron.pipeline.schedule import ScheduleName
 from megatron.pipeline.tied import TiedParameters
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
+
+_DIVISORS = "counts before the step"  # where the labels are counted before the losses
 
 
 class NativeEngine:
@@ -107,51 +117,63 @@ class NativeEngine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss before its backward pass."""
+        """The factor on the next loss before its backward pass; reading it may wait."""
         return self.optimizer.loss_scale
 
     def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
-        """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica.
+        """Do one optimizer step and wait for its report."""
+        return self.start_step(batches, plan)()
 
-        Reduces gradients over replicas, and the loss over replicas and stages.
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
+        """Start one optimizer step over `plan.num_microbatches` micro-batches of this replica.
+
+        Reduces gradients over replicas, and all scalars of the step over all ranks together. The
+        host reads nothing that the device computes: what they decide is decided on the device.
         """
         self.stage.train()
         self._replica.start_step(plan.num_microbatches)
         # Any constant would do here; this one keeps half-precision gradients near their mean.
         nominal_tokens = plan.global_batch_size * plan.seq_length
         microbatches: Iterator[MicroBatch] = map(self._next, repeat(batches))
-        factor = self.loss_scale / nominal_tokens
-        scale: float | Tensor = factor
+        factor = self.optimizer.device_loss_scale / nominal_tokens
+        scale = factor
+        divisors: dict[str, Tensor] = {}
         several = len(self._task.losses) > 1
         if several or self._config.model.has_router_loss:
             ahead = [next(microbatches) for _ in range(plan.num_microbatches)]
             microbatches = iter(ahead)
-            counts = counts_ahead(self._task, ahead, self._context)
+            counts = divisors[_DIVISORS] = counts_ahead(self._task, ahead, self._context)
             # So that one division by the first's count is right: each counts different things,
             # and the loss of a router counts sequences.
-            self._build.router_loss.value = factor * float(counts[0]) / plan.global_batch_size
+            self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
-        sums = self._executor.train(microbatches, plan.num_microbatches, scale=scale)
+        losses = self._executor.train(microbatches, plan.num_microbatches, scale=scale)
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
-        tally = Tally(sums, self._task, self._context)
-        check_counts(self._task, tally.counts)
+        sums = step_sums(losses, self._task, self._build, signals)
         with self._timers("optimizer"):
-            done = self.optimizer.step(
+            gradients = self.optimizer.add_to(
+                sums, with_zeros=self._config.logging.log_num_zeros_in_grad
+            )
+            reduced = sums.reduce()
+            outcome = self.optimizer.update(
+                gradients,
+                reduced,
                 learning_rate=plan.learning_rate,
                 weight_decay=plan.weight_decay,
-                grad_multiplier=nominal_tokens / tally.counts[0],
-                with_zeros=self._config.logging.log_num_zeros_in_grad,
+                # Where nothing counts, this makes the norm not finite, and so the update void.
+                grad_multiplier=nominal_tokens / reduced[COUNTS][0],
             )
-        balance = balance_of_experts(self._config.model, self._build, plan)
-        return tally.report(done, balance=balance)
+        return partial(self._report, HostScalars(outcome | divisors), plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
         self.stage.eval()
         sums = self._executor.evaluate(map(self._next, repeat(batches)), num_microbatches)
-        return Tally(sums, self._task, self._context).evaluation()
+        return evaluation(sums, self._task, self._build)
 
     @torch.no_grad()
     def measure(
@@ -199,13 +221,20 @@ class NativeEngine:
         check_replicated_agree(self.stage.named_parameters(), self._context.tp)
         self._tied.check_equal()
 
+    def _report(self, scalars: HostScalars, plan: StepPlan) -> StepReport:
+        values = scalars.read()
+        check_counts(self._task, values.get(_DIVISORS, values[COUNTS]))
+        check_counts(self._task, values[COUNTS])
+        done = self.optimizer.report(values)
+        return step_report(values, done, self._config.model, plan)
+
     def _reduce_held(self) -> None:
         """Sum gradients that several ranks of a replica share, before the sum over replicas."""
         reduce_replicated(self.stage.parameters(), self._context.tp)
         self._tied.sum_gradients()
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        return self._task.batch(on_device(next(batches)), self._batch_options)
+        return self._task.batch(device.upload(next(batches)), self._batch_options)
 
 
 def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:

@@ -4,7 +4,7 @@ One place for all engines, so that they report the same numbers. A model may hav
 each is a mean over what it counts itself, and the sum of the means is minimised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from megatron.errors import DataError
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.scalar_sums import HostScalars, ScalarSums
 from megatron.optimizer.optimizer import OptimizerReport
+
+COUNTS = "counts"  # of each loss, over the whole step
+_TOTALS, _BALANCE, _SIGNALS = "totals", "balance of experts", "signals"
 
 
 def counts_ahead(
@@ -24,17 +28,12 @@ def counts_ahead(
 ) -> Tensor:
     """Return the count of each loss in a step from the labels alone: [k] float64.
 
-    Sums over replicas.
-
-    Raises:
-        DataError: one of them counts nothing, so there is nothing to divide by.
+    Sums over replicas. The caller checks them (`check_counts`).
     """
     own_counts = (
         torch.stack([task.counted(batch.labels).double() for batch in ahead]).sum(0).view(-1)
     )
-    counts = all_reduce(own_counts, context.dp)
-    check_counts(task, counts.tolist())
-    return counts
+    return all_reduce(own_counts, context.dp)
 
 
 def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
@@ -55,56 +54,69 @@ def check_counts(task: PretrainTask, counts: Sequence[float]) -> None:
     )
 
 
-def balance_of_experts(config: ModelConfig, build: ModelBuild, plan: StepPlan) -> float | None:
-    """Return the loss that balances experts, a mean over the sequences and layers of a step.
-
-    Without its weight, and equal on all ranks; None where there is none.
-    """
-    if config.balance_weight == 0:
-        return None
-    noted, ctx = build.router_loss.taken(), build.ctx
-    own_loss = torch.zeros((), dtype=torch.float64, device=device.current())
-    own_loss = own_loss if noted is None else noted.double()
-    total = all_reduce(all_reduce(own_loss, ctx.dp), ctx.pp)
-    if build.sequence_parallel:  # each rank has summands, of its part of the sequences
-        total = all_reduce(total, ctx.tp)
-    return float(total) / (plan.global_batch_size * config.num_layers)
-
-
-class Tally:
-    """Totals and counts of each loss, in float64 and equal on all ranks.
+def step_sums(
+    sums: Sequence[Tensor],
+    task: PretrainTask,
+    build: ModelBuild,
+    signals: Sequence[bool] = (),
+) -> ScalarSums:
+    """Return what `step_report` and `evaluation` read, on this rank, to be reduced.
 
     Args:
         sums: of every micro-batch its totals and counts, [2] or [2, k]; none but on the last stage.
+        signals: see `Engine.start_step`.
     """
+    ctx = build.ctx
+    own_sums = torch.zeros((2, len(task.losses)), dtype=torch.float64, device=device.current())
+    if sums:
+        own_sums = torch.stack(list(sums)).double().sum(0).view(own_sums.shape)
+    found = ScalarSums(ctx.world)
+    found.add(_TOTALS, own_sums[0], contributes=ctx.tp.is_first)
+    found.add(COUNTS, own_sums[1], contributes=ctx.tp.is_first)
+    noted = build.router_loss.taken()
+    # Of a split sequence each rank has summands, of its part.
+    found.add(
+        _BALANCE,
+        torch.zeros((), device=device.current()) if noted is None else noted,
+        contributes=build.sequence_parallel or ctx.tp.is_first,
+    )
+    found.add_flags(_SIGNALS, signals)
+    return found
 
-    def __init__(
-        self, sums: Sequence[Tensor], task: PretrainTask, context: ParallelContext
-    ) -> None:
-        shape = (2, len(task.losses))
-        own_sums = torch.zeros(shape, dtype=torch.float64, device=device.current())
-        if sums:
-            own_sums = torch.stack(list(sums)).double().sum(0).view(shape)
-        both = all_reduce(all_reduce(own_sums, context.dp), context.pp)
-        self.totals, self.counts = both.tolist()
 
-    def report(self, done: OptimizerReport, *, balance: float | None = None) -> StepReport:
-        """Return the report of one step, from its update and the load of the experts."""
-        means = tuple(total / count for total, count in zip(self.totals, self.counts))
-        return StepReport(
-            loss=sum(means),
-            grad_norm=done.grad_norm,
-            skipped=not done.applied,
-            overflow=done.overflow,
-            loss_scale=done.loss_scale,
-            num_zeros=done.num_zeros,
-            means=means if len(means) > 1 else (),
-            load_balancing_loss=balance,
-        )
+def step_report(
+    scalars: Mapping[str, Sequence[float]],
+    done: OptimizerReport,
+    config: ModelConfig,
+    plan: StepPlan,
+) -> StepReport:
+    """Return the report of one step, from the values of its sums and its update.
 
-    def evaluation(self) -> EvaluationSum:
-        """Return the totals and counts as the result of an evaluation."""
-        first, *others = (
-            EvaluationSum(total, round(count)) for total, count in zip(self.totals, self.counts)
-        )
-        return first._replace(others=tuple(others))
+    The counts have been checked (`check_counts`).
+    """
+    means = tuple(total / count for total, count in zip(scalars[_TOTALS], scalars[COUNTS]))
+    balance = None
+    if config.balance_weight:
+        # A mean over sequences and layers.
+        balance = scalars[_BALANCE][0] / (plan.global_batch_size * config.num_layers)
+    return StepReport(
+        loss=sum(means),
+        grad_norm=done.grad_norm,
+        skipped=not done.applied,
+        overflow=done.overflow,
+        loss_scale=done.loss_scale,
+        num_zeros=done.num_zeros,
+        means=means if len(means) > 1 else (),
+        load_balancing_loss=balance,
+        signals=tuple(count > 0 for count in scalars[_SIGNALS]),
+    )
+
+
+def evaluation(sums: Sequence[Tensor], task: PretrainTask, build: ModelBuild) -> EvaluationSum:
+    """Return the result of an evaluation over the `sums` of its micro-batches."""
+    scalars = HostScalars(step_sums(sums, task, build).reduce()).read()
+    first, *others = (
+        EvaluationSum(total, round(count))
+        for total, count in zip(scalars[_TOTALS], scalars[COUNTS])
+    )
+    return first._replace(others=tuple(others))

@@ -151,7 +151,7 @@ class DataFeed:
         )
         if own_batches is not None:
             self._readers.append(own_batches)
-        return _shared(own_batches, self._context.tp)
+        return _shared(own_batches, self._context.host_tp)
 
     def _epochs(
         self, dataset: Any, consumed: int, over_and_over: bool

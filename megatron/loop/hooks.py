@@ -1,7 +1,8 @@
 """What follows every training step, as small objects that the loop calls in a fixed order.
 
 A hook gets the progress after the step and what the step did. It returns the progress, advanced if
-the hook itself consumed samples. All ranks call each hook at the same steps.
+the hook itself consumed samples. All ranks call each hook at the same steps. What a reader would
+get wrong: the next step has been started by then, unless a hook says that it has to wait.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,13 @@ class Hook(Protocol):
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         """Do the action; return the progress that the run continues from."""
 
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether the next step must not start before this hook is called.
+
+        It is then called while no step runs. Of `progress` only what no report decides is known
+        yet: iterations, samples and tokens.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class ReportStep:
@@ -45,6 +53,10 @@ class ReportStep:
         self.step_log.step(progress, step.plan, step.result, **norms)
         return progress
 
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether a line is due, whose time ends here, or the parameters are read."""
+        return self.with_params_norm or self.step_log.has_line(progress)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckNumbers:
@@ -56,6 +68,10 @@ class CheckNumbers:
         """Raise NumericsError, on every rank alike, under --nonfinite-policy."""
         check_numbers(step.result, progress, self.training)
         return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return False: a step that is not finite changes nothing, however late that is read."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,10 @@ class AgreeOnState:
             agree_on_state(state_of(progress, self.engine), self.world)
         return progress
 
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether the comparison is due."""
+        return due(self.interval, progress)
+
 
 class SaveCheckpoints:
     """Save at intervals, and once more at the end if the last step was not saved."""
@@ -85,9 +105,13 @@ class SaveCheckpoints:
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         """Save if one of the intervals is due."""
-        if any(due(interval, progress) for interval in self._intervals):
+        if self.precedes_next_step(progress):
             self.save_unsaved(progress)
         return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether a save is due."""
+        return any(due(interval, progress) for interval in self._intervals)
 
     def save_unsaved(self, progress: Progress) -> None:
         """Save, unless this iteration was saved or loaded last."""

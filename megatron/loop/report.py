@@ -146,6 +146,14 @@ class StepLog:
         """Exclude the time since the last `step` (evaluation, saving) from the window."""
         self._window.started += time.perf_counter() - self._stopped
 
+    def has_line(self, progress: Progress) -> bool:
+        """Return whether the step that led to `progress` has a line in the log."""
+        return (
+            progress.iteration % self._config.log_interval == 0
+            or self._duration.is_done(progress)
+            or progress.iteration == 1
+        )
+
     def step(self, progress: Progress, plan: StepPlan, report: StepReport, **extra: float) -> None:
         """Count one iteration, report it if it is due, and stop the clock until `resume_clock`.
 
@@ -156,11 +164,7 @@ class StepLog:
         window.add(plan, report, self._flops_per_token(plan.seq_length))
         if progress.iteration % self._config.tensorboard_log_interval == 0:
             self._write_step(progress, plan, report, extra)
-        if (
-            progress.iteration % self._config.log_interval == 0
-            or self._duration.is_done(progress)
-            or progress.iteration == 1
-        ):
+        if self.has_line(progress):
             device.synchronize()
             speed = self._speed(time.perf_counter() - window.started)
             short = self._short_line(progress, plan, report, speed)

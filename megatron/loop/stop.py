@@ -1,13 +1,14 @@
 """When a run ends: its length, an interval, a clock, a signal or a file, agreed over all ranks.
 
 Signals, files and clocks differ between ranks. They are reduced to one decision before any rank
-acts on it, so that no rank saves while another trains on.
+acts on it, so that no rank saves while another trains on. While a step runs, they travel with its
+scalars; ranks ask each other for nothing else.
 """
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -28,18 +29,33 @@ class StopConditions:
         self._started = time.monotonic()
         self._signalled = False
 
-    def reason(self, progress: Progress, *, steps_done: int) -> str | None:
+    def reason(
+        self, progress: Progress, *, steps_done: int, signals: Sequence[bool] | None = None
+    ) -> str | None:
         """Return why to end the run now, the same text on every rank; None to continue.
 
         Args:
             steps_done: iterations of this process, which --exit-interval needs one of.
+            signals: what of `signals` holds on any rank; None: reduce them now, which waits for the
+                device.
         """
         if self._duration.is_done(progress):
             return f"training is complete at iteration {progress.iteration}"
         interval = self._config.exit_interval
         if interval is not None and steps_done and progress.iteration % interval == 0:
             return f"exiting program at iteration {progress.iteration}"
-        return self._agreed_reason()
+        agreed = self._agreed() if signals is None else signals
+        return next((reason for reason, holds in zip(self._reasons(), agreed) if holds), None)
+
+    def signals(self) -> tuple[bool, ...]:
+        """Return what holds on this rank: a signal was received, a file is there, time is up."""
+        limit, path = self._config.exit_duration_in_mins, self._config.kill_switch_path
+        minutes = (time.monotonic() - self._started) / 60
+        return (
+            self._signalled,
+            path is not None and os.path.exists(path),
+            limit is not None and minutes > limit,
+        )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -56,14 +72,14 @@ class StopConditions:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
 
-    def _agreed_reason(self) -> str | None:
-        limit, path = self._config.exit_duration_in_mins, self._config.kill_switch_path
-        minutes = (time.monotonic() - self._started) / 60
-        here = {
-            "SIGTERM was received; exiting program": self._signalled,
-            f"Detected kill switch at {path}. Exiting": path is not None and os.path.exists(path),
-            f"exiting program after {limit} minutes": limit is not None and minutes > limit,
-        }
-        flags = torch.tensor(list(map(float, here.values())), device=device.current())
-        agreed = all_reduce(flags, self._world, op="max").tolist()
-        return next((reason for reason, holds in zip(here, agreed) if holds), None)
+    def _reasons(self) -> tuple[str, ...]:
+        """Return the reason to end the run for each of `signals`."""
+        return (
+            "SIGTERM was received; exiting program",
+            f"Detected kill switch at {self._config.kill_switch_path}. Exiting",
+            f"exiting program after {self._config.exit_duration_in_mins} minutes",
+        )
+
+    def _agreed(self) -> tuple[bool, ...]:
+        flags = torch.tensor(list(map(float, self.signals())), device=device.current())
+        return tuple(map(bool, all_reduce(flags, self._world, op="max").tolist()))

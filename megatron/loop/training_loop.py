@@ -1,18 +1,19 @@
 """The one training loop. Pretraining and fine-tuning give it batches and what they do after a step.
 
 The loop decides numbers and the engine obeys. A feature that makes `TrainingLoop.train` longer
-belongs in a hook, in `plan_step` or in the caller instead. What a reader would get wrong: the clock
-of the step log stands still from the report of a step until all hooks after it are done.
+belongs in a hook, in `plan_step` or in the caller instead. What a reader would get wrong: the
+report of a step is read when the next one has been started, unless a hook has to act before that;
+and the clock of the step log stands still from that report until all hooks after it are done.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from megatron.checkpoint.save.background import BackgroundSaves
 from megatron.config.curriculum import Curriculum
 from megatron.config.run import RunConfig
-from megatron.engine.base import Engine, RawBatch, StepPlan
+from megatron.engine.base import Engine, PendingReport, RawBatch, StepPlan
 from megatron.lengths import curriculum as curriculum_of
 from megatron.loop.hooks import (
     AgreeOnState,
@@ -25,7 +26,7 @@ from megatron.loop.hooks import (
 )
 from megatron.loop.report import StepLog
 from megatron.loop.startup import announce_deepspeed, announce_run, open_step_log
-from megatron.loop.step_plan import plan_step, progress_after
+from megatron.loop.step_plan import EXPECTED, plan_step, progress_after
 from megatron.loop.stop import StopConditions
 from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group, ParallelContext
@@ -70,21 +71,75 @@ class TrainingLoop:
             *own_hooks,
             save,
         )
+        steps = _Steps(progress, hooks, self.step_log)
         self.step_log.restart_clock()
-        while (reason := self.stop.reason(progress, steps_done=progress.iteration - first)) is None:
+        while (
+            reason := self.stop.reason(
+                steps.started, steps_done=steps.started.iteration - first, signals=steps.signals
+            )
+        ) is None:
             self.saves.poll()
-            plan = plan_step(self.config, self.duration, progress, self.curriculum)
-            raw = batches_of(plan, progress)
-            result = None if raw is None else self.engine.train_step(raw, plan)
-            progress = progress_after(progress, plan, result)
-            if result is None:
-                continue
-            for hook in hooks:
-                progress = hook(progress, CompletedStep(plan, result))
-            self.step_log.resume_clock()
+            plan = plan_step(self.config, self.duration, steps.started, self.curriculum)
+            raw = batches_of(plan, steps.started)
+            if raw is None:
+                steps.skip(plan)
+            else:
+                steps.add(plan, self.engine.start_step(raw, plan, self.stop.signals()))
+        progress = steps.read()
         save.save_unsaved(progress)
         self.saves.wait()
         return progress, reason
+
+
+class _Steps:
+    """The steps of a training, of which the last one may still run.
+
+    Attributes:
+        read_up_to: the progress of the steps whose reports were read.
+        started: the progress with the running step, if it turns out well.
+        signals: what of the signals to stop holds on any rank, of the report read last while
+            another step runs; None: no step runs.
+    """
+
+    def __init__(self, progress: Progress, hooks: Sequence[Hook], step_log: StepLog) -> None:
+        self._hooks, self._step_log = hooks, step_log
+        self._running: tuple[StepPlan, PendingReport] | None = None
+        self.read_up_to = self.started = progress
+        self.signals: Sequence[bool] | None = None
+
+    def add(self, plan: StepPlan, report: PendingReport) -> None:
+        """Add a step that was started, and read the report of the one before it.
+
+        Where a hook has to act before the next step, the report of this one is read too.
+        """
+        self.signals = self._read()
+        self._running = plan, report
+        self.started = progress_after(self.read_up_to, plan, EXPECTED)
+        if any(hook.precedes_next_step(self.started) for hook in self._hooks):
+            self.read()
+
+    def skip(self, plan: StepPlan) -> None:
+        """Count an iteration without a step."""
+        self.read_up_to = self.started = progress_after(self.read(), plan, None)
+
+    def read(self) -> Progress:
+        """Wait for the running step, if there is one; return the progress, which is final then."""
+        self._read()
+        self.signals, self.started = None, self.read_up_to
+        return self.read_up_to
+
+    def _read(self) -> tuple[bool, ...]:
+        """Read the report of the running step, and call the hooks; return its signals."""
+        if self._running is None:
+            return ()
+        (plan, report), self._running = self._running, None
+        step = CompletedStep(plan, report())
+        progress = progress_after(self.read_up_to, plan, step.result)
+        for hook in self._hooks:
+            progress = hook(progress, step)
+        self._step_log.resume_clock()
+        self.read_up_to = progress
+        return step.result.signals
 
 
 @contextmanager

@@ -137,7 +137,8 @@ class _WithLoss(torch.autograd.Function):
                 fix="set ModelBuild.router_loss.value before it, as the engines do",
             )
         ctx.router_loss.note(balance)
-        return grad, torch.full_like(balance, value), None, None
+        # `value` may be a float64 scalar on the device.
+        return grad, (torch.ones_like(balance) * value).to(balance.dtype), None, None
 
 
 _WITH_LOSS: Callable[[Tensor, Tensor, Tensor, RouterLoss], Tensor] = _WithLoss.apply

@@ -76,7 +76,7 @@ class RouterLoss:
     divisor of the task's loss is known; None: not set.
     """
 
-    value: float | None = None
+    value: Tensor | float | None = None
     _balance: Tensor | None = None
 
     def note(self, balance: Tensor) -> None:

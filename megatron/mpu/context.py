@@ -5,7 +5,7 @@ once processes exist every group here has a real handle, groups of one included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class ParallelContext:
     pp: Group
     dp: Group
     model: Group  # tp x pp: one whole replica, for the gradient norm
+    gloo_tp: Group | None = None  # the ranks of tp again, where tp sends tensors of GPUs alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
@@ -109,11 +110,19 @@ class ParallelContext:
             dp=maker.make(topology.groups("dp")),
             model=maker.make(topology.groups("pp", "tp")),
         )
+        if dist.get_backend() == dist.Backend.NCCL and topology.tp > 1:
+            by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO)
+            ctx = replace(ctx, gloo_tp=by_gloo.make(topology.groups("tp")))
         if dist.get_backend() == dist.Backend.GLOO:
             # gloo connects here, NCCL at first use: a rank that went on and ended would close
             # connections that the others are still making.
             dist.barrier()
         return ctx
+
+    @property
+    def host_tp(self) -> Group:
+        """The ranks of `tp`, to send tensors of the host."""
+        return self.gloo_tp or self.tp
 
     @property
     def rank(self) -> int:
@@ -165,8 +174,10 @@ class _GroupMaker:
     world handle is not shared this way, so that groups can be destroyed without it.
     """
 
-    def __init__(self, timeout: timedelta, checks: CollectiveChecks | None) -> None:
-        self._timeout, self._checks = timeout, checks
+    def __init__(
+        self, timeout: timedelta, checks: CollectiveChecks | None, *, backend: str | None = None
+    ) -> None:
+        self._timeout, self._checks, self._backend = timeout, checks, backend
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def make(self, groups: Sequence[tuple[int, ...]]) -> Group:
@@ -174,6 +185,8 @@ class _GroupMaker:
         me = dist.get_rank()
         for ranks in groups:
             if ranks not in self._handles:
-                self._handles[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+                self._handles[ranks] = dist.new_group(
+                    list(ranks), timeout=self._timeout, backend=self._backend
+                )
         own_ranks = next(ranks for ranks in groups if me in ranks)
         return Group(own_ranks, own_ranks.index(me), self._handles[own_ranks], self._checks)

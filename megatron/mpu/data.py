@@ -1,7 +1,7 @@
 """Sends a batch from the first tensor-parallel rank to the others.
 
-Only that rank reads data; the others would read the same samples. A rank without a batch gets
-every tensor on its current device.
+Only that rank reads data; the others would read the same samples. Batches go from host memory to
+host memory: a receiver has to know shapes, and through a device it would wait for them.
 """
 
 from typing import NamedTuple
@@ -38,10 +38,13 @@ class _Entry(NamedTuple):
 
 
 def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Broadcast the batch of the first rank of `group`, to the current device of every rank.
+    """Broadcast the batch of the first rank of `group`, to host memory of every rank.
 
-    A header with keys, shapes and dtypes goes first, then one message per dtype. The `batch` of
-    the other ranks is ignored and may be None.
+    A header with keys, shapes and dtypes goes first, then one message per dtype. The `batch` of the
+    other ranks is ignored and may be None.
+
+    Args:
+        group: one that sends tensors of the host (`ParallelContext.host_tp`).
 
     Raises:
         DataError: the first rank has no batch, or one with a dtype that cannot be sent. It is
@@ -79,8 +82,8 @@ def _broadcast_same_dtype(
     batch: dict[str, Tensor] | None, entries: list[_Entry], group: Group
 ) -> dict[str, Tensor]:
     sizes = [torch.Size(entry.shape).numel() for entry in entries]
-    flat = torch.empty(sum(sizes), dtype=_DTYPES[entries[0].dtype], device=device.current())
+    flat = device.host_empty(sum(sizes), _DTYPES[entries[0].dtype])
     if batch is not None:
-        torch.cat([batch[entry.key].reshape(-1).to(flat.device) for entry in entries], out=flat)
+        torch.cat([batch[entry.key].reshape(-1) for entry in entries], out=flat)
     parts = torch.split(broadcast(flat, group), sizes)
     return {entry.key: part.view(entry.shape) for entry, part in zip(entries, parts)}

@@ -69,7 +69,7 @@ def destroy_model_parallel() -> None:
     if _current is None:
         return
     context, _current = _current.context, None
-    groups = (context.tp, context.pp, context.dp, context.model)
+    groups = (context.tp, context.pp, context.dp, context.model, context.host_tp)
     # One handle can serve several groups (see context._GroupMaker).
     for handle in {id(group.handle): group.handle for group in groups}.values():
         if handle is not None and dist.is_initialized():

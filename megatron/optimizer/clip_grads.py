@@ -36,17 +36,14 @@ def owned_by_this_rank(
     )
 
 
-def global_norm(
-    counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
-) -> float:
-    """Return the L2 norm of all tensors of a model replica; sums over the model group.
+def sum_of_squares(counted: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of this rank's tensors: a float64 scalar on their device.
 
     Norms of single tensors are taken in float32 (float64 for float64). Non-finite values, or a
     tensor with a norm beyond float32, make the result non-finite.
 
     Args:
         counted: the tensors that this rank counts, see `owned_by_this_rank`.
-        over_replicas: they are shares of a replica's, and those of all replicas add up to it.
     """
     halves = [tensor for tensor in counted if tensor.dtype in HALF_DTYPES]
     wide = [tensor for tensor in counted if tensor.dtype not in HALF_DTYPES]
@@ -57,17 +54,30 @@ def global_norm(
     ):
         if norms:
             total += torch.stack(list(norms)).double().square().sum()
-    return math.sqrt(float(_sum(total, ctx, over_replicas)))
+    return total
 
 
-def count_zeros(
+def global_norm(
     counted: Sequence[Tensor], ctx: ParallelContext, *, over_replicas: bool = False
-) -> int:
-    """Count the exact zeros in a model replica; arguments as `global_norm`."""
+) -> float:
+    """Return the L2 norm of all tensors of a model replica; sums over the model group.
+
+    Args:
+        counted: the tensors that this rank counts, as for `sum_of_squares`.
+        over_replicas: they are shares of a replica's, and those of all replicas add up to it.
+    """
+    total = sum_of_squares(counted)
+    if over_replicas:
+        total = all_reduce(total, ctx.dp)
+    return math.sqrt(float(all_reduce(total, ctx.model)))
+
+
+def count_zeros(counted: Sequence[Tensor]) -> Tensor:
+    """Return the number of exact zeros in this rank's tensors: an int64 scalar."""
     total = torch.zeros((), dtype=torch.int64, device=_device_of(counted))
     for tensor in counted:
         total += tensor.numel() - torch.count_nonzero(tensor)
-    return int(_sum(total, ctx, over_replicas))
+    return total
 
 
 def parameters_norm(
@@ -81,18 +91,12 @@ def parameters_norm(
     )
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor | float:
     """Return the factor on gradients that limits their norm to `max_norm` (0: no limit).
 
     min(1, max_norm / (norm + 1e-6)), as in Megatron and torch.
     """
-    return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0
-
-
-def _sum(total: Tensor, ctx: ParallelContext, over_replicas: bool) -> Tensor:
-    if over_replicas:
-        total = all_reduce(total, ctx.dp)
-    return all_reduce(total, ctx.model)
+    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0) if max_norm > 0 else 1.0
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

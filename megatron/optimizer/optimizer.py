@@ -1,12 +1,12 @@
 """The optimizer: takes summed gradients to new weights, and keeps its state under global names.
 
 A step reads the gradients once for their norm and writes them once: mean over tokens, loss scale
-and clipping are a single factor. Whether a step is taken is agreed on by all ranks. The state that
+and clipping are a single factor. Whether a step is taken is agreed on by all ranks, and decided on
+the device: a step that is skipped runs the same kernels, which change nothing. The state that
 leaves here (`named_state`, `scalars`) has the shapes of the local parameters and nothing of torch's
 layout. With sharded parameters a rank has state, and makes updates, for its own elements alone.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,15 @@ from megatron.config.optimizer import OptimizerConfig, StateDtype
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
-from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.scalar_sums import HostScalars, ScalarSums
 from megatron.optimizer.buckets import ElementRange
-from megatron.optimizer.clip_grads import clip_factor, count_zeros, global_norm, owned_by_this_rank
+from megatron.optimizer.clip_grads import (
+    clip_factor,
+    count_zeros,
+    owned_by_this_rank,
+    sum_of_squares,
+)
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
@@ -36,13 +41,18 @@ from megatron.optimizer.update_rule import fresh_state, update_rule
 _NAMES_SHOWN = 5
 _STEPS, _SCALER = "steps", "loss_scaler"
 _MASTER = "master"
+# Scalars of a step: the sums over all ranks, and what `update` makes of them.
+_SQUARES, _NOT_FINITE, _ZEROS = "squares of gradients", "gradients not finite", "zero gradients"
+_NORM, _APPLIED, _LOSS_SCALE = "gradient norm", "update applied", "loss scale"
+_TOO_SMALL = "loss scale too small"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerReport:
     """The outcome of one step; the same on all ranks.
 
-    Where replicas hold different gradients, which is an error elsewhere, `grad_norm` is this one's.
+    Where replicas hold different gradients, which is an error elsewhere, `grad_norm` is that of the
+    first one.
     """
 
     applied: bool  # the weights have changed
@@ -112,7 +122,8 @@ class MegatronOptimizer(ABC):
         self._config = config
         self._scaler = scaler
         self._ctx = ctx
-        self._steps = 0
+        # On the device, where it is decided whether an update counts.
+        self._steps = torch.zeros((), dtype=torch.float64, device=device.current())
         pairs = [pair for group in self._groups for pair in group.parameters]
         counted = {
             name for (name, _), is_own in zip(pairs, owned_by_this_rank(pairs, ctx)) if is_own
@@ -130,7 +141,12 @@ class MegatronOptimizer(ABC):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the next loss before backward; `step` divides by it."""
+        """The factor on the next loss before backward; waits for the device if it may change."""
+        return float(self._scaler.scale)
+
+    @property
+    def device_loss_scale(self) -> Tensor | float:
+        """The factor on the next loss before backward; the update divides by it."""
         return self._scaler.scale
 
     def step(
@@ -141,40 +157,97 @@ class MegatronOptimizer(ABC):
         grad_multiplier: float = 1.0,
         with_zeros: bool = False,
     ) -> OptimizerReport:
-        """Update the weights, or change nothing if any gradient on any rank is not finite.
-
-        Reduces over the model group (norm) and the data-parallel group (whether it is finite).
-
-        Args:
-            grad_multiplier: turns the accumulated gradients into those of the mean loss.
-            with_zeros: also count the gradients that are exactly zero.
+        """Do `add_to` and `update`, and wait for the report.
 
         Raises:
             NumericsError: the gradients overflow at the smallest loss scale.
         """
-        loss_scale = self.loss_scale
+        sums = ScalarSums(self._ctx.world)
+        gradients = self.add_to(sums, with_zeros=with_zeros)
+        outcome = self.update(
+            gradients,
+            sums.reduce(),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            grad_multiplier=grad_multiplier,
+        )
+        return self.report(HostScalars(outcome).read())
+
+    def add_to(self, sums: ScalarSums, *, with_zeros: bool = False) -> list[Tensor]:
+        """Add the scalars to `sums` that decide about an update; return the gradients for it.
+
+        Args:
+            with_zeros: also count the gradients that are exactly zero.
+        """
         gradients = [self._gradient(slot) for slot in self._slots]
         counted = [gradient for gradient, is_own in zip(gradients, self._counted) if is_own]
-        factor = grad_multiplier / loss_scale
-        sharded = self._shards is not None
-        norm = global_norm(counted, self._ctx, over_replicas=sharded) * factor
-        zeros = None
+        squares = sum_of_squares(counted)
+        # Replicas have equal gradients, or shares of them.
+        is_own = self._shards is not None or self._ctx.dp.is_first
+        sums.add(_SQUARES, squares, contributes=is_own)
+        sums.add(_NOT_FINITE, ~torch.isfinite(squares))
         if with_zeros:
-            zeros = count_zeros(counted, self._ctx, over_replicas=sharded)
-        finite = self._agree_on_finite(norm)
-        self._scaler.update(overflow=not finite)
-        if finite:
-            factor *= clip_factor(norm, self._config.clip_grad)
-            if factor != 1.0 and gradients:
-                torch._foreach_mul_(gradients, factor)
-            self._update(gradients, learning_rate, weight_decay)
+            sums.add(_ZEROS, count_zeros(counted), contributes=is_own)
+        return gradients
+
+    def update(
+        self,
+        gradients: Sequence[Tensor],
+        sums: Mapping[str, Tensor],
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        grad_multiplier: Tensor | float = 1.0,
+    ) -> dict[str, Tensor]:
+        """Update the weights, or change nothing if any gradient on any rank is not finite.
+
+        Does not wait for the device.
+
+        Args:
+            gradients: what `add_to` returned; they are overwritten.
+            sums: the reduced sums, with those of `add_to`.
+            grad_multiplier: turns the accumulated gradients into those of the mean loss.
+
+        Returns:
+            `sums`, and scalars for `report`.
+        """
+        loss_scale = self._scaler.scale
+        factor = grad_multiplier / loss_scale
+        norm = sums[_SQUARES][0].sqrt() * factor
+        # Of a rank whose squares do not contribute, the norm does not show it.
+        hidden = torch.isfinite(norm) & (sums[_NOT_FINITE][0] > 0)
+        norm = torch.where(hidden, torch.nan, norm)
+        applied = torch.isfinite(norm)
+        too_small = self._scaler.update(~applied)
+        factor = factor * clip_factor(norm, self._config.clip_grad)
+        if gradients:
+            if isinstance(factor, Tensor):
+                factor = factor.to(gradients[0].dtype)
+            torch._foreach_mul_(list(gradients), factor)
+        self._update(gradients, learning_rate, weight_decay, applied)
+        return {
+            **sums,
+            _NORM: norm,
+            _APPLIED: applied,
+            _LOSS_SCALE: norm.new_ones(()) * loss_scale,
+            _TOO_SMALL: too_small,
+        }
+
+    def report(self, scalars: Mapping[str, Sequence[float]]) -> OptimizerReport:
+        """Return the outcome of an update from the values of its scalars.
+
+        Raises:
+            NumericsError: the gradients overflow at the smallest loss scale.
+        """
+        applied, (scale,) = bool(scalars[_APPLIED][0]), scalars[_LOSS_SCALE]
+        self._scaler.check(too_small=bool(scalars[_TOO_SMALL][0]), scale=scale)
         return OptimizerReport(
-            applied=finite,
-            finite=finite,
-            grad_norm=norm,
-            loss_scale=loss_scale,
-            overflow=not finite and self._scaler.expects_overflow,
-            num_zeros=zeros,
+            applied=applied,
+            finite=applied,
+            grad_norm=scalars[_NORM][0],
+            loss_scale=scale,
+            overflow=not applied and self._scaler.expects_overflow,
+            num_zeros=round(scalars[_ZEROS][0]) if _ZEROS in scalars else None,
         )
 
     def zero_grad(self) -> None:
@@ -208,7 +281,7 @@ class MegatronOptimizer(ABC):
 
     def scalars(self) -> dict[str, JsonValue]:
         """Return the scalar state as JSON values: the number of updates, and the loss scale."""
-        return {_STEPS: self._steps, _SCALER: self._scaler.state_dict()}
+        return {_STEPS: int(self._steps), _SCALER: self._scaler.state_dict()}
 
     def load_state(self, named: Mapping[str, Mapping[str, Tensor]], scalars: JsonObject) -> None:
         """Restore the state from `named_state` and `scalars` of an equal optimizer, by copying.
@@ -226,7 +299,7 @@ class MegatronOptimizer(ABC):
             for name, tensors in own_state.items():
                 for kind, tensor in tensors.items():
                     tensor.copy_(named[name][kind])
-        self._steps = counts.steps
+        self._steps.fill_(counts.steps)
         self._set_steps()
 
     @abstractmethod
@@ -265,14 +338,18 @@ class MegatronOptimizer(ABC):
             gradient = gradient.view(-1)[slot.owned.start : slot.owned.stop]
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
 
-    def _agree_on_finite(self, norm: float) -> bool:
-        broken = torch.tensor(int(not math.isfinite(norm)), device=device.current())
-        return not int(all_reduce(broken, self._ctx.dp, op="max"))
-
-    def _update(self, gradients: list[Tensor], learning_rate: float, weight_decay: float) -> None:
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        learning_rate: float,
+        weight_decay: float,
+        applied: Tensor,
+    ) -> None:
         for group, target in zip(self._groups, self._rule.param_groups):
             target["lr"] = learning_rate * group.lr_multiplier
             target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        # torch's fused kernels return at once where this is 1.
+        self._rule.found_inf = (~applied).float()  # type: ignore[attr-defined]
         pairs = list(zip([slot.weight for slot in self._slots], gradients))
         if self._keeps_narrow_state:
             step_in_fp32(self._rule, pairs)
@@ -280,8 +357,8 @@ class MegatronOptimizer(ABC):
             for weight, gradient in pairs:
                 weight.grad = gradient
             self._rule.step()
-        self._steps += 1
-        self._publish()
+        self._steps += applied
+        self._publish()  # rounds masters, which changes no bit where they are as they were
         if self._shards is not None:
             self._shards.gather()
 
@@ -301,7 +378,7 @@ class MegatronOptimizer(ABC):
     def _set_steps(self) -> None:
         for state in self._rule.state.values():
             if "step" in state:
-                state["step"].fill_(self._steps)
+                state["step"].copy_(self._steps)
 
 
 class FP32Optimizer(MegatronOptimizer):

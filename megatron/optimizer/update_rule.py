@@ -17,17 +17,15 @@ def update_rule(
 ) -> torch.optim.Optimizer:
     """Return AdamW or SGD over groups of weights, without state and with learning rate 0.
 
+    The rules are torch's fused ones: only those skip an update on the device (`found_inf`).
     Who steps it sets learning rate and weight decay of every group first, and gives every weight
     its `fresh_state`.
     """
     groups = [{"params": list(weights)} for weights in weights_by_group]
-    fast: dict[str, bool] = {"foreach": True}
-    if all(_has_fused_rules(weight) for group in weights_by_group for weight in group):
-        fast = {"fused": True}
     if config.optimizer is OptimizerKind.SGD:
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **fast)
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **fast)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
@@ -44,9 +42,8 @@ def fresh_state(weight: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
         for kind, state_dtype in state_kinds(config).items()
     }
     if config.optimizer is OptimizerKind.ADAM:
-        # float32 counts exactly to 2^24 updates; fused rules need it on the weight's device
-        where = weight.device if _has_fused_rules(weight) else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        # float32 counts exactly to 2^24 updates
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
     return state
 
 
@@ -55,7 +52,3 @@ def state_kinds(config: OptimizerConfig) -> dict[str, StateDtype]:
     if config.optimizer is OptimizerKind.SGD:
         return {"momentum_buffer": StateDtype.FP32} if config.sgd_momentum else {}
     return {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
-
-
-def _has_fused_rules(weight: Tensor) -> bool:
-    return weight.device.type in ("cpu", "cuda")

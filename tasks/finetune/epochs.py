@@ -85,9 +85,13 @@ class JudgeEpochs:
         examples = len(self.batches.examples_of(progress.iteration - 1))
         self._loss_sum += step.result.loss * examples
         self._num_examples += examples
-        if due(self.batches.per_epoch, progress):
+        if self.precedes_next_step(progress):
             self._end_epoch(progress.iteration // self.batches.per_epoch, progress)
         return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return whether an epoch is over."""
+        return due(self.batches.per_epoch, progress)
 
     def _end_epoch(self, epoch: int, progress: Progress) -> None:
         self.losses += (self._loss_sum / self._num_examples,)

@@ -7,7 +7,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the number of updates comes back",
             "megatron/optimizer/optimizer.py",
-            "        self._steps = counts.steps\n",
+            "        self._steps.fill_(counts.steps)\n",
             "",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_state_may_be_kept_in_bf16_and_the_masters_never_are",
@@ -22,7 +22,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "Adam's own count of steps comes back",
             "megatron/optimizer/optimizer.py",
-            'state["step"].fill_(self._steps)',
+            'state["step"].copy_(self._steps)',
             'state["step"].fill_(0)',
             "tests/unit/optimizer/test_optimizer.py::test_a_run_goes_on_bit_by_bit_from_its_state",
         ),
@@ -59,21 +59,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the count of good iterations comes back",
             "megatron/optimizer/grad_scaler.py",
-            'self._good_iterations = int(state["good_iterations"])',
-            "self._good_iterations = 0",
+            'self._good_iterations = _on_device(state["good_iterations"])',
+            "self._good_iterations = _on_device(0)",
             "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
         ),
         Mutant(
             "the overflows that are left come back",
             "megatron/optimizer/grad_scaler.py",
-            'self._overflows_left = int(state["overflows_left"])',
-            "self._overflows_left = self._hysteresis",
+            'self._overflows_left = _on_device(state["overflows_left"])',
+            "self._overflows_left = _on_device(self._hysteresis)",
             "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
         ),
         Mutant(
             "the scale itself comes back",
             "megatron/optimizer/grad_scaler.py",
-            'self._scale = float(state["scale"])',
+            'self._scale = _on_device(state["scale"])',
             "self._scale = self._scale + 0.0",
             "tests/unit/optimizer/test_grad_scaler.py::test_a_scaler_goes_on_from_its_state",
         ),

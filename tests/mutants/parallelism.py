@@ -435,17 +435,25 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a norm of shares is summed over replicas",
-            "megatron/optimizer/clip_grads.py",
-            "        total = all_reduce(total, ctx.dp)\n",
-            "        total = all_reduce(total, ctx.pp)\n",
+            "megatron/optimizer/optimizer.py",
+            "is_own = self._shards is not None or self._ctx.dp.is_first",
+            "is_own = self._ctx.dp.is_first",
+            "tests/distributed/optimizer/test_optimizer.py::"
+            "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
+        ),
+        Mutant(
+            "a norm counts equal gradients of replicas once",
+            "megatron/optimizer/optimizer.py",
+            "is_own = self._shards is not None or self._ctx.dp.is_first",
+            "is_own = True",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
         Mutant(
             "a norm is summed over the ranks of a model",
             "megatron/optimizer/clip_grads.py",
-            "return all_reduce(total, ctx.model)",
-            "return all_reduce(total, ctx.pp)",
+            "all_reduce(total, ctx.model)",
+            "all_reduce(total, ctx.pp)",
             "tests/distributed/engine/test_native.py::"
             "test_a_norm_counts_replicated_parameters_once",
         ),
@@ -542,7 +550,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are divided by the counted tokens",
             "megatron/engine/native.py",
-            "grad_multiplier=nominal_tokens / tally.counts[0],",
+            "grad_multiplier=nominal_tokens / reduced[COUNTS][0],",
             "grad_multiplier=1.0,",
             "tests/unit/engine/test_native.py::"
             "test_a_step_is_the_gradient_of_the_mean_over_all_counted_tokens",
@@ -550,7 +558,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a loss is multiplied by the loss scale",
             "megatron/engine/native.py",
-            "factor = self.loss_scale / nominal_tokens",
+            "factor = self.optimizer.device_loss_scale / nominal_tokens",
             "factor = 1.0 / nominal_tokens",
             "tests/unit/engine/test_native.py::"
             "test_an_overflow_under_loss_scaling_is_said_to_be_one",
@@ -558,8 +566,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a router's loss counts sequences",
             "megatron/engine/native.py",
-            "self._build.router_loss.value = factor * float(counts[0]) / plan.global_batch_size",
-            "self._build.router_loss.value = factor * float(counts[0])",
+            "self._build.router_loss.value = factor * counts[0] / plan.global_batch_size",
+            "self._build.router_loss.value = factor * counts[0]",
             "tests/unit/engine/test_native.py::"
             "test_the_losses_of_a_router_are_means_over_sequences",
         ),
@@ -588,9 +596,18 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "reported losses are summed over replicas",
             "megatron/engine/tally.py",
-            "both = all_reduce(all_reduce(own_sums, context.dp), context.pp)",
-            "both = all_reduce(own_sums, context.pp)",
-            "tests/distributed/engine/test_native.py::test_replicas_act_as_one",
+            "found.add(_TOTALS, own_sums[0], contributes=ctx.tp.is_first)",
+            "found.add(_TOTALS, own_sums[0], contributes=ctx.tp.is_first and ctx.dp.is_first)",
+            "tests/distributed/engine/test_native.py::"
+            "test_a_loss_is_summed_over_replicas_and_counted_once_for_a_replica",
+        ),
+        Mutant(
+            "a loss counts once for all tensor-parallel ranks",
+            "megatron/engine/tally.py",
+            "found.add(COUNTS, own_sums[1], contributes=ctx.tp.is_first)",
+            "found.add(COUNTS, own_sums[1])",
+            "tests/distributed/engine/test_native.py::"
+            "test_a_loss_is_summed_over_replicas_and_counted_once_for_a_replica",
         ),
         Mutant(
             "a batch that counts nothing is refused",
@@ -602,8 +619,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a balance of experts is a mean over layers",
             "megatron/engine/tally.py",
-            "return float(total) / (plan.global_batch_size * config.num_layers)",
-            "return float(total) / plan.global_batch_size",
+            "balance = scalars[_BALANCE][0] / (plan.global_batch_size * config.num_layers)",
+            "balance = scalars[_BALANCE][0] / plan.global_batch_size",
             "tests/unit/engine/test_tally.py::"
             "test_the_balance_of_experts_is_a_mean_over_sequences_and_layers",
         ),

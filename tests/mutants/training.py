@@ -7,10 +7,26 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients below the limit are not scaled up",
             "megatron/optimizer/clip_grads.py",
-            "return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0",
+            "return torch.clamp(max_norm / (norm + _EPSILON), max=1.0) if max_norm > 0 else 1.0",
             "return max_norm / (norm + _EPSILON) if max_norm > 0 else 1.0",
             "tests/unit/optimizer/test_clip_grads.py::"
             "test_clip_factor_leaves_small_norms_alone_and_zero_means_no_limit",
+        ),
+        Mutant(
+            "clipping does not wait for the norm",
+            "megatron/optimizer/clip_grads.py",
+            "return torch.clamp(max_norm / (norm + _EPSILON), max=1.0) if max_norm > 0 else 1.0",
+            "return min(1.0, max_norm / (float(norm) + _EPSILON)) if max_norm > 0 else 1.0",
+            "tests/laws/layouts/test_host_reads.py::"
+            "test_a_step_reads_no_value_and_mixes_no_devices",
+        ),
+        Mutant(
+            "a loss scale does not wait for the device",
+            "megatron/engine/native.py",
+            "factor = self.optimizer.device_loss_scale / nominal_tokens",
+            "factor = self.optimizer.loss_scale / nominal_tokens",
+            "tests/laws/layouts/test_host_reads.py::"
+            "test_a_step_of_a_later_stage_reads_no_value_but_headers",
         ),
         Mutant(
             "a limit of zero does not clip",
@@ -31,34 +47,50 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are clipped",
             "megatron/optimizer/optimizer.py",
-            "            factor *= clip_factor(norm, self._config.clip_grad)\n",
-            "            clip_factor(norm, self._config.clip_grad)\n",
+            "        factor = factor * clip_factor(norm, self._config.clip_grad)\n",
+            "",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_float64_updates_and_clipping_equal_torchs",
         ),
         Mutant(
             "an overflow lowers the loss scale",
             "megatron/optimizer/optimizer.py",
-            "self._scaler.update(overflow=not finite)",
-            "self._scaler.update(overflow=False)",
+            "self._scaler.update(~applied)",
+            "self._scaler.update(applied & ~applied)",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_overflows_at_the_smallest_loss_scale_end_the_run",
         ),
         Mutant(
             "all replicas skip a step that overflows on one",
             "megatron/optimizer/optimizer.py",
-            "finite = self._agree_on_finite(norm)",
-            "finite = math.isfinite(norm)",
+            "sums.add(_NOT_FINITE, ~torch.isfinite(squares))",
+            "sums.add(_NOT_FINITE, ~torch.isfinite(squares), contributes=is_own)",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_all_ranks_skip_together_when_one_overflows[grid1-1]",
         ),
         Mutant(
             "a step with an overflow changes no weight",
             "megatron/optimizer/optimizer.py",
-            "        if finite:\n",
-            "        if finite or factor:\n",
+            "self._rule.found_inf = (~applied).float()",
+            "self._rule.found_inf = torch.zeros(())",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_a_bad_gradient_changes_nothing_and_is_reported",
+        ),
+        Mutant(
+            "a step with an overflow is not counted",
+            "megatron/optimizer/optimizer.py",
+            "self._steps += applied",
+            "self._steps += 1",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_scalars_are_json_and_count_updates_but_not_skips",
+        ),
+        Mutant(
+            "the norm of a step that one replica made void is not finite",
+            "megatron/optimizer/optimizer.py",
+            "norm = torch.where(hidden, torch.nan, norm)\n        applied = torch.isfinite(norm)",
+            "applied = torch.isfinite(norm) & ~hidden",
+            "tests/distributed/optimizer/test_optimizer.py::"
+            "test_all_ranks_skip_together_when_one_overflows[grid1-1]",
         ),
         Mutant(
             "norms and biases are not decayed",
@@ -127,40 +159,40 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the scale grows after as many good steps as asked for",
             "megatron/optimizer/grad_scaler.py",
-            "if self._good_iterations == self._growth_interval:",
-            "if self._good_iterations > self._growth_interval:",
+            "grows = good == self._growth_interval",
+            "grows = good > self._growth_interval",
             "tests/unit/optimizer/test_grad_scaler.py::"
             "test_the_scale_doubles_after_a_window_without_overflow",
         ),
         Mutant(
             "overflows within the hysteresis leave the scale alone",
             "megatron/optimizer/grad_scaler.py",
-            "if self._overflows_left > 0:",
-            "if self._overflows_left > self._hysteresis:",
+            "used_up = overflow & (left <= 0)",
+            "used_up = overflow & (left <= self._hysteresis)",
             "tests/unit/optimizer/test_grad_scaler.py::"
             "test_the_scale_halves_after_hysteresis_overflows",
         ),
         Mutant(
             "a move of the scale renews the hysteresis",
             "megatron/optimizer/grad_scaler.py",
-            "        self._overflows_left = self._hysteresis\n",
-            "        self._overflows_left = 1\n",
+            "self._overflows_left = torch.where(moves, self._hysteresis, left)",
+            "self._overflows_left = torch.where(moves, 1.0, left)",
             "tests/unit/optimizer/test_grad_scaler.py::"
             "test_hysteresis_is_refilled_after_a_doubling",
         ),
         Mutant(
             "an overflow at the smallest scale ends the run",
             "megatron/optimizer/grad_scaler.py",
-            "if self._scale * BACKOFF < self._min_scale:",
-            "if self._scale < self._min_scale:",
+            "too_small = used_up & (self._scale * BACKOFF < self._min_scale)",
+            "too_small = used_up & (self._scale < self._min_scale)",
             "tests/unit/optimizer/test_grad_scaler.py::"
             "test_an_overflow_at_the_smallest_scale_ends_the_run",
         ),
         Mutant(
             "an overflow begins the count of good steps anew",
             "megatron/optimizer/grad_scaler.py",
-            "        self._good_iterations = 0\n        self._overflows_left -= 1",
-            "        self._overflows_left -= 1",
+            "good = torch.where(overflow, 0.0, self._good_iterations + 1)",
+            "good = self._good_iterations + (~overflow).double()",
             "tests/unit/optimizer/test_grad_scaler.py::test_an_overflow_starts_the_window_anew",
         ),
         Mutant(
@@ -313,8 +345,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "one rank's signal stops all",
             "megatron/loop/stop.py",
-            'agreed = all_reduce(flags, self._world, op="max").tolist()',
-            "agreed = flags.tolist()",
+            'all_reduce(flags, self._world, op="max").tolist()',
+            "flags.tolist()",
             "tests/distributed/loop/test_stop.py::test_one_rank_that_saw_something_stops_all",
         ),
         Mutant(

@@ -62,8 +62,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "saving is among the hooks",
             "megatron/loop/training_loop.py",
-            "            save,\n        )\n        self.step_log",
-            "        )\n        self.step_log",
+            "            save,\n        )\n        steps =",
+            "        )\n        steps =",
             "tests/unit/test_training.py::test_intervals_stop_save_and_evaluate",
         ),
         Mutant(
@@ -179,10 +179,64 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the clock goes on after a pause",
             "megatron/loop/training_loop.py",
-            "            self.step_log.resume_clock()\n",
+            "        self._step_log.resume_clock()\n",
             "",
             "tests/distributed/loop/test_training_loop.py::"
             "test_throughput_is_that_of_the_global_batch",
+        ),
+        Mutant(
+            "the report of a step is read before a save",
+            "megatron/loop/training_loop.py",
+            "if any(hook.precedes_next_step(self.started) for hook in self._hooks):",
+            "if False:",
+            "tests/unit/loop/test_training_loop.py::"
+            "test_what_needs_the_weights_of_a_step_comes_before_the_next_one",
+        ),
+        Mutant(
+            "the report of the last step is read before the end",
+            "megatron/loop/training_loop.py",
+            "        progress = steps.read()\n",
+            "        progress = steps.read_up_to\n",
+            "tests/unit/loop/test_training_loop.py::"
+            "test_a_signal_travels_with_the_next_step_and_all_is_read_before_the_end",
+        ),
+        Mutant(
+            "the report of a step is read once the next one runs",
+            "megatron/loop/training_loop.py",
+            "        self.signals = self._read()\n        self._running = plan, report\n",
+            "        self._running = plan, report\n        self.signals = self._read()\n",
+            "tests/unit/loop/test_training_loop.py::test_a_report_is_read_while_the_next_step_runs",
+        ),
+        Mutant(
+            "a signal travels with a step",
+            "megatron/loop/training_loop.py",
+            "self.engine.start_step(raw, plan, self.stop.signals())",
+            "self.engine.start_step(raw, plan, ())",
+            "tests/unit/loop/test_training_loop.py::"
+            "test_a_signal_travels_with_the_next_step_and_all_is_read_before_the_end",
+        ),
+        Mutant(
+            "kernels wait for the batch that they read",
+            "megatron/device.py",
+            "    compute.wait_stream(stream)\n",
+            "",
+            "tests/unit/test_device.py::test_tensors_go_to_a_gpu_on_a_stream_of_their_own",
+        ),
+        Mutant(
+            "batches go over a group that sends tensors of the host",
+            "megatron/mpu/context.py",
+            "return self.gloo_tp or self.tp",
+            "return self.tp",
+            "tests/distributed/mpu/test_context.py::"
+            "test_batches_have_a_group_of_their_own_beside_nccl",
+        ),
+        Mutant(
+            "tensor parallelism orders kernels on a GPU",
+            "megatron/launch.py",
+            'os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")',
+            'os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")',
+            "tests/unit/test_launch.py::"
+            "test_tensor_parallelism_orders_kernels_unless_a_variable_contradicts_it",
         ),
         Mutant(
             "a background save is polled",

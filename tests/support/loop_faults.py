@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.folder import shared_view
-from megatron.engine.base import StepReport
+from megatron.engine.base import PendingReport
 from megatron.engine.native import NativeEngine
 
 FIRST_FAULTY_RANK = 1
@@ -27,14 +27,14 @@ class Steps:
 @contextmanager
 def counted_steps() -> Iterator[Steps]:
     """While inside, count steps."""
-    steps, train_step = Steps(), NativeEngine.train_step
+    steps, start_step = Steps(), NativeEngine.start_step
 
-    def counted(self: NativeEngine, *args: Any) -> StepReport:
-        result = train_step(self, *args)
+    def counted(self: NativeEngine, *args: Any) -> PendingReport:
+        result = start_step(self, *args)
         steps.done += 1
         return result
 
-    with patch.object(NativeEngine, "train_step", counted):
+    with patch.object(NativeEngine, "start_step", counted):
         yield steps
 
 
@@ -57,19 +57,19 @@ def other_loss_scale(*, after: int) -> Iterator[None]:
 @contextmanager
 def other_weights(*, after: int) -> Iterator[None]:
     """While inside, a weight of rank 1's replica changes after so many steps."""
-    train_step = NativeEngine.train_step
+    start_step = NativeEngine.start_step
     done = 0
 
-    def then_changed(self: NativeEngine, *args: Any) -> StepReport:
+    def then_changed(self: NativeEngine, *args: Any) -> PendingReport:
         nonlocal done
-        result = train_step(self, *args)
+        result = start_step(self, *args)
         done += 1
         if done == after and dist.get_rank() == FIRST_FAULTY_RANK:
             with torch.no_grad():
                 self.stage.get_parameter("final_norm.weight")[0] += 0.125
         return result
 
-    with patch.object(NativeEngine, "train_step", then_changed):
+    with patch.object(NativeEngine, "start_step", then_changed):
         yield
 
 

@@ -21,7 +21,15 @@ from megatron.checkpoint import rng
 from megatron.config.fields import field_names
 from megatron.config.run import GROUPS, RunConfig
 from megatron.data.indexed_dataset import MMapIndexedDatasetBuilder
-from megatron.engine.base import Engine, EvaluationSum, PretrainTask, RawBatch, StepPlan, StepReport
+from megatron.engine.base import (
+    Engine,
+    EvaluationSum,
+    PendingReport,
+    PretrainTask,
+    RawBatch,
+    StepPlan,
+    StepReport,
+)
 from megatron.global_vars import Runtime
 from megatron.preflight.source import source_digests
 from megatron.progress import Progress
@@ -83,7 +91,7 @@ def tiny_run(corpus: str, **flags: Any) -> RunConfig:
         "lr": 0.01,
         "clip_grad": 0.5,
         "fp64": not (flags.get("bf16") or flags.get("fp16")),
-        "log_interval": 1,
+        "log_interval": 100,  # so that reports are read when the next step runs
         "log_level": "warning",
         "device": "cpu",
         "distributed_timeout_minutes": 1.0,
@@ -186,12 +194,18 @@ class RecordingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
         seen = _remembered(batches, self.record.trained_on)
-        report = self.engine.train_step(seen, plan)
+        pending = self.engine.start_step(seen, plan, signals)
         self.record.plans.append(plan)
-        self.record.steps.append(report)
-        return report
+
+        def read() -> StepReport:
+            self.record.steps.append(pending())
+            return self.record.steps[-1]
+
+        return read
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         seen = _remembered(batches, self.record.evaluated_on)

@@ -1,6 +1,7 @@
 """The device of a process, on the CPU, and with a CUDA device that is only pretended."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,3 +119,75 @@ def test_a_copy_in_host_memory_outlives_what_was_copied() -> None:
     copy = device.HostCopy(tensor)
     tensor.zero_()
     assert torch.equal(copy.back(), torch.arange(6.0))
+    assert torch.equal(copy.values(), torch.arange(6.0))
+
+
+class PretendedStream:
+    """A stream of a GPU; the list has what is done on which, in order."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self.name, self.done = name, done
+
+    def wait_stream(self, other: "PretendedStream") -> None:
+        self.done.append(f"{self.name} waits for {other.name}")
+
+
+class PretendedTensor:
+    """A tensor of the host."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self.name, self.done = name, done
+
+    def to(self, where: torch.device, *, non_blocking: bool) -> "PretendedTensor":
+        assert where.type == "cuda"
+        assert non_blocking
+        self.done.append(f"copy {self.name}")
+        return self
+
+    def record_stream(self, stream: PretendedStream) -> None:
+        self.done.append(f"{self.name} is read on {stream.name}")
+
+
+def test_tensors_go_to_a_gpu_on_a_stream_of_their_own(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    kernels = PretendedStream("kernels", done)
+
+    @contextmanager
+    def on(stream: PretendedStream) -> Iterator[None]:
+        done.append(f"on {stream.name}")
+        yield
+        done.append("back")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: PretendedStream("uploads", done))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(device._CURRENT, "uploading", None)
+    device.select("cuda", local_rank=1)
+    tensors: Any = {name: PretendedTensor(name, done) for name in ("text", "mask")}
+    assert device.upload(tensors) == tensors
+    assert done == [
+        *("on uploads", "copy text", "copy mask", "back", "kernels waits for uploads"),
+        *("text is read on kernels", "mask is read on kernels"),
+    ]
+    device.upload(tensors)
+    assert done[7:] == done[:7], "the stream is made once"
+
+
+def test_tensors_of_the_host_are_on_a_cpu_already() -> None:
+    device.select("cpu")
+    batch = {"text": torch.arange(4), "labels": torch.ones(2)}
+    assert all(moved is batch[name] for name, moved in device.upload(batch).items())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_host_memory_is_pinned_for_a_gpu(
+    kind: str, two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.select(kind)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "empty", lambda size, **named: asked.update(named))
+    device.host_empty(3, torch.int64)
+    expected = {"dtype": torch.int64, "device": "cpu", "pin_memory": kind == "cuda"}
+    assert asked == expected

@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +105,19 @@ def test_a_launcher_and_a_process_group_that_disagree_are_refused(
             initialize_megatron(tiny_run(corpus))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_kernels_without_an_order_are_warned_of_on_a_gpu(
+    kind: str, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(initialize_module, "order_kernels", lambda size: "8" * size)
+    # The device stays the CPU; what else asks for its name is the choice of a backend.
+    shown = SimpleNamespace(type=kind)
+    monkeypatch.setattr(initialize_module.device, "current", lambda: shown)
+    initialize_megatron(tiny_run(corpus, distributed_backend="gloo"))
+    warned = "CUDA_DEVICE_MAX_CONNECTIONS is 8, and tensor parallelism" in capsys.readouterr().err
+    assert warned == (kind == "cuda")
 
 
 def test_ranks_that_share_cores_are_told_how_many(

@@ -8,6 +8,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     launch_from_environment,
+    order_kernels,
     set_library_environment,
 )
 
@@ -175,6 +176,28 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda _: {0})
     assert fair_threads(launch, DEEPSPEED) == 1
     assert fair_threads(launch_from_environment(SRUN), SRUN | {"SLURM_CPUS_PER_TASK": "6"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "expected", "contradiction"),
+    [
+        (1, {}, {}, None),
+        (1, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, None),
+        (2, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
+        (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, None),
+        (2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
+    ],
+)
+def test_tensor_parallelism_orders_kernels_unless_a_variable_contradicts_it(
+    size: int,
+    given: dict[str, str],
+    expected: dict[str, str],
+    contradiction: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment.os, "environ", given)
+    assert order_kernels(size) == contradiction
+    assert given == expected
 
 
 def test_libraries_are_told_the_local_rank_unless_they_know(

@@ -7,13 +7,13 @@ losses is not used; how weights are updated is in `updates`.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron import log
+from megatron import device, log
 from megatron.checkpoint.formats.deepspeed.save import Live
 from megatron.config.deepspeed.plan import DeepSpeedPlan, deepspeed_plan
 from megatron.config.engine import RemoteDevice
@@ -24,11 +24,11 @@ from megatron.engine.base import (
     EvaluationSum,
     Measure,
     MicroBatch,
+    PendingReport,
     PretrainTask,
     RawBatch,
     StepPlan,
     StepReport,
-    on_device,
 )
 from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
@@ -43,13 +43,20 @@ from megatron.engine.deepspeed.saving import LossScale, live_run
 from megatron.engine.deepspeed.start import quietly, start_deepspeed
 from megatron.engine.deepspeed.state import partition_range
 from megatron.engine.deepspeed.updates import Updates, updates_for
-from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
+from megatron.engine.tally import (
+    check_counts,
+    counts_ahead,
+    evaluation,
+    step_report,
+    step_sums,
+)
 from megatron.json_values import JsonObject, JsonValue, object_at
 from megatron.model.specs import ModelBuild
 from megatron.mpu.partition import is_split_over
+from megatron.mpu.scalar_sums import HostScalars
 from megatron.optimizer.agreement import check_bitwise_equal
 from megatron.optimizer.clip_grads import global_norm, owned_by_this_rank
-from megatron.optimizer.optimizer import read_scalars
+from megatron.optimizer.optimizer import OptimizerReport, read_scalars
 from megatron.optimizer.replicated_grads import check_replicated_agree
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -109,11 +116,17 @@ class DeepSpeedEngine:
         """The factor on the next loss before its backward pass."""
         return self._updates.loss_scale
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
-        """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
+        """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica.
+
+        DeepSpeed waits for the device in each step, so the report is read at once.
+        """
         with self._timers("batch-generator"):
             micro_batches = [self._next(batches) for _ in range(plan.num_microbatches)]
         counts = counts_ahead(self._task, micro_batches, self._context)
+        check_counts(self._task, counts.tolist())
         if plan.global_batch_size != self.runtime.train_batch_size():
             self.runtime.set_train_batch_size(plan.global_batch_size)
         self._updates.begin(
@@ -139,10 +152,24 @@ class DeepSpeedEngine:
         with self._timers("optimizer"):
             self.runtime.step()
             done = self._updates.outcome()
-        balance = balance_of_experts(self._config.model, self._build, plan)
-        report = Tally(sums, self._task, self._context).report(done, balance=balance)
+        return self._reported(sums, done, plan, signals)
+
+    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+        """Do one optimizer step and return its report."""
+        return self.start_step(batches, plan)()
+
+    def _reported(
+        self,
+        sums: Sequence[Tensor],
+        done: OptimizerReport,
+        plan: StepPlan,
+        signals: Sequence[bool],
+    ) -> PendingReport:
+        """Return the report of a step, also to DeepSpeed's monitors."""
+        reduced = step_sums(sums, self._task, self._build, signals).reduce()
+        report = step_report(HostScalars(reduced).read(), done, self._config.model, plan)
         write_monitors(self.runtime, report)
-        return report
+        return lambda: report
 
     def _weigh_router_losses(self, plan: StepPlan) -> None:
         """Set the factor of the routers' losses, which DeepSpeed's own factor does not reach.
@@ -160,7 +187,7 @@ class DeepSpeedEngine:
         for _ in range(num_microbatches):
             inputs, labels = self._next(batches)
             sums.append(torch.stack(self.runtime.module(inputs, labels)))
-        return Tally(sums, self._task, self._context).evaluation()
+        return evaluation(sums, self._task, self._build)
 
     @torch.no_grad()
     def measure(
@@ -263,7 +290,7 @@ class DeepSpeedEngine:
         return runtime
 
     def _next(self, batches: Iterator[RawBatch]) -> MicroBatch:
-        return self._task.batch(on_device(next(batches)), self._batch_options)
+        return self._task.batch(device.upload(next(batches)), self._batch_options)
 
     def _values(self, parameter: Parameter) -> Tensor:
         """Return the part of a weight that this rank stores."""

@@ -6,7 +6,7 @@ DeepSpeed's `PipelineEngine` trains whole batches and divides by micro-batches a
 tokens of a step are counted before it begins.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,17 +17,16 @@ from megatron.config.run import RunConfig
 from megatron.engine.base import (
     EvaluationSum,
     Measure,
+    PendingReport,
     PretrainTask,
     RawBatch,
     StepPlan,
-    StepReport,
 )
 from megatron.engine.cuts import StageCut, stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
 from megatron.engine.deepspeed.interface import PipelineRuntime
-from megatron.engine.deepspeed.monitor import write_monitors
 from megatron.engine.deepspeed.start import quietly
-from megatron.engine.tally import Tally, balance_of_experts, counts_ahead
+from megatron.engine.tally import check_counts, counts_ahead, evaluation
 from megatron.errors import ConfigError
 from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
@@ -45,30 +44,29 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     runtime: PipelineRuntime
 
-    def train_step(self, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+    def start_step(
+        self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
+    ) -> PendingReport:
         """Do one optimizer step over `plan.num_microbatches` micro-batches of this replica."""
         count = plan.num_microbatches
         with self._timers("batch-generator"):
             micro_batches = [self._next(batches) for _ in range(count)]
         counts = counts_ahead(self._task, micro_batches, self._context)
+        check_counts(self._task, counts.tolist())
         self._updates.begin(count, learning_rate=plan.learning_rate, weight_decay=plan.weight_decay)
         # DeepSpeed averages over replicas, and its pipeline over micro-batches.
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
         self._weigh_router_losses(plan)
         with self._loss.multiplied_by(factors) as sums:
             self.runtime.train_on(micro_batches)
-        balance = balance_of_experts(self._config.model, self._build, plan)
-        tally = Tally(sums, self._task, self._context)
-        report = tally.report(self._updates.outcome(), balance=balance)
-        write_monitors(self.runtime, report)
-        return report
+        return self._reported(sums, self._updates.outcome(), plan, signals)
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
         """Sum the loss over `num_microbatches` of every replica, with dropout off."""
         micro_batches = [self._next(batches) for _ in range(num_microbatches)]
         with self._loss.multiplied_by(torch.ones(())) as sums:
             self.runtime.evaluate_on(micro_batches)
-        return Tally(sums, self._task, self._context).evaluation()
+        return evaluation(sums, self._task, self._build)
 
     def measure(
         self, batches: Iterator[RawBatch], num_microbatches: int, measure: Measure

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron import log
+from megatron import device, log
 from megatron.checkpoint.sharded import ShardedTensor
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
 from megatron.config.run import RunConfig
@@ -215,7 +215,7 @@ class ZeroUpdates:
     @property
     def loss_scale(self) -> float:
         """The factor on gradients until the update."""
-        return self._scaler.scale
+        return float(self._scaler.scale)
 
     @property
     def loss_factor(self) -> float:
@@ -251,8 +251,9 @@ class ZeroUpdates:
             NumericsError: the gradients overflow at the smallest loss scale.
         """
         assert self._runtime is not None  # noqa: S101  # invariant: `adopt` was called
-        applied, scale = bool(self._runtime.was_step_applied()), self._scaler.scale
-        self._scaler.update(overflow=not applied)
+        applied, scale = bool(self._runtime.was_step_applied()), self.loss_scale
+        too_small = self._scaler.update(torch.tensor(not applied, device=device.current()))
+        self._scaler.check(too_small=bool(too_small), scale=scale)
         self._steps += applied
         return OptimizerReport(
             applied=applied,
@@ -349,16 +350,17 @@ class FrozenLossScale:
     @property
     def cur_scale(self) -> float:
         """The factor on the loss."""
-        return self._scaler.scale
+        return float(self._scaler.scale)
 
     @property
     def loss_scale(self) -> float:
         """The factor on the loss."""
-        return self._scaler.scale
+        return self.cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss as `backward` takes it."""
-        return loss * self._scaler.scale if self._scaler.scale != 1.0 else loss
+        scale = self.cur_scale
+        return loss * scale if scale != 1.0 else loss
 
     def update_scale(self, overflow: bool) -> None:
         """Do nothing: `ZeroUpdates.outcome` moves the scale."""

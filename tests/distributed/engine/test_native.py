@@ -71,6 +71,20 @@ def test_replicas_act_as_one() -> None:
     assert zero[2] == one[2]
 
 
+def loss_of_a_step(tp: int) -> float:
+    engine = engine_of(tp, tensor_model_parallel_size=tp, eod_mask_loss=True)
+    replicas = engine._context.dp
+    own = tiny_batches(2)[replicas.rank :: replicas.size]
+    plan = dataclasses.replace(PLAN, num_microbatches=len(own))
+    return engine.train_step(iter(own), plan).loss
+
+
+def test_a_loss_is_summed_over_replicas_and_counted_once_for_a_replica() -> None:
+    (alone,) = run_on_ranks(1, loss_of_a_step, 1)
+    for tp in (1, 2):
+        assert run_on_ranks(2, loss_of_a_step, tp) == pytest.approx([alone, alone], rel=FP64)
+
+
 def parted_over_tp() -> str:
     engine = engine_of(2)
     engine.check_replicas()

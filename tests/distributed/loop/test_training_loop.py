@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.engine.base import EvaluationSum, StepReport
+from megatron.engine.base import EvaluationSum, PendingReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import MegatronError
 from megatron.initialize import shutdown_megatron
@@ -42,27 +42,29 @@ class Ended(NamedTuple):
 @contextmanager
 def loss_not_finite(*, after: int) -> Iterator[None]:
     """While inside, the step after so many returns a loss that is not a number."""
-    train_step, done = NativeEngine.train_step, 0
+    start_step, done = NativeEngine.start_step, 0
 
-    def broken(self: NativeEngine, *args: Any) -> StepReport:
+    def broken(self: NativeEngine, *args: Any) -> PendingReport:
         nonlocal done
         done += 1
-        result = train_step(self, *args)
-        return dataclasses.replace(result, loss=math.nan) if done == after else result
+        result = start_step(self, *args)
+        if done != after:
+            return result
+        return lambda: dataclasses.replace(result(), loss=math.nan)
 
-    with patch.object(NativeEngine, "train_step", broken):
+    with patch.object(NativeEngine, "start_step", broken):
         yield
 
 
 @contextmanager
 def corpus_grows(corpus: str, *, after: int) -> Iterator[None]:
     """While inside, rank 0 appends to the corpus after so many steps."""
-    train_step, done = NativeEngine.train_step, 0
+    start_step, done = NativeEngine.start_step, 0
 
-    def then_appended(self: NativeEngine, *args: Any) -> StepReport:
+    def then_appended(self: NativeEngine, *args: Any) -> PendingReport:
         nonlocal done
         done += 1
-        result = train_step(self, *args)
+        result = start_step(self, *args)
         if done == after:
             if dist.get_rank() == 0:
                 with open(f"{corpus}.bin", "ab") as file:
@@ -70,7 +72,7 @@ def corpus_grows(corpus: str, *, after: int) -> Iterator[None]:
             dist.barrier()
         return result
 
-    with patch.object(NativeEngine, "train_step", then_appended):
+    with patch.object(NativeEngine, "start_step", then_appended):
         yield
 
 
@@ -116,7 +118,8 @@ def test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compare
         "loss scale later, not compared": (5, ""),
         "loss scale later": (2, "loss scale: 1.0 on rank 0, 2.0 on rank 1"),
         "weights": (3, "replicas"),
-        "loss": (2, "the loss or the gradient is not finite"),
+        # It is read while the third step runs, and nothing is saved in between.
+        "loss": (3, "the loss or the gradient is not finite"),
         "disks": (0, "the nodes do not see one folder for checkpoints"),
         "corpus": (2, "growing"),
     }
@@ -139,7 +142,12 @@ def train_with_tensorboard(corpus: str, folder: str) -> None:
         return evaluate(self, *args)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + evaluated_s)
-    logged = {"tensorboard_dir": folder, "log_timers_to_tensorboard": True, "peak_tflops": 1.0}
+    logged = {
+        "log_interval": 1,
+        "tensorboard_dir": folder,
+        "log_timers_to_tensorboard": True,
+        "peak_tflops": 1.0,
+    }
     evaluations = {"eval_at_start": True, "eval_iters": 1, "eval_interval": 1}
     with patch.object(NativeEngine, "evaluate", slow), patch.object(report, "time", clock):
         train(tiny_run(corpus, **logged, **evaluations))
@@ -173,19 +181,19 @@ def test_throughput_is_that_of_the_global_batch(tmp_path: Path) -> None:
 
 def step_before_which_the_save_is_in_place(corpus: str, folder: str) -> int | None:
     """Train with one save beside the training, after half of the steps; the last is not saved."""
-    train_step, seen, done = NativeEngine.train_step, list[int](), 0
+    start_step, seen, done = NativeEngine.start_step, list[int](), 0
 
-    def looked(self: NativeEngine, *args: Any) -> StepReport:
+    def looked(self: NativeEngine, *args: Any) -> PendingReport:
         nonlocal done
         done += 1
         if not seen and list(Path(folder).glob("iter_*/manifest.json")):
             seen.append(done)
         if done > SAVED_AT and not seen:
             time.sleep(SLOW_STEP_S)
-        return train_step(self, *args)
+        return start_step(self, *args)
 
     flags = {"train_iters": 2 * SAVED_AT, "save_interval": SAVED_AT, "async_save": True}
-    with patch.object(NativeEngine, "train_step", looked):
+    with patch.object(NativeEngine, "start_step", looked):
         train(tiny_run(corpus, save=folder, **flags))
     return seen[0] if seen else None
 

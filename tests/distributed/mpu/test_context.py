@@ -1,11 +1,14 @@
 """Tests of process groups: the ranks in each, real handles, shared communicators."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.data import broadcast_batch
 from megatron.mpu.topology import Topology
 from tests.distributed.mpu.reference import build
 from tests.support.ranks import run_on_ranks
@@ -48,6 +51,22 @@ def equal_groups_share_one_communicator() -> tuple[int, bool]:
 
 def test_equal_groups_share_one_communicator_but_not_the_worlds() -> None:
     assert run_on_ranks(2, equal_groups_share_one_communicator) == [(3, True)] * 2
+
+
+def a_batch_where_nccl_sends_tensors_of_gpus() -> tuple[bool, list[int]]:
+    """Build groups as if the world were one of NCCL, whose barriers and sums are not called."""
+    gloo = build(tp=2)
+    assert gloo.host_tp is gloo.tp, "gloo sends tensors of the host"
+    with patch.object(dist, "get_backend", lambda group=None: dist.Backend.NCCL):
+        ctx = build(tp=2)
+    batch = {"text": torch.arange(3)} if ctx.tp.is_first else None
+    received = broadcast_batch(batch, ctx.host_tp)
+    assert ctx.host_tp.ranks == ctx.tp.ranks
+    return ctx.host_tp.handle is ctx.tp.handle, received["text"].tolist()
+
+
+def test_batches_have_a_group_of_their_own_beside_nccl() -> None:
+    assert run_on_ranks(2, a_batch_where_nccl_sends_tensors_of_gpus) == [(False, [0, 1, 2])] * 2
 
 
 def a_grid_for_other_ranks_is_refused() -> None:

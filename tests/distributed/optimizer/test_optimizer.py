@@ -169,6 +169,7 @@ def one_bad_rank(tp: int, pp: int, dp: int, bad_rank: int) -> list[float]:
                     dict(part.named())[name].main_grad[0, 0] = math.nan
         report = optimizer.step(learning_rate=RATE, weight_decay=DECAY)
         assert (report.applied, report.overflow) == (not bad, bad)
+        assert math.isfinite(report.grad_norm) == (not bad)
         same = all(map(torch.equal, before, part.parameters()))
         assert same == bad
         scales.append(optimizer.loss_scale)

@@ -1,6 +1,5 @@
 """--check-collectives looks and changes nothing: a run with it is bit for bit the run without."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.run import RunConfig
-from megatron.engine.base import RawBatch, StepPlan, StepReport
+from megatron.engine.base import PendingReport
 from megatron.engine.native import NativeEngine
 from megatron.errors import CollectiveError
 from megatron.mpu.collectives import all_reduce
@@ -59,14 +58,14 @@ def test_a_run_with_checks_is_the_run_without(corpus: str, layout: str, tmp_path
 
 def train_with_one_call_too_many(config: RunConfig) -> str:
     """Return each rank's error when rank 1 makes one more call in the second step."""
-    real = NativeEngine.train_step
+    real = NativeEngine.start_step
 
-    def wrong(self: NativeEngine, batches: Iterator[RawBatch], plan: StepPlan) -> StepReport:
+    def wrong(self: NativeEngine, *given: Any) -> PendingReport:
         if dist.get_rank() == 1 and self.optimizer.scalars()["steps"] == 1:
             all_reduce(torch.ones(17), self._context.dp)
-        return real(self, batches, plan)
+        return real(self, *given)
 
-    NativeEngine.train_step = wrong  # type: ignore[method-assign]  # the process ends with the test
+    NativeEngine.start_step = wrong  # type: ignore[method-assign]  # the process ends with the test
     try:
         train(config)
     except CollectiveError as error:

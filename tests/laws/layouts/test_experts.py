@@ -236,7 +236,7 @@ def train_by_microbatch(configs: Sequence[RunConfig]) -> list[Record]:
 
 def train_counting_tokens(configs: Sequence[RunConfig]) -> list[Record]:
     """The loss of a router weighs as if no token of the step were masked."""
-    train_step = NativeEngine.train_step
+    start_step = NativeEngine.start_step
 
     class Nominal(RouterLoss):
         def __setattr__(self, name: str, value: object) -> None:
@@ -246,9 +246,9 @@ def train_counting_tokens(configs: Sequence[RunConfig]) -> list[Record]:
         for module in self.stage.modules():
             if isinstance(module, moe_router.Router):
                 module._router_loss = Nominal(1.0)
-        return train_step(self, *given)
+        return start_step(self, *given)
 
-    NativeEngine.train_step = with_nominal  # type: ignore[method-assign]
+    NativeEngine.start_step = with_nominal  # type: ignore[method-assign]
     return train_all(configs)
 
 

@@ -5,16 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.engine.base import EvaluationSum, MicroBatch, StepPlan
-from megatron.engine.tally import Tally, balance_of_experts, check_counts, counts_ahead
+from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepPlan, StepReport
+from megatron.engine.tally import (
+    check_counts,
+    counts_ahead,
+    evaluation,
+    step_report,
+    step_sums,
+)
 from megatron.errors import DataError
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.scalar_sums import HostScalars
 from megatron.optimizer.optimizer import OptimizerReport
 from pretrain_gpt import gpt_task
 from tests.support.models import tiny_build, tiny_config
 
 ALONE = ParallelContext.single()
-TWO = replace(gpt_task(), losses=("words", "order"))
+ONE = gpt_task()
+TWO = replace(ONE, losses=("words", "order"))
+PLAN = StepPlan(2, 4, 0.1, 0.0, 12)
 DONE = OptimizerReport(applied=True, finite=True, grad_norm=2.0, loss_scale=1.0)
 
 
@@ -26,26 +35,33 @@ def labelled(*counted: int) -> list[MicroBatch]:
     ]
 
 
+def reported(sums: list[torch.Tensor], task: PretrainTask = ONE, **flags: object) -> StepReport:
+    """The report of a step with these sums of its micro-batches."""
+    build = tiny_build()
+    values = HostScalars(step_sums(sums, task, build, (True, False)).reduce()).read()
+    return step_report(values, DONE, tiny_config(**flags), PLAN)
+
+
 def test_tokens_are_counted_before_they_are_seen() -> None:
     assert counts_ahead(gpt_task(), labelled(4, 1, 0), ALONE).tolist() == [5.0]
 
 
 def test_a_step_that_counts_nothing_is_an_error() -> None:
     with pytest.raises(DataError, match="a global batch has no token that counts"):
-        counts_ahead(gpt_task(), labelled(0, 0), ALONE)
+        check_counts(gpt_task(), [0.0])
     with pytest.raises(DataError, match="nothing that one of its losses counts") as error:
         check_counts(TWO, [3.0, 0.0])
     assert "words 3, order 0" in str(error.value)
 
 
 def test_a_report_has_means_over_what_was_counted() -> None:
-    sums = [torch.tensor([6.0, 3.0]), torch.tensor([2.0, 1.0])]
-    report = Tally(sums, gpt_task(), ALONE).report(DONE)
+    report = reported([torch.tensor([6.0, 3.0]), torch.tensor([2.0, 1.0])])
     assert (report.loss, report.means, report.grad_norm, report.skipped) == (2.0, (), 2.0, False)
+    assert report.signals == (True, False)
 
 
 def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
-    build, plan = tiny_build(), StepPlan(2, 4, 0.1, 0.0, 12)
+    build = tiny_build()
     config = tiny_config(
         num_experts=3,
         add_bias_linear=False,
@@ -54,16 +70,16 @@ def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
     )
     for of_two_sequences in (2.0, 3.0, 2.5, 2.5):  # two layers in two micro-batches
         build.router_loss.note(torch.tensor(of_two_sequences))
-    assert balance_of_experts(config, build, plan) == 10 / (4 * 2)
-    assert balance_of_experts(config, build, plan) == 0.0  # it was taken
-    assert balance_of_experts(tiny_config(), build, plan) is None
-    report = Tally([torch.tensor([6.0, 3.0])], gpt_task(), ALONE).report(DONE, balance=1.25)
-    assert report.load_balancing_loss == 1.25
+    balances = []
+    for _ in range(2):
+        values = HostScalars(step_sums([torch.ones(2)], gpt_task(), build).reduce()).read()
+        balances.append(step_report(values, DONE, config, PLAN).load_balancing_loss)
+    assert balances == [10 / (4 * 2), 0.0]  # it was taken
+    assert reported([torch.ones(2)]).load_balancing_loss is None
 
 
 def test_several_losses_are_told_apart_and_added() -> None:
     sums = [torch.tensor([[6.0, 1.0], [3.0, 2.0]])]
-    tally = Tally(sums, TWO, ALONE)
-    report = tally.report(DONE)
+    report = reported(sums, TWO)
     assert (report.loss, report.means) == (2.5, (2.0, 0.5))
-    assert tally.evaluation() == EvaluationSum(6.0, 3, (EvaluationSum(1.0, 2),))
+    assert evaluation(sums, TWO, tiny_build()) == EvaluationSum(6.0, 3, (EvaluationSum(1.0, 2),))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,14 +23,16 @@ def scales(scaler: DynamicGradScaler, overflows: str) -> list[float]:
     """The scale after each of the iterations; `x` is an overflow and `.` a good one."""
     values = []
     for mark in overflows:
-        scaler.update(overflow=mark == "x")
-        values.append(scaler.scale)
+        too_small = scaler.update(torch.tensor(mark == "x"))
+        values.append(float(scaler.scale))
+        scaler.check(too_small=bool(too_small), scale=values[-1])
     return values
 
 
 def test_a_constant_scale_stays() -> None:
     scaler = ConstantGradScaler(8.0)
-    scaler.update(overflow=True)
+    assert not scaler.update(torch.tensor(True))
+    scaler.check(too_small=True, scale=8.0)
     scaler.load_state_dict(dynamic().state_dict())
     assert (scaler.scale, scaler.state_dict(), scaler.expects_overflow) == (8.0, {}, False)
 
@@ -60,12 +63,13 @@ def test_hysteresis_is_refilled_after_a_doubling() -> None:
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run() -> None:
     scaler = dynamic(scale=2.0, hysteresis=1)
-    scaler.update(overflow=True)
-    assert scaler.scale == 1.0
+    assert scales(scaler, "x") == [1.0]
     with pytest.raises(
-        NumericsError, match=r"at its minimum(.|\n)*--min-loss-scale 1(.|\n)*--bf16"
+        NumericsError,
+        match=r"at its minimum(.|\n)*loss scale 1, --min-loss-scale 1(.|\n)*--bf16",
     ):
-        scaler.update(overflow=True)
+        scales(scaler, "x")
+    assert scaler.scale == 1.0
 
 
 @given(st.text(alphabet="..x", max_size=60), st.text(alphabet="..x", max_size=60))

@@ -232,9 +232,21 @@ def test_biases_and_norms_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64", "bf16", "bf16-narrow", "fp16-constant"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bad_gradient_changes_nothing_and_is_reported(name: str, bad: float) -> None:
-    run = Run(PRECISIONS[name])
+@pytest.mark.parametrize(
+    ("bad", "config"),
+    [
+        (math.inf, ADAM),
+        (math.nan, ADAM),
+        (math.nan, SGD),
+        (math.inf, PLAIN_SGD),
+        (math.nan, NARROW),
+    ],
+    ids=["inf-adam", "nan-adam", "nan-sgd", "inf-plain-sgd", "nan-narrow"],
+)
+def test_a_bad_gradient_changes_nothing_and_is_reported(
+    name: str, bad: float, config: OptimizerConfig
+) -> None:
+    run = Run(PRECISIONS[name], config)
     run.step(0)
     weights = [parameter.clone() for parameter in run.module.parameters()]
     state, scalars = run.copied_state(), run.optimizer.scalars()

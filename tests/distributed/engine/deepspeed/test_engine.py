@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.engine.base import StepReport
+from megatron.engine.base import PendingReport, StepReport
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     BF16,
@@ -94,16 +94,16 @@ def gathered_after_steps(config: RunConfig) -> tuple[Record, set[str]]:
     from megatron.engine.deepspeed.engine import DeepSpeedEngine
 
     names: set[str] = set()
-    inner = DeepSpeedEngine.train_step
+    inner = DeepSpeedEngine.start_step
 
-    def noted(engine: DeepSpeedEngine, *args: Any) -> StepReport:
+    def noted(engine: DeepSpeedEngine, *args: Any) -> PendingReport:
         report = inner(engine, *args)
         names.update(name for name, parameter in engine.named if parameter.numel())
         return report
 
-    DeepSpeedEngine.train_step = noted  # type: ignore[method-assign]
+    DeepSpeedEngine.start_step = noted  # type: ignore[method-assign]
     record = train(config)
-    DeepSpeedEngine.train_step = inner  # type: ignore[method-assign]
+    DeepSpeedEngine.start_step = inner  # type: ignore[method-assign]
     return record, names
 
 
@@ -253,10 +253,10 @@ def steps_with_a_broken_weight(configs: list[RunConfig]) -> list[list[StepReport
     """Runs in which one weight is infinite in the second step."""
     import megatron.engine.deepspeed.engine as module
 
-    def broken(self: Any, batches: Any, plan: Any) -> StepReport:
+    def broken(self: Any, *given: Any) -> PendingReport:
         steps.append(1)
         if len(steps) != 2:
-            return real(self, batches, plan)
+            return real(self, *given)
         views = [
             part.view
             for tensor in self.state(optimizer=False).tensors
@@ -270,11 +270,11 @@ def steps_with_a_broken_weight(configs: list[RunConfig]) -> list[list[StepReport
                 view.copy_(value)
             if self.plan.stage == 3:  # forget what was gathered before
                 self.runtime.optimizer.parameter_offload.partition_all_parameters()
-            report = report or real(self, batches, plan)
+            report = report or real(self, *given)
         return report
 
-    real, reports = module.DeepSpeedEngine.train_step, []
-    module.DeepSpeedEngine.train_step = broken  # type: ignore[method-assign]
+    real, reports = module.DeepSpeedEngine.start_step, []
+    module.DeepSpeedEngine.start_step = broken  # type: ignore[method-assign]
     for config in configs:
         steps: list[int] = []
         reports.append(train(config).steps)

@@ -109,7 +109,7 @@ def test_a_loss_scale_stands_still_while_deepspeed_steps() -> None:
     held.update_scale(False)
     assert (held.cur_scale, held.loss_scale, held.dynamic) == (8.0, 8.0, True)
     assert held.scale_loss(torch.tensor(2.0)) == 16.0
-    scaler.update(overflow=False)
+    scaler.update(torch.tensor(False))
     assert held.cur_scale == 16.0
 
 
