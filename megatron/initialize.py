@@ -44,6 +44,7 @@ from megatron.global_vars import (
 from megatron.launch import (
     Launch,
     fair_threads,
+    fix_algorithms,
     launch_from_environment,
     order_kernels,
     set_library_environment,
@@ -59,6 +60,7 @@ from megatron.preflight.source import source_digests
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 
+_FILLS = "fill_uninitialized_memory"  # a property that torch's types leave out
 _ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
 _NOTIFY_S = 10.0  # how long a rank that cannot start tries to reach the others, to send the reason
 
@@ -115,6 +117,8 @@ def initialize_megatron(
         if device.select(_device_kind(config.launch.device), launch.device_index).type == "cpu":
             host.keep_freed_memory()
         set_library_environment(launch)
+        if config.training.deterministic_mode:
+            _use_deterministic_algorithms()
         _warn_of_order(connections)
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.
@@ -334,6 +338,21 @@ def _facts(config: RunConfig, replicas: int) -> dict[str, str]:
         "python": platform.python_version(),
         "byte order": sys.byteorder,
     }
+
+
+def _use_deterministic_algorithms() -> None:
+    """Let torch raise where an operation has no deterministic kernel, until the shutdown."""
+    fix_algorithms()
+    fills = bool(getattr(torch.utils.deterministic, _FILLS))
+    enabled = torch.are_deterministic_algorithms_enabled()
+    _ON_SHUTDOWN.append(partial(_set_determinism, enabled, fills))
+    # Memory that is filled before its first use costs time, and changes no result.
+    _set_determinism(True, False)
+
+
+def _set_determinism(enabled: bool, fills: bool) -> None:
+    torch.use_deterministic_algorithms(enabled)
+    setattr(torch.utils.deterministic, _FILLS, fills)
 
 
 def _seeded(seed: int, context: ParallelContext) -> RandomStreams:

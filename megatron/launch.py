@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 
+_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its results do not vary
 _PORTS = range(12000, 32000)  # below those that systems hand out by themselves
 
 
@@ -103,6 +104,26 @@ def order_kernels(tensor_parallel_size: int) -> str | None:
         return None
     connections = os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return None if connections == "1" else connections
+
+
+def fix_algorithms() -> None:
+    """Let cuBLAS and NCCL take the same algorithms from run to run, for --deterministic-mode.
+
+    cuBLAS needs workspaces of its own for that (its documentation, "Results Reproducibility").
+    NCCL's sums in switches (NVLS) depend on the order of arrival. Both read the variables when
+    they are first used in a process.
+
+    Raises:
+        ConfigError: CUBLAS_WORKSPACE_CONFIG is set to something else.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+    if workspace not in _WORKSPACES:
+        raise ConfigError(
+            "--deterministic-mode needs other workspaces of cuBLAS",
+            found=f"CUBLAS_WORKSPACE_CONFIG={workspace}",
+            fix=f"unset it, or set it to {' or '.join(_WORKSPACES)}",
+        )
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def fair_threads(launch: Launch, environment: Mapping[str, str] | None = None) -> int | None:

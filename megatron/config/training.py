@@ -83,6 +83,11 @@ class TrainingConfig:
         None, help="save and exit as soon as a file of this name exists"
     )
     seed: int = flag(1234, help="seed of initial values, data order and dropout")
+    deterministic_mode: bool = flag(
+        False,
+        help="use only kernels and collectives that give the same bits from run to run; an "
+        "operation that has none is an error",
+    )
     recompute_granularity: RecomputeGranularity | None = flag(
         None, help="compute layers, or parts of them, again in backward instead of keeping them"
     )

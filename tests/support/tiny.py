@@ -261,6 +261,18 @@ def train_all(configs: Sequence[RunConfig]) -> list[Record]:
     return [train(config) for config in configs]
 
 
+def assert_same_bits(found: Record, expected: Record) -> None:
+    """Check losses, gradient norms, all tensors and all generators of two runs on one rank."""
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    assert found.state.keys() == expected.state.keys()
+    for name, part in found.state.items():
+        for (_, values), (_, others) in zip(part.pieces, expected.state[name].pieces, strict=True):
+            assert torch.equal(values, others), name
+    for name, state in expected.generators.items():
+        same = found.generators[name] == state
+        assert torch.as_tensor(same).all(), name
+
+
 def whole(records: Sequence[Record], *, prefix: str = "") -> dict[str, Tensor]:
     """The whole tensors of a run from what all of its ranks hold; replicas must be equal bits."""
     result: dict[str, Tensor] = {}

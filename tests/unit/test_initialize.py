@@ -73,6 +73,21 @@ def test_a_shutdown_allows_another_start(corpus: str) -> None:
     assert second.tp.handle is not None, "groups of one are groups"
 
 
+def test_deterministic_mode_lasts_until_the_shutdown(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed: list[bool] = []
+    monkeypatch.setattr(initialize_module, "fix_algorithms", lambda: fixed.append(True))
+    for asked in (False, True):
+        initialize_megatron(tiny_run(corpus, deterministic_mode=asked))
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert torch.utils.deterministic.fill_uninitialized_memory != asked
+        shutdown_megatron()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert fixed == [True]
+
+
 def test_a_run_on_a_cpu_keeps_freed_memory(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr("megatron.initialize.host.keep_freed_memory", lambda: asked.append(True))

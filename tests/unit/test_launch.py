@@ -7,6 +7,7 @@ from megatron.errors import ConfigError
 from megatron.launch import (
     Launch,
     fair_threads,
+    fix_algorithms,
     launch_from_environment,
     order_kernels,
     set_library_environment,
@@ -198,6 +199,25 @@ def test_tensor_parallelism_orders_kernels_unless_a_variable_contradicts_it(
     monkeypatch.setattr(environment.os, "environ", given)
     assert order_kernels(size) == contradiction
     assert given == expected
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8"])
+def test_algorithms_are_fixed_where_no_variable_does(
+    workspace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {} if workspace is None else {"CUBLAS_WORKSPACE_CONFIG": workspace, "NCCL_ALGO": "Ring"}
+    monkeypatch.setattr(environment.os, "environ", given)
+    fix_algorithms()
+    assert given == {
+        "CUBLAS_WORKSPACE_CONFIG": workspace or ":4096:8",
+        "NCCL_ALGO": "Ring" if workspace else "^NVLS",
+    }
+
+
+def test_workspaces_with_which_results_vary_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "environ", {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    with pytest.raises(ConfigError, match=r"other workspaces(.|\n)*CONFIG=:0:0(.|\n)*fix: unset"):
+        fix_algorithms()
 
 
 def test_libraries_are_told_the_local_rank_unless_they_know(

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import MODELS, Record, tiny_run, train_all, write_tiny_corpus
+from tests.support.tiny import MODELS, assert_same_bits, tiny_run, train_all, write_tiny_corpus
 
 FULL = {"recompute_granularity": "full"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -50,17 +49,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tiny_corpus(Path(tmp_path_factory.mktemp("corpus")))
-
-
-def assert_same_bits(found: Record, expected: Record) -> None:
-    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
-    assert found.state.keys() == expected.state.keys()
-    for name, part in found.state.items():
-        for (_, values), (_, others) in zip(part.pieces, expected.state[name].pieces, strict=True):
-            assert torch.equal(values, others), name
-    for name, state in expected.generators.items():
-        same = found.generators[name] == state
-        assert torch.as_tensor(same).all(), name
 
 
 @pytest.mark.parametrize(
