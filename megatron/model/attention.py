@@ -16,10 +16,10 @@ from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
 from megatron.model.norms import build_head_norm
-from megatron.model.positions import rotate
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
+from megatron.ops.rotary import rotate
 
 
 class SelfAttention(nn.Module):
@@ -76,8 +76,8 @@ class SelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if geometry.rotation is not None:
-            queries = rotate(queries, geometry.rotation)
-            keys = rotate(keys, geometry.rotation)
+            queries = rotate(queries, *geometry.rotation)
+            keys = rotate(keys, *geometry.rotation)
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
         k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
         v = values.squeeze(3).permute(1, 2, 0, 3)

@@ -517,6 +517,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/ops/test_activation.py::test_references_are_the_units_of_pytorch",
         ),
         Mutant(
+            "the gradient of a rotation is the rotation by the opposite angle",
+            "megatron/ops/rotary.py",
+            "rotate(grad, cos, sin, not ctx.back)",
+            "rotate(grad, cos, sin, ctx.back)",
+            "tests/unit/model/test_positions.py::test_the_gradient_of_rotation_is_right_for_strided_input",
+        ),
+        Mutant(
             "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
             "return F.gelu(gate) * up",
