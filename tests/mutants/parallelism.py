@@ -512,8 +512,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gate of an MLP is activated, not its values",
             "megatron/ops/activation.py",
-            "(_value(gate, kind) * up).to(x.dtype)",
-            "(gate * _value(up, kind)).to(x.dtype)",
+            "(activation_value(gate, kind) * up).to(x.dtype)",
+            "(gate * activation_value(up, kind)).to(x.dtype)",
             "tests/unit/ops/test_activation.py::test_references_are_the_units_of_pytorch",
         ),
         Mutant(
@@ -526,8 +526,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
-            "return F.gelu(gate) * up",
-            "return gate * F.gelu(up)",
+            "return activation(gate) * up",
+            "return gate * activation(up)",
             "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
