@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,9 +28,11 @@ from megatron.ops import library
 from megatron.ops.activation import ActivationKind, activate, gated_unit
 from megatron.ops.layer_norm import add_layer_norm, layer_norm
 from megatron.ops.rms_norm import add_rms_norm, rms_norm
+from megatron.ops.rotary import rotate
 from megatron.program import run_program
 
 EPSILON = 1e-5
+HEAD_WIDTH = 64  # of rotations; widths are multiples of it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the largest value: ours differ from eager PyTorch in fp32 by the rounding of sums, and in bf16
 # by the rounding to 8 significant bits of a sum with a residual and of the result.
@@ -49,15 +51,16 @@ class Case:
     inputs: int  # of the shape of a row block; weights are small beside them
     vectors: int
     halves: bool = False  # the output has half as many elements as the input
+    saved: int = 1  # row blocks that backward reads beside gradients
 
     def moved(self, elements: int, size: int) -> tuple[int, int]:
         """Return the bytes that forward and backward have to read and write.
 
         Forward reads the inputs and writes the output, and the sum if there is one. Backward reads
-        the gradients of the outputs and what was normalised, and writes one gradient.
+        the gradients of the outputs and what was saved, and writes one gradient.
         """
         outputs = 0.5 if self.halves else self.inputs  # of a sum two, as it has two inputs
-        forward, backward = self.inputs + outputs, outputs + 2
+        forward, backward = self.inputs + outputs, outputs + self.saved + 1
         return int(forward * elements * size), int(backward * elements * size)
 
 
@@ -84,6 +87,25 @@ def _eager_swiglu(x: Tensor) -> Outputs:
     return (F.silu(gate) * up,)
 
 
+@lru_cache
+def _angles(rows: int, dtype: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor]:
+    steps = torch.arange(HEAD_WIDTH // 2, dtype=torch.float64) / (HEAD_WIDTH // 2)
+    angles = torch.arange(rows)[:, None, None, None, None] * 10000.0**-steps
+    return angles.cos().to(where, dtype), angles.sin().to(where, dtype)
+
+
+def _rotate(x: Tensor) -> Outputs:
+    heads = x.reshape(len(x), 1, -1, 1, HEAD_WIDTH)
+    return (rotate(heads, *_angles(len(x), x.dtype, x.device)),)
+
+
+def _eager_rotate(x: Tensor) -> Outputs:
+    heads = x.reshape(len(x), 1, -1, 1, HEAD_WIDTH)
+    cos, sin = _angles(len(x), x.dtype, x.device)
+    first, second = heads.chunk(2, dim=-1)
+    return (torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1),)
+
+
 CASES = (
     Case("rms_norm", lambda x, w: (rms_norm(x, w, EPSILON),), _eager_rms, 1, 1),
     Case("add_rms_norm", lambda x, r, w: add_rms_norm(x, r, w, EPSILON), _eager_add_rms, 2, 1),
@@ -103,6 +125,7 @@ CASES = (
         0,
     ),
     Case("swiglu", lambda x: (gated_unit(x, ActivationKind.SILU),), _eager_swiglu, 1, 0, True),
+    Case("rotate", _rotate, _eager_rotate, 1, 0, saved=0),
 )
 
 

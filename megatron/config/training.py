@@ -120,6 +120,16 @@ class TrainingConfig:
         help="compute the projection of a GPT to the vocabulary and its loss a few tokens at a "
         "time, so that the logits of a micro-batch are never in memory together",
     )
+    rope_fusion: bool = flag(
+        True,
+        help="rotate queries and keys by one operator; else by PyTorch's own operations, whose "
+        "results differ in their last bits",
+    )
+    bias_swiglu_fusion: bool = flag(
+        True,
+        help="compute the gated unit of an MLP by one operator, which saves its input alone; else "
+        "by PyTorch's own operations, whose results differ in their last bits",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

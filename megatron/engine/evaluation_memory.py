@@ -113,6 +113,7 @@ class EvaluationMemory:
             pp=self.build.ctx.pp.size,
             micro_batch_size=rows,
             seq_length=length,
+            fuse_gated_units=self.build.fuse_gated_units,
         )
 
 

@@ -114,6 +114,7 @@ class RankShare:
     seq_length: int
     recompute: bool = False
     fuse_loss: bool = False
+    fuse_gated_units: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
 
 
@@ -242,8 +243,9 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     if config.qk_layernorm:
         split += queries + keys  # normed copies
     kept = 2  # before and after the activation
-    if config.glu is not None:  # gate, up, product, and act(gate) unless one kernel has both
-        kept = 4 if config.activation is Activation.GELU_ERF else 3
+    if config.glu is not None:  # gate, up, product, and act(gate) unless one operator has both
+        fused = share.fuse_gated_units and config.activation is not Activation.GELU_ERF
+        kept = 3 if fused else 4
     masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
     whole = 4 * config.hidden_size * size + masks
     if config.has_experts:

@@ -6,6 +6,7 @@ makes; nothing here depends on the kind of positions.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,10 +17,10 @@ from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
 from megatron.model.norms import build_head_norm
-from megatron.model.positions import rotate
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
+from megatron.ops.rotary import rotate, rotate_reference
 
 
 class SelfAttention(nn.Module):
@@ -43,6 +44,7 @@ class SelfAttention(nn.Module):
         self._layer, self._width = layer, width
         self._groups, self._queries = groups // tp, heads // groups  # queries per group
         self._dropout, self._streams = config.attention_dropout, build.streams
+        self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -76,8 +78,8 @@ class SelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if geometry.rotation is not None:
-            queries = rotate(queries, geometry.rotation)
-            keys = rotate(keys, geometry.rotation)
+            queries = self._rotate(queries, *geometry.rotation)
+            keys = self._rotate(keys, *geometry.rotation)
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]
         k = keys.squeeze(3).permute(1, 2, 0, 3)  # [b, g/tp, s, d]
         v = values.squeeze(3).permute(1, 2, 0, 3)

@@ -11,7 +11,7 @@ from megatron.config.model import Activation, ModelConfig
 from megatron.model.init import residual_init, weight_init
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.ops.activation import ActivationKind, activate, gated_unit
+from megatron.ops.activation import ActivationKind, activate, activation_value, gated_unit
 
 
 class MLP(nn.Module):
@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
-        self._activate = unit_of(config)
+        self._activate = unit_of(config, fused=build.fuse_gated_units)
         halves = 1 if config.glu is None else 2
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
@@ -53,17 +53,25 @@ class MLP(nn.Module):
         return output
 
 
-def unit_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Return what stands between the matrices of an MLP: [.., f], or [.., 2f] gated, to [.., f]."""
+def unit_of(config: ModelConfig, *, fused: bool) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the matrices of an MLP: [.., f], or [.., 2f] gated, to [.., f].
+
+    Args:
+        fused: a gated unit is one operator where there is one, else PyTorch's operations.
+    """
     if config.glu is None:
         return ACTIVATIONS[config.activation]
     kind = _KERNELS.get(config.activation)
-    return _gated_gelu_erf if kind is None else partial(gated_unit, kind=kind)
+    if kind is None:
+        return partial(_gated, activation=F.gelu)
+    if fused:
+        return partial(gated_unit, kind=kind)
+    return partial(_gated, activation=partial(activation_value, kind=kind))
 
 
-def _gated_gelu_erf(middle: Tensor) -> Tensor:
+def _gated(middle: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
     gate, up = middle.chunk(2, dim=-1)
-    return F.gelu(gate) * up
+    return activation(gate) * up
 
 
 # The error function has no kernel of ours.

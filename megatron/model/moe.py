@@ -59,7 +59,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
-        self._activate = unit_of(config)
+        self._activate = unit_of(config, fused=build.fuse_gated_units)
         halves = 1 if config.glu is None else 2
         width = config.expert_width
         self._experts = experts = config.num_experts or 1

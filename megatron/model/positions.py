@@ -5,17 +5,14 @@ would share its angle with its neighbours. Which tokens may see each other is `g
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
-from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.partition import Init, set_parameter_metadata
 
 
@@ -94,7 +91,8 @@ class RotaryAngles:
         # [s, b] or [s, 1], then the group and head dimensions, then the channels.
         by_sequence = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
         angles = by_sequence.to(torch.float64)[:, :, None, None, None] * frequencies
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+        cos, sin = (table.to(dtype).contiguous() for table in (angles.cos(), angles.sin()))
+        return Rotation(cos, sin)
 
 
 def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device) -> Tensor:
@@ -115,44 +113,6 @@ def rotary_frequencies(config: ModelConfig, channels: int, device: torch.device)
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
-
-
-def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first channels of every head by its position; returns a new contiguous tensor.
-
-    Args:
-        heads: [s, b, g, n, d], any strides; its gradient is the rotation by the opposite angle.
-    """
-    function: Callable[..., Tensor] = _Rotate.apply
-    return function(heads, rotation.cos, rotation.sin)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation by two products per half, written in place: no concatenation, nothing saved."""
-
-    @staticmethod
-    def forward(ctx: FunctionContext, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(heads, cos, sin, clockwise=-1)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, clockwise=1), None, None
-
-
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, *, clockwise: int) -> Tensor:
-    half = cos.shape[-1]
-    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    torch.mul(first, cos, out=turned[..., :half])
-    turned[..., :half].addcmul_(second, sin, value=clockwise)
-    torch.mul(second, cos, out=turned[..., half : 2 * half])
-    turned[..., half : 2 * half].addcmul_(first, sin, value=-clockwise)
-    if heads.shape[-1] > 2 * half:
-        turned[..., 2 * half :] = heads[..., 2 * half :]
-    return turned
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -104,6 +104,8 @@ class ModelBuild:
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
     # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
     fuse_loss: bool = False
+    fuse_rope: bool = True  # else by PyTorch's own operations
+    fuse_gated_units: bool = True  # likewise
 
     @property
     def memory(self) -> ActivationMemory:

@@ -52,9 +52,9 @@ def activate_reference(x: Tensor, kind: int, gated: bool) -> Tensor:
     """Return the activation, times the second half where `gated`."""
     wide = x.to(statistics_dtype(x))
     if not gated:
-        return _value(wide, kind).to(x.dtype)
+        return activation_value(wide, kind).to(x.dtype)
     gate, up = wide.chunk(2, dim=-1)
-    return (_value(gate, kind) * up).to(x.dtype)
+    return (activation_value(gate, kind) * up).to(x.dtype)
 
 
 @operator("activate_backward(Tensor grad, Tensor x, int kind, bool gated) -> Tensor")
@@ -64,7 +64,8 @@ def activate_backward_reference(grad: Tensor, x: Tensor, kind: int, gated: bool)
     if not gated:
         return (wide * _slope(slope, kind)).to(x.dtype)
     gate, up = slope.chunk(2, dim=-1)
-    return torch.cat((wide * up * _slope(gate, kind), wide * _value(gate, kind)), -1).to(x.dtype)
+    of_gate = wide * up * _slope(gate, kind)
+    return torch.cat((of_gate, wide * activation_value(gate, kind)), -1).to(x.dtype)
 
 
 @shapes_of("activate")
@@ -77,7 +78,8 @@ def _backward_shapes(grad: Tensor, x: Tensor, kind: int, gated: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _value(x: Tensor, kind: int) -> Tensor:
+def activation_value(x: Tensor, kind: int) -> Tensor:
+    """Return the activation by PyTorch's operations, in the dtype of `x`."""
     match kind:
         case ActivationKind.GELU_TANH:
             return F.gelu(x, approximate="tanh")

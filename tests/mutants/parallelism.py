@@ -520,15 +520,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gate of an MLP is activated, not its values",
             "megatron/ops/activation.py",
-            "(_value(gate, kind) * up).to(x.dtype)",
-            "(gate * _value(up, kind)).to(x.dtype)",
+            "(activation_value(gate, kind) * up).to(x.dtype)",
+            "(gate * activation_value(up, kind)).to(x.dtype)",
             "tests/unit/ops/test_activation.py::test_references_are_the_units_of_pytorch",
+        ),
+        Mutant(
+            "the gradient of a rotation is the rotation by the opposite angle",
+            "megatron/ops/rotary.py",
+            "rotate(grad, cos, sin, not ctx.back)",
+            "rotate(grad, cos, sin, ctx.back)",
+            "tests/unit/model/test_positions.py::test_the_gradient_of_rotation_is_right_for_strided_input",
         ),
         Mutant(
             "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
-            "return F.gelu(gate) * up",
-            "return gate * F.gelu(up)",
+            "return activation(gate) * up",
+            "return gate * activation(up)",
             "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(

@@ -28,6 +28,18 @@ def test_a_flag_chooses_whether_a_loss_makes_its_own_logits() -> None:
     assert not model_build(runtime_of(unfused)).fuse_loss
 
 
+def test_flags_choose_the_operations_of_pytorch() -> None:
+    build = model_build(runtime_of(tiny_run("nowhere")))
+    assert build.fuse_rope
+    assert build.fuse_gated_units
+    build = model_build(runtime_of(tiny_run("nowhere", rope_fusion=False)))
+    assert not build.fuse_rope
+    assert build.fuse_gated_units
+    assert not model_build(
+        runtime_of(tiny_run("nowhere", bias_swiglu_fusion=False))
+    ).fuse_gated_units
+
+
 def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:
     runtime = runtime_of(tiny_run("nowhere"))
     tokens = runtime.tokenizer.vocab_size

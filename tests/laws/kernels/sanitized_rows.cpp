@@ -14,6 +14,7 @@
 #include "activation_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
+#include "rotary_rows.h"
 
 using namespace megatron;
 using namespace megatron::OPS_TARGET;
@@ -244,6 +245,46 @@ static void compare_activations(int64_t rows, int64_t n, bool gated) {
   expect_close(same_x, grad_x, "gradient of an activation", 0);
 }
 
+template <class X>
+static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int64_t half) {
+  RotaryCall call{};
+  call.length = 3;
+  call.rows_of_position = call.batch = 2;
+  call.groups = groups;
+  call.heads = heads;
+  call.width = width;
+  call.half = half;
+  // Sequences before positions, and one more head in each group that is not read.
+  call.stride[3] = width;
+  call.stride[2] = (heads + 1) * width;
+  call.stride[1] = call.length * groups * (heads + 1) * width;
+  call.stride[0] = groups * (heads + 1) * width;
+  const int64_t tokens = call.length * call.batch, elements = tokens * groups * heads * width;
+  Buffer<X> x(tokens * groups * (heads + 1) * width - width), cos(tokens * half), sin(tokens * half);
+  call.x = x.get();
+  call.cos = cos.get();
+  call.sin = sin.get();
+  const auto compute = [&](const auto& lanes, bool back, Buffer<X>& out) {
+    call.back = back;
+    call.out = out.get();
+    const RotaryRows<X> rows{call};
+    for (int64_t token = 0; token < tokens; ++token)
+      for (int64_t head = 0; head < groups * heads; ++head)
+        rows.rotate(
+            lanes, rows.token(token / call.batch, token % call.batch), head / heads, head % heads);
+  };
+  constexpr int kWide = RotaryRows<X>::kWide;
+  for (bool back : {false, true}) {
+    Buffer<X> out(elements, false), same(elements, false);
+    compute(ThreadLanes(), back, out);
+    if (width % kWide == 0 && half % kWide == 0)
+      compute(StripedLanes<kWide>(), back, same);
+    else
+      compute(StripedLanes<1>(), back, same);
+    expect_close(same, out, "rotation", 0);
+  }
+}
+
 // Within one unit in the last place of every number from where powers are normal to one.
 static void check_exponential() {
   for (float x = -87.0f; x < 1.0f; x += 0x1p-12f) {
@@ -320,6 +361,12 @@ int main(int count, char** arguments) {
     for (bool gated : {false, true}) {
       compare_activations<BFloat16, GeluTanh>(3, n, gated);
       compare_activations<double, Silu>(3, n, gated);
+    }
+  for (int64_t half : {0, 1, 3, 8, 32})
+    for (int64_t kept : {0, 1, 16}) {
+      if (half + kept == 0) continue;
+      compare_rotations<BFloat16>(2, 3, 2 * half + kept, half);
+      compare_rotations<double>(1, 1, 2 * half + kept, half);
     }
   compare_shapes<double, double>();
   compare_shapes<BFloat16, BFloat16>();

@@ -228,6 +228,15 @@ def test_a_fused_loss_holds_the_logits_of_a_chunk_and_two_gradients(
     assert memory_bytes(config, vocab, precision, fused).activations < unfused
 
 
+def test_a_gated_unit_by_the_operations_of_pytorch_saves_the_activated_gate() -> None:
+    config, vocab, bf16 = preset("llama-7b"), VocabSize(32000, 32000), PrecisionConfig(bf16=True)
+    fused, apart = (
+        memory_bytes(config, vocab, bf16, share(seq_length=2048, fuse_gated_units=fuse)).activations
+        for fuse in (True, False)
+    )
+    assert apart - fused == config.num_layers * 2 * 2048 * config.ffn_width * 2
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_split_sequences_tensor_parallelism_divides_all_activations(recompute: bool) -> None:
     config, vocab, bf16 = preset("gpt3-6.7b"), VocabSize(50257, 50304), PrecisionConfig(bf16=True)

@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.config.model import PositionEmbedding
 from megatron.errors import ConfigError
 from megatron.model.attention import SelfAttention
 from megatron.model.geometry import Geometry
+from megatron.model.positions import RotaryAngles
 from megatron.mpu.context import Group, ParallelContext
 from tests.support.models import roughen, tiny_build, tiny_config
+from tests.support.operators import Operators
 
 
 def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:
@@ -44,3 +47,19 @@ def test_attention_dropout_draws_from_the_stream_of_split_tensors() -> None:
     assert torch.equal(before["replicated"], after["replicated"])
     assert not torch.equal(before["tensor"], after["tensor"])
     del default
+
+
+def test_a_rotation_by_the_operations_of_pytorch_is_the_same() -> None:
+    config = tiny_config(position_embedding_type=PositionEmbedding.ROPE, rotary_percent=0.5)
+    rotation = RotaryAngles(config).at(torch.arange(6), torch.float64)
+    hidden, results, operators = torch.randn(6, 2, 16, dtype=torch.float64), [], []
+    for fused in (True, False):
+        attention = SelfAttention(config, tiny_build(fuse_rope=fused), layer=0)
+        roughen(attention, ParallelContext.single())
+        with Operators() as called:
+            out = attention(hidden, Geometry(rotation=rotation))
+        weights = list(attention.parameters())
+        results.append([out, *torch.autograd.grad(out.sin().sum(), weights)])
+        operators.append("megatron::rotate" in called.names)
+    assert operators == [True, False]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

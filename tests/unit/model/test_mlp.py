@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from megatron.config.model import Activation, GluActivation
-from megatron.model.mlp import ACTIVATIONS, MLP
+from megatron.model.mlp import ACTIVATIONS, MLP, unit_of
+from megatron.model.moe import MixtureOfExperts
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import partition_of
 from tests.support.models import roughen, tiny_build, tiny_config
+from tests.support.operators import Operators
 
 
 def test_every_activation_of_the_config_is_there() -> None:
@@ -31,3 +33,29 @@ def test_a_gated_matrix_is_split_as_two_blocks(glu: GluActivation | None) -> Non
     assert partition is not None
     assert partition.blocks == (1 if glu is None else 2)
     assert mlp.fc1.weight.shape[0] == 64 * partition.blocks
+
+
+@pytest.mark.parametrize("glu", GluActivation)
+def test_a_gated_unit_by_the_operations_of_pytorch_is_the_same(glu: GluActivation) -> None:
+    config, middle = tiny_config(glu_activation=glu), torch.randn(5, 12, dtype=torch.float64)
+    results, operators = [], []
+    for fused in (True, False):
+        x = middle.clone().requires_grad_()
+        with Operators() as called:
+            out = unit_of(config, fused=fused)(x)
+        results += [out, *torch.autograd.grad(out.sin().sum(), x)]
+        operators.append("megatron::activate" in called.names)
+    assert operators == [config.activation is not Activation.GELU_ERF, False]
+    torch.testing.assert_close(results[:2], results[2:], rtol=1e-13, atol=1e-13)
+
+
+def test_layers_take_the_operations_that_they_are_built_with() -> None:
+    config = tiny_config(glu_activation=GluActivation.SWIGLU)
+    experts = tiny_config(glu_activation=GluActivation.SWIGLU, num_experts=2, add_bias_linear=False)
+    for fused in (True, False):
+        build = tiny_build(fuse_gated_units=fused)
+        for layer in (MLP(config, build), MixtureOfExperts(experts, build)):
+            roughen(layer, ParallelContext.single())
+            with Operators() as called:
+                layer(torch.randn(3, 2, 16, dtype=torch.float64))
+            assert ("megatron::activate" in called.names) == fused

@@ -5,8 +5,9 @@ import torch
 
 from megatron.config.model import PositionEmbedding
 from megatron.errors import ConfigError
-from megatron.model.positions import LearnedPositions, RotaryAngles, alibi_slopes, rotate
+from megatron.model.positions import LearnedPositions, RotaryAngles, Rotation, alibi_slopes
 from megatron.mpu.partition import Init, is_sequence_parallel
+from megatron.ops.rotary import rotate
 from tests.support.models import tiny_config
 
 # float64; angles of up to a few thousand radians lose four of sixteen digits.
@@ -28,8 +29,8 @@ def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
     here = rope().at(torch.arange(6), torch.float64)
     there = rope().at(torch.arange(6) + 4000, torch.float64)
 
-    def scores(rotation: object) -> torch.Tensor:
-        return torch.einsum("sbgnd,tbgnd->bgst", rotate(q, rotation), rotate(k, rotation))  # type: ignore[arg-type]
+    def scores(rotation: Rotation) -> torch.Tensor:
+        return torch.einsum("sbgnd,tbgnd->bgst", rotate(q, *rotation), rotate(k, *rotation))
 
     torch.testing.assert_close(scores(here), scores(there), **ANGLE)
 
@@ -37,16 +38,16 @@ def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
 def test_rotation_keeps_lengths_and_position_zero_and_undoes_itself() -> None:
     x = heads(5)
     rotation = rope().at(torch.arange(5), torch.float64)
-    turned = rotate(x, rotation)
+    turned = rotate(x, *rotation)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **ANGLE)
     assert torch.equal(turned[0], x[0])
-    back = rotate(turned, rotation._replace(sin=-rotation.sin))
+    back = rotate(turned, rotation.cos, -rotation.sin)
     torch.testing.assert_close(back, x, **ANGLE)
 
 
 def test_only_the_chosen_share_of_a_head_rotates() -> None:
     x = heads(5)
-    turned = rotate(x, rope(rotary_percent=0.5).at(torch.arange(5), torch.float64))
+    turned = rotate(x, *rope(rotary_percent=0.5).at(torch.arange(5), torch.float64))
     assert torch.equal(turned[..., 4:], x[..., 4:])
     assert not torch.equal(turned[..., :4], x[..., :4])
 
@@ -54,7 +55,7 @@ def test_only_the_chosen_share_of_a_head_rotates() -> None:
 def test_the_gradient_of_rotation_is_right_for_strided_input() -> None:
     x = heads(4).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     rotation = rope(rotary_percent=0.5).at(torch.arange(4), torch.float64)
-    assert torch.autograd.gradcheck(lambda t: rotate(t, rotation), x)
+    assert torch.autograd.gradcheck(lambda t: rotate(t, *rotation), x)
 
 
 def test_positions_of_their_own_per_row_are_looked_up_per_row() -> None:

@@ -1,0 +1,21 @@
+// Rotations by position on the CPU, for the instruction set that OPS_TARGET names.
+//
+// Includes nothing whose inline functions another copy of this file, or torch, has as well.
+#include "rotary_rows.h"
+
+namespace megatron::OPS_TARGET {
+
+static void rotate(const RotaryCall& call, int64_t first, int64_t last) {
+  with_rotary(call, [=](auto rows) {
+    for (int64_t token = first; token < last; ++token) {
+      const auto at = rows.token(token / rows.call.batch, token % rows.call.batch);
+      for (int64_t group = 0; group < rows.call.groups; ++group)
+        for (int64_t head = 0; head < rows.call.heads; ++head)
+          rows.rotate(ThreadLanes(), at, group, head);
+    }
+  });
+}
+
+const RotaryKernels rotary_kernels{rotate};
+
+}  // namespace megatron::OPS_TARGET
