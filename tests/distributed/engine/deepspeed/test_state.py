@@ -104,15 +104,23 @@ def test_runs_move_between_engines_and_layouts(
     straight = trained(2, runs)[0]
     onward = [loading(config, tmp_path / "native") for config in stages]
     onward += [loading(native, tmp_path / f"zero{at}") for at in range(len(stages))]
-    onward += [loading(through_deepspeed(corpus, "3", **split), tmp_path / "zero2")]
-    onward += [loading(through_deepspeed(corpus, "1", **split), tmp_path / "zero3")]
+    # In bfloat16 the summands of two tensor-parallel ranks are rounded, so that a run of tp 2 is
+    # compared with one of the native engine that went on from the same step at tp 2.
+    for stage, saved in (("3", "zero2"), ("1", "zero3")):
+        onward += [loading(tiny_run(corpus, **split), tmp_path / saved)]
+        onward += [loading(through_deepspeed(corpus, stage, **split), tmp_path / saved)]
     alone = [loading(through_deepspeed(corpus, "2", **flags), tmp_path / "zero3")]
     alone += [loading(native, tmp_path / "zero3")]
-    for records in [*trained(2, onward), *trained(1, alone)]:
-        assert_close(records[0].losses, straight[0].losses[HALF:], tolerance)
-        assert_close(records[0].grad_norms, straight[0].grad_norms[HALF:], tolerance)
-        assert records[0].scalars == straight[0].scalars
-        assert_all_close(whole(records), whole(straight), tolerance)
+    *same_tp, one, one_split, other, other_split = trained(2, onward)
+    pairs = [(records, straight) for records in [*same_tp, *trained(1, alone)]]
+    pairs += [(one_split, one), (other_split, other)]
+    if not precision:
+        pairs += [(one, straight), (other, straight)]
+    for records, expected in pairs:
+        assert_close(records[0].losses, expected[0].losses[-HALF:], tolerance)
+        assert_close(records[0].grad_norms, expected[0].grad_norms[-HALF:], tolerance)
+        assert records[0].scalars == expected[0].scalars
+        assert_all_close(whole(records), whole(expected), tolerance)
 
 
 def test_the_state_of_adam_moves_too(corpus: str, tmp_path: Path) -> None:
