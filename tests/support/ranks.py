@@ -60,11 +60,14 @@ def _collect(ranks: Sequence[Call], timeout_s: float) -> list[Any]:
             for rank in ready:
                 running.unregister(ranks[rank].process)
             # At the deadline: a rank may have a result and not be at its end.
-            looked_at = ready or [key.data for key in running.get_map().values()]
+            still_running = [key.data for key in running.get_map().values()]
+            looked_at = ready or still_running
             outcomes.update({rank: ranks[rank].outcome for rank in looked_at})
+            # The rank that failed first may end after one that failed because of it.
+            known = outcomes | {rank: ranks[rank].outcome for rank in still_running}
             failed = sorted(
                 (outcome.at, rank, str(outcome.value))
-                for rank, outcome in outcomes.items()
+                for rank, outcome in known.items()
                 if outcome is not None and not outcome.ok
             )
             # A rank that died without an error is seen by its end. Those that failed because of
