@@ -223,8 +223,9 @@ class NativeEngine:
 
     def _report(self, scalars: HostScalars, plan: StepPlan) -> StepReport:
         values = scalars.read()
-        check_counts(self._task, values.get(_DIVISORS, values[COUNTS]))
-        check_counts(self._task, values[COUNTS])
+        for name in (_DIVISORS, COUNTS):
+            if name in values:
+                check_counts(self._task, values[name])
         done = self.optimizer.report(values)
         return step_report(values, done, self._config.model, plan)
 
