@@ -1,6 +1,7 @@
 """What every test run is held to: something ran, and nothing but tests of a GPU was passed over.
 
-Each run ends with its slowest tests, its time by folder and the number of tests that it left out.
+Each run ends with its slowest tests, its time by folder, the number of tests that it left out, and
+what the processors did.
 
 Only one thread per process computes, since many processes share few cores. Optional data may lie
 in the folder that MEGATRON_SHARED_DATA names; no test may need it.
@@ -8,6 +9,7 @@ in the folder that MEGATRON_SHARED_DATA names; no test may need it.
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
+import psutil
 import pytest
 
 from megatron import log
@@ -131,6 +134,8 @@ class TimeWatch:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.left_out = 0
+        self._began = time.monotonic()
+        self._processors = processor_seconds()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test's set-up, call or tear-down."""
@@ -165,6 +170,24 @@ class TimeWatch:
             terminalreporter.write_line(
                 f"{self.left_out} tests were left out of this run; `make test-all` runs all"
             )
+        wall_s, now = time.monotonic() - self._began, processor_seconds()
+        spent = {state: now[state] - before for state, before in self._processors.items()}
+        states = ", ".join(f"{seconds:.0f} s {state}" for state, seconds in spent.items())
+        terminalreporter.write_line(f"{wall_s:.0f} s; processors of this machine: {states}")
+
+
+def processor_seconds() -> dict[str, float]:
+    """Return what all processors of this machine have done since it started, by state.
+
+    `taken away` is the time in which a host gave the processor to another machine while there was
+    work here (steal): with much of it, the same tests take longer than on an idle host.
+    """
+    times = psutil.cpu_times()
+    return {
+        "computing": times.user + times.system + getattr(times, "nice", 0.0),
+        "idle": times.idle + getattr(times, "iowait", 0.0),
+        "taken away": getattr(times, "steal", 0.0),
+    }
 
 
 def _budget_folder(nodeid: str) -> str:

@@ -79,6 +79,10 @@ def test_slow_tests_folders_and_what_was_left_out_are_said(
     assert re.fullmatch(r" +0\.[3-9] s +\d+% +1 tests/laws/layouts", lines[first + 12])
     assert re.fullmatch(r" +0\.\d s +\d+% +12 tests/unit", lines[first + 13])
     assert lines[first + 14].startswith("1 tests were left out of this run")
+    assert re.fullmatch(
+        r"\d+ s; processors of this machine: \d+ s computing, \d+ s idle, \d+ s taken away",
+        lines[first + 15],
+    )
 
 
 def test_only_one_thread_computes_in_each_process() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from tests.support.tiny import assert_went_on, train_all
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_kill_at_a_random_moment_loses_nothing(tmp_path: Path, beside: bool) -> None:
-    folder, way = tmp_path / "run", Ours(beside=beside)
-    assert way.killed(folder, 1, RandomMoment(0.2)) == "former"
-    assert not kill_grid.commit_began(folder)
+    """Which of the two is found depends on how long each save takes, so either is right."""
+    assert Ours(beside=beside).killed(tmp_path / "run", 1, RandomMoment(0.2)) in kill_grid.GOOD
 
 
 @pytest.mark.slow
@@ -34,11 +34,10 @@ def test_a_kill_at_a_random_moment_of_a_commit_loses_nothing(tmp_path: Path, at:
     assert kill_grid.commit_began(folder)
 
 
-@pytest.mark.slow
-def test_a_random_moment_is_a_share_of_what_a_save_of_its_format_takes(tmp_path: Path) -> None:
-    folder, way = tmp_path / "run", Run("megatron", tmp_path / "corpus")
-    assert way.killed(folder, 1, RandomMoment(1.0)) == "new"
-    assert kill_grid.commit_began(folder)
+def test_a_random_moment_is_a_share_of_what_the_save_before_it_took() -> None:
+    with ExitStack() as hit, patch.object(kill_grid, "kill_after") as kill:
+        kill_grid.lay_in_wait(hit, "megatron", RandomMoment(0.5), former_s=2.0)
+    kill.assert_called_once_with(0.5 * kill_grid.OVERTIME * 2.0)
 
 
 def test_random_kills_come_in_saves_and_in_commits_of_every_way() -> None:
