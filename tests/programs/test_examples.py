@@ -142,14 +142,13 @@ def test_two_nodes_of_a_hostfile_train_together(work: Path) -> None:
     common = {"WORK": str(work), "ITERS": "2", "HOSTFILE": str(hosts), "MASTER": "127.0.0.1"}
     common |= {"PORT": str(free_port())}
     words = [str(EXAMPLES / "pretrain_gpt_two_nodes.sh"), *TINY.split()]
-    with (
-        Started(
-            words, cwd=work, environment=common | {"NODE_RANK": "0"}, warm_children=True
-        ) as first,
-        Started(
-            words, cwd=work, environment=common | {"NODE_RANK": "1"}, warm_children=True
-        ) as second,
-    ):
+
+    def node(rank: int) -> Started:
+        of_node = common | {"NODE_RANK": str(rank)}
+        # DeepSpeed's launcher imports all of it.
+        return Started(words, cwd=work, environment=of_node, warm_children=True, deepspeed=True)
+
+    with node(0) as first, node(1) as second:
         ended = all_ended([first, second], within_s=180)
     assert [one.status for one in ended] == [0, 0], "".join(one.text for one in ended)
     assert "tp 1 x pp 1 x dp 2" in ended[0].out

@@ -49,6 +49,12 @@ PRELOAD = (
     "pytest",
     "megatron.training",
     "megatron.data.loading.gpt_batch",
+    "megatron.data.loading.bert_batch",
+    "megatron.engine.datasets",
+    "megatron.model.bert_model",  # operators are registered in 0.2 s
+    "megatron.model.gpt_model",
+    "megatron.tokenizer.plain",
+    "pretrain_bert",
     "pretrain_gpt",
     "tests.support.call",
     "tests.support.ranks",
