@@ -77,7 +77,14 @@ def alone(corpus: str) -> dict[int, list[Record]]:
     return {size: records[at * len(RUNS) :][: len(RUNS)] for at, size in enumerate(sizes)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The matrix has shared-out work on the other grids; three replicas divide nothing evenly.
+TAKEN = [
+    pytest.param(layout, marks=[] if layout in ("dp 2", "dp 3") else [pytest.mark.wide])
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("layout", TAKEN)
 def test_shared_out_work_is_the_work_of_one_process(
     corpus: str, alone: dict[int, list[Record]], layout: str
 ) -> None:
