@@ -16,18 +16,14 @@ __global__ void __launch_bounds__(kMostThreads) activation_backward_kernel(Rows 
 }
 
 template <class F>
-static const char* launch_rows(const ActivationCall& c, int device, const F& launch) {
-  if (const char* error = error_of(cudaSetDevice(device))) return error;
-  const auto is_wide = [&](int elements) {
-    return c.width % elements == 0 && is_aligned(c.x) && is_aligned(c.out) && is_aligned(c.grad) &&
-           is_aligned(c.grad_x);
-  };
-  with_activation(c, [&](auto rows) { with_width(rows, is_wide, launch); });
-  return error_of(cudaGetLastError());
+static const char* launch(const ActivationCall& call, int device, const F& start) {
+  return launch_rows(
+      device, {call.width}, {call.x, call.out, call.grad, call.grad_x},
+      [&](const auto& use) { with_activation(call, use); }, start);
 }
 
 const char* activation_forward(const ActivationCall& call, int device, void* stream) {
-  return launch_rows(call, device, [&](auto rows, auto wide) {
+  return launch(call, device, [&](auto rows, auto wide) {
     constexpr int W = decltype(wide)::value;
     activation_forward_kernel<W>
         <<<call.rows, threads_for(call.width, W), 0, cudaStream_t(stream)>>>(rows);
@@ -35,7 +31,7 @@ const char* activation_forward(const ActivationCall& call, int device, void* str
 }
 
 const char* activation_backward(const ActivationCall& call, int device, void* stream) {
-  return launch_rows(call, device, [&](auto rows, auto wide) {
+  return launch(call, device, [&](auto rows, auto wide) {
     constexpr int W = decltype(wide)::value;
     activation_backward_kernel<W>
         <<<call.rows, threads_for(call.width, W), 0, cudaStream_t(stream)>>>(rows);

@@ -35,19 +35,9 @@ static Tensor activate(const Tensor& input, int64_t kind, bool gated) {
   if (gated) shape.back() /= 2;
   const Tensor out = torch::stable::new_empty(x, shape);
   call.out = out.mutable_data_ptr();
-  if (call.rows * call.width == 0) return out;
-#ifdef MEGATRON_OPS_CUDA
-  if (x.is_cuda()) {
-    run_on_cuda(x, [&](int device, void* stream) {
-      return cuda::activation_forward(call, device, stream);
-    });
-    return out;
-  }
-#endif
-  const ActivationKernels& kernels = KERNELS_OF_THIS_CPU(activation_kernels);
-  torch::stable::parallel_for(
-      0, call.rows, grain_for(call.width),
-      [&](int64_t first, int64_t last) { kernels.forward(call, first, last); });
+  run_rows(
+      x, call, call.rows, call.width, ON_CUDA(activation_forward),
+      KERNELS_OF_THIS_CPU(activation_kernels).forward);
   return out;
 }
 
@@ -59,19 +49,9 @@ static Tensor activate_backward(
   const Tensor grad_x = torch::stable::new_empty(x, x.sizes());
   call.grad = grad.const_data_ptr();
   call.grad_x = grad_x.mutable_data_ptr();
-  if (call.rows * call.width == 0) return grad_x;
-#ifdef MEGATRON_OPS_CUDA
-  if (x.is_cuda()) {
-    run_on_cuda(x, [&](int device, void* stream) {
-      return cuda::activation_backward(call, device, stream);
-    });
-    return grad_x;
-  }
-#endif
-  const ActivationKernels& kernels = KERNELS_OF_THIS_CPU(activation_kernels);
-  torch::stable::parallel_for(
-      0, call.rows, grain_for(call.width),
-      [&](int64_t first, int64_t last) { kernels.backward(call, first, last); });
+  run_rows(
+      x, call, call.rows, call.width, ON_CUDA(activation_backward),
+      KERNELS_OF_THIS_CPU(activation_kernels).backward);
   return grad_x;
 }
 

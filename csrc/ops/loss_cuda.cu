@@ -16,17 +16,13 @@ __global__ void __launch_bounds__(kMostThreads) loss_gradient_kernel(Rows rows) 
 }
 
 template <class F>
-static const char* launch_rows(const LossCall& call, int device, const F& launch) {
-  if (const char* error = error_of(cudaSetDevice(device))) return error;
-  const auto is_wide = [&](int elements) {
-    return call.width % elements == 0 && is_aligned(call.logits);
-  };
-  with_loss(call, [&](auto rows) { with_width(rows, is_wide, launch); });
-  return error_of(cudaGetLastError());
+static const char* launch(const LossCall& call, int device, const F& start) {
+  return launch_rows(
+      device, {call.width}, {call.logits}, [&](const auto& use) { with_loss(call, use); }, start);
 }
 
 const char* loss_statistics(const LossCall& call, int device, void* stream) {
-  return launch_rows(call, device, [&](auto rows, auto wide) {
+  return launch(call, device, [&](auto rows, auto wide) {
     constexpr int W = decltype(wide)::value;
     loss_statistics_kernel<W>
         <<<call.rows, threads_for(call.width, W), 0, cudaStream_t(stream)>>>(rows);
@@ -34,7 +30,7 @@ const char* loss_statistics(const LossCall& call, int device, void* stream) {
 }
 
 const char* loss_gradient(const LossCall& call, int device, void* stream) {
-  return launch_rows(call, device, [&](auto rows, auto wide) {
+  return launch(call, device, [&](auto rows, auto wide) {
     constexpr int W = decltype(wide)::value;
     loss_gradient_kernel<W>
         <<<call.rows, threads_for(call.width, W), 0, cudaStream_t(stream)>>>(rows);

@@ -31,20 +31,10 @@ static Tensor cross_entropy_statistics(
   LossCall call = call_for(logits, label, true_width);
   const Tensor statistics = torch::stable::new_empty(
       logits, std::vector<int64_t>{3, call.rows}, statistics_type(logits));
-  if (call.rows == 0) return statistics;
   call.statistics = statistics.mutable_data_ptr();
-#ifdef MEGATRON_OPS_CUDA
-  if (logits.is_cuda()) {
-    run_on_cuda(logits, [&](int device, void* stream) {
-      return cuda::loss_statistics(call, device, stream);
-    });
-    return statistics;
-  }
-#endif
-  const LossKernels& kernels = KERNELS_OF_THIS_CPU(loss_kernels);
-  torch::stable::parallel_for(
-      0, call.rows, grain_for(call.width),
-      [&](int64_t first, int64_t last) { kernels.statistics(call, first, last); });
+  run_rows(
+      logits, call, call.rows, call.width, ON_CUDA(loss_statistics),
+      KERNELS_OF_THIS_CPU(loss_kernels).statistics);
   return statistics;
 }
 
@@ -59,17 +49,9 @@ static void cross_entropy_gradient_(
   call.shift = shift.const_data_ptr();
   call.scale = scale.const_data_ptr();
   call.at_label = at_label.const_data_ptr();
-  if (call.rows == 0) return;
-#ifdef MEGATRON_OPS_CUDA
-  if (logits.is_cuda())
-    return run_on_cuda(logits, [&](int device, void* stream) {
-      return cuda::loss_gradient(call, device, stream);
-    });
-#endif
-  const LossKernels& kernels = KERNELS_OF_THIS_CPU(loss_kernels);
-  torch::stable::parallel_for(
-      0, call.rows, grain_for(call.width),
-      [&](int64_t first, int64_t last) { kernels.gradient(call, first, last); });
+  run_rows(
+      logits, call, call.rows, call.width, ON_CUDA(loss_gradient),
+      KERNELS_OF_THIS_CPU(loss_kernels).gradient);
 }
 
 void register_losses(StableLibrary& library) {

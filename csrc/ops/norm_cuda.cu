@@ -53,58 +53,38 @@ __global__ void sum_partials_kernel(
   round_to(sum, (blockIdx.y == 0 ? grad_weight : grad_bias)[column]);
 }
 
-// Return whether every row starts where W elements can be moved at once.
-static bool is_wide(const NormCall& c, int elements) {
-  bool aligned = c.width % elements == 0;
-  for (const void* pointer :
-       {c.x, c.weight, c.residual, (const void*)c.sum, c.bias, (const void*)c.out, c.grad,
-        c.grad_sum, (const void*)c.grad_x, (const void*)c.partials})
-    aligned = aligned && is_aligned(pointer);
-  return aligned;
+template <class F>
+static const char* launch(const NormCall& c, int device, const F& start) {
+  return launch_rows(
+      device, {c.width},
+      {c.x, c.weight, c.residual, c.sum, c.bias, c.out, c.grad, c.grad_sum, c.grad_x, c.partials},
+      [&](const auto& use) { with_norm(c, use); }, start);
 }
 
 const char* norm_forward(const NormCall& call, int device, void* stream) {
-  if (const char* error = error_of(cudaSetDevice(device))) return error;
-  with_norm(call, [=](auto rows) {
-    constexpr int kWide = decltype(rows)::kWide;
-    const NormCall& c = rows.call;
-    const auto launch = [&](auto kernel, int elements) {
-      kernel<<<c.rows, threads_for(c.width, elements), 0, cudaStream_t(stream)>>>(rows);
-    };
-    if (is_wide(c, kWide))
-      launch(forward_kernel<kWide, decltype(rows)>, kWide);
-    else
-      launch(forward_kernel<1, decltype(rows)>, 1);
+  return launch(call, device, [&](auto rows, auto wide) {
+    constexpr int W = decltype(wide)::value;
+    forward_kernel<W><<<call.rows, threads_for(call.width, W), 0, cudaStream_t(stream)>>>(rows);
   });
-  return error_of(cudaGetLastError());
 }
 
 const char* norm_backward(const NormCall& call, int device, void* stream) {
-  if (const char* error = error_of(cudaSetDevice(device))) return error;
-  with_norm(call, [=](auto rows) {
+  return launch(call, device, [&](auto rows, auto wide) {
     using A = typename decltype(rows)::A;
     using Y = typename decltype(rows)::YType;
-    constexpr int kWide = decltype(rows)::kWide;
-    const NormCall& c = rows.call;
+    constexpr int W = decltype(wide)::value;
     const auto on = cudaStream_t(stream);
-    const int outputs = c.centered ? 2 : 1;
-    const int64_t bytes = outputs * c.width * int64_t(sizeof(A));
+    const int outputs = call.centered ? 2 : 1;
+    const int64_t bytes = outputs * call.width * int64_t(sizeof(A));
     const bool is_shared = bytes <= kSharedBytes - 1024;  // the rest is for block_sum
-    const auto launch = [&](auto kernel, int elements) {
-      kernel<<<c.chunks, threads_for(c.width, elements), is_shared ? bytes : 0, on>>>(
-          rows, is_shared);
-    };
-    if (is_wide(c, kWide))
-      launch(backward_kernel<kWide, decltype(rows)>, kWide);
-    else
-      launch(backward_kernel<1, decltype(rows)>, 1);
-    if (c.width == 0) return;
-    const dim3 grid((c.width + kTile - 1) / kTile, outputs);
+    backward_kernel<W><<<call.chunks, threads_for(call.width, W), is_shared ? bytes : 0, on>>>(
+        rows, is_shared);
+    if (call.width == 0) return;
+    const dim3 grid((call.width + kTile - 1) / kTile, outputs);
     sum_partials_kernel<A, Y><<<grid, dim3(kTile, kTile), 0, on>>>(
-        static_cast<const A*>(c.partials), c.chunks, c.width, static_cast<Y*>(c.grad_weight),
-        static_cast<Y*>(c.grad_bias));
+        static_cast<const A*>(call.partials), call.chunks, call.width,
+        static_cast<Y*>(call.grad_weight), static_cast<Y*>(call.grad_bias));
   });
-  return error_of(cudaGetLastError());
 }
 
 // As many chunks as blocks can run at once with all threads of the device in use.

@@ -37,18 +37,6 @@ static NormCall call_for(const Tensor& x, const Tensor& weight, bool centered) {
   return call;
 }
 
-static void run_forward(const NormCall& call, const Tensor& x) {
-  if (call.rows == 0) return;
-#ifdef MEGATRON_OPS_CUDA
-  if (x.is_cuda())
-    return run_on_cuda(x, [&](int device, void* s) { return cuda::norm_forward(call, device, s); });
-#endif
-  const NormKernels& kernels = KERNELS_OF_THIS_CPU(norm_kernels);
-  torch::stable::parallel_for(0, call.rows, grain_for(call.width), [&](int64_t first, int64_t last) {
-    kernels.forward(call, first, last);
-  });
-}
-
 static int64_t chunks_of(const NormCall& call, const Tensor& x) {
 #ifdef MEGATRON_OPS_CUDA
   if (x.is_cuda()) return cuda::norm_chunks(call, x.get_device_index());
@@ -58,18 +46,12 @@ static int64_t chunks_of(const NormCall& call, const Tensor& x) {
 }
 
 static void run_backward(const NormCall& call, const Tensor& x) {
-#ifdef MEGATRON_OPS_CUDA
-  if (x.is_cuda())
-    return run_on_cuda(x, [&](int device, void* s) { return cuda::norm_backward(call, device, s); });
-#endif
   const NormKernels& kernels = KERNELS_OF_THIS_CPU(norm_kernels);
-  const int64_t chunk_elements = call.rows * call.width / call.chunks;
-  torch::stable::parallel_for(
-      0, call.chunks, grain_for(chunk_elements),
-      [&](int64_t first, int64_t last) { kernels.backward(call, first, last); });
-  torch::stable::parallel_for(
-      0, call.width, grain_for(call.chunks),
-      [&](int64_t first, int64_t last) { kernels.sum_partials(call, first, last); });
+  run_rows(
+      x, call, call.chunks, call.rows * call.width / call.chunks, ON_CUDA(norm_backward),
+      kernels.backward);
+  if (!x.is_cuda())
+    run_rows(x, call, call.width, call.chunks, nullptr, kernels.sum_partials);
 }
 
 struct Normalised {
@@ -106,7 +88,9 @@ static Normalised forward(
   call.sum = made.sum.mutable_data_ptr();
   call.mean = made.mean.mutable_data_ptr();
   call.rstd = made.rstd.mutable_data_ptr();
-  run_forward(call, x);
+  run_rows(
+      x, call, call.rows, call.width, ON_CUDA(norm_forward),
+      KERNELS_OF_THIS_CPU(norm_kernels).forward);
   return made;
 }
 

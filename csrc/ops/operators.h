@@ -75,19 +75,43 @@ inline int64_t grain_for(int64_t elements) {
   return kGrain / (elements + 1) + 1;
 }
 
+// The function `name` of the kernels of CUDA, or null where there are none.
 #ifdef MEGATRON_OPS_CUDA
-// Call f(device, stream) for the device of x and its current stream; f returns null or an error.
-template <class F>
-void run_on_cuda(const Tensor& x, F f) {
+#define ON_CUDA(name) (&cuda::name)
+#else
+#define ON_CUDA(name) nullptr
+#endif
+
+// How functions are called that work on `Call`: those of CUDA return null, or what is wrong.
+template <class Call>
+struct FunctionsOf {
+  using OnCuda = const char* (*)(const Call&, int device, void* stream);
+  using OnCpu = void (*)(const Call&, int64_t first, int64_t last);
+};
+
+// Work on `call` on the device of x, in its current stream.
+template <class Call>
+void run_on_cuda(const Tensor& x, const Call& call, typename FunctionsOf<Call>::OnCuda on_cuda) {
   const int device = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream != nullptr, "megatron: this torch has no CUDA streams");
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const char* error = f(device, stream);
+  const char* error = on_cuda(call, device, stream);
   STD_TORCH_CHECK(error == nullptr, "megatron: CUDA reports: ", error);
 }
-#endif
+
+// Work on `call`, which has `rows` of `elements`, where x is: on the CPU in ranges of rows.
+template <class Call>
+void run_rows(
+    const Tensor& x, const Call& call, int64_t rows, int64_t elements,
+    typename FunctionsOf<Call>::OnCuda on_cuda, typename FunctionsOf<Call>::OnCpu on_cpu) {
+  if (rows == 0) return;
+  if (x.is_cuda()) return run_on_cuda(x, call, on_cuda);
+  torch::stable::parallel_for(
+      0, rows, grain_for(elements),
+      [&](int64_t first, int64_t last) { on_cpu(call, first, last); });
+}
 
 }  // namespace megatron

@@ -24,21 +24,15 @@ static dim3 threads_of(const RotaryCall& call, int elements) {
 }
 
 const char* rotate(const RotaryCall& call, int device, void* stream) {
-  if (const char* error = error_of(cudaSetDevice(device))) return error;
-  const auto is_wide = [&](int elements) {
-    bool divide = call.width % elements == 0 && call.half % elements == 0;
-    for (const int64_t stride : call.stride) divide = divide && stride % elements == 0;
-    return divide && is_aligned(call.x) && is_aligned(call.cos) && is_aligned(call.sin) &&
-           is_aligned(call.out);
-  };
-  with_rotary(call, [&](auto rows) {
-    with_width(rows, is_wide, [&](auto of_rows, auto wide) {
-      constexpr int W = decltype(wide)::value;
-      rotary_kernel<W>
-          <<<call.length * call.batch, threads_of(call, W), 0, cudaStream_t(stream)>>>(of_rows);
-    });
-  });
-  return error_of(cudaGetLastError());
+  const int64_t* stride = call.stride;
+  return launch_rows(
+      device, {call.width, call.half, stride[0], stride[1], stride[2], stride[3]},
+      {call.x, call.cos, call.sin, call.out}, [&](const auto& use) { with_rotary(call, use); },
+      [&](auto rows, auto wide) {
+        constexpr int W = decltype(wide)::value;
+        rotary_kernel<W>
+            <<<call.length * call.batch, threads_of(call, W), 0, cudaStream_t(stream)>>>(rows);
+      });
 }
 
 }  // namespace megatron::OPS_TARGET

@@ -30,17 +30,9 @@ static Tensor rotate(const Tensor& heads, const Tensor& cosines, const Tensor& s
   call.cos = cos.const_data_ptr();
   call.sin = sin.const_data_ptr();
   call.out = out.mutable_data_ptr();
-  if (x.numel() == 0) return out;
-#ifdef MEGATRON_OPS_CUDA
-  if (x.is_cuda()) {
-    run_on_cuda(x, [&](int device, void* stream) { return cuda::rotate(call, device, stream); });
-    return out;
-  }
-#endif
-  const RotaryKernels& kernels = KERNELS_OF_THIS_CPU(rotary_kernels);
-  torch::stable::parallel_for(
-      0, call.length * call.batch, grain_for(call.groups * call.heads * call.width),
-      [&](int64_t first, int64_t last) { kernels.rotate(call, first, last); });
+  run_rows(
+      x, call, call.length * call.batch, call.groups * call.heads * call.width, ON_CUDA(rotate),
+      KERNELS_OF_THIS_CPU(rotary_kernels).rotate);
   return out;
 }
 

@@ -5,12 +5,16 @@ variance over n, not n - 1. Dtypes and rounding are those of `rms_norm`; `bias` 
 `weight`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron.ops.library import check_row_operands, operator, shapes_of, statistics_dtype
+from megatron.ops.library import (
+    check_row_operands,
+    operator,
+    register_norm_gradient,
+    shapes_of,
+    statistics_dtype,
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -98,27 +102,4 @@ def _backward_shapes(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, *_ = inputs
-    _, added, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.has_residual = residual is not None
-    ctx.save_for_backward(added if ctx.has_residual else x, weight, mean, rstd)
-
-
-def _backward(
-    ctx: Any, grad: Tensor | None, grad_added: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    if not ctx.has_residual:
-        grad_added = None  # of the empty tensor
-    if grad is None:
-        return grad_added, grad_added, None, None, None
-    x, weight, mean, rstd = ctx.saved_tensors
-    grad_x, grad_weight, grad_bias = torch.ops.megatron.layer_norm_backward(
-        grad, grad_added, x, weight, mean, rstd
-    )
-    return grad_x, grad_x if ctx.has_residual else None, grad_weight, grad_bias, None
-
-
-torch.library.register_autograd("megatron::layer_norm", _backward, setup_context=_save)
+register_norm_gradient("layer_norm")

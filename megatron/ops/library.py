@@ -87,6 +87,35 @@ def check_row_operands(x: Tensor, residual: Tensor | None, *vectors: Tensor) -> 
         )
 
 
+def register_norm_gradient(name: str) -> None:
+    """Register `{name}_backward` as the gradient of a norm that takes x, a residual and weights.
+
+    The norm returns its output, the sum with the residual and statistics; `{name}_backward` takes
+    the gradients of the first two, what was normalised, the weight and the statistics.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, residual, weight, *_ = inputs
+        _, added, *statistics = output
+        ctx.mark_non_differentiable(*statistics)
+        ctx.set_materialize_grads(False)
+        ctx.has_residual = residual is not None
+        ctx.save_for_backward(added if ctx.has_residual else x, weight, *statistics)
+
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_added: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        if not ctx.has_residual:
+            grad_added = None  # of the empty tensor
+        if grad is None:
+            return grad_added, grad_added, *(None for _ in ctx.needs_input_grad[2:])
+        gradients = getattr(torch.ops.megatron, f"{name}_backward")
+        grad_x, *of_weights = gradients(grad, grad_added, *ctx.saved_tensors)
+        return grad_x, grad_x if ctx.has_residual else None, *of_weights, None
+
+    torch.library.register_autograd(f"megatron::{name}", backward, setup_context=save)
+
+
 def kernels_in_use() -> str:
     """Return what results depend on in their last bits: instruction set, "cuda" if for it too."""
     if INSTRUCTION_SET is None:

@@ -5,12 +5,16 @@ fp32 (fp64 of fp64), and every result is rounded once. The output has the dtype 
 fp32 residual stream and weights of the model's dtype it needs no further cast.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megatron.ops.library import check_row_operands, operator, shapes_of, statistics_dtype
+from megatron.ops.library import (
+    check_row_operands,
+    operator,
+    register_norm_gradient,
+    shapes_of,
+    statistics_dtype,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -81,25 +85,4 @@ def _backward_shapes(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, _ = inputs
-    _, added, rstd = output
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-    ctx.has_residual = residual is not None
-    ctx.save_for_backward(x if residual is None else added, weight, rstd)
-
-
-def _backward(
-    ctx: Any, grad: Tensor | None, grad_added: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
-    if not ctx.has_residual:
-        grad_added = None  # of the empty tensor
-    if grad is None:
-        return grad_added, grad_added, None, None
-    x, weight, rstd = ctx.saved_tensors
-    grad_x, grad_weight = torch.ops.megatron.rms_norm_backward(grad, grad_added, x, weight, rstd)
-    return grad_x, grad_x if ctx.has_residual else None, grad_weight, None
-
-
-torch.library.register_autograd("megatron::rms_norm", _backward, setup_context=_save)
+register_norm_gradient("rms_norm")
