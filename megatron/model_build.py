@@ -44,6 +44,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
         fuse_loss=config.training.cross_entropy_loss_fusion,
+        attention_backend=config.training.attention_backend,
         fuse_rope=config.training.rope_fusion,
         fuse_gated_units=config.training.bias_swiglu_fusion,
     )

@@ -11,6 +11,7 @@
 namespace megatron {
 
 void register_activations(StableLibrary& library);
+void register_attention(StableLibrary& library);
 void register_norms(StableLibrary& library);
 void register_losses(StableLibrary& library);
 void register_rotary(StableLibrary& library);
@@ -34,7 +35,7 @@ InstructionSet instruction_set() {
   return best;
 }
 
-static void register_for(const char* dispatch_key) {
+static StableLibrary& register_for(const char* dispatch_key) {
   // Never deleted: the kernels stay for the life of the process.
   auto* library = new StableLibrary(
       StableLibrary::Kind::IMPL, "megatron", dispatch_key, __FILE__, __LINE__);
@@ -42,6 +43,7 @@ static void register_for(const char* dispatch_key) {
   register_norms(*library);
   register_losses(*library);
   register_rotary(*library);
+  return *library;
 }
 
 }  // namespace megatron
@@ -49,7 +51,7 @@ static void register_for(const char* dispatch_key) {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Changes with the schemas, or with what they mean; megatron/ops/library.py has the same number.
-EXPORTED int64_t megatron_ops_interface() { return 4; }
+EXPORTED int64_t megatron_ops_interface() { return 5; }
 
 EXPORTED const char* megatron_ops_instruction_set() {
   switch (megatron::instruction_set()) {
@@ -63,7 +65,7 @@ EXPORTED const char* megatron_ops_instruction_set() {
 }
 
 EXPORTED void megatron_ops_register() {
-  megatron::register_for("CPU");
+  megatron::register_attention(megatron::register_for("CPU"));
 #ifdef MEGATRON_OPS_CUDA
   megatron::register_for("CUDA");
 #endif

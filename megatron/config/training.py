@@ -25,6 +25,16 @@ class NonfinitePolicy(StrEnum):
     SKIP = "skip"
 
 
+class AttentionBackend(StrEnum):
+    """The kernel that computes attention, as Megatron-LM names them."""
+
+    AUTO = "auto"
+    FLASH = "flash"
+    FUSED = "fused"
+    UNFUSED = "unfused"
+    LOCAL = "local"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
     """Batch sizes, duration, evaluation and the conditions that end a run."""
@@ -119,6 +129,11 @@ class TrainingConfig:
         True,
         help="compute the projection of a GPT to the vocabulary and its loss a few tokens at a "
         "time, so that the logits of a micro-batch are never in memory together",
+    )
+    attention_backend: AttentionBackend = flag(
+        AttentionBackend.AUTO,
+        help="kernel of attention: the fastest that fits, FlashAttention, cuDNN's, or scores and "
+        "softmax one after the other (unfused, local); results differ in their last bits",
     )
     rope_fusion: bool = flag(
         True,

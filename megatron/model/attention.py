@@ -10,9 +10,11 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
+from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
@@ -20,7 +22,17 @@ from megatron.model.norms import build_head_norm
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
+from megatron.ops.attention import attend
 from megatron.ops.rotary import rotate, rotate_reference
+
+# On a CPU flash is torch's own kernel.
+_KERNELS = {
+    AttentionBackend.FLASH: SDPBackend.FLASH_ATTENTION,
+    AttentionBackend.FUSED: SDPBackend.CUDNN_ATTENTION,
+    AttentionBackend.UNFUSED: SDPBackend.MATH,
+    AttentionBackend.LOCAL: SDPBackend.MATH,
+}
+_NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says, on CUDA and on CPUs
 
 
 class SelfAttention(nn.Module):
@@ -43,6 +55,7 @@ class SelfAttention(nn.Module):
             )
         self._layer, self._width = layer, width
         self._groups, self._queries = groups // tp, heads // groups  # queries per group
+        self._backend = build.attention_backend
         self._dropout, self._streams = config.attention_dropout, build.streams
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
@@ -97,22 +110,36 @@ class SelfAttention(nn.Module):
         return output
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        dropout = self._dropout if self.training else 0.0
+        is_chosen = self._backend is not AttentionBackend.AUTO
+        if mask is None and dropout == 0 and not is_chosen:
+            return attend(q, k, v, causal=causal)
         grouped = self._queries > 1
         if grouped and mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
             # back to the one that stores all scores.
             k, v = (_repeat_groups(t, self._queries) for t in (k, v))
             grouped = False
-        dropout = self._dropout if self.training else 0.0
         # Heads are split over tp: every rank must drop other scores.
         drawing: AbstractContextManager[None] = (
             self._streams.fork("tensor") if dropout > 0 else nullcontext()
         )
-        with drawing:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout,
-                is_causal=causal and mask is None, enable_gqa=grouped,
-            )  # fmt: skip
+        with drawing, sdpa_kernel(_KERNELS[self._backend]) if is_chosen else nullcontext():
+            try:
+                return F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, dropout_p=dropout,
+                    is_causal=causal and mask is None, enable_gqa=grouped,
+                )  # fmt: skip
+            except RuntimeError as error:
+                if not str(error).startswith(_NO_KERNEL):
+                    raise
+                raise ConfigError(
+                    "the kernel of attention that was asked for cannot compute this attention",
+                    found=f"--attention-backend {self._backend}, {q.dtype} on {q.device.type}, "
+                    f"{self._width} channels a head, {'a' if mask is not None else 'no'} mask, "
+                    f"dropout {dropout}",
+                    fix="leave out --attention-backend, or use unfused",
+                ) from error
 
 
 def _repeat_groups(heads: Tensor, times: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.activations import ActivationPolicy
 from megatron.config.precision import PrecisionConfig
+from megatron.config.training import AttentionBackend
 from megatron.model.activations import ActivationMemory
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
@@ -104,6 +105,7 @@ class ModelBuild:
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
     # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
     fuse_loss: bool = False
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from megatron.config.training import AttentionBackend
 from megatron.model.specs import VocabSize
 from megatron.model_build import model_build, vocabulary
 from tests.support.models import second_of_two
@@ -26,6 +27,12 @@ def test_a_flag_chooses_whether_a_loss_makes_its_own_logits() -> None:
     assert model_build(runtime_of(tiny_run("nowhere"))).fuse_loss
     unfused = tiny_run("nowhere", cross_entropy_loss_fusion=False)
     assert not model_build(runtime_of(unfused)).fuse_loss
+
+
+def test_a_flag_chooses_the_kernel_of_attention() -> None:
+    assert model_build(runtime_of(tiny_run("nowhere"))).attention_backend is AttentionBackend.AUTO
+    flash = model_build(runtime_of(tiny_run("nowhere", attention_backend="flash")))
+    assert flash.attention_backend is AttentionBackend.FLASH
 
 
 def test_flags_choose_the_operations_of_pytorch() -> None:

@@ -3,6 +3,7 @@
 // Every buffer is exactly as long as a row algorithm may touch. Beside the lanes of the CPU runs a
 // block of CUDA threads played by one thread: the same spans, packs and order of elements, without
 // synchronisation. Both have to agree.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "activation_rows.h"
+#include "attention_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
 #include "rotary_rows.h"
@@ -246,6 +248,32 @@ static void compare_activations(int64_t rows, int64_t n, bool gated) {
 }
 
 template <class X>
+static void compare_attentions(int64_t rows, int64_t keys, int64_t first, bool causal) {
+  AttentionCall call{};
+  call.causal = causal;
+  call.heads = 2;
+  call.rows = rows;
+  call.keys = keys;
+  call.first = first;
+  call.queries = 2;
+  call.scale = 0.5;
+  const int64_t elements = call.heads * rows * keys;
+  const auto compute = [&](const auto& lanes, Buffer<X>& scores, Buffer<X>& slopes) {
+    call.scores = scores.get();
+    call.slopes = slopes.get();
+    for (int64_t row = 0; row < call.heads * rows; ++row)
+      AttentionRows<X>{call}.gradient(lanes, row);
+  };
+  Buffer<X> scores(elements), slopes(elements), same(elements), same_slopes(elements);
+  std::copy_n(scores.get(), elements, same.get());
+  std::copy_n(slopes.get(), elements, same_slopes.get());
+  compute(ThreadLanes(), scores, slopes);
+  compute(StripedLanes<1>(), same, same_slopes);
+  expect_close(same, scores, "probabilities", 0);
+  expect_close(same_slopes, slopes, "slopes of scores", 0);
+}
+
+template <class X>
 static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int64_t half) {
   RotaryCall call{};
   call.length = 3;
@@ -361,6 +389,11 @@ int main(int count, char** arguments) {
     for (bool gated : {false, true}) {
       compare_activations<BFloat16, GeluTanh>(3, n, gated);
       compare_activations<double, Silu>(3, n, gated);
+    }
+  for (int64_t keys : {1, 5, 33})
+    for (bool causal : {false, true}) {
+      compare_attentions<BFloat16>(6, keys, 2, causal);
+      compare_attentions<double>(6, keys, 2, causal);
     }
   for (int64_t half : {0, 1, 3, 8, 32})
     for (int64_t kept : {0, 1, 16}) {

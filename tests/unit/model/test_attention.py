@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.config.model import PositionEmbedding
+from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
 from megatron.model.attention import SelfAttention
 from megatron.model.geometry import Geometry
@@ -35,6 +36,41 @@ def test_a_mask_that_says_causal_equals_no_mask(groups: int) -> None:
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+# What each becomes on a CPU.
+KERNELS = {
+    AttentionBackend.AUTO: "aten::_scaled_dot_product_flash_attention_for_cpu",
+    AttentionBackend.FLASH: "aten::_scaled_dot_product_flash_attention_for_cpu",
+    AttentionBackend.UNFUSED: "aten::_safe_softmax",
+    AttentionBackend.LOCAL: "aten::_safe_softmax",
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_kernel_that_is_asked_for_computes_the_same(masked: bool) -> None:
+    hidden, results = torch.randn(6, 2, 16, dtype=torch.float64), []
+    mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6) if masked else None
+    for backend, kernel in KERNELS.items():
+        attention = SelfAttention(
+            tiny_config(num_query_groups=2), tiny_build(attention_backend=backend), layer=0
+        )
+        roughen(attention, ParallelContext.single())
+        with Operators() as called:
+            out = attention(hidden, Geometry(mask=mask))
+        assert called.names & set(KERNELS.values()) == {kernel}, backend
+        results.append([out, *torch.autograd.grad(out.sin().sum(), list(attention.parameters()))])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-11, atol=1e-11)
+
+
+def test_a_kernel_that_is_not_there_is_an_error_with_its_flag() -> None:
+    build = tiny_build(attention_backend=AttentionBackend.FUSED)
+    attention = SelfAttention(tiny_config(), build, layer=0)
+    roughen(attention, ParallelContext.single())
+    with pytest.raises(ConfigError, match="cannot compute this attention") as raised:
+        attention(torch.randn(6, 2, 16, dtype=torch.float64), Geometry())
+    assert "--attention-backend fused, torch.float64 on cpu, 4 channels" in str(raised.value)
 
 
 def test_attention_dropout_draws_from_the_stream_of_split_tensors() -> None:

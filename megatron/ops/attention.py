@@ -1,0 +1,218 @@
+"""Causal or full attention whose gradient on a CPU is made of large matrix products.
+
+PyTorch's fused kernel takes small blocks; products over hundreds of rows run several times as fast
+where the CPU multiplies bfloat16 by itself. Forward stays that kernel's.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.ops import library
+from megatron.ops.library import operator, shapes_of, statistics_dtype
+
+# Where products beat the fused kernel: measured by benchmarks/ops.py on CPUs with AMX.
+_LENGTHS = range(128, 1025)
+_BLOCK_ROWS = 512  # rows of one head; a causal block leaves the keys behind its last row out
+_BLOCK_BYTES = 4 << 20  # of the scores of one block, so that two of them stay in the cache
+_PADDING = 8  # columns: two of L or D, and zeros, for products of odd widths are slow
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v, without mask and dropout: [b, a, s, d].
+
+    Args:
+        q: [b, a, s, d] queries; those of one group are neighbours.
+        k: [b, g, k, d] keys, where g divides a.
+        v: as `k`.
+        causal: a row sees keys up to its own position.
+    """
+    if not _is_faster_by_products(q, k):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=k.shape[1] < q.shape[1]
+        )
+    return attend_by_products(q, k, v, causal)
+
+
+def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Return the same on a CPU, with a gradient by large products at any length."""
+    function: Callable[..., Tensor] = _Attention.apply
+    return function(q, k, v, causal)
+
+
+def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and q.shape[2] == k.shape[2]
+        and q.shape[2] in _LENGTHS
+        and library.INSTRUCTION_SET == "avx512"
+        and _multiplies_bfloat16()
+    )
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Return whether this CPU has matrix instructions for bfloat16; False of an older torch."""
+    capabilities: Callable[[], Mapping[str, object]]
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    return bool(capabilities().get("amx_bf16", False))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        queries = q.shape[1] // k.shape[1]
+        of_heads = [t.repeat_interleave(queries, 1) if queries > 1 else t for t in (k, v)]
+        out: Tensor
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, *of_heads, 0.0, causal
+        )
+        ctx.causal = causal
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        return *attention_gradients(grad, q, k, v, out, log_sums, ctx.causal), None
+
+
+def attention_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v from that of the output.
+
+    With scores s of a row, their log-sum-exp L, probabilities P = e^(s - L), the gradient dO of the
+    output O and D = sum(dO O): dV = P^T dO and, from dS = P (dO V^T - D), dQ = dS K, dK = dS^T Q
+    (FlashAttention, arXiv 2205.14135, section 3.1 and appendix B.4).
+
+    What a reader would get wrong: a product of bfloat16 is rounded to bfloat16, and a rounded score
+    of 30 would be wrong by a tenth. So -L and -D are columns of the factors. For a row that sees m
+    keys log(m) / 2 is added to -L: what is rounded is then as far from zero for equal
+    probabilities, 1 / m, as for a single one, 1.
+
+    Args:
+        grad: [b, a, s, d], as `out`, the output.
+        log_sums: [b, a, s] the log-sum-exp of every row, fp32 (fp64 of fp64).
+    """
+    (b, heads, length, width), groups = q.shape, k.shape[1]
+    queries, scale = heads // groups, 1 / math.sqrt(width)
+    means = (grad.to(log_sums.dtype) * out).sum(-1)
+    every = torch.arange(1, length + 1, dtype=log_sums.dtype)
+    sees = every if causal else every.new_full((length,), length)
+    # Rows of a group: the queries of one position, then those of the next.
+    rows, rows_of_grad = (
+        _with_columns(_by_position(t, groups), _by_position(column, groups))
+        for t, column in ((q, (log_sums - sees.log() / 2) / scale), (grad, means))
+    )
+    keys, values = (_with_columns(t.flatten(0, 1)) for t in (k, v))
+    grad_q = torch.empty_like(rows[..., :width])
+    blocks = _blocks(b * groups, length, queries, causal, q.itemsize)
+    # Each block of rows adds to the gradients of the keys that it sees.
+    is_sum = blocks[-1].first > 0
+    sums = statistics_dtype(q) if is_sum else q.dtype
+    grad_k, grad_v = (torch.zeros_like(t[..., :width], dtype=sums) for t in (keys, values))
+    for of, first, stop, seen in blocks:
+        block, of_keys = (of, slice(first * queries, stop * queries)), (of, slice(0, seen))
+        scores = torch.bmm(rows[block], keys[of_keys].transpose(1, 2))
+        slopes = torch.bmm(rows_of_grad[block], values[of_keys].transpose(1, 2))
+        torch.ops.megatron.attention_gradient_(scores, slopes, scale, first, queries, causal)
+        grad_q[block] = torch.bmm(slopes, keys[of_keys][..., :width])
+        for total, left, right in (
+            (grad_k[of_keys], slopes, rows[block]),
+            (grad_v[of_keys], scores, rows_of_grad[block]),
+        ):
+            part = torch.bmm(left.transpose(1, 2), right[..., :width])
+            total.add_(part) if is_sum else total.copy_(part)
+    return (
+        grad_q.view(b, groups, length, queries, width).transpose(2, 3).reshape(q.shape),
+        grad_k.to(k.dtype).view(k.shape),
+        grad_v.to(v.dtype).view(v.shape),
+    )
+
+
+@operator(
+    "attention_gradient_(Tensor(a!) scores, Tensor(b!) slopes, float scale, int first, int queries,"
+    " bool causal) -> ()"
+)
+def attention_gradient_reference(
+    scores: Tensor, slopes: Tensor, scale: float, first: int, queries: int, causal: bool
+) -> None:
+    """Replace scores by probabilities, and the slopes of those by the slopes of the scores.
+
+    Args:
+        scores: [n, rows, keys] q k - (L - log(m) / 2) / scale, of a row that sees m keys.
+        slopes: as `scores`, dO V^T - D.
+        first: the position of the first row.
+        queries: rows that stand at the same position, one after the other.
+        causal: keys behind the position of a row get zeros.
+    """
+    wide = scores.to(statistics_dtype(scores))
+    rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[1:])
+    sees = (first + 1 + rows // queries).clamp(max=len(keys)) if causal else rows * 0 + len(keys)
+    hidden = keys >= sees.unsqueeze(1)
+    probabilities = torch.exp(wide * scale) / sees.to(wide.dtype).sqrt().unsqueeze(1)
+    gradients = slopes.to(wide.dtype) * (probabilities * scale)
+    scores.copy_(probabilities.masked_fill_(hidden, 0.0))
+    slopes.copy_(gradients.masked_fill_(hidden, 0.0))
+
+
+@shapes_of("attention_gradient_")
+def _shapes(
+    scores: Tensor, slopes: Tensor, scale: float, first: int, queries: int, causal: bool
+) -> None:
+    return None
+
+
+def _by_position(of_heads: Tensor, groups: int) -> Tensor:
+    """Return [b, a, s, ..] as [b g, s n, ..]: n queries of a group at each position."""
+    b, heads, length = of_heads.shape[:3]
+    grouped = of_heads.reshape(b, groups, heads // groups, length, *of_heads.shape[3:])
+    return grouped.transpose(2, 3).reshape(b * groups, -1, *of_heads.shape[3:])
+
+
+def _with_columns(factor: Tensor, column: Tensor | None = None) -> Tensor:
+    """Return [n, rows, d + 8]: a factor, and the columns that subtract `column` in the product.
+
+    That of rows has `column` in two parts, rounded and what rounding left; that of keys -1 twice.
+    """
+    n, rows, width = factor.shape
+    wider = factor.new_empty((n, rows, width + _PADDING))
+    wider[..., :width] = factor
+    wider[..., width:] = 0.0
+    if column is None:
+        wider[..., width : width + 2] = -1.0
+    else:
+        rounded = column.to(factor.dtype)
+        wider[..., width] = rounded
+        wider[..., width + 1] = column - rounded
+    return wider
+
+
+class _Block(NamedTuple):
+    groups: slice
+    first: int  # position of its first row
+    stop: int  # the position behind that of its last
+    seen: int  # keys that its rows may see
+
+
+def _blocks(groups: int, length: int, queries: int, causal: bool, itemsize: int) -> list[_Block]:
+    """Return blocks that hold all rows of all groups once, in the order of positions."""
+    positions = max(1, _BLOCK_ROWS // queries)
+    blocks = []
+    for first in range(0, length, positions):
+        stop = min(first + positions, length)
+        seen = stop if causal else length
+        together = max(1, _BLOCK_BYTES // ((stop - first) * queries * seen * itemsize))
+        blocks += [
+            _Block(slice(at, at + together), first, stop, seen) for at in range(0, groups, together)
+        ]
+    return blocks
