@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from megatron.ops import library
 from megatron.ops.library import operator, shapes_of, statistics_dtype
 
-# Where products beat the fused kernel: measured by benchmarks/ops.py on CPUs with AMX.
-_LENGTHS = range(128, 1025)
+# Where products beat the fused kernel: measured by benchmarks/attention.py on a CPU with AMX.
+_LENGTHS = range(32, 1024)
 _BLOCK_ROWS = 512  # rows of one head; a causal block leaves the keys behind its last row out
 _BLOCK_BYTES = 4 << 20  # of the scores of one block, so that two of them stay in the cache
 _PADDING = 8  # columns: two of L or D, and zeros, for products of odd widths are slow

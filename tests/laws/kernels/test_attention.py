@@ -163,10 +163,10 @@ def test_only_lengths_at_which_products_are_faster_take_them():
         patch.object(attention.library, "INSTRUCTION_SET", "avx512"),
     ):
         taken = []
-        for length in (64, 128, 1024, 1032):
+        for length in (16, 32, 1023, 1024):
             for dtype in (torch.bfloat16, torch.float32):
                 q, k, v, _ = drawn(1, 1, 1, length, 8, dtype)
                 products.reset_mock()
                 attention.attend(q, k, v, causal=True)
                 taken += [(length, dtype)] * products.called
-    assert taken == [(128, torch.bfloat16), (1024, torch.bfloat16)]
+    assert taken == [(32, torch.bfloat16), (1023, torch.bfloat16)]
