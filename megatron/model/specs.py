@@ -106,6 +106,7 @@ class ModelBuild:
     fuse_loss: bool = False
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
+    fuse_dropout: bool = True  # likewise
 
     @property
     def memory(self) -> ActivationMemory:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "activation_rows.h"
+#include "dropout_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
 #include "rotary_rows.h"
@@ -285,6 +286,43 @@ static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int6
   }
 }
 
+template <class X, class R>
+static void compare_dropouts(int64_t elements, bool has_residual) {
+  Buffer<X> x(elements);
+  Buffer<R> residual(elements), out(elements, false), same(elements, false);
+  Buffer<int64_t> seed(1);
+  *seed.get() = 0x299f31d0a4093822;
+  DropoutCall call{};
+  call.elements = elements;
+  call.rows = (elements + DropoutCall::kWidth - 1) / DropoutCall::kWidth;
+  call.threshold = 0x60000000;
+  call.scale = 1.6;
+  call.seed = seed.get();
+  call.x = x.get();
+  if (has_residual) call.residual = residual.get();
+  const auto compute = [&](const auto& lanes, Buffer<R>& to) {
+    call.out = to.get();
+    for (int64_t row = 0; row < call.rows; ++row) DropoutRows<X, R>{call}.add(lanes, row);
+  };
+  constexpr int kWide = DropoutRows<X, R>::kWide;
+  compute(ThreadLanes(), out);
+  if (elements % kWide == 0)
+    compute(StripedLanes<kWide>(), same);
+  else
+    compute(StripedLanes<1>(), same);
+  expect_close(same, out, "dropout", 0);
+}
+
+// Against an answer that the authors of Philox publish with it.
+static void check_philox() {
+  const FourWords found = philox(
+      {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, 0xa4093822, 0x299f31d0);
+  expect(
+      found.first == 0xd16cfe09 && found.second == 0x94fdcceb && found.third == 0x5001e420 &&
+          found.fourth == 0x24126ea1,
+      "Philox", found.first);
+}
+
 // Within one unit in the last place of every number from where powers are normal to one.
 static void check_exponential() {
   for (float x = -87.0f; x < 1.0f; x += 0x1p-12f) {
@@ -350,6 +388,13 @@ int main(int count, char** arguments) {
   check_conversion<Float16>(0x7c00, 0);
   check_conversion<BFloat16>(0x7f80, 1e-45);  // the middle of its least numbers is none of fp32
   check_exponential();
+  check_philox();
+  for (int64_t elements : {1, 7, 512, 1024, 1500, 4095, 4096, 8200})
+    for (bool has_residual : {false, true}) {
+      compare_dropouts<BFloat16, float>(elements, has_residual);
+      compare_dropouts<double, double>(elements, has_residual);
+      compare_dropouts<Float16, Float16>(elements, has_residual);
+    }
   for (int64_t n : {1, 2, 7, 8, 31, 32, 512, 520, 1031, 4097})
     for (int64_t padding : {0, 3}) {
       const int64_t true_width = n > padding ? n - padding : 0;
