@@ -26,6 +26,7 @@ from megatron import device
 from megatron.errors import ConfigError
 from megatron.ops import library
 from megatron.ops.activation import ActivationKind, activate, gated_unit
+from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.ops.dropout import draw_seed, dropout_add, is_kept
 from megatron.ops.layer_norm import add_layer_norm, layer_norm
 from megatron.ops.rms_norm import add_rms_norm, rms_norm
@@ -34,6 +35,7 @@ from megatron.program import run_program
 
 EPSILON = 1e-5
 PROBABILITY = 0.1  # of dropout
+RULE = AdamwRule(rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1)
 HEAD_WIDTH = 64  # of rotations; widths are multiples of it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the largest value: ours differ from eager PyTorch in fp32 by the rounding of sums, and in bf16
@@ -201,6 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in options.dtypes
         for width in options.widths
         for row in measured(case, (options.rows, width), name, turns)
+    ] + [
+        measured_update((options.rows, width), name, turns)
+        for name in options.dtypes
+        for width in options.widths
     ]
     where = {**machine(), "device": options.device, "instruction_set": library.INSTRUCTION_SET}
     print(", ".join(f"{key}: {value}" for key, value in where.items()))
@@ -256,6 +262,43 @@ def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> li
             | {f"{key}_us": seconds * 1e6 for key, seconds in took.items()}
         )
     return rows
+
+
+def measured_update(shape: tuple[int, int], dtype: str, turns: Turns) -> dict[str, Any]:
+    """Return the figures of AdamW of one weight, after comparing its results.
+
+    Weight, state and gradient are in fp32. In bf16 the weight is the master of one in bf16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start, grad = torch.randn(2, *shape, generator=generator).to(turns.device)
+    one = torch.ones((), device=turns.device)
+    has_master = dtype != "fp32"
+    weights = {way: start.clone() for way in ("ours", "eager")}
+    halves = [start.to(DTYPES[dtype]) for _ in weights if has_master]
+    means, squares = ([torch.zeros_like(start)] for _ in range(2))
+    tensors = AdamwTensors([weights["ours"]], [grad], means, squares, halves[:1])
+    rule = torch.optim.AdamW([weights["eager"]], lr=RULE.rate, fused=True)
+    rule.param_groups[0]["weight_decay"] = RULE.decay
+    weights["eager"].grad = grad.clone()
+
+    def eager() -> None:
+        weights["eager"].grad.mul_(one)  # type: ignore[union-attr]
+        rule.step()
+        if has_master:
+            halves[1].copy_(weights["eager"])
+
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": lambda: adamw_step_(tensors, RULE, factor=one, applied=one, steps=one),
+        "eager": eager,
+    }
+    for step in contestants.values():
+        step()
+    torch.testing.assert_close(weights["ours"], weights["eager"], rtol=0, atol=TOLERANCE["fp32"])
+    moved = start.numel() * (7 * 4 + (2 if has_master else 0))  # four are read, three written
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=turns.device)
+    took = turns.medians({**contestants, "copy": partial(torch.empty_like(source).copy_, source)})
+    row = {"operator": "adamw", "pass": "update", "dtype": dtype, "width": shape[1], "bytes": moved}
+    return row | {f"{key}_us": seconds * 1e6 for key, seconds in took.items()}
 
 
 def _compare(

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "activation_rows.h"
+#include "adamw_rows.h"
 #include "dropout_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
@@ -313,6 +314,44 @@ static void compare_dropouts(int64_t elements, bool has_residual) {
   expect_close(same, out, "dropout", 0);
 }
 
+template <class W, class G, class M>
+static void compare_updates(int64_t elements) {
+  Buffer<W> weight(elements), square(elements), same_weight(elements, false), same_square(elements, false);
+  Buffer<G> grad(elements), published(elements, false), same_published(elements, false);
+  Buffer<M> mean(elements), same_mean(elements, false);
+  double scalars[] = {0.5, 1, 0.3, 0.4};
+  for (int64_t i = 0; i < elements; ++i) {
+    square.get()[i] *= square.get()[i];
+    same_weight.get()[i] = weight.get()[i];
+    same_square.get()[i] = square.get()[i];
+    same_mean.get()[i] = mean.get()[i];
+  }
+  AdamwCall call{};
+  call.published_type = NumberType::bfloat16;
+  call.rate = 0.1;
+  call.beta1 = 0.9;
+  call.beta2 = 0.95;
+  call.epsilon = 1e-8;
+  call.decay = 0.01;
+  call.scalars = scalars;
+  const auto step = [&](const auto& lanes, Buffer<W>& w, Buffer<M>& m, Buffer<W>& v, Buffer<G>& p) {
+    void* half = std::is_same_v<G, BFloat16> ? p.get() : nullptr;
+    const AdamwCall::Slot slot{w.get(), grad.get(), m.get(), v.get(), half, elements, 0};
+    for (int64_t row = 0; row * AdamwCall::kWidth < elements; ++row)
+      AdamwRows<W, G, M, W>::step(lanes, call, slot, row);
+  };
+  step(ThreadLanes(), weight, mean, square, published);
+  constexpr int kWide = AdamwRows<W, G, M, W>::kWide;
+  if (elements % kWide == 0)
+    step(StripedLanes<kWide>(), same_weight, same_mean, same_square, same_published);
+  else
+    step(StripedLanes<1>(), same_weight, same_mean, same_square, same_published);
+  expect_close(same_weight, weight, "weight", 1e-7);
+  expect_close(same_mean, mean, "mean", sizeof(M) == 2 ? 1e-4 : 1e-7);
+  expect_close(same_square, square, "square", 1e-7);
+  if (std::is_same_v<G, BFloat16>) expect_close(same_published, published, "published", 1e-4);
+}
+
 // Against an answer that the authors of Philox publish with it.
 static void check_philox() {
   const FourWords found = philox(
@@ -389,6 +428,11 @@ int main(int count, char** arguments) {
   check_conversion<BFloat16>(0x7f80, 1e-45);  // the middle of its least numbers is none of fp32
   check_exponential();
   check_philox();
+  for (int64_t elements : {1, 7, 64, 4096, 5000}) {
+    compare_updates<float, BFloat16, BFloat16>(elements);
+    compare_updates<float, float, float>(elements);
+    compare_updates<double, double, double>(elements);
+  }
   for (int64_t elements : {1, 7, 512, 1024, 1500, 4095, 4096, 8200})
     for (bool has_residual : {false, true}) {
       compare_dropouts<BFloat16, float>(elements, has_residual);

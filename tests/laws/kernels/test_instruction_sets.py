@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import pathlib, sys
 from megatron.ops import library
-from tests.laws.kernels import activations, dropouts, losses, norms, rotations
+from tests.laws.kernels import activations, dropouts, losses, norms, rotations, updates
 found = library.INSTRUCTION_SET or library._register_kernels(pathlib.Path(sys.argv[1]))
 assert found == sys.argv[2], found
 activations.check_some()
@@ -21,6 +21,7 @@ dropouts.check_some()
 losses.check_some()
 norms.check_some()
 rotations.check_some()
+updates.check_some()
 """
 
 
