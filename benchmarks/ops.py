@@ -26,12 +26,16 @@ from megatron import device
 from megatron.errors import ConfigError
 from megatron.ops import library
 from megatron.ops.activation import ActivationKind, activate, gated_unit
+from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
+from megatron.ops.dropout import draw_seed, dropout_add, is_kept
 from megatron.ops.layer_norm import add_layer_norm, layer_norm
 from megatron.ops.rms_norm import add_rms_norm, rms_norm
 from megatron.ops.rotary import rotate
 from megatron.program import run_program
 
 EPSILON = 1e-5
+PROBABILITY = 0.1  # of dropout
+RULE = AdamwRule(rate=1e-3, beta1=0.9, beta2=0.999, epsilon=1e-8, decay=0.1)
 HEAD_WIDTH = 64  # of rotations; widths are multiples of it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the largest value: ours differ from eager PyTorch in fp32 by the rounding of sums, and in bf16
@@ -50,17 +54,18 @@ class Case:
     eager: Callable[..., Outputs]
     inputs: int  # of the shape of a row block; weights are small beside them
     vectors: int
-    halves: bool = False  # the output has half as many elements as the input
+    outputs: float = 1  # likewise
     saved: int = 1  # row blocks that backward reads beside gradients
+    # What results are compared with, where PyTorch draws other random numbers than ours.
+    expected: Callable[..., Outputs] | None = None
 
     def moved(self, elements: int, size: int) -> tuple[int, int]:
         """Return the bytes that forward and backward have to read and write.
 
-        Forward reads the inputs and writes the output, and the sum if there is one. Backward reads
-        the gradients of the outputs and what was saved, and writes one gradient.
+        Forward reads the inputs and writes the outputs. Backward reads the gradients of the outputs
+        and what was saved, and writes one gradient.
         """
-        outputs = 0.5 if self.halves else self.inputs  # of a sum two, as it has two inputs
-        forward, backward = self.inputs + outputs, outputs + self.saved + 1
+        forward, backward = self.inputs + self.outputs, self.outputs + self.saved + 1
         return int(forward * elements * size), int(backward * elements * size)
 
 
@@ -106,14 +111,25 @@ def _eager_rotate(x: Tensor) -> Outputs:
     return (torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1),)
 
 
+@lru_cache
+def _seed(where: torch.device) -> Tensor:
+    return draw_seed(where)
+
+
+def _known_mask(x: Tensor, residual: Tensor) -> Outputs:
+    kept = is_kept(x.numel(), PROBABILITY, _seed(x.device)).view(x.shape)
+    return (residual + x * kept / (1 - PROBABILITY),)
+
+
 CASES = (
     Case("rms_norm", lambda x, w: (rms_norm(x, w, EPSILON),), _eager_rms, 1, 1),
-    Case("add_rms_norm", lambda x, r, w: add_rms_norm(x, r, w, EPSILON), _eager_add_rms, 2, 1),
+    Case("add_rms_norm", lambda x, r, w: add_rms_norm(x, r, w, EPSILON), _eager_add_rms, 2, 1, 2),
     Case("layer_norm", lambda x, w, b: (layer_norm(x, w, b, EPSILON),), _eager_layer, 1, 2),
     Case(
         "add_layer_norm",
         lambda x, r, w, b: add_layer_norm(x, r, w, b, EPSILON),
         _eager_add_layer,
+        2,
         2,
         2,
     ),
@@ -124,8 +140,17 @@ CASES = (
         1,
         0,
     ),
-    Case("swiglu", lambda x: (gated_unit(x, ActivationKind.SILU),), _eager_swiglu, 1, 0, True),
+    Case("swiglu", lambda x: (gated_unit(x, ActivationKind.SILU),), _eager_swiglu, 1, 0, 0.5),
     Case("rotate", _rotate, _eager_rotate, 1, 0, saved=0),
+    Case(
+        "dropout_add",
+        lambda x, r: (dropout_add(x, r, PROBABILITY, _seed(x.device)),),
+        lambda x, r: (r + F.dropout(x, PROBABILITY),),
+        2,
+        0,
+        saved=0,
+        expected=_known_mask,
+    ),
 )
 
 
@@ -178,6 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in options.dtypes
         for width in options.widths
         for row in measured(case, (options.rows, width), name, turns)
+    ] + [
+        measured_update((options.rows, width), name, turns)
+        for name in options.dtypes
+        for width in options.widths
     ]
     where = {**machine(), "device": options.device, "instruction_set": library.INSTRUCTION_SET}
     print(", ".join(f"{key}: {value}" for key, value in where.items()))
@@ -235,12 +264,49 @@ def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> li
     return rows
 
 
+def measured_update(shape: tuple[int, int], dtype: str, turns: Turns) -> dict[str, Any]:
+    """Return the figures of AdamW of one weight, after comparing its results.
+
+    Weight, state and gradient are in fp32. In bf16 the weight is the master of one in bf16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start, grad = torch.randn(2, *shape, generator=generator).to(turns.device)
+    one = torch.ones((), device=turns.device)
+    has_master = dtype != "fp32"
+    weights = {way: start.clone() for way in ("ours", "eager")}
+    halves = [start.to(DTYPES[dtype]) for _ in weights if has_master]
+    means, squares = ([torch.zeros_like(start)] for _ in range(2))
+    tensors = AdamwTensors([weights["ours"]], [grad], means, squares, halves[:1])
+    rule = torch.optim.AdamW([weights["eager"]], lr=RULE.rate, fused=True)
+    rule.param_groups[0]["weight_decay"] = RULE.decay
+    weights["eager"].grad = grad.clone()
+
+    def eager() -> None:
+        weights["eager"].grad.mul_(one)  # type: ignore[union-attr]
+        rule.step()
+        if has_master:
+            halves[1].copy_(weights["eager"])
+
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": lambda: adamw_step_(tensors, RULE, factor=one, applied=one, steps=one),
+        "eager": eager,
+    }
+    for step in contestants.values():
+        step()
+    torch.testing.assert_close(weights["ours"], weights["eager"], rtol=0, atol=TOLERANCE["fp32"])
+    moved = start.numel() * (7 * 4 + (2 if has_master else 0))  # four are read, three written
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=turns.device)
+    took = turns.medians({**contestants, "copy": partial(torch.empty_like(source).copy_, source)})
+    row = {"operator": "adamw", "pass": "update", "dtype": dtype, "width": shape[1], "bytes": moved}
+    return row | {f"{key}_us": seconds * 1e6 for key, seconds in took.items()}
+
+
 def _compare(
     case: Case, leaves: list[Tensor], grads: list[Tensor], made: Outputs, tolerance: float
 ) -> None:
     """Check our results, and their gradients, against eager PyTorch in fp32."""
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    expected = case.eager(*wide)
+    expected = (case.expected or case.eager)(*wide)
     wide_grads = torch.autograd.grad(expected, wide, [grad.float() for grad in grads])
     found = [*made, *torch.autograd.grad(made, leaves, grads, retain_graph=True)]
     for ours, eager in zip(found, [*expected, *wide_grads], strict=True):

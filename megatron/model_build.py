@@ -47,6 +47,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         attention_backend=config.training.attention_backend,
         fuse_rope=config.training.rope_fusion,
         fuse_gated_units=config.training.bias_swiglu_fusion,
+        fuse_dropout=config.training.bias_dropout_fusion,
     )
 
 

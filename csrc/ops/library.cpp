@@ -11,7 +11,9 @@
 namespace megatron {
 
 void register_activations(StableLibrary& library);
+void register_adamw(StableLibrary& library);
 void register_attention(StableLibrary& library);
+void register_dropout(StableLibrary& library);
 void register_norms(StableLibrary& library);
 void register_losses(StableLibrary& library);
 void register_rotary(StableLibrary& library);
@@ -41,6 +43,8 @@ static StableLibrary& register_for(const char* dispatch_key) {
       StableLibrary::Kind::IMPL, "megatron", dispatch_key, __FILE__, __LINE__);
   register_activations(*library);
   register_norms(*library);
+  register_adamw(*library);
+  register_dropout(*library);
   register_losses(*library);
   register_rotary(*library);
   return *library;
@@ -51,7 +55,7 @@ static StableLibrary& register_for(const char* dispatch_key) {
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // Changes with the schemas, or with what they mean; megatron/ops/library.py has the same number.
-EXPORTED int64_t megatron_ops_interface() { return 5; }
+EXPORTED int64_t megatron_ops_interface() { return 7; }
 
 EXPORTED const char* megatron_ops_instruction_set() {
   switch (megatron::instruction_set()) {

@@ -48,6 +48,8 @@ LANE_FN void round_to(float value, float& out) { out = value; }
 LANE_FN void round_to(double value, double& out) { out = value; }
 
 LANE_FN double exponential(double x) { return ::exp(x); }
+LANE_FN float squareroot(float x) { return ::sqrtf(x); }
+LANE_FN double squareroot(double x) { return ::sqrt(x); }
 
 #ifdef __CUDACC__
 

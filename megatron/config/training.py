@@ -145,6 +145,11 @@ class TrainingConfig:
         help="compute the gated unit of an MLP by one operator, which saves its input alone; else "
         "by PyTorch's own operations, whose results differ in their last bits",
     )
+    bias_dropout_fusion: bool = flag(
+        True,
+        help="drop hidden states and add the residual by one operator, which saves a seed in place "
+        "of a mask; else by PyTorch's own operations, which draw other masks",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

@@ -114,6 +114,7 @@ class EvaluationMemory:
             micro_batch_size=rows,
             seq_length=length,
             fuse_gated_units=self.build.fuse_gated_units,
+            fuse_dropout=self.build.fuse_dropout,
         )
 
 

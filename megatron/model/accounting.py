@@ -115,6 +115,7 @@ class RankShare:
     recompute: bool = False
     fuse_loss: bool = False
     fuse_gated_units: bool = True
+    fuse_dropout: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
 
 
@@ -246,7 +247,8 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     if config.glu is not None:  # gate, up, product, and act(gate) unless one operator has both
         fused = share.fuse_gated_units and config.activation is not Activation.GELU_ERF
         kept = 3 if fused else 4
-    masks = 2 * config.hidden_size if config.hidden_dropout > 0 else 0  # one byte each
+    has_masks = config.hidden_dropout > 0 and not share.fuse_dropout
+    masks = 2 * config.hidden_size if has_masks else 0  # one byte each
     whole = 4 * config.hidden_size * size + masks
     if config.has_experts:
         taken = config.moe_router_topk

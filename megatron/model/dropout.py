@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.mpu.random import RandomStreams, StreamName
+from megatron.ops.dropout import draw_seed, dropout_add
 
 
 class HiddenDropout(nn.Module):
@@ -15,21 +16,33 @@ class HiddenDropout(nn.Module):
 
     Args:
         sequence_parallel: every tp rank holds its own part of the sequence.
+        fused: one operator drops and adds, and saves no mask; else PyTorch's operations.
     """
 
     def __init__(
-        self, probability: float, streams: RandomStreams, *, sequence_parallel: bool
+        self,
+        probability: float,
+        streams: RandomStreams,
+        *,
+        sequence_parallel: bool,
+        fused: bool = True,
     ) -> None:
         super().__init__()
-        self.probability, self._streams = probability, streams
+        self.probability, self._streams, self._fused = probability, streams, fused
         self._stream: StreamName = "tensor" if sequence_parallel else "replicated"
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Zero elements with the probability and scale up the others, in training only."""
-        if not self.training or self.probability == 0:
-            return hidden
-        with self._streams.fork(self._stream):
-            return F.dropout(hidden, self.probability)
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Zero elements with the probability and scale up the others, in training only.
+
+        Then add the residual, if there is one.
+        """
+        if self.training and self.probability > 0:
+            with self._streams.fork(self._stream):
+                if self._fused:
+                    seed = draw_seed(hidden.device)
+                    return dropout_add(hidden, residual, self.probability, seed)
+                hidden = F.dropout(hidden, self.probability)
+        return hidden if residual is None else residual + hidden
 
     def extra_repr(self) -> str:
         """Return the probability and the stream, for `print(model)`."""

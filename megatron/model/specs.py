@@ -108,6 +108,7 @@ class ModelBuild:
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
+    fuse_dropout: bool = True  # likewise
 
     @property
     def memory(self) -> ActivationMemory:

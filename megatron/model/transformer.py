@@ -39,7 +39,10 @@ class Block(nn.Module):
         self.post_attention_norm = build_norm(config, build)
         self.mlp = build_feed_forward(config, build)
         self.dropout = HiddenDropout(
-            config.hidden_dropout, build.streams, sequence_parallel=build.sequence_parallel
+            config.hidden_dropout,
+            build.streams,
+            sequence_parallel=build.sequence_parallel,
+            fused=build.fuse_dropout,
         )
 
     def forward(self, carry: Carry) -> Carry:
@@ -67,7 +70,7 @@ class Block(nn.Module):
         with self._keeping(norm, hidden, given):
             result = branch(given)
         residual = normed if self._residual_after_norm else stream
-        after: Tensor = residual + self.dropout(result)
+        after: Tensor = self.dropout(result, residual)
         return after
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """The optimizer: takes summed gradients to new weights, and keeps its state under global names.
 
-A step reads the gradients once for their norm and writes them once: mean over tokens, loss scale
-and clipping are a single factor. Whether a step is taken is agreed on by all ranks, and decided on
-the device: a step that is skipped runs the same kernels, which change nothing. The state that
-leaves here (`named_state`, `scalars`) has the shapes of the local parameters and nothing of torch's
-layout. With sharded parameters a rank has state, and makes updates, for its own elements alone.
+A step reads the gradients once for their norm and once for the update: mean over tokens, loss
+scale and clipping are a single factor, which AdamW applies as it reads them. Whether a step is
+taken is agreed on by all ranks, and decided on the device: a step that is skipped runs the same
+kernels, which change nothing. The state that leaves here (`named_state`, `scalars`) has the shapes
+of the local parameters and nothing of torch's layout. With sharded parameters a rank has state, and
+makes updates, for its own elements alone.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron import device
-from megatron.config.optimizer import OptimizerConfig, StateDtype
+from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
+from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.optimizer.buckets import ElementRange
 from megatron.optimizer.clip_grads import (
     clip_factor,
@@ -33,7 +36,6 @@ from megatron.optimizer.clip_grads import (
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
-from megatron.optimizer.narrow_state import step_in_fp32
 from megatron.optimizer.param_buffer import ParameterBuffer
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.update_rule import fresh_state, update_rule
@@ -132,12 +134,14 @@ class MegatronOptimizer(ABC):
             [slot for pair in group.parameters if (slot := self._slot_of(*pair)) is not None]
             for group in self._groups
         ]
+        self._by_group = by_group
         self._slots = [slot for slots in by_group for slot in slots]
         self._counted = [slot.name in counted for slot in self._slots]
         self._rule = update_rule([[slot.weight for slot in slots] for slots in by_group], config)
         for slot in self._slots:
-            self._rule.state[slot.weight] = fresh_state(slot.weight, config)
-        self._set_steps()
+            state = fresh_state(slot.weight, config)
+            state.pop("step", None)  # of each weight; here one count serves all
+            self._rule.state[slot.weight] = state
 
     @property
     def loss_scale(self) -> float:
@@ -204,7 +208,7 @@ class MegatronOptimizer(ABC):
         Does not wait for the device.
 
         Args:
-            gradients: what `add_to` returned; they are overwritten.
+            gradients: what `add_to` returned; SGD overwrites them.
             sums: the reduced sums, with those of `add_to`.
             grad_multiplier: turns the accumulated gradients into those of the mean loss.
 
@@ -220,11 +224,16 @@ class MegatronOptimizer(ABC):
         applied = torch.isfinite(norm)
         too_small = self._scaler.update(~applied)
         factor = factor * clip_factor(norm, self._config.clip_grad)
-        if gradients:
-            if isinstance(factor, Tensor):
-                factor = factor.to(gradients[0].dtype)
-            torch._foreach_mul_(list(gradients), factor)
-        self._update(gradients, learning_rate, weight_decay, applied)
+        for group, target in zip(self._groups, self._rule.param_groups):
+            target["lr"] = learning_rate * group.lr_multiplier
+            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        self._steps += applied
+        if self._is_adam:
+            self._step_adamw(gradients, norm.new_ones(()) * factor, applied)
+        else:
+            self._step_sgd(gradients, factor, applied)
+        if self._shards is not None:
+            self._shards.gather()
         return {
             **sums,
             _NORM: norm,
@@ -300,7 +309,6 @@ class MegatronOptimizer(ABC):
                 for kind, tensor in tensors.items():
                     tensor.copy_(named[name][kind])
         self._steps.fill_(counts.steps)
-        self._set_steps()
 
     @abstractmethod
     def _weight_of(self, values: Tensor) -> Tensor:
@@ -312,7 +320,7 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Bring the model's parameters up to date with the updated weights."""
+        """Bring the model's parameters up to date with weights that SGD updated."""
 
     def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
         """Return this rank's part of the update of a parameter; None if other ranks do it all."""
@@ -336,49 +344,56 @@ class MegatronOptimizer(ABC):
             )
         if slot.owned is not None:
             gradient = gradient.view(-1)[slot.owned.start : slot.owned.stop]
+        if self._is_adam:
+            return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
 
-    def _update(
-        self,
-        gradients: Sequence[Tensor],
-        learning_rate: float,
-        weight_decay: float,
-        applied: Tensor,
+    def _step_adamw(self, gradients: Sequence[Tensor], factor: Tensor, applied: Tensor) -> None:
+        """Update weights, state and the model's half-precision parameters in one pass."""
+        gradient_of = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
+        for target, slots in zip(self._rule.param_groups, self._by_group, strict=True):
+            beta1, beta2 = target["betas"]
+            rule = AdamwRule(target["lr"], beta1, beta2, target["eps"], target["weight_decay"])
+            by_dtypes: defaultdict[tuple[torch.dtype, ...], list[_Slot]] = defaultdict(list)
+            for slot in slots:
+                dtypes = (slot.weight.dtype, slot.values.dtype, gradient_of[slot.name].dtype)
+                by_dtypes[dtypes].append(slot)
+            for alike in by_dtypes.values():
+                states = [self._rule.state[slot.weight] for slot in alike]
+                tensors = AdamwTensors(
+                    weights=[slot.weight.detach() for slot in alike],
+                    grads=[gradient_of[slot.name] for slot in alike],
+                    means=[state["exp_avg"] for state in states],
+                    squares=[state["exp_avg_sq"] for state in states],
+                    published=[slot.values.detach() for slot in alike if slot.has_master],
+                )
+                adamw_step_(tensors, rule, factor=factor, applied=applied, steps=self._steps)
+
+    def _step_sgd(
+        self, gradients: Sequence[Tensor], factor: Tensor | float, applied: Tensor
     ) -> None:
-        for group, target in zip(self._groups, self._rule.param_groups):
-            target["lr"] = learning_rate * group.lr_multiplier
-            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        if gradients:
+            if isinstance(factor, Tensor):
+                factor = factor.to(gradients[0].dtype)
+            torch._foreach_mul_(list(gradients), factor)
         # torch's fused kernels return at once where this is 1.
         self._rule.found_inf = (~applied).float()  # type: ignore[attr-defined]
-        pairs = list(zip([slot.weight for slot in self._slots], gradients))
-        if self._keeps_narrow_state:
-            step_in_fp32(self._rule, pairs)
-        else:
-            for weight, gradient in pairs:
-                weight.grad = gradient
-            self._rule.step()
-        self._steps += applied
+        for slot, gradient in zip(self._slots, gradients):
+            slot.weight.grad = gradient
+        self._rule.step()
         self._publish()  # rounds masters, which changes no bit where they are as they were
-        if self._shards is not None:
-            self._shards.gather()
 
     def _state_of(self, slot: _Slot) -> dict[str, Tensor]:
         state = {
             kind: tensor
             for kind, tensor in self._rule.state[slot.weight].items()
-            if kind != "step" and isinstance(tensor, Tensor)
+            if isinstance(tensor, Tensor)
         }
         return {**state, _MASTER: slot.weight} if slot.has_master else state
 
     @property
-    def _keeps_narrow_state(self) -> bool:
-        dtypes = (self._config.exp_avg_dtype, self._config.exp_avg_sq_dtype)
-        return StateDtype.BF16 in dtypes
-
-    def _set_steps(self) -> None:
-        for state in self._rule.state.values():
-            if "step" in state:
-                state["step"].copy_(self._steps)
+    def _is_adam(self) -> bool:
+        return self._config.optimizer is OptimizerKind.ADAM
 
 
 class FP32Optimizer(MegatronOptimizer):

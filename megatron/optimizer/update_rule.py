@@ -1,5 +1,6 @@
-"""torch's update rules as the flags ask for them, with the state they begin from.
+"""Update rules as the flags ask for them, with the state they begin from.
 
+torch's rules for those who step them; this package's optimizer steps AdamW itself (ops/adamw.py).
 The owner of the weights (this package's optimizer, or an engine that shards them) builds its rule
 here, so that `--optimizer adam` has one meaning.
 """

@@ -20,13 +20,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_optimizer.py::test_a_run_goes_on_bit_by_bit_from_its_state",
         ),
         Mutant(
-            "Adam's own count of steps comes back",
-            "megatron/optimizer/optimizer.py",
-            'state["step"].copy_(self._steps)',
-            'state["step"].fill_(0)',
-            "tests/unit/optimizer/test_optimizer.py::test_a_run_goes_on_bit_by_bit_from_its_state",
-        ),
-        Mutant(
             "masters follow weights loaded without optimizer state",
             "megatron/optimizer/optimizer.py",
             "slot.weight.copy_(slot.values)",

@@ -532,6 +532,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/model/test_positions.py::test_the_gradient_of_rotation_is_right_for_strided_input",
         ),
         Mutant(
+            "backward drops what the forward pass dropped",
+            "megatron/ops/dropout.py",
+            "(of_x, None, ctx.probability, seed)",
+            "(of_x, None, ctx.probability, seed + 1)",
+            "tests/unit/ops/test_dropout.py::"
+            "test_the_gradient_has_the_mask_of_the_forward_pass_and_nothing_but_the_seed_is_saved",
+        ),
+        Mutant(
             "gates of experts and of MLPs come first",
             "megatron/model/mlp.py",
             "return activation(gate) * up",

@@ -100,7 +100,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_optimizer.py::test_biases_and_norms_are_not_decayed",
         ),
         Mutant(
-            "masters are rounded into the model",
+            "masters that SGD updated are rounded into the model",
             "megatron/optimizer/optimizer.py",
             "torch._foreach_copy_([slot.values for slot in slots], [slot.weight for slot in "
             "slots])",
@@ -147,12 +147,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_update_rule.py::test_fresh_state_changes_no_result",
         ),
         Mutant(
-            "bf16 state takes over what a step computed",
-            "megatron/optimizer/narrow_state.py",
-            "            tensor.copy_(state[kind])\n",
-            "            tensor.copy_(tensor)\n",
-            "tests/unit/optimizer/test_narrow_state.py::"
-            "test_a_step_is_a_wide_step_from_rounded_state",
+            "AdamW skips a step with an overflow",
+            "megatron/optimizer/optimizer.py",
+            "factor=factor, applied=applied, steps",
+            "factor=factor, applied=torch.ones_like(applied), steps",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_a_bad_gradient_changes_nothing_and_is_reported",
+        ),
+        Mutant(
+            "AdamW counts its own step in the corrections of its state",
+            "megatron/optimizer/optimizer.py",
+            "applied=applied, steps=self._steps)",
+            "applied=applied, steps=self._steps + 1)",
+            "tests/unit/optimizer/test_optimizer.py::"
+            "test_float64_updates_and_clipping_equal_torchs",
         ),
     ),
     "loss scale": (

@@ -39,12 +39,15 @@ def test_flags_choose_the_operations_of_pytorch() -> None:
     build = model_build(runtime_of(tiny_run("nowhere")))
     assert build.fuse_rope
     assert build.fuse_gated_units
+    assert build.fuse_dropout
     build = model_build(runtime_of(tiny_run("nowhere", rope_fusion=False)))
     assert not build.fuse_rope
     assert build.fuse_gated_units
     assert not model_build(
         runtime_of(tiny_run("nowhere", bias_swiglu_fusion=False))
     ).fuse_gated_units
+    unfused = tiny_run("nowhere", bias_dropout_fusion=False)
+    assert not model_build(runtime_of(unfused)).fuse_dropout
 
 
 def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:

@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "activation_rows.h"
+#include "adamw_rows.h"
 #include "attention_rows.h"
+#include "dropout_rows.h"
 #include "loss_rows.h"
 #include "norm_rows.h"
 #include "rotary_rows.h"
@@ -313,6 +315,81 @@ static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int6
   }
 }
 
+template <class X, class R>
+static void compare_dropouts(int64_t elements, bool has_residual) {
+  Buffer<X> x(elements);
+  Buffer<R> residual(elements), out(elements, false), same(elements, false);
+  Buffer<int64_t> seed(1);
+  *seed.get() = 0x299f31d0a4093822;
+  DropoutCall call{};
+  call.elements = elements;
+  call.rows = (elements + DropoutCall::kWidth - 1) / DropoutCall::kWidth;
+  call.threshold = 0x60000000;
+  call.scale = 1.6;
+  call.seed = seed.get();
+  call.x = x.get();
+  if (has_residual) call.residual = residual.get();
+  const auto compute = [&](const auto& lanes, Buffer<R>& to) {
+    call.out = to.get();
+    for (int64_t row = 0; row < call.rows; ++row) DropoutRows<X, R>{call}.add(lanes, row);
+  };
+  constexpr int kWide = DropoutRows<X, R>::kWide;
+  compute(ThreadLanes(), out);
+  if (elements % kWide == 0)
+    compute(StripedLanes<kWide>(), same);
+  else
+    compute(StripedLanes<1>(), same);
+  expect_close(same, out, "dropout", 0);
+}
+
+template <class W, class G, class M>
+static void compare_updates(int64_t elements) {
+  Buffer<W> weight(elements), square(elements), same_weight(elements, false), same_square(elements, false);
+  Buffer<G> grad(elements), published(elements, false), same_published(elements, false);
+  Buffer<M> mean(elements), same_mean(elements, false);
+  double scalars[] = {0.5, 1, 0.3, 0.4};
+  for (int64_t i = 0; i < elements; ++i) {
+    square.get()[i] *= square.get()[i];
+    same_weight.get()[i] = weight.get()[i];
+    same_square.get()[i] = square.get()[i];
+    same_mean.get()[i] = mean.get()[i];
+  }
+  AdamwCall call{};
+  call.published_type = NumberType::bfloat16;
+  call.rate = 0.1;
+  call.beta1 = 0.9;
+  call.beta2 = 0.95;
+  call.epsilon = 1e-8;
+  call.decay = 0.01;
+  call.scalars = scalars;
+  const auto step = [&](const auto& lanes, Buffer<W>& w, Buffer<M>& m, Buffer<W>& v, Buffer<G>& p) {
+    void* half = std::is_same_v<G, BFloat16> ? p.get() : nullptr;
+    const AdamwCall::Slot slot{w.get(), grad.get(), m.get(), v.get(), half, elements, 0};
+    for (int64_t row = 0; row * AdamwCall::kWidth < elements; ++row)
+      AdamwRows<W, G, M, W>::step(lanes, call, slot, row);
+  };
+  step(ThreadLanes(), weight, mean, square, published);
+  constexpr int kWide = AdamwRows<W, G, M, W>::kWide;
+  if (elements % kWide == 0)
+    step(StripedLanes<kWide>(), same_weight, same_mean, same_square, same_published);
+  else
+    step(StripedLanes<1>(), same_weight, same_mean, same_square, same_published);
+  expect_close(same_weight, weight, "weight", 1e-7);
+  expect_close(same_mean, mean, "mean", sizeof(M) == 2 ? 1e-4 : 1e-7);
+  expect_close(same_square, square, "square", 1e-7);
+  if (std::is_same_v<G, BFloat16>) expect_close(same_published, published, "published", 1e-4);
+}
+
+// Against an answer that the authors of Philox publish with it.
+static void check_philox() {
+  const FourWords found = philox(
+      {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, 0xa4093822, 0x299f31d0);
+  expect(
+      found.first == 0xd16cfe09 && found.second == 0x94fdcceb && found.third == 0x5001e420 &&
+          found.fourth == 0x24126ea1,
+      "Philox", found.first);
+}
+
 // Within one unit in the last place of every number from where powers are normal to one.
 static void check_exponential() {
   for (float x = -87.0f; x < 1.0f; x += 0x1p-12f) {
@@ -378,6 +455,18 @@ int main(int count, char** arguments) {
   check_conversion<Float16>(0x7c00, 0);
   check_conversion<BFloat16>(0x7f80, 1e-45);  // the middle of its least numbers is none of fp32
   check_exponential();
+  check_philox();
+  for (int64_t elements : {1, 7, 64, 4096, 5000}) {
+    compare_updates<float, BFloat16, BFloat16>(elements);
+    compare_updates<float, float, float>(elements);
+    compare_updates<double, double, double>(elements);
+  }
+  for (int64_t elements : {1, 7, 512, 1024, 1500, 4095, 4096, 8200})
+    for (bool has_residual : {false, true}) {
+      compare_dropouts<BFloat16, float>(elements, has_residual);
+      compare_dropouts<double, double>(elements, has_residual);
+      compare_dropouts<Float16, Float16>(elements, has_residual);
+    }
   for (int64_t n : {1, 2, 7, 8, 31, 32, 512, 520, 1031, 4097})
     for (int64_t padding : {0, 3}) {
       const int64_t true_width = n > padding ? n - padding : 0;

@@ -13,14 +13,16 @@ ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import pathlib, sys
 from megatron.ops import library
-from tests.laws.kernels import activations, attentions, losses, norms, rotations
+from tests.laws.kernels import activations, attentions, dropouts, losses, norms, rotations, updates
 found = library.INSTRUCTION_SET or library._register_kernels(pathlib.Path(sys.argv[1]))
 assert found == sys.argv[2], found
 activations.check_some()
 attentions.check_some()
+dropouts.check_some()
 losses.check_some()
 norms.check_some()
 rotations.check_some()
+updates.check_some()
 """
 
 

@@ -21,15 +21,17 @@ def test_every_operator_is_measured_in_both_passes(
     report = json.loads((tmp_path / "out" / "ops.json").read_text())
     rows = {(row["operator"], row["pass"], row["dtype"]) for row in report["results"]}
     names = [case.name for case in CASES]
-    assert rows == {(n, p, d) for n in names for p in ("forward", "backward") for d in ops.DTYPES}
+    passes = {(n, p, d) for n in names for p in ("forward", "backward") for d in ops.DTYPES}
+    assert rows == passes | {("adamw", "update", dtype) for dtype in ops.DTYPES}
     assert all(row[f"{who}_us"] > 0 for row in report["results"] for who in ("ours", "eager"))
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(report["results"])
 
 
 def test_bytes_are_those_of_the_tensors_that_move() -> None:
-    plain, fused, gated, rotated = CASES[0], CASES[1], CASES[-2], CASES[-1]
+    plain, fused, gated, rotated = CASES[0], CASES[1], CASES[-3], CASES[-2]
     assert plain.moved(10, 2) == (2 * 20, 3 * 20)  # x, out; grad, x, grad_x
     assert rotated.moved(10, 2) == (2 * 20, 2 * 20)  # x, out; grad, grad_x
+    assert CASES[-1].moved(10, 2) == (3 * 20, 2 * 20)  # x, residual, out; grad, grad_x
     assert gated.moved(10, 2) == (20 + 10, 10 + 20 + 20)  # gates and values; half of them out
     assert fused.moved(10, 2) == (4 * 20, 4 * 20)  # x, residual, sum, out; both grads, sum, grad_x
 

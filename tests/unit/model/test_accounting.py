@@ -237,6 +237,17 @@ def test_a_gated_unit_by_the_operations_of_pytorch_saves_the_activated_gate() ->
     assert apart - fused == config.num_layers * 2 * 2048 * config.ffn_width * 2
 
 
+def test_dropout_by_the_operations_of_pytorch_saves_masks() -> None:
+    config = dataclasses.replace(preset("llama-7b"), hidden_dropout=0.1)
+    vocab, bf16 = VocabSize(32000, 32000), PrecisionConfig(bf16=True)
+    fused, apart = (
+        memory_bytes(config, vocab, bf16, share(seq_length=2048, fuse_dropout=fuse)).activations
+        for fuse in (True, False)
+    )
+    tokens = 2 * 2048
+    assert apart - fused == config.num_layers * 2 * tokens * config.hidden_size
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_with_split_sequences_tensor_parallelism_divides_all_activations(recompute: bool) -> None:
     config, vocab, bf16 = preset("gpt3-6.7b"), VocabSize(50257, 50304), PrecisionConfig(bf16=True)

@@ -45,6 +45,9 @@ RATE, DECAY = 1e-2, 0.1
 # float64 against torch's plain loop: fused kernels and one factor for mean and clipping round
 # differently, by a few times 1e-16 per step.
 FP64_ROUNDING = 1e-12
+# float32 AdamW against torch's fused one, of weights up to 1: the kernel multiplies and adds with
+# one rounding where torch's has two, which is a unit in the last place, 1.2e-7, in a step or two.
+FP32_ROUNDING = 5e-7
 
 
 class Run:
@@ -131,7 +134,7 @@ def test_float64_updates_and_clipping_equal_torchs(config: OptimizerConfig, clip
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adam", "sgd", "plain-sgd"])
-def test_float32_updates_equal_torchs_bit_by_bit(config: OptimizerConfig) -> None:
+def test_float32_updates_equal_torchs_fused_ones(config: OptimizerConfig) -> None:
     run = Run(PRECISIONS["fp32"], config)
     plain = copy.deepcopy(run.module)
     reference = torch_optimizer(plain, config, fused=True)
@@ -142,7 +145,8 @@ def test_float32_updates_equal_torchs_bit_by_bit(config: OptimizerConfig) -> Non
         reference.step()
         run.step(seed)
         for ours, expected in zip(run.module.parameters(), plain.parameters()):
-            assert torch.equal(ours, expected)
+            bound = FP32_ROUNDING if config is ADAM else 0.0  # SGD is torch's own
+            torch.testing.assert_close(ours, expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp16-constant"])
@@ -172,8 +176,12 @@ def test_half_precision_updates_equal_a_loop_over_fp32_masters(
         run.step(seed)
         state = run.optimizer.named_state()
         for name_, parameter in plain.named_parameters():
-            assert torch.equal(state[name_]["master"], masters.get_parameter(name_))
-            assert torch.equal(run.module.get_parameter(name_), parameter)
+            ours, master = run.module.get_parameter(name_), state[name_]["master"]
+            bound = FP32_ROUNDING if config is ADAM else 0.0
+            torch.testing.assert_close(master, masters.get_parameter(name_), rtol=0, atol=bound)
+            assert torch.equal(ours, master.to(ours.dtype))
+            with torch.no_grad():  # where they round to the other side, the next gradients differ
+                parameter.copy_(ours)
 
 
 def test_masters_remember_updates_that_are_too_small_to_show() -> None:

@@ -1,0 +1,127 @@
+"""Dropout, and the addition of a residual after it, in one pass each way, without a stored mask.
+
+The mask is a function of a seed and of the number of the element: Philox4x32-10 (Salmon et al.
+2011, doi:10.1145/2063384.2063405), a generator without state. Backward draws it again from the
+seed, so that nothing else is saved. Reference and kernels, on every device, drop the same elements.
+Sums are computed in fp32 (fp64 of fp64) and rounded once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.ops.library import operator, shapes_of, statistics_dtype
+
+_QUARTER = 1024  # as in csrc/ops/dropout_call.h
+_MASK = 0xFFFFFFFF
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Return a seed drawn by the default generator of `device`, on it; the host does not wait."""
+    return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
+def dropout_add(x: Tensor, residual: Tensor | None, probability: float, seed: Tensor) -> Tensor:
+    """Return `x` with elements zeroed and the others scaled up, plus `residual` if there is one.
+
+    The gradient of `x` is the same dropout of the gradient. A product with zero drops an element:
+    what is not finite is not hidden.
+
+    Args:
+        residual: of the shape of `x`; of its dtype, or fp32 beside half precision.
+        probability: that an element is dropped: in [0, 1), to 2^-32.
+        seed: int64, one element, on the device of `x`: equal seeds draw equal masks.
+
+    Raises:
+        ValueError: the probability, or a shape or a dtype, does not fit.
+    """
+    if not 0 <= probability < 1:
+        raise ValueError(
+            "a dropout probability is outside [0, 1)\n"
+            f"  found: {probability}\n"
+            "  fix: use a number from 0 up to, not including, 1"
+        )
+    fits = residual is None or (
+        residual.shape == x.shape
+        and (residual.dtype == x.dtype or (residual.dtype == torch.float32 and x.dtype in _REDUCED))
+    )
+    if residual is not None and not fits:
+        raise ValueError(
+            "a residual does not fit what is added to it\n"
+            f"  found: {tuple(x.shape)} {x.dtype}; {tuple(residual.shape)} {residual.dtype}\n"
+            "  fix: give both one shape, and one dtype or a residual in float32"
+        )
+    out: Tensor = torch.ops.megatron.dropout_add(x, residual, probability, seed)
+    return out
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four random words of every counter, of four words, under a key of two.
+
+    Words are int64 from 0 to 2^32 - 1.
+    """
+    first, second, third, fourth = counter
+    low, high = key
+    for _ in range(10):
+        product, other = first * 0xD2511F53, third * 0xCD9E8D57  # modulo 2^64
+        first, second, third, fourth = (
+            (other >> 32 & _MASK) ^ second ^ low,
+            other & _MASK,
+            (product >> 32 & _MASK) ^ fourth ^ high,
+            product & _MASK,
+        )
+        low, high = low + 0x9E3779B9 & _MASK, high + 0xBB67AE85 & _MASK
+    return first, second, third, fourth
+
+
+def is_kept(elements: int, probability: float, seed: Tensor) -> Tensor:
+    """Return which of `elements` dropout keeps.
+
+    Word q of the random words of counter c is of element q * 1024 + c % 1024 of the row c // 1024
+    of 4,096 elements.
+    """
+    rows = -(-elements // (4 * _QUARTER))
+    counter = torch.arange(rows * _QUARTER, device=seed.device)
+    none = torch.zeros_like(counter)
+    seed = seed.reshape(())
+    words = philox((counter & _MASK, counter >> 32, none, none), (seed & _MASK, seed >> 32 & _MASK))
+    by_row = torch.stack([word.view(rows, _QUARTER) for word in words], dim=1)
+    return by_row.flatten()[:elements] >= int(probability * 2**32)
+
+
+@operator("dropout_add(Tensor x, Tensor? residual, float probability, Tensor seed) -> Tensor")
+def dropout_add_reference(
+    x: Tensor, residual: Tensor | None, probability: float, seed: Tensor
+) -> Tensor:
+    """Return the dropout of `x`, plus the residual."""
+    wide = x.to(statistics_dtype(x))
+    kept = is_kept(x.numel(), probability, seed).view(x.shape)
+    dropped = wide * (kept.to(wide.dtype) / (1 - probability))
+    if residual is None:
+        return dropped.to(x.dtype)
+    return (residual.to(wide.dtype) + dropped).to(residual.dtype)
+
+
+@shapes_of("dropout_add")
+def _shapes(x: Tensor, residual: Tensor | None, probability: float, seed: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=(x if residual is None else residual).dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, residual, ctx.probability, seed = inputs
+    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (seed,) = ctx.saved_tensors
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        of_x = grad.to(ctx.dtype)
+        grad_x = torch.ops.megatron.dropout_add(of_x, None, ctx.probability, seed)
+    return grad_x, grad if ctx.has_residual else None, None, None
+
+
+torch.library.register_autograd("megatron::dropout_add", _backward, setup_context=_save)
