@@ -46,6 +46,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         fuse_loss=config.training.cross_entropy_loss_fusion,
         fuse_rope=config.training.rope_fusion,
         fuse_gated_units=config.training.bias_swiglu_fusion,
+        fp8=config.fp8 if config.fp8.fp8_format is not None else None,
     )
 
 
