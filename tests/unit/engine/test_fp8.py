@@ -20,6 +20,7 @@ from megatron.model_build import model_build
 from megatron.ops import fp8_products as products
 from megatron.ops.fp8_products import Fp8Products
 from megatron.ops.quantize import Quantized, dequantize
+from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from tests.support.tiny import TOKENS_PER_SAMPLE, tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches, tiny_engine
@@ -57,6 +58,14 @@ def test_first_and_last_layers_are_out_with_their_reason() -> None:
             reason = table[f"layers.{layer}.{name}"]
             assert (reason is not None) == is_out
             assert reason is None or "--first-last-layers-bf16" in reason
+
+
+def test_a_bert_has_the_same_layers_in_fp8() -> None:
+    runtime = runtime_of(tiny_run("nowhere", **FP8))
+    table = dict(decisions(bert_task().layers(runtime.config.model, model_build(runtime))))
+    inside = {f"layers.{i}.{name}" for i in range(2) for name in LINEAR}
+    assert {name for name, reason in table.items() if reason is None} == inside
+    assert "lm_head.dense" in table
 
 
 def test_a_model_without_a_layer_in_fp8_is_refused() -> None:
