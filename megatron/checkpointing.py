@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megatron import log
+import torch
+
+from megatron import device, log
 from megatron.checkpoint import model_kind, rng
 from megatron.checkpoint.agreement import run_on_all_ranks
 from megatron.checkpoint.folder.retention import Retention
@@ -36,6 +38,7 @@ from megatron.global_vars import Runtime
 from megatron.initialize import reseed
 from megatron.model_build import vocabulary
 from megatron.ops.library import kernels_in_use
+from megatron.ops.scaled_matmul import scaled_matmul_kind
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checkpoint import starts_fresh_if_empty
 from megatron.progress import Progress
@@ -45,7 +48,7 @@ NO_SOURCES: Mapping[str, str] = MappingProxyType({})
 
 # Groups whose changes are logged when a run is resumed.
 _WARN_IF_CHANGED = (
-    "training", "optimizer", "schedule", "precision", "data", "tokenizer", "engine",
+    "training", "optimizer", "schedule", "precision", "fp8", "data", "tokenizer", "engine",
 )  # fmt: skip
 
 # Fields of the model that may differ between a checkpoint and the run that loads it: they change
@@ -88,6 +91,7 @@ def save_checkpoint(
         data={**sources, **_vocabulary_source(runtime)},
         validation_loss=validation_loss,
         model_kind=engine.task.name,
+        arithmetic=_arithmetic(config),
     )
     plan = pipeline_plan(runtime.config.parallel, runtime.config.model.num_layers)
     form = registry.get(flags.checkpoint_format)
@@ -298,11 +302,25 @@ def _warn_of_changes(
             f"resuming with other kernels than the checkpoint's ({saved_with} -> {kernels}): "
             "numbers will differ in their last bits"
         )
+    products = _arithmetic(config).get("fp8")
+    if (before := opened.manifest.written_by.get("fp8")) != products and before and products:
+        log.warning(
+            f"resuming with other products in FP8 than the checkpoint's ({before} -> {products}): "
+            "numbers will differ in their last bits"
+        )
     if files := changed_sources(opened.manifest.data, sources):
         log.warning(
             "resuming with files of the data that are not those the checkpoint was trained on, "
             f"so that samples may be repeated or left out: {'; '.join(files)}"
         )
+
+
+def _arithmetic(config: RunConfig) -> dict[str, str]:
+    """Return how products in FP8 are computed, where there are any."""
+    if config.fp8.fp8_format is None:
+        return {}
+    dtype: torch.dtype = getattr(torch, config.precision.precision.value)
+    return {"fp8": scaled_matmul_kind(device.current().type, dtype)}
 
 
 def _differences(

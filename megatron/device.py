@@ -130,6 +130,11 @@ def name() -> str:
     return f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)"
 
 
+def capability() -> tuple[int, int]:
+    """Return the compute capability of this process's CUDA device."""
+    return torch.cuda.get_device_capability()
+
+
 def host_empty(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised host memory [size], from which copies to a GPU do not wait for it."""
     is_pinned = _CURRENT.device.type == "cuda"

@@ -48,6 +48,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         fuse_rope=config.training.rope_fusion,
         fuse_gated_units=config.training.bias_swiglu_fusion,
         fuse_dropout=config.training.bias_dropout_fusion,
+        fp8=config.fp8 if config.fp8.fp8_format is not None else None,
     )
 
 

@@ -161,6 +161,7 @@ class Snapshot:
     data: Mapping[str, str] = field(default_factory=dict)  # what was read, by the names of files
     validation_loss: float | None = None  # of these weights, where they were evaluated
     model_kind: str | None = None  # `PretrainTask.name`
+    arithmetic: Mapping[str, str] = field(default_factory=dict)  # what numbers depend on further
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """Return the tensors by name; CheckpointError when two have the same."""

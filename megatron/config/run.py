@@ -15,6 +15,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.engine import EngineConfig
 from megatron.config.fields import from_plain, to_plain
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
@@ -44,6 +45,7 @@ class RunConfig:
     logging: LoggingConfig
     launch: LaunchConfig
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
@@ -94,6 +96,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "precision": PrecisionConfig,
+    "fp8": Fp8Config,
     "parallel": ParallelConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
@@ -102,7 +105,7 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
 # DeepSpeed was given, which follows from the flags and a file.
-ADDED_LATER = frozenset({"engine"})
+ADDED_LATER = frozenset({"engine", "fp8"})
 RECORDED_JSON = "deepspeed_json"
 
 

@@ -36,6 +36,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--deepspeed-activation-checkpointing": ("--recompute-granularity", "full"),
     "--partition-activations": ("--distribute-saved-activations", "true"),
     "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
+    "--fp8-e4m3": ("--fp8-format", "e4m3"),
+    "--fp8-hybrid": ("--fp8-format", "hybrid"),
 }
 
 NO_EFFECT: Mapping[str, NoEffect] = {
@@ -124,6 +126,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),
     "--abort-on-unmet-fused-kernel-constraints": NoEffect(0, _FUSED),
     "--fim-pad-token": NoEffect(1, "a document that is rearranged keeps its length"),
+    "--fp8-interval": NoEffect(1, "scales are those of the matrices of each step"),
     "--fim-eod-token": NoEffect(1, "documents end at the tokenizer's end-of-document token"),
 }
 
@@ -228,6 +231,10 @@ NOT_YET: Mapping[str, str] = {
     "--main-params-dtype": "fp32 masters, as every half-precision run does; leave it out",
     "--main-grads-dtype": "gradients in the dtype that they are reduced in; leave it out",
     "--ddp-num-buckets": "--ddp-bucket-size",
+    **dict.fromkeys(
+        ("--fp8-amax-history-len", "--fp8-amax-compute-algo"),
+        "--fp8-recipe tensorwise, whose scales are those of the matrix at hand; leave it out",
+    ),
     "--fim-split-sample": "--fim-data without it, which takes each document by itself",
     "--fim-fragment-rate": "--fim-rate, the share of all documents",
     "--fim-no-prefix": "--fim-data without it, which treats all documents alike",

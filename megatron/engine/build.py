@@ -1,6 +1,7 @@
 """Builds the engine that a run asks for: the native one, or one of the two of DeepSpeed."""
 
 from megatron.config.run import RunConfig
+from megatron.engine import fp8
 from megatron.engine.base import Engine, PretrainTask
 from megatron.engine.deepspeed.engine import DeepSpeedEngine
 from megatron.engine.deepspeed.pipeline import DeepSpeedPipelineEngine
@@ -20,6 +21,8 @@ def build_engine(
 ) -> Engine:
     """Return the engine of this rank; all ranks call this together."""
     announce_kernels()
+    if build.fp8 is not None:
+        fp8.announce(config, task.layers(config.model, build))
     if config.engine.deepspeed:
         in_stages = build.ctx.pp.size > 1
         kind = DeepSpeedPipelineEngine if in_stages else DeepSpeedEngine

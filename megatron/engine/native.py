@@ -27,6 +27,7 @@ from megatron.engine.base import (
     StepReport,
 )
 from megatron.engine.cuts import stage_ranges
+from megatron.engine.fp8 import FirstStep
 from megatron.engine.state import model_tensors, optimizer_tensors
 from megatron.engine.tally import (
     COUNTS,
@@ -72,6 +73,7 @@ class NativeEngine:
         self._config, self._task, self._build = config, task, build
         self._context = build.ctx
         self._timers = timers or Timers()
+        self._has_proven_fp8 = build.fp8 is None
         self._batch_options = BatchOptions(config.data, tokenizer)
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)
         specs = task.layers(config.model, build)
@@ -149,7 +151,7 @@ class NativeEngine:
             # and the loss of a router counts sequences.
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
-        losses = self._executor.train(microbatches, plan.num_microbatches, scale=scale)
+        losses = self._train(microbatches, plan.num_microbatches, scale)
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
         sums = step_sums(losses, self._task, self._build, signals)
@@ -220,6 +222,20 @@ class NativeEngine:
         self._replica.check_replicas_agree()
         check_replicated_agree(self.stage.named_parameters(), self._context.tp)
         self._tied.check_equal()
+
+    def _train(
+        self, microbatches: Iterator[MicroBatch], count: int, scale: float | Tensor
+    ) -> list[Tensor]:
+        """Run all passes of a step; in the first one check that what is in FP8 ran in FP8."""
+        if self._has_proven_fp8:
+            return self._executor.train(microbatches, count, scale=scale)
+        policy = self._build.activations
+        recomputes = policy.method is not None or bool(policy.modules)
+        products = FirstStep(self.stage, recomputes=recomputes)
+        losses = self._executor.train(microbatches, count, scale=scale)
+        products.check(count)
+        self._has_proven_fp8 = True
+        return losses
 
     def _report(self, scalars: HostScalars, plan: StepPlan) -> StepReport:
         values = scalars.read()

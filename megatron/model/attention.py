@@ -67,7 +67,7 @@ class SelfAttention(nn.Module):
             init=weight_init(config),
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
-        )
+        ).in_fp8(build.fp8)
         self.query_norm = build_head_norm(config, build) if config.qk_layernorm else None
         self.key_norm = build_head_norm(config, build) if config.qk_layernorm else None
         self.output = RowParallelLinear(
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
             init=residual_init(config),
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
-        )
+        ).in_fp8(build.fp8)
 
     def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
         """Apply attention under the mask of `geometry`: [s, b, h] to the same.

@@ -35,7 +35,7 @@ class MLP(nn.Module):
             sequence_parallel=build.sequence_parallel,
             blocks=halves,
             dtype=build.dtype,
-        )
+        ).in_fp8(build.fp8)
         self.fc2 = RowParallelLinear(
             config.ffn_width,
             config.hidden_size,
@@ -44,7 +44,7 @@ class MLP(nn.Module):
             init=residual_init(config),
             sequence_parallel=build.sequence_parallel,
             dtype=build.dtype,
-        )
+        ).in_fp8(build.fp8)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""

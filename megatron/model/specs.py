@@ -4,13 +4,14 @@ A layer takes a carry and returns a carry, so that a pipeline may cut the list a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.activations import ActivationPolicy
+from megatron.config.fp8 import Fp8Config
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import AttentionBackend
 from megatron.model.activations import ActivationMemory
@@ -109,6 +110,13 @@ class ModelBuild:
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
     fuse_dropout: bool = True  # likewise
+    fp8: Fp8Config | None = None  # of the linear layers of blocks; None: in the model's precision
+
+    def of_block(self, layer: int, num_layers: int) -> "ModelBuild":
+        """Return the same for the transformer layer `layer`, which may stay out of FP8."""
+        if self.fp8 is None or self.fp8.has_layer(layer, num_layers):
+            return self
+        return replace(self, fp8=None)
 
     @property
     def memory(self) -> ActivationMemory:

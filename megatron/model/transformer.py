@@ -30,6 +30,7 @@ class Block(nn.Module):
         self, config: ModelConfig, build: ModelBuild, geometry: AttentionGeometry, *, layer: int
     ) -> None:
         super().__init__()
+        build = build.of_block(layer, config.num_layers)
         self.geometry = geometry
         self._build, self._recomputed = build, build.activations.modules
         self._side_by_side = config.use_parallel_residual

@@ -7,18 +7,22 @@ reduced over tp again. With it, hidden states between layers are [s/tp, b, h] an
 are summands: such parameters are marked (`is_sequence_parallel`), and summed once per step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.errors import ConfigError, DataError
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import (
     Pending,
     all_gather,
+    all_reduce,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -30,10 +34,40 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_parameter_metadata
 from megatron.mpu.row_gradients import lookup
-from megatron.mpu.weight_gradients import defer_or_compute, is_deferrable
+from megatron.mpu.weight_gradients import (
+    WeightProduct,
+    defer_or_compute,
+    is_deferrable,
+    weight_gradient,
+)
+from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
+from megatron.ops.quantize import Blocks
+
+# The blocks of activations and gradients, and those of weights, that share a scale.
+FP8_BLOCKS: Mapping[Fp8Recipe, tuple[Blocks, Blocks]] = {
+    Fp8Recipe.TENSORWISE: (Blocks.TENSOR, Blocks.TENSOR),
+    Fp8Recipe.ROWWISE: (Blocks.ROW, Blocks.ROW),
+    Fp8Recipe.BLOCKWISE: (Blocks.ROW_128, Blocks.SQUARE_128),
+    Fp8Recipe.MXFP8: (Blocks.ROW_32, Blocks.ROW_32),
+}
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What the two linear layers share: a weight split over tp, and products in FP8."""
+
+    weight: nn.Parameter
+    fp8: Fp8Products | None = None
+    _tp: Group
+    _splits_output: bool
+
+    def in_fp8(self, config: Fp8Config | None) -> Self:
+        """Compute with 8-bit operands, if a config is given; return this layer."""
+        if config is not None:
+            self.fp8 = fp8_products(config, self._tp, splits_output=self._splits_output)
+        return self
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Y = X W^T + b with the output features split over tp: each rank computes its own columns.
 
     The input is whole on every rank, and so is its gradient (summed over tp, while the weight's
@@ -46,6 +80,8 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ConfigError: the output features do not divide into `blocks * tp` equal parts.
     """
+
+    _splits_output = True
 
     def __init__(
         self,
@@ -72,7 +108,12 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
         return linear_with_input_reduction(
-            hidden, self.weight, self.bias, self._tp, sequence_parallel=self._sequence_parallel
+            hidden,
+            self.weight,
+            self.bias,
+            self._tp,
+            sequence_parallel=self._sequence_parallel,
+            fp8=self.fp8,
         )
 
     def extra_repr(self) -> str:
@@ -80,7 +121,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.in_features}, {self.out_features} / tp={self._tp.size}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Y = X W^T + b with the input features split over tp: partial products are summed.
 
     The bias is whole on every rank and is added once, after the sum.
@@ -92,6 +133,8 @@ class RowParallelLinear(nn.Module):
     Raises:
         ConfigError: the input features do not divide over tp.
     """
+
+    _splits_output = False
 
     def __init__(
         self,
@@ -123,9 +166,9 @@ class RowParallelLinear(nn.Module):
         The output is [s/tp, .., out] under sequence parallelism.
         """
         if self._tp.size == 1:
-            return _linear(hidden, self.weight, self.bias)
+            return _linear(hidden, self.weight, self.bias, self.fp8)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
-        output = reduce(_linear(hidden, self.weight, None), self._tp)
+        output = reduce(_linear(hidden, self.weight, None, self.fp8), self._tp)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -194,6 +237,18 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.padded_size} / tp={self._tp.size}, {self.hidden_size}"
 
 
+def fp8_products(config: Fp8Config, tp: Group, *, splits_output: bool) -> Fp8Products:
+    """Return the products of a linear layer whose weight is split over `tp`."""
+    is_hybrid = config.fp8_format is Fp8Format.HYBRID
+    gradient_dtype = torch.float8_e5m2 if is_hybrid else torch.float8_e4m3fn
+    return Fp8Products(
+        Fp8Scaling(*FP8_BLOCKS[config.fp8_recipe], gradient_dtype, config.fp8_margin),
+        splits_output=splits_output,
+        reduce_max=partial(all_reduce, group=tp, op="max"),
+        wgrad=config.fp8_wgrad,
+    )
+
+
 def linear_with_input_reduction(
     hidden: Tensor,
     weight: Tensor,
@@ -201,6 +256,7 @@ def linear_with_input_reduction(
     tp: Group,
     *,
     sequence_parallel: bool = False,
+    fp8: Fp8Products | None = None,
 ) -> Tensor:
     """Apply `F.linear` to a weight split by output features; sum the input's gradient over tp.
 
@@ -209,23 +265,25 @@ def linear_with_input_reduction(
     [v/tp, h].
     """
     if tp.size == 1:
-        return _linear(hidden, weight, bias)
+        return _linear(hidden, weight, bias, fp8)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, tp, sequence_parallel)
+    return function(hidden, weight, bias, tp, sequence_parallel, fp8)
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply `F.linear` without communication; the weight's gradient may be deferred."""
-    if not is_deferrable(weight):
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
+    """Apply `F.linear` without reductions of sums; the weight's gradient may be deferred."""
+    if fp8 is None and not is_deferrable(weight):
         return F.linear(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False)
+    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8)
 
 
 class _LinearContext(FunctionContext):
     tp: Group
     sequence_parallel: bool
     parameter: Tensor
+    fp8: Fp8Products | None
+    amax: Fp8Amax
 
 
 class _LinearWithInputReduction(torch.autograd.Function):
@@ -244,11 +302,16 @@ class _LinearWithInputReduction(torch.autograd.Function):
         bias: Tensor | None,
         tp: Group,
         sequence_parallel: bool,
+        fp8: Fp8Products | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
+        ctx.tp, ctx.sequence_parallel, ctx.fp8 = tp, sequence_parallel, fp8
         ctx.parameter = weight  # the saved one may come back as another tensor object
-        return F.linear(all_gather(hidden, tp) if sequence_parallel else hidden, weight, bias)
+        hidden = all_gather(hidden, tp) if sequence_parallel else hidden
+        if fp8 is None:
+            return F.linear(hidden, weight, bias)
+        output, ctx.amax = fp8.output(hidden, weight)
+        return output if bias is None else output.add_(bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
@@ -257,17 +320,25 @@ class _LinearWithInputReduction(torch.autograd.Function):
         gathering, reducing = Pending(hidden, None), None
         if ctx.sequence_parallel and ctx.needs_input_grad[1]:
             gathering = start_all_gather(hidden.contiguous(), ctx.tp)
-        grad_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        grad_input: Tensor | None = None
+        product: WeightProduct = weight_gradient
+        if ctx.fp8 is not None:
+            # Computed in any case: the ranks reduce the gradient's largest value together.
+            grad_input, of_grad = ctx.fp8.input_gradient(grad, weight, ctx.amax)
+            if ctx.fp8.wgrad:
+                product = ctx.fp8.of_weight(ctx.amax, of_grad)
+        elif ctx.needs_input_grad[0]:
+            grad_input = grad.matmul(weight)
         hidden = gathering.wait()
         if grad_input is not None:
             start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
             reducing = start(grad_input, ctx.tp)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = defer_or_compute(ctx.parameter, hidden, grad)
+            grad_weight = defer_or_compute(ctx.parameter, hidden, grad, product)
         grad_bias = _rows(grad).sum(dim=0) if ctx.needs_input_grad[2] else None
         grad_input = None if reducing is None else reducing.wait()
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

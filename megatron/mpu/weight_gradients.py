@@ -6,18 +6,22 @@ gets it at once. While a queue is collecting it gets nothing: the product's inpu
 buffers work as always. Everything else (biases, norms, embeddings) is never late.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+WeightProduct = Callable[[Tensor, Tensor], Tensor]
+"""The gradient [out, in] of a weight, of the input [.., in] and the output's gradient [.., out]."""
+
 
 class _Late(NamedTuple):
     weight: Tensor
     rows_in: Tensor  # [.., in]
     rows_out: Tensor  # [.., out], the gradient of the output
+    product: WeightProduct
 
 
 class WeightGradients:
@@ -58,20 +62,22 @@ class WeightGradients:
         late = self._waiting.pop(key)
         late.reverse()
         while late:
-            weight, rows_in, rows_out = late.pop()
-            torch.autograd.backward([weight], [weight_gradient(rows_in, rows_out)])
+            weight, rows_in, rows_out, product = late.pop()
+            torch.autograd.backward([weight], [product(rows_in, rows_out)])
 
     @property
     def size(self) -> int:
         """Number of products that are still to be computed."""
         return sum(len(late) for late in self._waiting.values())
 
-    def takes(self, weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> bool:
+    def takes(
+        self, weight: Tensor, rows_in: Tensor, rows_out: Tensor, product: WeightProduct
+    ) -> bool:
         """Defer a product while collecting; called by `defer_or_compute`."""
         if self._collecting is None:
             return False
         # Detached: an input would hold the graph that made it, and all that this has saved.
-        late = _Late(weight, rows_in.detach(), rows_out.detach())
+        late = _Late(weight, rows_in.detach(), rows_out.detach(), product)
         self._waiting[self._collecting].append(late)
         self._kept_now.add(weight)
         return True
@@ -97,24 +103,27 @@ def comes_later(weight: Tensor) -> bool:
 
 
 @torch.no_grad()
-def defer_or_compute(weight: Tensor, rows_in: Tensor, rows_out: Tensor) -> Tensor | None:
+def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
+    """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
+    return _rows(rows_out).t().matmul(_rows(rows_in))
+
+
+@torch.no_grad()
+def defer_or_compute(
+    weight: Tensor, rows_in: Tensor, rows_out: Tensor, product: WeightProduct = weight_gradient
+) -> Tensor | None:
     """Return the gradient [out, in] of `weight`, or None when it is deferred.
 
     Args:
         weight: the parameter itself, not a view of it.
         rows_in: input of the layer, [.., in], whole.
         rows_out: gradient of its output, [.., out].
+        product: what computes the gradient, without communication.
     """
     queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
-    if queue is not None and queue.takes(weight, rows_in, rows_out):
+    if queue is not None and queue.takes(weight, rows_in, rows_out, product):
         return None
-    return weight_gradient(rows_in, rows_out)
-
-
-@torch.no_grad()
-def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
-    """Return the gradient [out, in] of a weight, from its input and the gradient of its output."""
-    return _rows(rows_out).t().matmul(_rows(rows_in))
+    return product(rows_in, rows_out)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the bias of a row-parallel layer is added once",
             "megatron/mpu/layers.py",
-            "output = reduce(_linear(hidden, self.weight, None), self._tp)",
-            "output = reduce(_linear(hidden, self.weight, self.bias), self._tp)",
+            "output = reduce(_linear(hidden, self.weight, None, self.fp8), self._tp)",
+            "output = reduce(_linear(hidden, self.weight, self.bias, self.fp8), self._tp)",
             "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
         ),
         Mutant(
@@ -483,8 +483,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "weight gradients that were put off are added",
             "megatron/mpu/weight_gradients.py",
-            "torch.autograd.backward([weight], [weight_gradient(rows_in, rows_out)])",
-            "torch.autograd.backward([weight], [0 * weight_gradient(rows_in, rows_out)])",
+            "torch.autograd.backward([weight], [product(rows_in, rows_out)])",
+            "torch.autograd.backward([weight], [0 * product(rows_in, rows_out)])",
             "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
         ),
         Mutant(

@@ -3,6 +3,83 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "fp8": (
+        Mutant(
+            "codes beyond the largest one are the largest one",
+            "megatron/ops/quantize.py",
+            "parts.clamp(-largest, largest).float()",
+            "parts.float()",
+            "tests/unit/ops/test_quantize.py::"
+            "test_every_code_every_tie_and_what_is_beside_it_is_rounded_right",
+        ),
+        Mutant(
+            "a NaN spoils all of its block",
+            "megatron/ops/quantize.py",
+            "nan_to_num(nan=torch.inf,",
+            "nan_to_num(nan=0.0,",
+            "tests/unit/ops/test_quantize.py::"
+            "test_what_is_not_finite_spoils_its_block_and_no_other",
+        ),
+        Mutant(
+            "a margin leaves room",
+            "megatron/ops/quantize.py",
+            "2.0**margin / largest",
+            "1 / largest",
+            "tests/unit/ops/test_quantize.py::test_a_margin_leaves_room_above_the_largest_value",
+        ),
+        Mutant(
+            "scales of 32 stand in tiles",
+            "megatron/ops/scaled_matmul.py",
+            "tiles.permute(0, 3, 2, 1, 4)",
+            "tiles.permute(0, 3, 1, 2, 4)",
+            "tests/unit/ops/test_scaled_matmul.py::"
+            "test_scales_of_32_are_tiled_as_the_manual_of_cublas_says",
+        ),
+        Mutant(
+            "ranks share the largest value of a weight",
+            "megatron/ops/fp8_products.py",
+            "(weight, self._weight, _is_shared(self._weight, split=True, summed=split)),",
+            "(weight, self._weight, False),",
+            "tests/laws/layouts/test_fp8.py::test_every_layout_rounds_alike",
+        ),
+        Mutant(
+            "gradients have a format of their own",
+            "megatron/ops/fp8_products.py",
+            "self._quantize(rows, self._rows, of_grad, self._scaling.gradient_dtype)",
+            "self._quantize(rows, self._rows, of_grad)",
+            "tests/unit/ops/test_fp8_products.py::"
+            "test_every_product_is_that_of_the_rounded_operands",
+        ),
+        Mutant(
+            "gradients of weights are computed in FP8",
+            "megatron/mpu/layers.py",
+            "product = ctx.fp8.of_weight(ctx.amax, of_grad)",
+            "pass",
+            "tests/unit/ops/test_fp8_products.py::"
+            "test_every_product_is_that_of_the_rounded_operands",
+        ),
+        Mutant(
+            "every gradient of the first step is counted",
+            "megatron/engine/fp8.py",
+            "if gradients != wanted or outputs",
+            "if outputs",
+            "tests/unit/engine/test_fp8.py::test_a_first_step_without_a_product_is_an_error",
+        ),
+        Mutant(
+            "products as exact as bfloat16 are not FP8",
+            "megatron/engine/fp8.py",
+            "if not expected / _BAND < error",
+            "if not error",
+            "tests/unit/engine/test_fp8.py::test_products_that_are_not_in_fp8_are_refused",
+        ),
+        Mutant(
+            "the first and last layers stay out of FP8",
+            "megatron/model/specs.py",
+            "if self.fp8 is None or self.fp8.has_layer(layer, num_layers):",
+            "if True:",
+            "tests/unit/engine/test_fp8.py::test_first_and_last_layers_are_out_with_their_reason",
+        ),
+    ),
     "optimizer": (
         Mutant(
             "gradients below the limit are not scaled up",

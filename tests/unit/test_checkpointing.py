@@ -21,6 +21,7 @@ from megatron.inference import load_model_for_inference
 from megatron.model_build import model_build
 from megatron.mpu.topology import Topology
 from megatron.ops.library import kernels_in_use
+from megatron.ops.scaled_matmul import EMULATED
 from megatron.progress import Progress
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
@@ -279,6 +280,28 @@ def test_other_kernels_than_the_checkpoints_are_said(
     monkeypatch.setattr("megatron.checkpointing.kernels_in_use", lambda: "other")
     assert run_of(load=folder).load() == AT
     assert f"other kernels than the checkpoint's ({kernels_in_use()} -> other)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_how_products_in_fp8_are_computed_is_recorded_and_changes_are_said(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = {"fp8_format": "hybrid"}
+    run = run_of(save=str(tmp_path / "run"), hidden_size=32, **fp8)
+    run.save()
+    content, _ = manifest.load(tmp_path / "run" / "iter_0000003")
+    assert content.written_by["fp8"] == EMULATED
+    resumed: dict[str, Any] = {"load": str(tmp_path / "run"), "hidden_size": 32}
+    assert run_of(**resumed, **fp8).load() == AT
+    assert capsys.readouterr().err == "", "nothing has changed, so nothing is said"
+    assert run_of(**resumed, fp8_format="e4m3").load() == AT
+    assert "--fp8-format hybrid -> e4m3" in capsys.readouterr().err
+    assert run_of(**resumed).load() == AT
+    assert "--fp8-format hybrid -> None" in capsys.readouterr().err
+    monkeypatch.setattr("megatron.checkpointing.scaled_matmul_kind", lambda *of: "other")
+    assert run_of(**resumed, **fp8).load() == AT
+    assert f"other products in FP8 than the checkpoint's ({EMULATED} -> other)" in (
         capsys.readouterr().err
     )
 

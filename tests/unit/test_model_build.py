@@ -50,6 +50,12 @@ def test_flags_choose_the_operations_of_pytorch() -> None:
     assert not model_build(runtime_of(unfused)).fuse_dropout
 
 
+def test_a_format_chooses_fp8() -> None:
+    assert model_build(runtime_of(tiny_run("nowhere"))).fp8 is None
+    config = tiny_run("nowhere", fp8_format="e4m3", fp8_recipe="mxfp8")
+    assert model_build(runtime_of(config)).fp8 == config.fp8
+
+
 def test_rows_of_the_table_are_padded_for_the_tensor_parallel_ranks() -> None:
     runtime = runtime_of(tiny_run("nowhere"))
     tokens = runtime.tokenizer.vocab_size

@@ -13,6 +13,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.engine import EngineConfig
 from megatron.config.fields import field_names, flag_name, to_plain
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig, PositionEmbedding
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -86,6 +87,8 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         notes.append(
             f"computing in {precision.precision}; the checkpoint is of {stored.precision.precision}"
         )
+    if stored.fp8.fp8_format is not None:
+        notes.append("computing without FP8: scales would depend on what else is in the batch")
     ignored = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
     notes += _note("without effect, as nothing is trained", ignored)
     launch = replace(stored.launch, distributed_backend=None)
@@ -94,6 +97,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         stored,
         model=model,
         precision=precision,
+        fp8=Fp8Config(),
         tokenizer=_tokenizer(stored.tokenizer, given),
         parallel=ParallelConfig(
             **_subset(given, set(field_names(ParallelConfig)) - _UPDATE_FIELDS)

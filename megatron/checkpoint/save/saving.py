@@ -182,6 +182,7 @@ def manifest_of(
             "megatron": megatron.__version__,
             "torch": torch.__version__,
             "kernels": kernels_in_use(),
+            **snapshot.arithmetic,
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         data=snapshot.data,

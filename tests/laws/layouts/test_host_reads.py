@@ -40,6 +40,7 @@ except ImportError as error:  # it is internal to torch
 
 MICRO_BATCHES = 2
 META = torch.device("meta")
+FP8 = {"bf16": True, "fp8_format": "hybrid", "hidden_size": 64}
 ROUTED = {"num_experts": 4, "add_bias_linear": False}
 
 
@@ -139,6 +140,8 @@ RANKS = {
         *(2, 1, 1, 1),
         {"bf16": True, "recompute_granularity": "full", "recompute_method": "uniform"},
     ),
+    "fp8": Rank(2, 1, 1, 1, {**FP8, "recompute_granularity": "full", "sequence_parallel": True}),
+    "fp8, blocks of 32": Rank(2, 1, 1, 0, {**FP8, "fp8_recipe": "mxfp8"}),
     "first stage": Rank(2, 2, 2, 1, {"bf16": True}),
 }
 

@@ -10,6 +10,7 @@ from megatron.checkpoint.load.inference_config import (
     inference_config,
     values_from_command_line,
 )
+from megatron.config.fp8 import Fp8Config
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
@@ -104,6 +105,13 @@ def test_positions_without_a_table_may_go_further() -> None:
         used("--max-position-embeddings 32 --seq-length 33", **rope)
     with pytest.raises(ConfigError, match="cannot read rows of that length"):
         used("--seq-length 0", **rope)
+
+
+def test_text_is_generated_without_fp8() -> None:
+    use = used("", bf16=True, fp8_format="hybrid")
+    assert use.config.fp8 == Fp8Config()
+    (note,) = use.notes
+    assert note.startswith("computing without FP8")
 
 
 def test_the_precision_is_that_of_the_flags() -> None:
