@@ -28,6 +28,15 @@ OLDEST_DEVICE = {
     Blocks.SQUARE_128: (9, 0),
     Blocks.ROW_32: (10, 0),
 }
+# What torch has for compute capability 9 alone, and what it multiplies in e4m3 alone.
+_HOPPER_ALONE = frozenset({Blocks.ROW_128, Blocks.SQUARE_128})
+E4M3_ALONE = _HOPPER_ALONE | {Blocks.ROW_32}
+
+
+def runs_on(blocks: Blocks, capability: tuple[int, int]) -> bool:
+    """Return whether torch multiplies such blocks on a CUDA device of that capability."""
+    is_hopper = capability[0] == 9
+    return capability >= OLDEST_DEVICE[blocks] and (is_hopper or blocks not in _HOPPER_ALONE)
 
 
 def scaled_matmul_kind(device_type: str, dtype: torch.dtype) -> str:

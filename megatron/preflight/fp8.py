@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from megatron import device
-from megatron.config.fp8 import Fp8Config
+from megatron.config.fp8 import Fp8Config, Fp8Format
 from megatron.config.precision import Precision
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.mpu.layers import FP8_BLOCKS
-from megatron.ops.scaled_matmul import OLDEST_DEVICE
+from megatron.ops.scaled_matmul import E4M3_ALONE, OLDEST_DEVICE, runs_on
 from megatron.preflight.run import RunPlan
 
 
@@ -81,13 +81,20 @@ def device_multiplies_fp8(plan: RunPlan) -> Iterator[MegatronError]:
 def _capability_problems(
     fp8: Fp8Config, capability: tuple[int, int], name: str
 ) -> Iterator[MegatronError]:
-    needed = max(OLDEST_DEVICE[blocks] for blocks in FP8_BLOCKS[fp8.fp8_recipe])
-    if capability < needed:
+    blocks = FP8_BLOCKS[fp8.fp8_recipe]
+    if not all(runs_on(each, capability) for each in blocks):
+        oldest = ".".join(map(str, max(OLDEST_DEVICE[each] for each in blocks)))
         yield MachineError(
             f"this device cannot multiply in FP8 with scales {fp8.fp8_recipe}",
-            found=f"{name}, compute capability {'.'.join(map(str, capability))}",
-            fix=f"use a device of compute capability {'.'.join(map(str, needed))} or newer, "
-            "another --fp8-recipe, or leave --fp8-format out",
+            found=f"{name}, compute capability {'.'.join(map(str, capability))}; the first one "
+            f"that can is {oldest}, and for blockwise the last one is 9.0",
+            fix="use such a device, another --fp8-recipe, or leave --fp8-format out",
+        )
+    if fp8.fp8_format is Fp8Format.HYBRID and E4M3_ALONE.intersection(blocks):
+        yield ConfigError(
+            f"torch multiplies with scales {fp8.fp8_recipe} in e4m3 alone on CUDA",
+            found=f"--fp8-format hybrid, --fp8-recipe {fp8.fp8_recipe}",
+            fix="use --fp8-format e4m3: small blocks do not need the range of e5m2",
         )
 
 

@@ -72,14 +72,33 @@ def test_a_device_that_cannot_is_refused(
 ) -> None:
     monkeypatch.setattr(device, "cuda_is_available", lambda: True)
     monkeypatch.setattr(device, "name", lambda: "a GPU")
-    here = fp8_plan(fp8_recipe=recipe.value, device=DeviceKind.CUDA)
+    here = fp8_plan(fp8_recipe=recipe.value, fp8_format="e4m3", device=DeviceKind.CUDA)
     monkeypatch.setattr(device, "capability", lambda: oldest)
     assert found(fp8.device_multiplies_fp8, here) == []
     monkeypatch.setattr(device, "capability", lambda: (oldest[0] - 1, 9))
-    needed = f"compute capability {oldest[0]}.{oldest[1]} or newer"
+    needed = f"the first one that can is {oldest[0]}.{oldest[1]}"
     only(found(fp8.device_multiplies_fp8, here), f"scales {recipe}", "a GPU", needed)
     on_cpu = fp8_plan(fp8_recipe=recipe.value)
     assert found(fp8.device_multiplies_fp8, on_cpu) == []
+    monkeypatch.setattr(device, "capability", lambda: (12, 0))
+    newer = found(fp8.device_multiplies_fp8, here)
+    assert bool(newer) == (recipe is Fp8Recipe.BLOCKWISE)
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_formats_that_cuda_does_not_multiply_together_are_refused(
+    recipe: Fp8Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(device, "name", lambda: "a GPU")
+    capability = (10, 0) if recipe is Fp8Recipe.MXFP8 else (9, 0)
+    monkeypatch.setattr(device, "capability", lambda: capability)
+    hybrid = fp8_plan(fp8_recipe=recipe.value, device=DeviceKind.CUDA)
+    errors = found(fp8.device_multiplies_fp8, hybrid)
+    if recipe in (Fp8Recipe.BLOCKWISE, Fp8Recipe.MXFP8):
+        only(errors, "in e4m3 alone on CUDA", "--fp8-format e4m3")
+    else:
+        assert errors == []
 
 
 def test_a_recipe_needs_what_its_blocks_need() -> None:
