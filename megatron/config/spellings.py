@@ -51,7 +51,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--data-impl": NoEffect(1, "corpora are memory-mapped .bin/.idx files"),
     "--mmap-warmup": NoEffect(0, "pages are read when they are first used"),
     "--no-masked-softmax-fusion": NoEffect(0, _FAST),
-    "--no-gradient-accumulation-fusion": NoEffect(0, _FUSED),
     "--no-persist-layer-norm": NoEffect(0, _FUSED),
     "--use-flash-attn": NoEffect(0, _FAST),
     "--use-flash-attn-v2": NoEffect(0, _FAST),

@@ -150,6 +150,11 @@ class TrainingConfig:
         help="drop hidden states and add the residual by one operator, which saves a seed in place "
         "of a mask; else by PyTorch's own operations, which draw other masks",
     )
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        help="let matrix products add gradients of weights to their buffer; else they make tensors "
+        "that are added to it, with results that differ in their last bits",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

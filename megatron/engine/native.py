@@ -104,6 +104,7 @@ class NativeEngine:
             build.ctx.dp,
             gradient_dtype=gradient_dtype,
             bucket_elements=config.parallel.ddp_bucket_size,
+            fuse_accumulation=config.training.gradient_accumulation_fusion,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_param_gather=config.parallel.overlap_param_gather,
@@ -151,7 +152,9 @@ class NativeEngine:
             # and the loss of a router counts sequences.
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
+        self._build.loss_factor.value = None if several else scale
         losses = self._train(microbatches, plan.num_microbatches, scale)
+        self._build.loss_factor.value = None
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
         sums = step_sums(losses, self._task, self._build, signals)

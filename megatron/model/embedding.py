@@ -13,6 +13,7 @@ from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import VocabParallelEmbedding, linear_with_input_reduction
 from megatron.mpu.mappings import sequence_part
 from megatron.mpu.partition import set_parameter_metadata
+from megatron.mpu.weight_gradients import alias_of
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -42,7 +43,7 @@ class WordEmbedding(VocabParallelEmbedding):
     def projection(self, carry: Carry) -> Carry:
         """Map (hidden, ..) to (hidden, weight [v/tp, h], ..), whose product the loss computes."""
         # An alias: hooks of engines on what a stage returns must not stay on the parameter.
-        return (carry[0], self.weight.view_as(self.weight), *carry[1:])
+        return (carry[0], alias_of(self.weight), *carry[1:])
 
 
 class Embedding(nn.Module):

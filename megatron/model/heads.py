@@ -13,6 +13,7 @@ from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mappings import reduce_from_tp
 from megatron.mpu.partition import Init, InitKind, Partition, set_parameter_metadata
+from megatron.mpu.weight_gradients import alias_of
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -38,7 +39,7 @@ class OutputLayer(ColumnParallelLinear):
 
     def forward(self, hidden: Tensor, *, multiply: bool = True) -> Tensor:
         """Return the scores; with `multiply` false an alias of the weight."""
-        return super().forward(hidden) if multiply else self.weight.view_as(self.weight)
+        return super().forward(hidden) if multiply else alias_of(self.weight)
 
     def logits(self, carry: Carry) -> Carry:
         """Apply `forward` to a carry, as a layer of the list."""

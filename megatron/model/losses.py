@@ -65,6 +65,7 @@ def fused_language_model_loss(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool,
+    factor: Tensor | float | None = None,
 ) -> LossSum:
     """Return `language_model_loss` of the logits hidden weight^T, which are never held all at once.
 
@@ -73,6 +74,7 @@ def fused_language_model_loss(
         weight: [v/tp, h].
         labels: [b, s] int64; a negative label counts for nothing.
         loss_mask: [b, s], 1 where a token counts and 0 where not; None: all count.
+        factor: what the backward pass multiplies the loss by, where it is known before it.
     """
     by_sequence = labels.t()  # [s, b]
     mask = None if loss_mask is None else loss_mask.t()
@@ -85,6 +87,7 @@ def fused_language_model_loss(
         ctx=ctx,
         true_vocab_size=true_vocab_size,
         sequence_parallel=sequence_parallel,
+        factor=factor,
     )
     return LossSum(total, weights.sum())
 

@@ -36,8 +36,8 @@ from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_p
 from megatron.mpu.row_gradients import lookup
 from megatron.mpu.weight_gradients import (
     WeightProduct,
+    bypasses_autograd,
     defer_or_compute,
-    is_deferrable,
     weight_gradient,
 )
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
@@ -271,8 +271,8 @@ def linear_with_input_reduction(
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
-    """Apply `F.linear` without reductions of sums; the weight's gradient may be deferred."""
-    if fp8 is None and not is_deferrable(weight):
+    """Apply `F.linear` without reductions of sums; the weight's gradient may go its own way."""
+    if fp8 is None and not bypasses_autograd(weight):
         return F.linear(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
     return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8)

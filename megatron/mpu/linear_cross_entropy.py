@@ -4,7 +4,7 @@ The logits of a chunk of tokens exist only while the chunk is processed. The los
 so its gradients are known up to one factor as soon as a chunk's softmax is: the forward pass
 computes them, and the backward pass only multiplies by the factor and reduces over tp. This takes
 the same three matrix products as the separate operations, and keeps [n, h] and [v/tp, h] for the
-backward pass instead of [n, v/tp].
+backward pass instead of [n, v/tp]; [n, h] alone where the factor is known before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
+from megatron.errors import ConfigError
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.cross_entropy import token_losses, true_columns
 from megatron.mpu.layers import check_ids
+from megatron.mpu.weight_gradients import add_product, element_blocks, gradient_sum
 
 # Bytes of the logits of one chunk: of fp32 and a vocabulary of 50304 on a CPU, 667 tokens. Smaller
 # chunks make the matrix products slower, larger ones take more memory.
 _CHUNK_BYTES = {"cpu": 2**27}
 _CHUNK_BYTES_ELSEWHERE = 2**28
-# Half-precision products are added to the fp32 sum in blocks of so many elements, and gradients
-# multiplied in quarters of them. On a CPU they are then still in the cache.
-_BLOCK_ELEMENTS = {"cpu": 2**21}
-_BLOCK_ELEMENTS_ELSEWHERE = 2**28
 
 
 def linear_cross_entropy(
@@ -39,6 +38,7 @@ def linear_cross_entropy(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool = False,
+    factor: Tensor | float | None = None,
 ) -> Tensor:
     """Return the weighted sum of -log softmax(hidden weight^T)[label] over all tokens: a scalar.
 
@@ -51,6 +51,9 @@ def linear_cross_entropy(
         labels: [s, b] int64 ids of the whole vocabulary, equal on all tp ranks. A negative label
             means that there is nothing to predict: it adds nothing to the loss or the gradients.
         token_weights: [s, b] factors on the losses, without a gradient; None: all are 1.
+        factor: what the backward pass will multiply the sum by, a scalar, where the caller knows it
+            before: the gradients have it from the start, and that of a weight with a `GradientSum`
+            is added there in the forward pass.
 
     Returns:
         The sum, equal on all tp ranks. Backward works once: a second call (`retain_graph`) raises
@@ -58,9 +61,11 @@ def linear_cross_entropy(
 
     Raises:
         DataError: a label is not in the true vocabulary (on CUDA: a device-side assert).
+        ConfigError: from the backward pass, whose factor is another one (likewise).
     """
     check_ids(labels.clamp_min(0), true_vocab_size)
-    head = _Head(ctx.tp, true_vocab_size, sequence_parallel, torch.is_grad_enabled())
+    trains = torch.is_grad_enabled()
+    head = _Head(ctx.tp, true_vocab_size, sequence_parallel, trains, factor if trains else None)
     function: Callable[..., Tensor] = _LinearCrossEntropy.apply
     return function(hidden, weight, labels, token_weights, head)
 
@@ -87,6 +92,7 @@ class _Head(NamedTuple):
     true_vocab_size: int
     sequence_parallel: bool
     trains: bool  # whether gradients may be asked for
+    factor: Tensor | float | None  # of the gradients, where it is known
 
 
 class _HeadContext(FunctionContext):
@@ -113,10 +119,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         row_weights = torch.ones_like(losses)
         if token_weights is not None:
             row_weights.copy_(token_weights.reshape(-1))
-        grad_hidden = grad_weight = None
+        factors = row_weights if head.factor is None else row_weights * head.factor
+        grad_hidden = grad_weight = place = None
         if head.trains and ctx.needs_input_grad[0]:
             grad_hidden = torch.empty_like(rows)
         if head.trains and ctx.needs_input_grad[1]:
+            place = None if head.factor is None else gradient_sum(weight)
+        if head.trains and ctx.needs_input_grad[1] and place is None:
             # One chunk's product has all tokens, and is rounded once as it is.
             grad_weight = torch.empty_like(
                 weight, dtype=wide if size < rows.shape[0] else weight.dtype
@@ -130,13 +139,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[chunk], gradient = token_losses(
                 logits, row_labels[chunk], head.tp, head.true_vocab_size
             )
-            if grad_hidden is None and grad_weight is None:
+            if grad_hidden is None and grad_weight is None and place is None:
                 continue
-            grad_logits = gradient.replace(logits, row_weights[chunk], true_width)
+            grad_logits = gradient.replace(logits, factors[chunk], true_width)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits, inputs, is_first=chunk.start == 0)
+            if place is not None:
+                place.add_product(inputs, grad_logits)
+            elif grad_weight is not None:
+                add_product(grad_weight, grad_logits, inputs, is_first=chunk.start == 0)
         ctx.save_for_backward(grad_hidden, grad_weight)  # type: ignore[arg-type]  # takes None
         ctx.head, ctx.shape, ctx.dtype = head, whole.shape, weight.dtype
         return losses.mul_(row_weights).sum()
@@ -148,12 +159,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight: Tensor | None
         grad_hidden, grad_weight = ctx.saved_tensors
         reducing: Pending | None = None
+        factor: Tensor | None = grad
+        if ctx.head.factor is not None:
+            _check_factor(grad, ctx.head.factor)
+            factor = None  # the gradients have it
         if grad_hidden is not None:
-            whole = _scaled(grad_hidden, grad, ctx.dtype).view(ctx.shape)
+            whole = _finished(grad_hidden, factor, ctx.dtype).view(ctx.shape)
             start = start_reduce_scatter if ctx.head.sequence_parallel else start_all_reduce
             reducing = start(whole, ctx.head.tp)
         if grad_weight is not None:  # while the other gradient is reduced
-            grad_weight = _scaled(grad_weight, grad, ctx.dtype)
+            grad_weight = _finished(grad_weight, factor, ctx.dtype)
         grad_input = None if reducing is None else reducing.wait()
         return grad_input, grad_weight, None, None, None
 
@@ -163,38 +178,34 @@ def _chunks(rows: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def _add_product(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_first: bool) -> None:
-    """Add rows_out^T rows_in to `total` [out, in]; the first product replaces its content.
-
-    Half-precision products are added up in fp32. In half precision a sum of many chunks would lose
-    the products that are small beside it, and round at every chunk.
-    """
-    if total.dtype == rows_out.dtype:
-        torch.addmm(total, rows_out.t(), rows_in, beta=0 if is_first else 1, out=total)
-        return
-    for block in _blocks(total):
-        product = torch.mm(rows_out[:, block].t(), rows_in)
-        if is_first:
-            total[block].copy_(product)
-        else:
-            total[block].add_(product)
+def _check_factor(found: Tensor, announced: Tensor | float) -> None:
+    if isinstance(announced, Tensor):
+        announced = announced.to(found.dtype)
+    if found.is_cuda:
+        # Asynchronous: an exception would have to wait for the device at every step.
+        torch._assert_async(found == announced, _OTHER_FACTOR)
+    elif not found.is_meta and not bool(found == announced):
+        raise ConfigError(
+            _OTHER_FACTOR,
+            found=f"{float(found)}, and {float(announced)} in the forward pass",
+            fix="multiply the loss by ModelBuild.loss_factor, or leave that None",
+        )
 
 
-def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+_OTHER_FACTOR = "the loss is multiplied by another factor than its gradients were computed for"
+
+
+def _finished(total: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `total` [n, h] times a scalar tensor, rounded once to `dtype`; may overwrite it."""
+    if factor is None:
+        increment_version(total)  # so that a second backward pass raises, as it does below
+        return total.to(dtype)
     if total.dtype == dtype == factor.dtype:
         return total.mul_(factor)
     result = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     memory = torch.empty(0, dtype=factor.dtype, device=total.device)
-    for block in _blocks(total, parts=4):
+    for block in element_blocks(total, parts=4):
         # In memory that is used again: a scalar times half precision would be rounded before.
         wide = memory.resize_(total[block].shape).copy_(total[block])
         result[block].copy_(wide.mul_(factor))
     return result
-
-
-def _blocks(total: Tensor, parts: int = 1) -> Iterator[slice]:
-    limit = _BLOCK_ELEMENTS.get(total.device.type, _BLOCK_ELEMENTS_ELSEWHERE) // parts
-    size = max(1, limit // total.shape[1])
-    for start in range(0, total.shape[0], size):
-        yield slice(start, start + size)

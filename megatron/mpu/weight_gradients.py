@@ -1,9 +1,9 @@
-"""Gradients of weights that are computed later than those of their inputs (zero-bubble schedules).
+"""Gradients of weights: as products that add to a buffer directly, and later than at first.
 
-A linear layer's backward pass calls `defer_or_compute` for the gradient of its weight. Usually it
-gets it at once. While a queue is collecting it gets nothing: the product's inputs are kept, and
-`compute` makes it later and passes it to autograd as a gradient of the leaf, so that gradient
-buffers work as always. Everything else (biases, norms, embeddings) is never late.
+A linear layer's backward pass calls `defer_or_compute` for the gradient of its weight. It gets it
+at once, or nothing: where the weight has a `GradientSum`, the product has been added there; while a
+queue is collecting (zero-bubble schedules), the product's inputs are kept and `compute` makes it
+later. Everything else (biases, norms, embeddings) is never late.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -15,6 +15,88 @@ from torch import Tensor
 
 WeightProduct = Callable[[Tensor, Tensor], Tensor]
 """The gradient [out, in] of a weight, of the input [.., in] and the output's gradient [.., out]."""
+
+
+# Half-precision products are added to an fp32 sum in blocks of so many elements. On a CPU they are
+# then still in the cache.
+_BLOCK_ELEMENTS = {"cpu": 2**21}
+_BLOCK_ELEMENTS_ELSEWHERE = 2**28
+
+
+class GradientSum:
+    """The place in a buffer where the gradients of one weight add up over micro-batches.
+
+    Products are added by the matrix product itself where it can. In place of a tensor of its own
+    for each of them, which is then copied or added, this takes no memory and no pass of its own.
+
+    Args:
+        total: [out, in], in the dtype of the weight or wider. Its content is of no interest while
+            `is_empty`.
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total, self.is_empty = total, True
+        self._arrived: Callable[[], object] = lambda: None
+
+    def accept_products(self, weight: Tensor, *, arrived: Callable[[], object]) -> None:
+        """Let layers add products for `weight`; `arrived` is called after one that was deferred."""
+        weight.gradient_sum = self  # type: ignore[attr-defined]  # our own vocabulary
+        self._arrived = arrived
+
+    def add_product(self, rows_in: Tensor, rows_out: Tensor) -> None:
+        """Add the gradient of an input [.., in] and the gradient of an output [.., out]."""
+        add_product(self.total, _rows(rows_out), _rows(rows_in), is_first=self.is_empty)
+        self.is_empty = False
+
+    def add_late_product(self, rows_in: Tensor, rows_out: Tensor) -> None:
+        """Do as `add_product` outside of a backward pass, in which autograd would call hooks."""
+        self.add_product(rows_in, rows_out)
+        self._arrived()
+
+
+def gradient_sum(weight: Tensor) -> GradientSum | None:
+    """Return where products for the gradient of `weight` are added; None: autograd has them."""
+    return getattr(weight, "gradient_sum", None)
+
+
+def alias_of(weight: Tensor) -> Tensor:
+    """Return another tensor object of `weight`; the gradient of a product goes where its own does.
+
+    A module that has hooks does not return its parameter itself.
+    """
+    alias = weight.view_as(weight)
+    alias.gradient_sum = gradient_sum(weight)  # type: ignore[attr-defined]  # our own vocabulary
+    return alias
+
+
+@torch.no_grad()
+def add_product(total: Tensor, rows_out: Tensor, rows_in: Tensor, *, is_first: bool) -> None:
+    """Add rows_out^T rows_in to `total` [out, in]; the first product replaces its content.
+
+    Half-precision products are added up in the dtype of `total`. In half precision a sum of many
+    would lose the products that are small beside it, and round at every one.
+    """
+    beta = 0 if is_first else 1
+    if total.dtype == rows_out.dtype:
+        torch.addmm(total, rows_out.t(), rows_in, beta=beta, out=total)
+        return
+    if total.is_cuda and total.dtype == torch.float32:  # cuBLAS adds before it rounds
+        torch.addmm(total, rows_out.t(), rows_in, out_dtype=torch.float32, beta=beta, out=total)
+        return
+    for block in element_blocks(total):
+        product = torch.mm(rows_out[:, block].t(), rows_in)
+        if is_first:
+            total[block].copy_(product)
+        else:
+            total[block].add_(product)
+
+
+def element_blocks(total: Tensor, parts: int = 1) -> Iterator[slice]:
+    """Yield the rows of `total` [n, m] in blocks that a cache holds; `parts` divides them again."""
+    limit = _BLOCK_ELEMENTS.get(total.device.type, _BLOCK_ELEMENTS_ELSEWHERE) // parts
+    size = max(1, limit // total.shape[1])
+    for start in range(0, total.shape[0], size):
+        yield slice(start, start + size)
 
 
 class _Late(NamedTuple):
@@ -63,7 +145,11 @@ class WeightGradients:
         late.reverse()
         while late:
             weight, rows_in, rows_out, product = late.pop()
-            torch.autograd.backward([weight], [product(rows_in, rows_out)])
+            place = _sum_for(weight, product)
+            if place is None:
+                torch.autograd.backward([weight], [product(rows_in, rows_out)])
+            else:
+                place.add_late_product(rows_in, rows_out)
 
     @property
     def size(self) -> int:
@@ -87,9 +173,9 @@ class WeightGradients:
         return weight in self._kept_now
 
 
-def is_deferrable(weight: Tensor) -> bool:
-    """Return whether a queue may keep back the gradient of `weight`."""
-    return getattr(weight, "weight_gradients", None) is not None
+def bypasses_autograd(weight: Tensor) -> bool:
+    """Return whether a queue may keep back the gradient of `weight`, or it has a `GradientSum`."""
+    return getattr(weight, "weight_gradients", None) is not None or gradient_sum(weight) is not None
 
 
 def comes_later(weight: Tensor) -> bool:
@@ -112,7 +198,7 @@ def weight_gradient(rows_in: Tensor, rows_out: Tensor) -> Tensor:
 def defer_or_compute(
     weight: Tensor, rows_in: Tensor, rows_out: Tensor, product: WeightProduct = weight_gradient
 ) -> Tensor | None:
-    """Return the gradient [out, in] of `weight`, or None when it is deferred.
+    """Return the gradient [out, in] of `weight`, or None where it is deferred or added already.
 
     Args:
         weight: the parameter itself, not a view of it.
@@ -123,7 +209,16 @@ def defer_or_compute(
     queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
     if queue is not None and queue.takes(weight, rows_in, rows_out, product):
         return None
-    return product(rows_in, rows_out)
+    place = _sum_for(weight, product)
+    if place is None:
+        return product(rows_in, rows_out)
+    place.add_product(rows_in, rows_out)
+    return None
+
+
+def _sum_for(weight: Tensor, product: WeightProduct) -> GradientSum | None:
+    # Other products, as of 8-bit operands, make a tensor of their own.
+    return gradient_sum(weight) if product is weight_gradient else None
 
 
 def _rows(tensor: Tensor) -> Tensor:

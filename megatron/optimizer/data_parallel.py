@@ -5,7 +5,7 @@ seed and name only) nor divides by the number of ranks (losses are sums, divided
 tokens). `check_replicas_agree` verifies the first of the two.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class DistributedDataParallel(nn.Module):
     Args:
         gradient_dtype: in which the gradients of half-precision parameters are accumulated and
             reduced; the others' are kept in the parameter's own dtype.
-        optional: names of parameters that may go without a gradient in a step.
         bucket_elements: how many gradients are reduced in one collective, at least.
+        fuse_accumulation: linear layers add their products to the buffers themselves.
         overlap_grad_reduce: reduce buckets while the backward pass goes on; the sums are the same.
         distributed_optimizer: every rank gets the sums of its share of each bucket only, updates
             that share of the parameters, and gathers the rest: ZeRO stage 1.
@@ -38,8 +38,8 @@ class DistributedDataParallel(nn.Module):
         dp_group: Group,
         *,
         gradient_dtype: torch.dtype = torch.float32,
-        optional: Collection[str] = (),
         bucket_elements: int | None = None,
+        fuse_accumulation: bool = False,
         overlap_grad_reduce: bool = False,
         distributed_optimizer: bool = False,
         overlap_param_gather: bool = False,
@@ -51,8 +51,8 @@ class DistributedDataParallel(nn.Module):
             module.named_parameters(),
             dp_group,
             gradient_dtype=gradient_dtype,
-            optional=optional,
             bucket_elements=bucket_elements,
+            fuse_accumulation=fuse_accumulation,
             overlap=overlap_grad_reduce,
             sharded=distributed_optimizer,
         )

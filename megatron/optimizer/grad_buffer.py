@@ -1,14 +1,14 @@
 """Contiguous gradient buffers over a module's parameters, and their sum over data-parallel ranks.
 
-Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. A hook copies the
-first gradient of a step there, so that nothing has to be zeroed. Where the dtypes agree `grad` *is*
-that view from then on, and autograd adds into it; of a half-precision parameter each new `grad` is
-added and thrown away. Rows that were looked up in a table are added by themselves. Call
-`start_step` instead of setting `grad` to None in between. All ranks reduce the same buckets in the
-same order, during the backward pass or after it.
+Every trainable parameter gets `main_grad`, a view into one flat tensor per dtype. Matrix products
+of linear layers add to it directly (`fuse_accumulation`), rows that were looked up in a table by
+themselves, and a hook copies or adds what autograd has, so that nothing has to be zeroed. Where the
+dtypes agree `grad` *is* that view from then on; of a half-precision parameter each new `grad` is
+thrown away. Call `start_step` instead of setting `grad` to None in between. All ranks reduce the
+same buckets in the same order, during the backward pass or after it.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group
 from megatron.mpu.row_gradients import RowGradients, collect_rows
-from megatron.mpu.weight_gradients import comes_later
+from megatron.mpu.weight_gradients import GradientSum, comes_later
 from megatron.optimizer.buckets import (
     Bucket,
     ElementRange,
@@ -64,7 +64,7 @@ class _Arrivals:
 
     parameter: Parameter
     name: str
-    view: Tensor  # where they are added up
+    sum: GradientSum
     reduction: _Reduction
     rows: RowGradients  # of a table, which autograd leaves out
     count: int = 0
@@ -81,8 +81,9 @@ class GradBuffer:
         group: the ranks over which gradients are summed.
         gradient_dtype: in which the gradients of half-precision parameters are kept; the others'
             are kept in the parameter's own dtype.
-        optional: names of parameters that may go without a gradient in a step.
         bucket_elements: how many gradients are reduced in one collective, at least.
+        fuse_accumulation: linear layers add their products to the sum of a weight's gradients
+            themselves, in the matrix product where it can.
         overlap: start on a bucket as soon as its gradients are there.
         sharded: reduce-scatter: of a bucket each rank gets the sum of its own share only, and
             elsewhere keeps what only it has computed.
@@ -94,8 +95,8 @@ class GradBuffer:
         group: Group,
         *,
         gradient_dtype: torch.dtype,
-        optional: Collection[str] = (),
         bucket_elements: int | None = None,
+        fuse_accumulation: bool = False,
         overlap: bool = False,
         sharded: bool = False,
     ) -> None:
@@ -103,7 +104,6 @@ class GradBuffer:
             parameter: name for name, parameter in named_parameters if parameter.requires_grad
         }
         self._group, self._sharded, self._overlap = group, sharded, overlap
-        self._optional = frozenset(optional)
         self._num_passes: int | None = None
         self.flats = self._lay_out(
             gradient_dtype, bucket_elements or default_bucket_elements(group.size)
@@ -120,20 +120,18 @@ class GradBuffer:
             for reduction in reductions
             for member in reduction.bucket.members
         }
-        self._arrivals = [
-            _Arrivals(
-                parameter,
-                name,
-                _main_grad(parameter),
-                reduction_of[parameter],
-                collect_rows(parameter),
+        self._arrivals: list[_Arrivals] = []
+        for parameter, name in self._names.items():
+            place = GradientSum(_main_grad(parameter))
+            arrivals = _Arrivals(
+                parameter, name, place, reduction_of[parameter], collect_rows(parameter)
             )
-            for parameter, name in self._names.items()
-        ]
-        for arrivals in self._arrivals:
             # Bound once: a lookup by parameter in every hook costs as much as a small gradient.
             hook = partial(self._take, arrivals)
-            arrivals.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if fuse_accumulation:
+                place.accept_products(parameter, arrived=partial(hook, parameter))
+            self._arrivals.append(arrivals)
         self.start_step()
 
     @property
@@ -150,6 +148,7 @@ class GradBuffer:
         """
         for arrivals in self._arrivals:
             arrivals.parameter.grad = None
+            arrivals.sum.is_empty = True
             arrivals.count = 0
         self._num_passes, self._started = num_passes, 0
         for reduction in self._reductions:
@@ -162,12 +161,9 @@ class GradBuffer:
             before: sums the gradients of held parameters over ranks outside of the group, first.
 
         Raises:
-            ConfigError: a parameter has had no gradient in this step, and is not optional.
+            ConfigError: a parameter has had no gradient in this step.
         """
         self._check_all_arrived()
-        for arrivals in self._arrivals:
-            if not arrivals.count:  # an optional one, of the step before
-                arrivals.view.zero_()
         self._start_until(self._prompt)
         if before is not None:
             before()
@@ -202,24 +198,21 @@ class GradBuffer:
             return ReductionTime.HELD
         if getattr(parameter, "reduce_first", False):
             return ReductionTime.ALONE
-        return (
-            ReductionTime.HELD if self._names[parameter] in self._optional else ReductionTime.PROMPT
-        )
+        return ReductionTime.PROMPT
 
     def _take(self, arrivals: _Arrivals, parameter: Parameter) -> None:
         """Add one more gradient of `parameter`; called by autograd."""
         if comes_later(parameter):
             return
-        view, reduction, gradient = arrivals.view, arrivals.reduction, parameter.grad
-        same_dtype = view.dtype == parameter.dtype
-        if not arrivals.count:
-            # Autograd calls this also where a layer gave it nothing.
-            view.zero_() if gradient is None else view.copy_(gradient)
-            parameter.grad = view if same_dtype else None
-        elif not same_dtype and gradient is not None:
-            view.add_(gradient)
-            parameter.grad = None
-        arrivals.rows.add_to(view)
+        place, reduction, gradient = arrivals.sum, arrivals.reduction, parameter.grad
+        # Autograd calls this also where a layer gave it nothing, and where it has added itself.
+        if gradient is not None and gradient is not place.total:
+            place.total.copy_(gradient) if place.is_empty else place.total.add_(gradient)
+        elif place.is_empty:
+            place.total.zero_()
+        place.is_empty = False
+        parameter.grad = place.total if place.total.dtype == parameter.dtype else None
+        arrivals.rows.add_to(place.total)
         arrivals.count += 1
         if reduction.pending is not None:
             raise ConfigError(
@@ -256,17 +249,13 @@ class GradBuffer:
         return start_reduce_scatter(whole, self._group, out=_cut(reduction.flat.data, share))
 
     def _check_all_arrived(self) -> None:
-        missing = [
-            arrivals.name
-            for arrivals in self._arrivals
-            if not arrivals.count and arrivals.name not in self._optional
-        ]
+        missing = [arrivals.name for arrivals in self._arrivals if not arrivals.count]
         if missing:
             more = len(missing) - _NAMES_SHOWN
             raise ConfigError(
                 "some parameters took no part in the backward pass",
                 found=", ".join(missing[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else ""),
-                fix="use them in the loss, give them requires_grad=False, or name them as optional",
+                fix="use them in the loss, or give them requires_grad=False",
             )
 
 

@@ -129,9 +129,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "every chunk of tokens adds to the gradient of the projection",
-            "megatron/mpu/linear_cross_entropy.py",
-            "beta=0 if is_first else 1",
-            "beta=0",
+            "megatron/mpu/weight_gradients.py",
+            "beta = 0 if is_first else 1",
+            "beta = 0",
             "tests/unit/mpu/test_linear_cross_entropy.py::"
             "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
         ),
@@ -146,8 +146,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gradient of a token has the token's weight",
             "megatron/mpu/linear_cross_entropy.py",
-            "gradient.replace(logits, row_weights[chunk], true_width)",
-            "gradient.replace(logits, torch.ones_like(row_weights[chunk]), true_width)",
+            "gradient.replace(logits, factors[chunk], true_width)",
+            "gradient.replace(logits, torch.ones_like(factors[chunk]), true_width)",
             "tests/unit/mpu/test_linear_cross_entropy.py::"
             "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
         ),
@@ -171,7 +171,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "a fused loss waits for a weight that is being gathered",
             "megatron/model/heads.py",
             "return (carry[0], self(carry[0], multiply=False), *carry[1:])",
-            "return (carry[0], self.weight.view_as(self.weight), *carry[1:])",
+            "return (carry[0], alias_of(self.weight), *carry[1:])",
             "tests/unit/model/test_heads.py::"
             "test_the_weight_for_a_fused_loss_passes_the_hooks_of_the_head",
         ),
@@ -217,16 +217,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients of the step before are cleared",
             "megatron/optimizer/grad_buffer.py",
-            "view.zero_() if gradient is None else view.copy_(gradient)",
-            "view.zero_() if gradient is None else view.add_(gradient)",
+            "            arrivals.sum.is_empty = True\n",
+            "",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_a_step_begins_without_the_gradients_of_the_one_before",
         ),
         Mutant(
             "half-precision gradients accumulate over micro-batches",
             "megatron/optimizer/grad_buffer.py",
-            "view.add_(gradient)",
-            "view.copy_(gradient)",
+            "else place.total.add_(gradient)",
+            "else place.total.copy_(gradient)",
             "tests/unit/optimizer/test_grad_buffer.py::"
             "test_gradients_of_micro_batches_add_up_in_the_wider_dtype",
         ),
@@ -488,9 +488,40 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
         ),
         Mutant(
+            "a product adds to those of the micro-batches before",
+            "megatron/mpu/weight_gradients.py",
+            "        self.is_empty = False\n",
+            "",
+            "tests/unit/mpu/test_weight_gradients.py::"
+            "test_products_that_add_to_the_buffer_give_the_same_sums",
+        ),
+        Mutant(
+            "a late product that adds to the buffer is counted there",
+            "megatron/mpu/weight_gradients.py",
+            "        self._arrived()\n",
+            "",
+            "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
+        ),
+        Mutant(
+            "gradients of the projection have the factor that is announced",
+            "megatron/mpu/linear_cross_entropy.py",
+            "row_weights * head.factor",
+            "row_weights",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_a_factor_that_is_known_before_gives_the_same",
+        ),
+        Mutant(
+            "the factor of the backward pass is the announced one",
+            "megatron/mpu/linear_cross_entropy.py",
+            "_check_factor(grad, ctx.head.factor)",
+            "pass",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_another_factor_than_the_announced_one_is_refused",
+        ),
+        Mutant(
             "gradients of rows that were looked up are added to the buffer",
             "megatron/optimizer/grad_buffer.py",
-            "arrivals.rows.add_to(view)",
+            "arrivals.rows.add_to(place.total)",
             "pass",
             "tests/unit/mpu/test_row_gradients.py::"
             "test_a_gradient_buffer_adds_rows_of_every_pass_to_other_gradients",

@@ -1,5 +1,7 @@
 """Tests of the projection and cross entropy as one operation, over tensor-parallel ranks."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,16 @@ from tests.support.ranks import run_on_ranks
 PADDED, TRUE, HIDDEN = 16, 13, 6
 
 
-def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool) -> None:
-    """Compare with torch's operations on one rank; `split`: under sequence parallelism."""
+FACTOR = torch.tensor(0.3, dtype=torch.float64)
+
+
+def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool, known: bool) -> None:
+    """Compare with torch's operations on one rank.
+
+    Args:
+        split: under sequence parallelism.
+        known: the factor of the loss is announced.
+    """
     tp = ctx.tp.size
     whole = [sample(8, 2, HIDDEN, seed=1), sample(PADDED, HIDDEN, seed=2)]
     hidden, weight = (one.requires_grad_() for one in whole)
@@ -29,7 +39,7 @@ def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool) -> N
         ignore_index=-1,
     )
     expected = (losses * token_weights.flatten()).sum()
-    (0.3 * expected).backward()
+    (FACTOR * expected).backward()
 
     part = sequence_part(8, ctx.tp) if split else slice(None)
     own_hidden = hidden.detach()[part].clone().requires_grad_()
@@ -42,8 +52,9 @@ def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool) -> N
         ctx=ctx,
         true_vocab_size=true,
         sequence_parallel=split,
+        factor=FACTOR if known else None,
     )
-    (0.3 * total).backward()
+    (FACTOR * total).backward()
     torch.testing.assert_close(total, expected, **EXACT)
     torch.testing.assert_close(own_hidden.grad, hidden.grad[part], **EXACT)
     torch.testing.assert_close(own_weight.grad, weight.grad.chunk(tp)[ctx.tp.rank], **EXACT)
@@ -55,8 +66,8 @@ def check_every_vocabulary(tp: int) -> None:
     module._CHUNK_BYTES["cpu"] = 3 * PADDED // tp * 8  # three tokens; in this process alone
     ctx = build(tp)
     for true in (16, TRUE, 3):  # 3: at tp = 2 and 4 some ranks hold nothing but padding
-        for split in (False, True):
-            check_whole_vocabulary(ctx, true, split=split)
+        for split, known in itertools.product((False, True), repeat=2):
+            check_whole_vocabulary(ctx, true, split=split, known=known)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -12,6 +12,7 @@ from megatron.errors import DataError
 from megatron.initialize import tokenizer_of
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
+from megatron.mpu.weight_gradients import gradient_sum
 from pretrain_gpt import gpt_task
 from tests.support.tiny import FP64
 from tests.unit.engine.engines import ONLY_ENDS, tiny_batches, tiny_engine
@@ -93,6 +94,25 @@ def test_the_losses_of_a_router_are_means_over_sequences() -> None:
         norm, rel=FP64
     )
     assert plain.train_step(iter([batch]), plans[0]).grad_norm != pytest.approx(norm, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [{}, {"untie_embeddings_and_output_weights": True}])
+def test_products_that_add_to_the_buffers_change_no_number(model: dict[str, bool]) -> None:
+    engines = [tiny_engine(**model, gradient_accumulation_fusion=fused) for fused in (True, False)]
+    reports = [engine.train_step(iter(tiny_batches(4)), PLAN) for engine in engines]
+    assert reports[0].loss == pytest.approx(reports[1].loss, rel=FP64)
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=FP64)
+    for one, other in zip(*(engine.stage.named_parameters() for engine in engines), strict=True):
+        gradients = [parameter.main_grad for _, parameter in (one, other)]  # type: ignore[attr-defined]
+        torch.testing.assert_close(*gradients, rtol=FP64, atol=FP64)
+    assert gradient_sum(engines[1].stage.get_parameter(one[0])) is None
+
+
+def test_the_factor_of_the_loss_is_known_in_a_step_alone() -> None:
+    engine = tiny_engine()
+    assert engine._build.loss_factor.value is None
+    engine.train_step(iter(tiny_batches(4)), PLAN)
+    assert engine._build.loss_factor.value is None
 
 
 def test_it_takes_as_many_micro_batches_as_planned() -> None:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.mpu import linear_cross_entropy as module
+from megatron.mpu import weight_gradients
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from megatron.mpu.weight_gradients import GradientSum
 
 ALONE = ParallelContext.single()
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # fp64: a few dozen roundings of numbers near one
@@ -36,7 +38,7 @@ class Result(NamedTuple):
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens of fp64 at a time of ten, and blocks of four rows of the weight."""
     monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 3 * WIDTH * 8)
-    monkeypatch.setitem(module._BLOCK_ELEMENTS, "cpu", 4 * HIDDEN)
+    monkeypatch.setitem(weight_gradients._BLOCK_ELEMENTS, "cpu", 4 * HIDDEN)
 
 
 def case(rows: int = 10, *, true: int = TRUE, dtype: torch.dtype = torch.float64) -> Case:
@@ -156,11 +158,15 @@ def test_a_label_among_the_padding_is_refused() -> None:
         fused(given)
 
 
-def test_the_inputs_are_not_changed_and_a_second_backward_is_refused() -> None:
+@pytest.mark.parametrize("factor", [None, torch.tensor(1.0)])
+def test_the_inputs_are_not_changed_and_a_second_backward_is_refused(factor: Tensor | None) -> None:
     given = case()
     hidden, weight = (one.clone().requires_grad_() for one in given[:2])
     total = linear_cross_entropy(
-        hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=TRUE
+        *(hidden, weight, given.labels, given.token_weights),
+        ctx=ALONE,
+        true_vocab_size=TRUE,
+        factor=factor,
     )
     total.backward(retain_graph=True)
     assert torch.equal(hidden, given.hidden)
@@ -169,12 +175,72 @@ def test_the_inputs_are_not_changed_and_a_second_backward_is_refused() -> None:
         total.backward()
 
 
+def announced(given: Case, factor: Tensor, *, true: int = TRUE, buffer: bool) -> Result:
+    """`fused`, where the factor is known before; the gradient of the weight in a buffer or not."""
+    hidden, weight = (one.clone().requires_grad_() for one in given[:2])
+    place = GradientSum(torch.full_like(weight, torch.nan, dtype=wide(weight.dtype)))
+    if buffer:
+        place.accept_products(weight, arrived=lambda: None)
+    total = linear_cross_entropy(
+        hidden,
+        weight,
+        given.labels,
+        given.token_weights,
+        ctx=ALONE,
+        true_vocab_size=true,
+        factor=factor,
+    )
+    (factor * total).backward()
+    assert (weight.grad is None) == buffer
+    return Result(total.detach(), hidden.grad, place.total if buffer else weight.grad)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("rows", [1, 10])
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_factor_that_is_known_before_gives_the_same(rows: int, buffer: bool) -> None:
+    given = case(rows)
+    found = announced(given, torch.tensor(0.3), buffer=buffer)
+    for one, other in zip(found, plain(given, factor=float(torch.tensor(0.3)))):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+def test_another_factor_than_the_announced_one_is_refused() -> None:
+    given = case()
+    hidden = given.hidden.clone().requires_grad_()
+    total = linear_cross_entropy(
+        hidden,
+        *given[1:],
+        ctx=ALONE,
+        true_vocab_size=TRUE,
+        factor=torch.tensor(0.5),
+    )
+    with pytest.raises(ConfigError, match="multiplied by another factor"):
+        (0.25 * total).backward()
+
+
+def test_a_factor_is_of_no_interest_without_gradients() -> None:
+    given = case()
+    with torch.no_grad():
+        total = linear_cross_entropy(
+            *given, ctx=ALONE, true_vocab_size=TRUE, factor=torch.tensor(0.5)
+        )
+    torch.testing.assert_close(total, plain(given).total, **EXACT)
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def errors(dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """Relative errors of (total, gradients) of 2048 tokens in 32 chunks: fused, and separate."""
+def errors(dtype: torch.dtype) -> list[list[float]]:
+    """Relative errors of (total, gradients) of 2048 tokens in 32 chunks.
+
+    Fused, by separate operations, and fused with the factor known and a sum of gradients in fp32.
+    """
     drawn = torch.Generator().manual_seed(2)
     hidden = torch.randn(1024, 2, 64, generator=drawn).to(dtype)
     weight = (0.05 * torch.randn(512, 64, generator=drawn)).to(dtype)
@@ -182,9 +248,12 @@ def errors(dtype: torch.dtype) -> tuple[list[float], list[float]]:
     given = Case(hidden, weight, labels, torch.ones(1024, 2))
     exact = Case(hidden.double(), weight.double(), labels, given.token_weights.double())
     expected = plain(exact, true=512, factor=3.0)
-    found = [fused(given, true=512, factor=3.0), plain(given, true=512, factor=3.0)]
-    fused_errors, plain_errors = ([error(*pair) for pair in zip(one, expected)] for one in found)
-    return fused_errors, plain_errors
+    found = [
+        fused(given, true=512, factor=3.0),
+        plain(given, true=512, factor=3.0),
+        announced(given, torch.tensor(3.0), true=512, buffer=True),
+    ]
+    return [[error(*pair) for pair in zip(one, expected)] for one in found]
 
 
 # The factor of the loss is applied to gradients that are rounded already, so they are rounded once
@@ -197,12 +266,15 @@ def test_half_precision_is_as_accurate_as_separate_operations(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 512 * 2)
-    found, expected = errors(dtype)
+    found, expected, direct = errors(dtype)
     for one, other in zip(found[1:], expected[1:]):
         assert one < ONE_MORE_ROUNDING * other
     assert found[0] < 1e-5  # the loss is summed in fp32, over chunks as well
+    # With the factor known before, nothing is rounded once more, and a sum in fp32 not at all.
+    assert direct[1] < 1.1 * expected[1]
+    assert direct[2] < expected[2]
     # Added up in half precision, the gradient of the weight would not be.
-    monkeypatch.setattr(module, "_add_product", in_half_precision)
+    monkeypatch.setattr(module, "add_product", in_half_precision)
     assert errors(dtype)[0][2] > ONE_MORE_ROUNDING * expected[2]
 
 

@@ -9,7 +9,14 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.partition import Init
 from megatron.mpu.random import RandomStreams
 from megatron.mpu.recompute import recompute
-from megatron.mpu.weight_gradients import WeightGradients, defer_or_compute, is_deferrable
+from megatron.mpu.weight_gradients import (
+    WeightGradients,
+    add_product,
+    alias_of,
+    bypasses_autograd,
+    defer_or_compute,
+    gradient_sum,
+)
 from megatron.optimizer.grad_buffer import GradBuffer
 
 SINGLE = ParallelContext.single()
@@ -37,9 +44,15 @@ def batches(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(6, 2, 5, generator=draw).to(dtype) for _ in range(3)]
 
 
-def at_once(dtype: torch.dtype, bias: bool) -> list[Tensor]:
+def buffer_of(pair: Pair, fuse: bool) -> GradBuffer:
+    return GradBuffer(
+        pair.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, fuse_accumulation=fuse
+    )
+
+
+def at_once(dtype: torch.dtype, bias: bool = True, *, fuse: bool) -> list[Tensor]:
     pair = Pair(dtype, bias)
-    buffer = GradBuffer(pair.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = buffer_of(pair, fuse)
     for hidden in batches(dtype):
         pair(hidden).sum().backward()
     del buffer
@@ -49,10 +62,13 @@ def at_once(dtype: torch.dtype, bias: bool) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("again", [False, True])
-def test_late_gradients_have_the_same_bits(dtype: torch.dtype, bias: bool, again: bool) -> None:
+@pytest.mark.parametrize("fuse", [False, True])
+def test_late_gradients_have_the_same_bits(
+    dtype: torch.dtype, bias: bool, again: bool, fuse: bool
+) -> None:
     pair, queue = Pair(dtype, bias), WeightGradients()
     queue.adopt(pair.parameters())
-    buffer = GradBuffer(pair.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = buffer_of(pair, fuse)
     buffer.start_step(3)
     streams = RandomStreams(1)
     for key, hidden in enumerate(batches(dtype)):
@@ -68,7 +84,7 @@ def test_late_gradients_have_the_same_bits(dtype: torch.dtype, bias: bool, again
         queue.compute(key)
     assert queue.size == 0
     buffer.finish()
-    for found, expected in zip(pair.parameters(), at_once(dtype, bias), strict=True):
+    for found, expected in zip(pair.parameters(), at_once(dtype, bias, fuse=fuse), strict=True):
         assert torch.equal(found.main_grad, expected)  # type: ignore[attr-defined]
 
 
@@ -83,7 +99,7 @@ def test_a_queue_that_is_not_collecting_keeps_nothing() -> None:
 def test_what_belongs_to_no_queue_is_computed_at_once() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     rows_in, rows_out = torch.ones(4, 1, 2), torch.ones(4, 1, 3)
-    assert not is_deferrable(weight)
+    assert not bypasses_autograd(weight)
     gradient = defer_or_compute(weight, rows_in, rows_out)
     assert gradient is not None
     assert torch.equal(gradient, torch.full((3, 2), 4.0))
@@ -97,3 +113,72 @@ def test_products_of_a_micro_batch_are_let_go_once_computed() -> None:
     queue.compute("a")
     with pytest.raises(KeyError):
         queue.compute("a")
+
+
+# Of sums of a few dozen numbers near one. Products in half precision are rounded before they are
+# added, with and without fusion, on a CPU.
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.0}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_products_that_add_to_the_buffer_give_the_same_sums(dtype: torch.dtype) -> None:
+    fused, plain = at_once(dtype, fuse=True), at_once(dtype, fuse=False)
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+def test_a_fused_product_makes_no_gradient_of_its_own() -> None:
+    pair = Pair(torch.float32)
+    buffer = buffer_of(pair, fuse=True)
+    given: list[Tensor | None] = []
+    pair.first.weight.register_hook(given.append)  # type: ignore[no-untyped-call]
+    pair(batches(torch.float32)[0]).sum().backward()
+    assert not any(gradient is not None for gradient in given)
+    main_grad: Tensor = pair.first.weight.main_grad  # type: ignore[attr-defined]
+    assert pair.first.weight.grad is main_grad  # from then on, as without fusion
+    assert main_grad.count_nonzero() == main_grad.numel()
+    buffer.finish()
+
+
+def test_a_weight_that_is_used_twice_has_both_products() -> None:
+    sums = []
+    for fuse in (True, False):
+        pair = Pair(torch.float64, bias=False)
+        buffer = buffer_of(pair, fuse)
+        for hidden in batches(torch.float64):
+            pair(pair(hidden)).sum().backward()
+        buffer.finish()
+        sums.append([weight.main_grad for weight in pair.parameters()])  # type: ignore[attr-defined]
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+def test_what_autograd_has_beside_a_product_is_added_to_it() -> None:
+    sums = []
+    for fuse in (True, False):
+        pair = Pair(torch.float64, bias=False)
+        buffer = buffer_of(pair, fuse)
+        for hidden in batches(torch.float64):
+            (pair(hidden).sum() + pair.first.weight.square().sum()).backward()
+        buffer.finish()
+        sums.append(pair.first.weight.main_grad)  # type: ignore[attr-defined]
+    torch.testing.assert_close(*sums, rtol=1e-13, atol=1e-13)
+
+
+def test_an_alias_of_a_weight_has_its_gradient_where_the_weight_has() -> None:
+    pair = Pair(torch.float64)
+    assert gradient_sum(alias_of(pair.first.weight)) is None
+    buffer_of(pair, fuse=True)
+    place = gradient_sum(alias_of(pair.first.weight))
+    assert place is not None
+    assert place is gradient_sum(pair.first.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_first_product_replaces_what_was_there(dtype: torch.dtype) -> None:
+    total = torch.full((3, 2), float("nan"), dtype=torch.promote_types(dtype, torch.float32))
+    rows_out, rows_in = torch.ones(4, 3, dtype=dtype), torch.ones(4, 2, dtype=dtype)
+    add_product(total, rows_out, rows_in, is_first=True)
+    assert torch.equal(total, torch.full_like(total, 4.0))
+    add_product(total, rows_out, rows_in, is_first=False)
+    assert torch.equal(total, torch.full_like(total, 8.0))

@@ -138,23 +138,6 @@ def test_many_parameters_without_gradient_are_counted() -> None:
         buffer.finish()
 
 
-def test_an_optional_parameter_may_go_without_gradient() -> None:
-    module = nn.ModuleDict({"used": nn.Linear(5, 2), "unused": nn.Linear(5, 2, bias=False)})
-    buffer = GradBuffer(
-        module.named_parameters(),
-        SINGLE.dp,
-        gradient_dtype=torch.float32,
-        optional=["unused.weight"],
-    )
-    module["unused"](module["used"](batch(0, torch.float32)).sum().expand(5)).sum().backward()
-    buffer.finish()
-    assert main_grad(module["unused"].weight).any()
-    buffer.start_step()
-    module["used"](batch(0, torch.float32)).sum().backward()
-    buffer.finish()
-    assert not main_grad(module["unused"].weight).any()
-
-
 def test_gradients_of_the_last_iteration_do_not_count_for_this_one() -> None:
     module = model()
     buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
@@ -194,11 +177,11 @@ def test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own() -> 
     for index in (1, 2):
         vars(module[index].weight)["reduce_first"] = True  # as tied weights
     vars(module[3].weight).update(reduce_first=True, sequence_parallel=True)
+    vars(module[0].weight)["sequence_parallel"] = True
     buffer = GradBuffer(
         module.named_parameters(),
         SINGLE.dp,
         gradient_dtype=torch.float32,
-        optional=["0.weight"],
         overlap=True,
     )
     (flat,) = buffer.flats
