@@ -87,10 +87,10 @@ def read_scalars(scalars: JsonObject) -> OptimizerScalars:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """This rank's part of the update of a parameter, and the tensor the update rule works on.
+    """This rank's part of the update of a parameter, and the tensors the update rule works on.
 
     `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
-    `values` or its fp32 master.
+    `values` or its fp32 master, and `state` what the rule keeps of it.
     """
 
     name: str
@@ -98,6 +98,7 @@ class _Slot:
     owned: ElementRange | None
     values: Tensor
     weight: Tensor
+    state: dict[str, Tensor]
 
     @property
     def has_master(self) -> bool:
@@ -137,11 +138,13 @@ class MegatronOptimizer(ABC):
         self._by_group = by_group
         self._slots = [slot for slots in by_group for slot in slots]
         self._counted = [slot.name in counted for slot in self._slots]
-        self._rule = update_rule([[slot.weight for slot in slots] for slots in by_group], config)
-        for slot in self._slots:
-            state = fresh_state(slot.weight, config)
-            state.pop("step", None)  # of each weight; here one count serves all
-            self._rule.state[slot.weight] = state
+        # AdamW is stepped here. torch's rules load its compiler as soon as they are made, with
+        # which a rank takes 70 MB more.
+        self._sgd: torch.optim.Optimizer | None = None
+        if not self._is_adam:
+            weights = [[slot.weight for slot in slots] for slots in by_group]
+            self._sgd = update_rule(weights, config)
+            self._sgd.state.update((slot.weight, slot.state) for slot in self._slots)
 
     @property
     def loss_scale(self) -> float:
@@ -224,14 +227,15 @@ class MegatronOptimizer(ABC):
         applied = torch.isfinite(norm)
         too_small = self._scaler.update(~applied)
         factor = factor * clip_factor(norm, self._config.clip_grad)
-        for group, target in zip(self._groups, self._rule.param_groups):
-            target["lr"] = learning_rate * group.lr_multiplier
-            target["weight_decay"] = weight_decay * group.weight_decay_multiplier
+        rates = [
+            (learning_rate * group.lr_multiplier, weight_decay * group.weight_decay_multiplier)
+            for group in self._groups
+        ]
         self._steps += applied
-        if self._is_adam:
-            self._step_adamw(gradients, norm.new_ones(()) * factor, applied)
+        if self._sgd is None:
+            self._step_adamw(gradients, norm.new_ones(()) * factor, applied, rates)
         else:
-            self._step_sgd(gradients, factor, applied)
+            self._step_sgd(self._sgd, gradients, factor, applied, rates)
         if self._shards is not None:
             self._shards.gather()
         return {
@@ -325,12 +329,16 @@ class MegatronOptimizer(ABC):
     def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
         """Return this rank's part of the update of a parameter; None if other ranks do it all."""
         if self._shards is None:
-            return _Slot(name, parameter, None, parameter, self._weight_of(parameter))
-        owned = self._shards.owned(parameter)
-        if not owned.size:
-            return None
-        values = parameter.detach().view(-1)[owned.start : owned.stop]
-        return _Slot(name, parameter, owned, values, self._weight_of(values))
+            owned, values = None, parameter.detach()
+        else:
+            owned = self._shards.owned(parameter)
+            if not owned.size:
+                return None
+            values = parameter.detach().view(-1)[owned.start : owned.stop]
+        weight = self._weight_of(values)
+        state = fresh_state(weight, self._config)
+        state.pop("step", None)  # of each weight; here one count serves all
+        return _Slot(name, parameter, owned, values, weight, state)
 
     def _gradient(self, slot: _Slot) -> Tensor:
         gradient = getattr(slot.parameter, "main_grad", None)
@@ -348,47 +356,60 @@ class MegatronOptimizer(ABC):
             return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
 
-    def _step_adamw(self, gradients: Sequence[Tensor], factor: Tensor, applied: Tensor) -> None:
-        """Update weights, state and the model's half-precision parameters in one pass."""
+    def _step_adamw(
+        self,
+        gradients: Sequence[Tensor],
+        factor: Tensor,
+        applied: Tensor,
+        rates: Sequence[tuple[float, float]],
+    ) -> None:
+        """Update weights, state and the model's half-precision parameters in one pass.
+
+        Args:
+            rates: learning rate and weight decay of each group.
+        """
+        config = self._config
         gradient_of = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-        for target, slots in zip(self._rule.param_groups, self._by_group, strict=True):
-            beta1, beta2 = target["betas"]
-            rule = AdamwRule(target["lr"], beta1, beta2, target["eps"], target["weight_decay"])
+        for (rate, decay), slots in zip(rates, self._by_group, strict=True):
+            rule = AdamwRule(rate, config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
             by_dtypes: defaultdict[tuple[torch.dtype, ...], list[_Slot]] = defaultdict(list)
             for slot in slots:
                 dtypes = (slot.weight.dtype, slot.values.dtype, gradient_of[slot.name].dtype)
                 by_dtypes[dtypes].append(slot)
             for alike in by_dtypes.values():
-                states = [self._rule.state[slot.weight] for slot in alike]
                 tensors = AdamwTensors(
-                    weights=[slot.weight.detach() for slot in alike],
+                    weights=[slot.weight for slot in alike],
                     grads=[gradient_of[slot.name] for slot in alike],
-                    means=[state["exp_avg"] for state in states],
-                    squares=[state["exp_avg_sq"] for state in states],
-                    published=[slot.values.detach() for slot in alike if slot.has_master],
+                    means=[slot.state["exp_avg"] for slot in alike],
+                    squares=[slot.state["exp_avg_sq"] for slot in alike],
+                    published=[slot.values for slot in alike if slot.has_master],
                 )
                 adamw_step_(tensors, rule, factor=factor, applied=applied, steps=self._steps)
 
     def _step_sgd(
-        self, gradients: Sequence[Tensor], factor: Tensor | float, applied: Tensor
+        self,
+        rule: torch.optim.Optimizer,
+        gradients: Sequence[Tensor],
+        factor: Tensor | float,
+        applied: Tensor,
+        rates: Sequence[tuple[float, float]],
     ) -> None:
+        for (rate, decay), target in zip(rates, rule.param_groups, strict=True):
+            target["lr"], target["weight_decay"] = rate, decay
         if gradients:
             if isinstance(factor, Tensor):
                 factor = factor.to(gradients[0].dtype)
             torch._foreach_mul_(list(gradients), factor)
         # torch's fused kernels return at once where this is 1.
-        self._rule.found_inf = (~applied).float()  # type: ignore[attr-defined]
+        rule.found_inf = (~applied).float()  # type: ignore[attr-defined]
         for slot, gradient in zip(self._slots, gradients):
             slot.weight.grad = gradient
-        self._rule.step()
+        rule.step()
         self._publish()  # rounds masters, which changes no bit where they are as they were
 
     def _state_of(self, slot: _Slot) -> dict[str, Tensor]:
-        state = {
-            kind: tensor
-            for kind, tensor in self._rule.state[slot.weight].items()
-            if isinstance(tensor, Tensor)
-        }
+        # torch's SGD notes the momentum that it does not have.
+        state = {kind: tensor for kind, tensor in slot.state.items() if isinstance(tensor, Tensor)}
         return {**state, _MASTER: slot.weight} if slot.has_master else state
 
     @property

@@ -148,8 +148,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a step with an overflow changes no weight",
             "megatron/optimizer/optimizer.py",
-            "self._rule.found_inf = (~applied).float()",
-            "self._rule.found_inf = torch.zeros(())",
+            "rule.found_inf = (~applied).float()",
+            "rule.found_inf = torch.zeros(())",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_a_bad_gradient_changes_nothing_and_is_reported",
         ),
@@ -222,6 +222,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "momentum=config.sgd_momentum",
             "momentum=0.0",
             "tests/unit/optimizer/test_update_rule.py::test_fresh_state_changes_no_result",
+        ),
+        Mutant(
+            "AdamW makes no rule of torch's",
+            "megatron/optimizer/optimizer.py",
+            "if not self._is_adam:\n            weights",
+            "if self._by_group:\n            weights",
+            "tests/unit/optimizer/test_optimizer.py::test_adamw_makes_no_rule_of_torchs",
         ),
         Mutant(
             "AdamW skips a step with an overflow",

@@ -528,3 +528,13 @@ def test_state_may_be_kept_in_bf16_and_the_masters_never_are() -> None:
     assert repr(run.step(1)) == repr(other.step(1))
     for one, two in zip(run.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_adamw_makes_no_rule_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its constructor loads the compiler, which takes 70 MB and seconds of every rank.
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", _refuse)
+    assert Run(PRECISIONS["bf16"]).step(0).applied
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise AssertionError("torch.optim.Optimizer")
