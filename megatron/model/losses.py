@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.linear_cross_entropy import linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import FusedLossState, linear_cross_entropy
 
 
 class LossSum(NamedTuple):
@@ -65,7 +65,7 @@ def fused_language_model_loss(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool,
-    factor: Tensor | float | None = None,
+    state: FusedLossState | None = None,
 ) -> LossSum:
     """Return `language_model_loss` of the logits hidden weight^T, which are never held all at once.
 
@@ -74,7 +74,7 @@ def fused_language_model_loss(
         weight: [v/tp, h].
         labels: [b, s] int64; a negative label counts for nothing.
         loss_mask: [b, s], 1 where a token counts and 0 where not; None: all count.
-        factor: what the backward pass multiplies the loss by, where it is known before it.
+        state: of `linear_cross_entropy`.
     """
     by_sequence = labels.t()  # [s, b]
     mask = None if loss_mask is None else loss_mask.t()
@@ -87,7 +87,7 @@ def fused_language_model_loss(
         ctx=ctx,
         true_vocab_size=true_vocab_size,
         sequence_parallel=sequence_parallel,
-        factor=factor,
+        state=state,
     )
     return LossSum(total, weights.sum())
 

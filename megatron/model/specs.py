@@ -16,6 +16,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import AttentionBackend
 from megatron.model.activations import ActivationMemory
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear_cross_entropy import FusedLossState
 from megatron.mpu.random import RandomStreams
 
 Carry = tuple[Tensor, ...]
@@ -91,16 +92,6 @@ class RouterLoss:
         return balance
 
 
-@dataclass(slots=True)
-class LossFactor:
-    """What the engine multiplies the loss of a micro-batch by before its backward pass.
-
-    The engine sets `value`, a scalar, before a step; None: not known yet.
-    """
-
-    value: Tensor | float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ModelBuild:
     """The dependencies of one rank's layers, beside the shape of the network."""
@@ -114,7 +105,7 @@ class ModelBuild:
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
-    loss_factor: LossFactor = field(default_factory=LossFactor)
+    fused_loss: FusedLossState = field(default_factory=FusedLossState)
     # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
     fuse_loss: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO

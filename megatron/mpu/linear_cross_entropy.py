@@ -8,6 +8,7 @@ backward pass instead of [n, v/tp]; [n, h] alone where the factor is known befor
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,33 @@ _CHUNK_BYTES = {"cpu": 2**27}
 _CHUNK_BYTES_ELSEWHERE = 2**28
 
 
+@dataclass(slots=True)
+class FusedLossState:
+    """What a fused loss knows and keeps beyond one micro-batch.
+
+    `factor` is what the backward pass will multiply the sum by, a scalar, where the caller knows it
+    before: the gradients have it from the start, and that of a weight with a `GradientSum` is added
+    there in the forward pass. An engine sets it before a step; None: not known.
+    """
+
+    factor: Tensor | float | None = None
+    _logits: Tensor | None = None
+
+    def memory_for(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return memory for logits of the dtype and device of `like`, of undefined content.
+
+        On a CPU it is kept for the next micro-batch. Smaller tensors would take its place once it
+        is free, which outlive the step, and the next chunk would find no room as large.
+        """
+        if not like.is_cpu:
+            return like.new_empty(shape)
+        size = shape[0] * shape[1]
+        if self._logits is None or self._logits.dtype != like.dtype or self._logits.numel() < size:
+            self._logits = None  # before its successor is there
+            self._logits = like.new_empty(size)
+        return self._logits[:size].view(shape)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -38,7 +66,7 @@ def linear_cross_entropy(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool = False,
-    factor: Tensor | float | None = None,
+    state: FusedLossState | None = None,
 ) -> Tensor:
     """Return the weighted sum of -log softmax(hidden weight^T)[label] over all tokens: a scalar.
 
@@ -51,9 +79,7 @@ def linear_cross_entropy(
         labels: [s, b] int64 ids of the whole vocabulary, equal on all tp ranks. A negative label
             means that there is nothing to predict: it adds nothing to the loss or the gradients.
         token_weights: [s, b] factors on the losses, without a gradient; None: all are 1.
-        factor: what the backward pass will multiply the sum by, a scalar, where the caller knows it
-            before: the gradients have it from the start, and that of a weight with a `GradientSum`
-            is added there in the forward pass.
+        state: what is known and kept beyond this call; None: nothing.
 
     Returns:
         The sum, equal on all tp ranks. Backward works once: a second call (`retain_graph`) raises
@@ -64,8 +90,15 @@ def linear_cross_entropy(
         ConfigError: from the backward pass, whose factor is another one (likewise).
     """
     check_ids(labels.clamp_min(0), true_vocab_size)
-    trains = torch.is_grad_enabled()
-    head = _Head(ctx.tp, true_vocab_size, sequence_parallel, trains, factor if trains else None)
+    state = state or FusedLossState()
+    head = _Head(
+        ctx.tp,
+        true_vocab_size,
+        sequence_parallel,
+        torch.is_grad_enabled(),
+        state.factor if torch.is_grad_enabled() else None,
+        state,
+    )
     function: Callable[..., Tensor] = _LinearCrossEntropy.apply
     return function(hidden, weight, labels, token_weights, head)
 
@@ -93,6 +126,7 @@ class _Head(NamedTuple):
     sequence_parallel: bool
     trains: bool  # whether gradients may be asked for
     factor: Tensor | float | None  # of the gradients, where it is known
+    state: FusedLossState
 
 
 class _HeadContext(FunctionContext):
@@ -131,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight, dtype=wide if size < rows.shape[0] else weight.dtype
             )
         # Allocated once: new memory for every chunk would cost as much as its softmax.
-        logits_memory = rows.new_empty((size, weight.shape[0]))
+        logits_memory = head.state.memory_for(rows, (size, weight.shape[0]))
         true_width = true_columns(weight.shape[0], head.tp, head.true_vocab_size)
         for chunk in _chunks(rows.shape[0], size):
             inputs = rows[chunk]
@@ -188,7 +222,7 @@ def _check_factor(found: Tensor, announced: Tensor | float) -> None:
         raise ConfigError(
             _OTHER_FACTOR,
             found=f"{float(found)}, and {float(announced)} in the forward pass",
-            fix="multiply the loss by ModelBuild.loss_factor, or leave that None",
+            fix="multiply the loss by FusedLossState.factor, or leave that None",
         )
 
 
