@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.data_turns import Row, Section, Target, ratio, row_of, table, take_turns
 from benchmarks.data_worker import Answer, Worker
 from benchmarks.machine import machine
-from benchmarks.plain_gpt import Shape
+from benchmarks.peers.plain_gpt import Shape
 from benchmarks.train_cpu import Contestant, check_equal_work, our_flags
 from megatron.errors import NumericsError
 from megatron.program import run_program

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_worker import Answer, Clock, serve
-from benchmarks.plain_gpt import PlainGPT, PlainTrainer, Recipe, Shape, copy_weights
+from benchmarks.peers.plain_gpt import PlainGPT, PlainTrainer, Recipe, Shape, copy_weights
 from benchmarks.workload import Workload, workload
 from megatron.mpu import collectives
 from megatron.mpu.collectives import barrier

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import high_water_mark, machine
-from benchmarks.peers import (
+from benchmarks.peers.packages import (
     COMPILED,
     MEGATRON_CORE,
     TRANSFORMERS,
@@ -40,7 +40,7 @@ from benchmarks.peers import (
     megatron_core,
     transformers,
 )
-from benchmarks.plain_gpt import (
+from benchmarks.peers.plain_gpt import (
     Bf16Style,
     PlainGPT,
     PlainTrainer,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
+from benchmarks.peers.plain_gpt import PlainGPT, Shape, copy_weights
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.formats import registry
 

@@ -51,7 +51,12 @@ HOMES = (
         in_programs=False,
     ),
     # megatron-core asks CUDA for the device, also where there is none
-    Home("CUDA", ("torch.cuda",), ("megatron/device.py", "benchmarks/peers.py"), in_programs=True),
+    Home(
+        "CUDA",
+        ("torch.cuda",),
+        ("megatron/device.py", "benchmarks/peers/packages.py"),
+        in_programs=True,
+    ),
     Home(
         "making process groups",
         ("torch.distributed.new_group", "torch.distributed.new_subgroups"),
@@ -75,7 +80,7 @@ HOMES = (
             "megatron/initialize.py",
             "megatron/mpu/initialize.py",
             "benchmarks/pipeline_bubble.py",
-            "benchmarks/peers.py",
+            "benchmarks/peers/packages.py",
         ),
         in_programs=True,
     ),

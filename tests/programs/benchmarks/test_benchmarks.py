@@ -24,7 +24,7 @@ from benchmarks import (
     parallel_cpu,
     pipeline_bubble,
 )
-from benchmarks.plain_gpt import PlainGPT, Shape, copy_weights
+from benchmarks.peers.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron.errors import ConfigError, NumericsError
 from tests.support.call import Call

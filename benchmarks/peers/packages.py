@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron
-from benchmarks.plain_gpt import (
+from benchmarks.peers.plain_gpt import (
     PlainGPT,
     Shape,
     copy_parameters,
