@@ -34,7 +34,12 @@ class RecomputeModule(StrEnum):
 
     CORE_ATTN = "core_attn"  # softmax(q k^T) v, without the matrices around it
     MLP = "mlp"
+    ACTIVATION = "act"  # what stands between the matrices of the MLP
     LAYERNORM = "layernorm"
+
+
+# Their outputs are computed again from what is saved in any case.
+FORGOTTEN = (RecomputeModule.LAYERNORM, RecomputeModule.ACTIVATION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +103,12 @@ def activation_problems(flags: _Flags) -> Iterator[ConfigError]:
         )
     offloaded, modules = flags.cpu_offloading_num_layers, flags.recompute_modules or ()
     shown = "--checkpoint-in-cpu" if flags.checkpoint_in_cpu else "--cpu-offloading-num-layers"
-    if (offloaded > 0 or flags.checkpoint_in_cpu) and RecomputeModule.LAYERNORM in modules:
+    forgotten = [module for module in FORGOTTEN if module in modules]
+    if (offloaded > 0 or flags.checkpoint_in_cpu) and forgotten:
         yield ConfigError(
-            "the output of a norm cannot be both recomputed and kept in host memory",
+            "an output cannot be both recomputed and kept in host memory",
             found=f"{_modules(modules)}, {shown}" + (f" {offloaded}" if offloaded else ""),
-            fix=f"leave layernorm out of --recompute-modules, or {shown}",
+            fix=f"leave {' and '.join(forgotten)} out of --recompute-modules, or {shown}",
         )
     if offloaded > 0 and flags.checkpoint_in_cpu:
         yield ConfigError(

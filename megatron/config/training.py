@@ -112,7 +112,7 @@ class TrainingConfig:
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
-        None, help="under selective: any of core_attn mlp layernorm; core_attn if not set"
+        None, help="under selective: any of core_attn mlp act layernorm; core_attn if not set"
     )
     distribute_saved_activations: bool = flag(
         False,

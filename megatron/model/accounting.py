@@ -112,8 +112,10 @@ class RankShare:
     optimizer_shards: int = 1  # dp with a distributed optimizer, else 1
     micro_batch_size: int
     seq_length: int
-    recompute: bool = False
+    recompute: bool = False  # whole blocks
+    modules: frozenset[RecomputeModule] = frozenset()  # parts of blocks that are recomputed
     fuse_loss: bool = False
+    fuse_accumulation: bool = False  # products add to the gradient buffers, that of the loss too
     fuse_gated_units: bool = True
     fuse_dropout: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
@@ -143,8 +145,8 @@ def memory_bytes(
     two moments, and in half precision an fp32 copy of the weights. Activations are what our
     layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
     the first stage under 1F1B, one on the last, which also holds the logits and their gradient;
-    with a fused loss the logits of a chunk of tokens, and the gradients of the projection and its
-    input.
+    with a fused loss the logits of a chunk of tokens, and the gradients of the projection (unless
+    it adds to the buffer) and its input.
     """
     ends = [_stage_bytes(config, vocab, precision, share, first=True)]
     if share.pp > 1:
@@ -199,6 +201,8 @@ def _stage_bytes(
     activations = in_flight * layers * (stream if share.recompute else kept)
     if share.recompute:
         activations += kept  # the block being computed again
+    else:
+        activations += tokens * _middle_again(config, size, share)
     if last:
         activations += _loss_bytes(config, vocab.padded // share.tp, size, share)
     return MemoryEstimate(
@@ -219,6 +223,8 @@ def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) 
     if not share.fuse_loss:
         return tokens * columns * 2 * size
     rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)
+    if share.fuse_accumulation:
+        return tokens * config.hidden_size * size + rows * columns * size
     summed = size if rows == tokens else max(size, 4)
     rounded = size if size < summed else 0
     of_weight = max(rows * columns * size + elements * summed, elements * (summed + rounded))
@@ -228,7 +234,8 @@ def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) 
 def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     """Return bytes per token that one block saves for backward with fused attention.
 
-    Fused attention saves no score matrix.
+    Fused attention saves no score matrix, so that recomputing it leaves out next to nothing. Norms
+    and middles of MLPs that are recomputed are left out.
 
     Korthikanti et al. 2022 (arXiv 2205.05198, section 4) count the same for the plain block with
     the scores: whole on every rank are the two residuals and the two norms' outputs, 4h, and the
@@ -243,13 +250,15 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
         split += queries + keys  # rotated copies
     if config.qk_layernorm:
         split += queries + keys  # normed copies
-    kept = 2  # before and after the activation
-    if config.glu is not None:  # gate, up, product, and act(gate) unless one operator has both
-        fused = share.fuse_gated_units and config.activation is not Activation.GELU_ERF
-        kept = 3 if fused else 4
+    kept = _middles(config, share)
+    if RecomputeModule.MLP in share.modules:
+        kept = 0
+    elif RecomputeModule.ACTIVATION in share.modules:
+        kept -= 1
     has_masks = config.hidden_dropout > 0 and not share.fuse_dropout
     masks = 2 * config.hidden_size if has_masks else 0  # one byte each
-    whole = 4 * config.hidden_size * size + masks
+    stays = 2 if RecomputeModule.LAYERNORM in share.modules else 4
+    whole = stays * config.hidden_size * size + masks
     if config.has_experts:
         taken = config.moe_router_topk
         split += taken * kept * config.expert_width
@@ -261,6 +270,26 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
         gathered = 0
     whole //= share.tp if share.sequence_parallel else 1
     return whole + gathered + split * size // share.tp
+
+
+def _middles(config: ModelConfig, share: RankShare) -> int:
+    """Return how many tensors as wide as the middle of the MLP its backward pass needs."""
+    if config.glu is None:
+        return 2  # before and after the activation
+    # Gate, up, product, and act(gate) unless one operator has both.
+    fused = share.fuse_gated_units and config.activation is not Activation.GELU_ERF
+    return 3 if fused else 4
+
+
+def _middle_again(config: ModelConfig, size: int, share: RankShare) -> int:
+    """Return bytes per token of the middle of one MLP while it is computed again."""
+    again = 0
+    if RecomputeModule.MLP in share.modules:
+        again = _middles(config, share)
+    elif RecomputeModule.ACTIVATION in share.modules:
+        again = 1
+    width = config.moe_router_topk * config.expert_width if config.has_experts else config.ffn_width
+    return again * width * size // share.tp
 
 
 def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:

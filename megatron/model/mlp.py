@@ -1,16 +1,19 @@
 """The feed-forward half of a block: plain, or with a gated linear unit."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.activations import RecomputeModule
 from megatron.config.model import Activation, ModelConfig
 from megatron.model.init import residual_init, weight_init
 from megatron.model.specs import ModelBuild
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.recompute import forgetting
 from megatron.ops.activation import ActivationKind, activate, activation_value, gated_unit
 
 
@@ -25,6 +28,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._activate = unit_of(config, fused=build.fuse_gated_units)
+        self._forgets_activation = RecomputeModule.ACTIVATION in build.activations.modules
         halves = 1 if config.glu is None else 2
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
@@ -49,8 +53,17 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         middle = self.fc1(hidden)  # [s, b, f/tp], or [s, b, 2f/tp] as [gate; up]
-        output: Tensor = self.fc2(self._activate(middle))
+        activated = self._activate(middle)
+        with self._keeping(middle, activated):
+            output: Tensor = self.fc2(activated)
         return output
+
+    def _keeping(self, middle: Tensor, activated: Tensor) -> AbstractContextManager[None]:
+        """Return a context that does not save `activated`, where the policy recomputes it."""
+        if not (self.training and self._forgets_activation):
+            return nullcontext()
+        before = middle.detach()  # which the activation saves in any case
+        return forgetting(activated, lambda: self._activate(before))
 
 
 def unit_of(config: ModelConfig, *, fused: bool) -> Callable[[Tensor], Tensor]:

@@ -42,6 +42,11 @@ class FusedLossState:
     factor: Tensor | float | None = None
     _logits: Tensor | None = None
 
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the memory for logits that is kept."""
+        return 0 if self._logits is None else self._logits.nbytes
+
     def memory_for(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return memory for logits of the dtype and device of `like`, of undefined content.
 

@@ -6,6 +6,7 @@ Each function is one check; its name is its title in the report.
 from collections.abc import Iterator
 from contextlib import suppress
 
+from megatron.config.activations import RecomputeModule
 from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import StateDtype
 from megatron.config.precision import Precision
@@ -103,6 +104,12 @@ def activations_can_be_recomputed_as_asked(plan: RunPlan) -> Iterator[MegatronEr
                 found=f"{flag} {count}, --num-layers {layers}",
                 fix=f"use {flag} {layers} for all of them",
             )
+    if RecomputeModule.ACTIVATION in training.activations.modules and plan.config.model.has_experts:
+        yield ConfigError(
+            "the activation of experts cannot be recomputed by itself",
+            found=f"--recompute-modules act, --num-experts {plan.config.model.num_experts}",
+            fix="use --recompute-modules mlp",
+        )
     if not training.distribute_saved_activations:
         return
     if tp == 1:

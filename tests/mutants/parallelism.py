@@ -488,6 +488,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/mpu/test_weight_gradients.py::test_late_gradients_have_the_same_bits",
         ),
         Mutant(
+            "an activation that is recomputed is not saved",
+            "megatron/model/mlp.py",
+            "if not (self.training and self._forgets_activation):",
+            "if self._forgets_activation:",
+            "tests/unit/model/test_mlp.py::test_an_activation_is_recomputed_once_in_training",
+        ),
+        Mutant(
+            "an activation that is recomputed does not count as kept",
+            "megatron/model/accounting.py",
+            "        kept -= 1\n",
+            "        pass\n",
+            "tests/programs/benchmarks/test_memory_table.py::"
+            "test_the_estimate_is_what_a_step_allocates",
+        ),
+        Mutant(
             "a product adds to those of the micro-batches before",
             "megatron/mpu/weight_gradients.py",
             "        self.is_empty = False\n",

@@ -160,7 +160,7 @@ def test_other_names_of_recomputation_mean_what_they_meant(
 def test_a_module_that_cannot_be_recomputed_is_refused() -> None:
     (error,) = problems_of("--recompute-activations", "--recompute-modules", "mlp", "moe")
     assert error.found == "--recompute-modules moe"
-    assert error.fix == "give one of core_attn, mlp, layernorm"
+    assert error.fix == "give one of core_attn, mlp, act, layernorm"
 
 
 def test_older_names_of_positions_are_understood() -> None:

@@ -95,6 +95,15 @@ def test_what_a_granularity_leaves_open_is_filled_in(
             "--recompute-modules layernorm, --checkpoint-in-cpu",
         ),
         (
+            {
+                "recompute_granularity": SELECTIVE,
+                "recompute_modules": (RecomputeModule.ACTIVATION,),
+                "cpu_offloading_num_layers": 2,
+            },
+            "cannot be both recomputed and kept in host memory",
+            "--recompute-modules act, --cpu-offloading-num-layers 2",
+        ),
+        (
             {"cpu_offloading_num_layers": 1, "checkpoint_in_cpu": True},
             "named twice",
             "--checkpoint-in-cpu, --cpu-offloading-num-layers 1",

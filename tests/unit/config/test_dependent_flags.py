@@ -122,7 +122,7 @@ REFUSED = [
         (
             f"--recompute-activations --recompute-modules {module}",
             f"--recompute-modules {module}",
-            "give one of core_attn, mlp, layernorm",
+            "give one of core_attn, mlp, act, layernorm",
         )
         for module in (
             *("moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out"),

@@ -1,8 +1,11 @@
 """The MLP's order of halves and its activations."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from megatron.config.activations import ActivationPolicy, RecomputeModule
 from megatron.config.model import Activation, GluActivation
 from megatron.model.mlp import ACTIVATIONS, MLP, unit_of
 from megatron.model.moe import MixtureOfExperts
@@ -59,3 +62,30 @@ def test_layers_take_the_operations_that_they_are_built_with() -> None:
             with Operators() as called:
                 layer(torch.randn(3, 2, 16, dtype=torch.float64))
             assert ("megatron::activate" in called.names) == fused
+
+
+@pytest.mark.parametrize("glu", [None, GluActivation.SWIGLU])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_an_activation_is_recomputed_once_in_training(
+    glu: GluActivation | None, forgets: bool
+) -> None:
+    modules = frozenset({RecomputeModule.ACTIVATION} if forgets else ())
+    build = dataclasses.replace(tiny_build(), activations=ActivationPolicy(modules=modules))
+    mlp = MLP(tiny_config(glu_activation=glu), build)
+    made: list[torch.Size] = []
+    activate = mlp._activate
+
+    def noted(middle: torch.Tensor) -> torch.Tensor:
+        made.append(middle.shape)
+        return activate(middle)
+
+    mlp._activate = noted
+    mlp.train()
+    hidden = torch.randn(3, 2, 16, dtype=torch.float64, requires_grad=True)
+    output = mlp(hidden)
+    assert len(made) == 1
+    output.sum().backward()
+    assert len(made) == (2 if forgets else 1)
+    mlp.eval()
+    mlp(hidden).sum().backward()
+    assert len(made) == (3 if forgets else 2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.activations import RecomputeModule
 from megatron.data.kinds.program_data import BERT_DATA
 from megatron.errors import ConfigError
 from megatron.preflight import config as rules
@@ -134,6 +135,14 @@ def test_no_more_layers_are_recomputed_or_offloaded_than_there_are(flag: str) ->
     check = rules.activations_can_be_recomputed_as_asked
     only(found(check, bad), f"{shown} 5, --num-layers 4", f"use {shown} 4")
     assert found(check, plan(num_layers=4, **full, **{flag: 4})) == []
+
+
+def test_the_activation_of_experts_is_not_recomputed_by_itself() -> None:
+    check = rules.activations_can_be_recomputed_as_asked
+    act = {"recompute_granularity": "selective", "recompute_modules": (RecomputeModule.ACTIVATION,)}
+    experts = {"num_experts": 4, "add_bias_linear": False}
+    only(found(check, plan(**act, **experts)), "act, --num-experts 4", "--recompute-modules mlp")
+    assert found(check, plan(**act)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""The estimate of a step's bytes is what the step allocates, whatever is kept or recomputed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import memory_table
+from benchmarks.memory_table import Measured, measure
+from benchmarks.peers.plain_gpt import Shape
+from benchmarks.train_cpu import our_flags
+from megatron.model.accounting import MemoryEstimate
+from tests.support.call import Call
+
+SHAPE = Shape(layers=4, hidden=256, heads=4, seq_length=256, vocab=2048, micro_batch=2)
+# What the estimate leaves out: statistics of norms and attention, and the results of one operator
+# at a time. Of a model as small as this they are up to a twentieth of all tensors.
+LEFT_OUT = 0.05
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules")
+LLAMA = (
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+)
+CASES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "fp32": ("fp32", ()),
+    "act": ("fp32", (*SELECTIVE, "act")),
+    "act, layernorm": ("fp32", (*SELECTIVE, "act", "layernorm")),
+    "mlp": ("fp32", (*SELECTIVE, "mlp")),
+    "full": ("fp32", ("--recompute-granularity", "full")),
+    "all logits": ("fp32", ("--no-cross-entropy-loss-fusion",)),
+    "gradients as tensors": ("fp32", ("--no-gradient-accumulation-fusion",)),
+    "llama": ("fp32", LLAMA),
+    "bf16": ("bf16", ()),
+    "bf16, llama": ("bf16", LLAMA),
+}
+
+
+def measure_all() -> dict[str, Measured]:
+    """One after the other in one process, which is why the resident memory is of no interest."""
+    return {
+        name: measure([*our_flags(dtype, SHAPE), *more], vocab_size=SHAPE.vocab)
+        for name, (dtype, more) in CASES.items()
+    }
+
+
+def test_the_estimate_is_what_a_step_allocates(tmp_path: Path) -> None:
+    found: dict[str, Measured] = Call(tmp_path, "measure", measure_all).value(within_s=120)
+    for name, one in found.items():
+        estimate = one.estimate
+        assert estimate.total - estimate.activations == one.kept, name
+        assert estimate.total == pytest.approx(one.kept + one.alive, rel=LEFT_OUT), name
+    # The control: each of these is another number than the first, by more than is left out.
+    whole = found["fp32"].kept + found["fp32"].alive
+    for name in ("act, layernorm", "mlp", "full", "bf16"):
+        assert found[name].estimate.total != pytest.approx(whole, rel=LEFT_OUT), name
+
+
+def test_the_table_adds_up() -> None:
+    estimate = MemoryEstimate(
+        weights=10**6, gradients=10**6, optimizer=2 * 10**6, activations=10**6
+    )
+    found = Measured(estimate, kept=4 * 10**6, alive=2 * 10**6, imports=7 * 10**6, peak=20 * 10**6)
+    rows = [" ".join(row.split()) for row in memory_table.table(found).splitlines()]
+    assert "all tensors 5.0 MB 6.0 MB" in rows
+    assert "buffers of libraries, code, holes 7.0 MB" in rows
+    assert rows[-1].endswith("of all tensors: 0.833")
