@@ -73,13 +73,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 ON_ONE, *ON_TWO = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]  # tp, pp, dp
-# One process resumes every run. Two ranks resume most of them, in turn, the others are wide.
+# One process resumes every run. Two ranks resume a third of them, in turn, the others are wide.
 CASES = [
     pytest.param(*ON_ONE, list(RUNS), id="1-1-1"),
     *(
         pytest.param(
             *grid,
-            [name for number, name in enumerate(RUNS) if (number % 3 == at) == others],
+            [name for number, name in enumerate(RUNS) if (number % 3 == at) != others],
             id="-".join(map(str, grid)) + (", others" if others else ""),
             marks=[pytest.mark.wide] if others else [],
         )

@@ -245,7 +245,7 @@ ON, OFF = True, False
 # What saves, and what goes on from that.
 RESHARDS = [
     ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, ON), (2, 1, 1, ON), (1, 2, 2, ON)]),
-    ((1, 1, 2, OFF), [(1, 1, 3, ON), (2, 1, 2, ON)]),
+    pytest.param((1, 1, 2, OFF), [(1, 1, 3, ON), (2, 1, 2, ON)], marks=pytest.mark.wide),
     ((2, 1, 2, ON), [(1, 1, 1, ON), (1, 2, 1, OFF)]),
     ((1, 2, 2, ON), [(1, 1, 3, ON), (2, 1, 1, OFF)]),
 ]

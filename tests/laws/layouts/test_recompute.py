@@ -56,10 +56,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("precision", "tp", "model"),
     [
         pytest.param("fp32", 1, "gpt2", marks=pytest.mark.wide),
-        ("bf16", 1, "ragged"),
+        pytest.param("bf16", 1, "ragged", marks=pytest.mark.wide),
+        ("bf16", 1, "llama"),
         ("fp32", 2, "ragged"),
         pytest.param("bf16", 2, "gpt2", marks=pytest.mark.wide),
-        ("bf16", 2, "llama"),
+        pytest.param("bf16", 2, "llama", marks=pytest.mark.wide),
     ],
 )
 def test_no_bit_changes_with_dropout_on(corpus: str, precision: str, tp: int, model: str) -> None:
