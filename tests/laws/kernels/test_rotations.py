@@ -110,3 +110,16 @@ def test_the_law_sees_a_wrong_kernel(wrong):
     check(*operands, rotate=rotate_reference)
     with pytest.raises(AssertionError):
         check(*operands, rotate=wrong)
+
+
+def test_offsets_beyond_what_32_bits_count(tmp_path):
+    """Two tokens 2^31 elements apart, in a file of which only their own pages are there."""
+    far, width = 2**31, 64
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(2 * (far + width))
+    memory = torch.from_file(str(path), shared=True, size=far + width, dtype=torch.bfloat16)
+    heads, cos, sin = draw((2, 1, 1, 1, width), width, False, torch.bfloat16)
+    apart = memory.as_strided(heads.shape, (far, width, width, width, 1))
+    check(apart.copy_(heads), cos, sin)
+    assert path.stat().st_blocks * 512 < 2**20
