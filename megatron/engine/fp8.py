@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from megatron import device, log
-from megatron.config.fp8 import Fp8Config, Fp8Format
+from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.config.run import RunConfig
+from megatron.engine.amax_history import AmaxHistories
 from megatron.errors import ConfigError, MachineError
-from megatron.model.specs import LayerSpec
+from megatron.model.specs import LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
 from megatron.mpu.context import Group
 from megatron.mpu.layers import fp8_products
@@ -62,6 +63,20 @@ def decisions(specs: Iterable[LayerSpec]) -> tuple[Decision, ...]:
             "--fp8-format out",
         )
     return tuple(table)
+
+
+def amax_histories(
+    build: ModelBuild, specs: Iterable[LayerSpec], stage: PipelineStage
+) -> AmaxHistories | None:
+    """Return the histories that the layers of a stage take their scales from, if they do."""
+    if build.fp8 is None or build.fp8.fp8_recipe is not Fp8Recipe.DELAYED:
+        return None
+    return AmaxHistories(
+        [name for name, reason in decisions(specs) if reason is None],
+        products_of(dict(stage.named_modules())),
+        build.fp8,
+        build.ctx.world,
+    )
 
 
 def announce(config: RunConfig, specs: Sequence[LayerSpec]) -> None:

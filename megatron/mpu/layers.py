@@ -46,6 +46,7 @@ from megatron.ops.quantize import Blocks
 # The blocks of activations and gradients, and those of weights, that share a scale.
 FP8_BLOCKS: Mapping[Fp8Recipe, tuple[Blocks, Blocks]] = {
     Fp8Recipe.TENSORWISE: (Blocks.TENSOR, Blocks.TENSOR),
+    Fp8Recipe.DELAYED: (Blocks.TENSOR, Blocks.TENSOR),
     Fp8Recipe.ROWWISE: (Blocks.ROW, Blocks.ROW),
     Fp8Recipe.BLOCKWISE: (Blocks.ROW_128, Blocks.SQUARE_128),
     Fp8Recipe.MXFP8: (Blocks.ROW_32, Blocks.ROW_32),
