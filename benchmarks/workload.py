@@ -19,7 +19,7 @@ from megatron.engine.base import StepPlan, StepReport
 from megatron.engine.build import build_engine
 from megatron.engine.native import NativeEngine
 from megatron.initialize import initialize_megatron, shutdown_megatron
-from megatron.model.accounting import flops_per_token
+from megatron.model.accounting import MemoryEstimate, RankShare, flops_per_token, memory_bytes
 from megatron.model.specs import ModelBuild
 from megatron.model_build import model_build
 from megatron.preflight.checks import MODEL_CHECKS
@@ -45,6 +45,21 @@ class Workload:
             self.config.model, self.build.vocab.padded, self.config.data.seq_length
         )
         return flops.model
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Return the estimated bytes of a rank of its own that trains this."""
+        training, build = self.config.training, self.build
+        share = RankShare(
+            micro_batch_size=training.micro_batch_size,
+            seq_length=self.config.data.seq_length,
+            recompute=training.activations.method is not None,
+            fuse_loss=build.fuse_loss,
+            fuse_gated_units=build.fuse_gated_units,
+            fuse_dropout=build.fuse_dropout,
+            device_type=device.current().type,
+        )
+        return memory_bytes(self.config.model, build.vocab, self.config.precision, share)
 
     @property
     def tokens_per_step(self) -> int:
