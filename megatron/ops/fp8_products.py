@@ -59,10 +59,13 @@ class OperandHistory:
 class Fp8Products:
     """The products of one linear layer; counts those that ran.
 
+    Without tokens, as an expert may be, there is no product, and nothing is reduced. It counts.
+
     Args:
         splits_output: whether ranks share the weight by output features, else by input features.
         reduce_max: replaces a tensor by the maximum over these ranks.
         wgrad: whether gradients of weights are computed in 8 bits too.
+        matrices: how many matrices the layer has, each with products of its own.
 
     Attributes:
         history: where scales come from, if not from the values at hand; only for scales that a
@@ -76,8 +79,9 @@ class Fp8Products:
         splits_output: bool,
         reduce_max: Callable[[Tensor], Tensor],
         wgrad: bool = True,
+        matrices: int = 1,
     ) -> None:
-        self.wgrad = wgrad
+        self.wgrad, self.matrices = wgrad, matrices
         self.history: OperandHistory | None = None
         self._scaling, self._rows, self._weight = scaling, scaling.rows, scaling.weight
         self._splits_output, self._reduce_max = splits_output, reduce_max
@@ -90,6 +94,9 @@ class Fp8Products:
 
     def output(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Fp8Amax]:
         """Return X W^T of X [.., in], and what the backward pass needs of it."""
+        if not hidden.numel():
+            self._outputs += 1
+            return hidden.new_empty(*hidden.shape[:-1], weight.shape[0]), Fp8Amax()
         rows = _matrix(hidden)
         split = not self._splits_output
         measured = self._amaxes(
@@ -113,6 +120,9 @@ class Fp8Products:
         self, grad: Tensor, weight: Tensor, amax: Fp8Amax
     ) -> tuple[Tensor, Tensor | None]:
         """Return G W of G [.., out], and what `of_weight` needs of it."""
+        if not grad.numel():
+            self._input_gradients += 1
+            return grad.new_empty(*grad.shape[:-1], weight.shape[1]), None
         rows, columns = _matrix(grad), weight.t()
         split = self._splits_output
         wanted = [(rows, self._rows, _is_shared(self._rows, split=split, summed=split))]
@@ -146,14 +156,15 @@ class Fp8Products:
     def _weight_gradient(
         self, of_input: Tensor | None, of_grad: Tensor | None, rows_in: Tensor, rows_out: Tensor
     ) -> Tensor:
+        self._weight_gradients += 1
+        if not rows_in.numel():
+            return rows_in.new_zeros(rows_out.shape[-1], rows_in.shape[-1])
         grad, hidden = (self._by_tokens(rows) for rows in (rows_out, rows_in))
-        product = scaled_matmul(
+        return scaled_matmul(
             self._quantize(grad, self._rows, of_grad, self._scaling.gradient_dtype),
             self._quantize(hidden, self._rows, of_input),
             rows_in.dtype,
         )
-        self._weight_gradients += 1
-        return product
 
     def _by_tokens(self, rows: Tensor) -> Tensor:
         """Return [.., n] as [n, tokens], with zeros where scales or the device need more tokens."""

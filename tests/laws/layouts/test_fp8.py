@@ -32,10 +32,18 @@ TENSORWISE = {"hidden_size": 64, "fp8_format": "hybrid"}
 MODEL_OF: dict[str, dict[str, Any]] = {
     "tensorwise": {**GATED, **TENSORWISE},
     "delayed": {**GATED, **TENSORWISE, "fp8_recipe": "delayed", "train_iters": 3},
+    "experts": {
+        **MODELS["mixtral"],
+        **TENSORWISE,
+        "fp8_recipe": "delayed",
+        "moe_ffn_hidden_size": 96,
+        "train_iters": 3,
+    },
     "rowwise": {**GATED, **TENSORWISE, "fp8_recipe": "rowwise", "fp8_format": "e4m3"},
     "mxfp8": {**TENSORWISE, "fp8_recipe": "mxfp8"},
     "blockwise": {**TENSORWISE, "fp8_recipe": "blockwise", "hidden_size": 256},
 }
+_WIDE = ("blockwise", "experts")
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": TP,
@@ -77,8 +85,8 @@ def check_equal(records: Sequence[Record], alone: Record) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        *[name for name in MODEL_OF if name != "blockwise"],
-        pytest.param("blockwise", marks=pytest.mark.wide),
+        *[name for name in MODEL_OF if name not in _WIDE],
+        *[pytest.param(name, marks=pytest.mark.wide) for name in _WIDE],
     ],
 )
 def test_every_layout_rounds_alike(corpus: str, model: str) -> None:
