@@ -84,4 +84,5 @@ class AmaxHistories:
         is_max = self._algorithm is AmaxAlgorithm.MAX
         self._before.copy_(self._values.amax(dim=-1) if is_max else self._values[..., 0])
         for at, history in self._histories.items():
-            history.before = self._before[at]
+            if history.before is None:
+                history.before = self._before[at]
