@@ -136,7 +136,7 @@ def test_histories_of_parts_are_noticed(corpus: str, layout: str) -> None:
     assert abs(records[0].losses[2] - alone.losses[2]) > 1e4 * FP64 * alone.losses[2]
 
 
-@pytest.mark.parametrize("model", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("model", ["delayed", pytest.param("tensorwise", marks=pytest.mark.wide)])
 def test_a_run_goes_on_with_the_same_bits(corpus: str, model: str, tmp_path: Path) -> None:
     flags = {**TP, "bf16": True, "train_iters": 3, "first_last_layers_bf16": True, "num_layers": 3}
     save = {"save": str(tmp_path), "exit_interval": 1}
