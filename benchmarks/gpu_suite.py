@@ -1,8 +1,9 @@
 """Everything that only a GPU can show, in one command: `python benchmarks/gpu_suite.py --out DIR`.
 
-Runs the tests that need CUDA, then trains two GPTs in bf16 on random tokens, each in a process of
-its own with a deadline. What could not be measured is listed as such, all of it where there is no
-GPU. How to read the report is in benchmarks/README.md.
+Runs the tests that need CUDA, measures operators beside compiled PyTorch, then trains GPTs in bf16
+and FP8 on random tokens, each part in a process of its own with a deadline. What could not be
+measured is listed as such, all of it where there is no GPU. How to read the report is in
+benchmarks/README.md.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,8 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import Workload, matmul_peak_tflops, workload
 from megatron import device
+from megatron.config.fp8 import Fp8Recipe
 from megatron.loop.report import PEAK_TFLOPS
 from megatron.model.accounting import FLOPS_CONVENTION
+from megatron.mpu.layers import FP8_BLOCKS
+from megatron.ops.scaled_matmul import runs_on
 from megatron.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,24 +38,73 @@ VOCABULARY = 50304
 MATMUL_SIZE = 8192
 PROFILED_STEPS = 2
 KERNELS_SHOWN = 15
-TESTS_DEADLINE_S = 240.0
+SUITE_DEADLINE_S = 530.0  # of all parts together; below 9 minutes
+TESTS_DEADLINE_S = 180.0
+OPERATORS_DEADLINE_S = 90.0
+TRAINING_DEADLINE_S = 80.0
+SHORTEST_PART_S = 20.0  # no part is started with less time left
+# One width of a 7B model, so that rows of all tokens of a micro-batch do not fit into a cache.
+OPERATORS = ("--device", "cuda", "--dtypes", "bf16", "--rows", "16384", "--widths", "4096")
 WHERE_OPTIONS_END = "--"
 
 
 @dataclass(frozen=True)
 class Training:
-    """One model to train, and the time limit."""
+    """One model to train, in bf16 or with a recipe of FP8."""
 
     preset: str
     micro_batch: int  # sized for 80 GB; the optimizer's state is 16 bytes per parameter
     steps: int
-    deadline_s: float
+    recipe: Fp8Recipe | None = None
+    layers: int | None = None  # of the preset's, where not all of them fit
+
+    @property
+    def name(self) -> str:
+        """The name of this part."""
+        return f"training {self.model}, {self.precision}"
+
+    @property
+    def model(self) -> str:
+        """The preset, and how many of its layers."""
+        return self.preset if self.layers is None else f"{self.layers} layers of {self.preset}"
+
+    @property
+    def precision(self) -> str:
+        """What products are computed in."""
+        return "bf16" if self.recipe is None else f"FP8 {self.recipe}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of `pretrain_gpt.py` beside the preset's and those of every training."""
+        layers = () if self.layers is None else ("--num-layers", str(self.layers))
+        if self.recipe is None:
+            return layers
+        return (*layers, "--fp8-format", "hybrid", "--fp8-recipe", self.recipe.value)
 
 
+# The most telling ones first: a slow machine may leave no time for the last.
+_1B, _7B = ("gpt3-1.3b", 8, 12), ("llama-7b", 8, 12)
 TRAININGS = (
-    Training("gpt3-125m", micro_batch=16, steps=30, deadline_s=120.0),
-    Training("gpt3-1.3b", micro_batch=8, steps=12, deadline_s=200.0),
+    Training(*_1B),
+    Training(*_7B, layers=8),
+    Training(*_7B, Fp8Recipe.TENSORWISE, layers=8),
+    Training(*_1B, Fp8Recipe.TENSORWISE),
+    Training(*_7B, Fp8Recipe.ROWWISE, layers=8),
+    Training("gpt3-125m", 16, 30),
+    Training("gpt3-125m", 16, 30, Fp8Recipe.TENSORWISE),
 )
+
+
+class Clock:
+    """The time that is left of the whole suite."""
+
+    def __init__(self, total_s: float = SUITE_DEADLINE_S) -> None:
+        self._total_s, self._started = total_s, time.monotonic()
+
+    def limit(self, deadline_s: float) -> float:
+        """Return the seconds that a part with such a deadline may take; 0 if it must not start."""
+        left = self._total_s - (time.monotonic() - self._started)
+        return min(deadline_s, left) if left >= SHORTEST_PART_S else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -74,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_suite(peak_tflops: float | None) -> dict[str, Any]:
     """Return the whole report; parts without a result are named under `not_measured`."""
-    parts = ["tests/gpu", *(f"training {one.preset}" for one in TRAININGS)]
+    clock = Clock()
+    parts = ["tests/gpu", "operators", *(one.name for one in TRAININGS)]
     report: dict[str, Any] = {
         "benchmark": "gpu_suite",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -82,6 +136,7 @@ def run_suite(peak_tflops: float | None) -> dict[str, Any]:
         "device": None,
         "flops_convention": FLOPS_CONVENTION,
         "tests": None,
+        "operators": None,
         "trainings": [],
         "not_measured": [],
     }
@@ -89,13 +144,22 @@ def run_suite(peak_tflops: float | None) -> dict[str, Any]:
         report["not_measured"] = [{"part": part, "why": "no CUDA device"} for part in parts]
         return report
     device.select("cuda")
-    report["device"] = device.name()
+    report["device"], capability = device.name(), device.capability()
     device.select("cpu")  # this process only waits: the parts have the memory for themselves
     _print_result("tests/gpu")
     report["tests"] = _run_tests()
+    for ways in (("--compiled",), ()):  # without compiled PyTorch where that fails
+        _print_result("operators")
+        result = _measure_operators(ways, clock.limit(OPERATORS_DEADLINE_S))
+        if "why" not in result:
+            report["operators"] = result
+            break
+        report["not_measured"].append(result)
     for one in TRAININGS:
-        _print_result(f"training {one.preset}")
-        result = _measure_apart(one, peak_tflops)
+        _print_result(one.name)
+        result = _why_not(one, capability) or _measure_training(
+            one, peak_tflops, clock.limit(TRAINING_DEADLINE_S)
+        )
         kind = "trainings" if "why" not in result else "not_measured"
         report[kind].append(result)
     return report
@@ -123,12 +187,14 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
             if number > flags.warmup + 2 and time.perf_counter() - started > flags.budget_s:
                 break
         peak_memory = device.peak_memory_bytes()  # before the profiler and the matmuls
+        estimate = work.memory
         step_s = median(seconds[flags.warmup :])
         kernels = _kernels(work, step_s)
         achieved = work.tokens_per_step * work.flops_per_token / step_s / 1e12
         peak = flags.peak_tflops or _stated_peak(device.name())
         return {
             "part": f"training {flags.measure}",
+            "precision": "bf16" if work.build.fp8 is None else f"FP8 {work.build.fp8.fp8_recipe}",
             "flags": given,
             "device": device.name(),
             "parameters": sum(p.numel() for p in work.engine.stage.parameters()),
@@ -143,6 +209,8 @@ def measure(flags: argparse.Namespace, *, more: Sequence[str]) -> dict[str, Any]
             "mfu": None if peak is None else achieved / peak,
             "matmul_peak_tflops": matmul_peak_tflops(torch.bfloat16, [flags.matmul_size]),
             "peak_memory_gib": peak_memory / 2**30,
+            "estimated_memory_gib": estimate.total / 2**30,
+            "estimated_bytes": asdict(estimate),
             "setup_s": ready - started,
             "first_loss": reports[0].loss,
             "last_loss": reports[-1].loss,
@@ -163,29 +231,73 @@ def markdown(report: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {word}" for word, count in tests["counts"].items())
         lines += [f"tests/gpu: {counts or tests['why']} in {tests['seconds']:.0f} s.", ""]
         lines += [f"- {line}" for line in tests["failures"]]
+    if report["operators"] is not None:
+        lines += _operator_lines(report["operators"])
+    if report["trainings"]:
+        lines += _summary_lines(report["trainings"])
+        lines += ["", f"FLOPs: {report['flops_convention']}; attention counted in full.", ""]
     for one in report["trainings"]:
         lines += _training_lines(one)
-    if report["trainings"]:
-        lines += ["", f"FLOPs: {report['flops_convention']}; attention counted in full."]
     for missing in report["not_measured"]:
         lines.append(f"- not measured: {missing['part']} ({missing['why']})")
     return "\n".join(lines)
+
+
+def _operator_lines(measured: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## Operators, {measured['rows']} rows",
+        "",
+        "| operator | pass | width | ours us | compiled us | eager us | floor us | floor / ours |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in measured["results"]:
+        compiled = f"{row['compiled_us']:.1f}" if "compiled_us" in row else "-"
+        lines.append(
+            f"| {row['operator']} | {row['pass']} | {row['width']} | {row['ours_us']:.1f} "
+            f"| {compiled} | {row['eager_us']:.1f} | {row['copy_us']:.1f} "
+            f"| {100 * row['copy_us'] / row['ours_us']:.0f}% |"
+        )
+    return [*lines, ""]
+
+
+def _summary_lines(trainings: Sequence[dict[str, Any]]) -> list[str]:
+    in_bf16 = {
+        one["part"].rpartition(",")[0]: one for one in trainings if one["precision"] == "bf16"
+    }
+    lines = [
+        "## Trainings",
+        "",
+        "| training | tokens/s | TFLOP/s | MFU | x bf16 | peak GiB | estimated GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in trainings:
+        mfu = "?" if one["mfu"] is None else f"{100 * one['mfu']:.1f}%"
+        base = in_bf16.get(one["part"].rpartition(",")[0])
+        times = "?" if base is None else f"{base['median_step_s'] / one['median_step_s']:.2f}"
+        lines.append(
+            f"| {one['part'].removeprefix('training ')} | {one['tokens_per_second']:.0f} "
+            f"| {one['model_tflops']:.0f} | {mfu} | {times} | {one['peak_memory_gib']:.1f} "
+            f"| {one['estimated_memory_gib']:.1f} |"
+        )
+    return lines
 
 
 def _training_lines(one: dict[str, Any]) -> list[str]:
     mfu = "no stated peak for this device"
     if one["mfu"] is not None:
         mfu = f"{100 * one['mfu']:.1f}% of the stated {one['stated_peak_tflops']:.0f} TFLOP/s"
+        mfu += "" if one["precision"] == "bf16" else " of bf16"
     measured = one["model_tflops"] / one["matmul_peak_tflops"]
     seen = one["profile"]
     return [
-        f"## {one['part']} ({one['parameters'] / 1e6:.0f}M parameters, bf16)",
+        f"## {one['part']} ({one['parameters'] / 1e6:.0f}M parameters)",
         "",
         f"- tokens/s: {one['tokens_per_second']:.0f} (median of {one['steps']} steps of "
         f"{one['tokens_per_step']} tokens, {1000 * one['median_step_s']:.1f} ms)",
         f"- MFU: {mfu}; {100 * measured:.1f}% of the {one['matmul_peak_tflops']:.0f} TFLOP/s that "
         "a square bf16 matmul reached here",
-        f"- peak memory: {one['peak_memory_gib']:.1f} GiB",
+        f"- peak memory: {one['peak_memory_gib']:.1f} GiB, estimated "
+        f"{one['estimated_memory_gib']:.1f} GiB",
         f"- loss {one['first_loss']:.4f} -> {one['last_loss']:.4f} on random tokens; "
         f"set-up {one['setup_s']:.0f} s",
         f"- kernels: {seen['total_ms_per_step']:.1f} ms per step under the profiler, "
@@ -257,24 +369,57 @@ def _run_tests() -> dict[str, Any]:
     }
 
 
-def _measure_apart(one: Training, peak_tflops: float | None) -> dict[str, Any]:
-    """Measure in a new process, so that peak memory and out-of-memory errors are separate."""
-    missing = {"part": f"training {one.preset}"}
+def _why_not(one: Training, capability: tuple[int, int]) -> dict[str, Any]:
+    """Return why a device cannot do a training; empty if it can."""
+    if one.recipe is None or all(runs_on(each, capability) for each in FP8_BLOCKS[one.recipe]):
+        return {}
+    version = ".".join(map(str, capability))
+    return {
+        "part": one.name,
+        "why": f"no products with scales {one.recipe} at compute capability {version}",
+    }
+
+
+def _measure_operators(ways: Sequence[str], limit_s: float) -> dict[str, Any]:
+    part = " ".join(("operators", *ways))
+    command = [sys.executable, str(ROOT / "benchmarks" / "ops.py"), *OPERATORS, *ways]
+    return _measure_apart(part, command, limit_s)
+
+
+def _measure_training(one: Training, peak_tflops: float | None, limit_s: float) -> dict[str, Any]:
+    command = [
+        *(sys.executable, str(Path(__file__).resolve()), "--measure", one.preset),
+        *("--micro-batch", str(one.micro_batch), "--steps", str(one.steps)),
+        # Half for set-up and steps; the rest for the profile.
+        *("--budget-s", str(limit_s / 2)),
+        *(("--peak-tflops", str(peak_tflops)) if peak_tflops is not None else ()),
+    ]
+    measured = _measure_apart(one.name, command, limit_s, more=[WHERE_OPTIONS_END, *one.flags])
+    return measured | {"part": one.name}
+
+
+def _measure_apart(
+    part: str, command: Sequence[str], limit_s: float, *, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what a program writes with `--json`, or why it wrote nothing.
+
+    It is a new process, so that peak memory and out-of-memory errors are separate.
+    """
+    missing = {"part": part}
+    if not limit_s:
+        return missing | {"why": f"no time left of {SUITE_DEADLINE_S:.0f} s for all parts"}
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "measured.json"
-        command = [
-            *(sys.executable, str(Path(__file__).resolve()), "--measure", one.preset),
-            *("--micro-batch", str(one.micro_batch), "--steps", str(one.steps)),
-            # Half for set-up and steps; the rest for the profile.
-            *("--budget-s", str(one.deadline_s / 2), "--json", str(found)),
-            *(("--peak-tflops", str(peak_tflops)) if peak_tflops is not None else ()),
-        ]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=one.deadline_s
+                [*command, "--json", str(found), *more],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
-            return missing | {"why": f"not done within {one.deadline_s:.0f} s"}
+            return missing | {"why": f"not done within {limit_s:.0f} s"}
         if done.returncode != 0 or not found.exists():
             print(done.stderr, file=sys.stderr)
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]

@@ -1,4 +1,4 @@
-"""Operators beside eager PyTorch, and beside the time that their bytes take at least.
+"""Operators beside PyTorch, eager and compiled, and beside the time that their bytes take at least.
 
 Contestants take turns in one process; medians are kept. The floor is the time of a copy of as many
 bytes as the operator has to read and write. How to read the table: benchmarks/README.md.
@@ -92,8 +92,14 @@ def _eager_swiglu(x: Tensor) -> Outputs:
     return (F.silu(gate) * up,)
 
 
-@lru_cache
+# Compiled code would compute them again.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def _angles(rows: int, dtype: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor]:
+    return _kept_angles(rows, dtype, where)
+
+
+@lru_cache
+def _kept_angles(rows: int, dtype: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor]:
     steps = torch.arange(HEAD_WIDTH // 2, dtype=torch.float64) / (HEAD_WIDTH // 2)
     angles = torch.arange(rows)[:, None, None, None, None] * 10000.0**-steps
     return angles.cos().to(where, dtype), angles.sin().to(where, dtype)
@@ -160,6 +166,12 @@ class Turns:
 
     device: torch.device
     rounds: int
+    compiles: bool = False  # whether PyTorch's way is measured compiled too
+
+    def ways(self, case: Case) -> dict[str, Callable[..., Outputs]]:
+        """Return the ways to the outputs of an operator that are compared."""
+        ways = {"ours": case.ours, "eager": case.eager}
+        return ways | {"compiled": torch.compile(case.eager)} if self.compiles else ways
 
     def medians(self, contestants: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Return the median seconds of each contestant; each is first equally often."""
@@ -188,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=31, help="measurements of each contestant")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compiled", action="store_true", help="also measure torch.compile")
     parser.add_argument("--json", type=Path, help="file that gets the figures")
     options = parser.parse_args(argv)
     if library.INSTRUCTION_SET is None:
@@ -196,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found="megatron/ops/_kernels.so is missing, or of other source",
             fix="python setup.py build_ext --inplace",
         )
-    turns = Turns(device.select(options.device, 0), options.rounds)
+    turns = Turns(device.select(options.device, 0), options.rounds, options.compiled)
     rows = [
         row
         for case in CASES
@@ -211,12 +224,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = {**machine(), "device": options.device, "instruction_set": library.INSTRUCTION_SET}
     print(", ".join(f"{key}: {value}" for key, value in where.items()))
     print(
-        "operator        pass     dtype width    ours us   eager us  copy us  eager/ours  copy/ours"
+        "operator        pass     dtype width    ours us   eager us  compiled  copy us  "
+        "eager/ours  copy/ours"
     )
     for row in rows:
+        compiled = f"{row['compiled_us']:.1f}" if "compiled_us" in row else "-"
         print(
             f"{row['operator']:<15} {row['pass']:<8} {row['dtype']:<5} {row['width']:>5} "
-            f"{row['ours_us']:>10.1f} {row['eager_us']:>10.1f} {row['copy_us']:>8.1f} "
+            f"{row['ours_us']:>10.1f} {row['eager_us']:>10.1f} {compiled:>9} "
+            f"{row['copy_us']:>8.1f} "
             f"{row['eager_us'] / row['ours_us']:>11.2f} {row['copy_us'] / row['ours_us']:>10.2f}"
         )
     if options.json:
@@ -235,13 +251,14 @@ def measured(case: Case, shape: tuple[int, int], dtype: str, turns: Turns) -> li
 
     leaves = [normal(*shape) for _ in range(case.inputs)]
     leaves += [normal(shape[1]) for _ in range(case.vectors)]
-    made = {"ours": case.ours(*leaves), "eager": case.eager(*leaves)}
+    ways = turns.ways(case)
+    made = {name: way(*leaves) for name, way in ways.items()}
     grads = [torch.randn_like(one) for one in made["ours"]]
 
     _compare(case, leaves, grads, made["ours"], TOLERANCE[dtype])
     elements = shape[0] * shape[1]
     passes: dict[str, dict[str, Callable[[], object]]] = {
-        "forward": {"ours": lambda: case.ours(*leaves), "eager": lambda: case.eager(*leaves)},
+        "forward": {name: partial(way, *leaves) for name, way in ways.items()},
         "backward": {
             way: lambda outputs=outputs: torch.autograd.grad(  # type: ignore[misc]
                 outputs, leaves, grads, retain_graph=True

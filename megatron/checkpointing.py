@@ -33,6 +33,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
+from megatron.engine.state import FP8_SCALARS, HISTORY_PREFIX
 from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
 from megatron.initialize import reseed
@@ -151,14 +152,17 @@ def load_checkpoint(
     _refuse_another_model(opened, config, is_partial=is_any_model)
     with_optimizer = flags.load_optim and not flags.finetune
     prefixes = ("model/", "optimizer/") if with_optimizer else ("model/",)
-    state = engine.state(optimizer=with_optimizer)
+    state, scalars = engine.state(optimizer=with_optimizer), opened.manifest.scalars
     _refuse_other_heads(opened, selection, state.tensors)
     cast = not with_optimizer and _may_cast(opened, engine.task)
     if selection.is_partial:
         _read_part(opened, selection, state.tensors, cast=cast)
     else:
-        opened.read_into(state.tensors, prefixes=prefixes, cast=cast)
-    engine.restored(opened.manifest.scalars, optimizer=with_optimizer)
+        tensors = _with_fitting_histories(opened, state.tensors)
+        if len(tensors) < len(state.tensors):
+            scalars = {name: value for name, value in scalars.items() if name != FP8_SCALARS}
+        opened.read_into(tensors, prefixes=prefixes, cast=cast)
+    engine.restored(scalars, optimizer=with_optimizer)
     opened.close()
     iteration = opened.manifest.iteration
     log.info(f"successfully loaded checkpoint from {opened.directory} at iteration {iteration}")
@@ -204,6 +208,27 @@ def _read_part(
     targets = [tensor for tensor in tensors if selection.takes(tensor.name)]
     opened.read_into(targets, only=selection.takes, cast=cast)
     log.info(str(choice))
+
+
+def _with_fitting_histories(
+    opened: OpenedCheckpoint, tensors: Sequence[ShardedTensor]
+) -> Sequence[ShardedTensor]:
+    """Return `tensors`, without the histories of FP8 unless the checkpoint has them all."""
+    saved = opened.manifest.tensors
+    wanted = {one.name: one for one in tensors if one.name.startswith(HISTORY_PREFIX)}
+    missing = [
+        name
+        for name, one in wanted.items()
+        if name not in saved or saved[name].global_shape != one.global_shape
+    ]
+    if not missing:
+        return tensors
+    log.info(
+        f"the checkpoint has no history of largest values of this length for {len(missing)} of "
+        f"{len(wanted)} layers in FP8: all start empty, and the first step's scales come from its "
+        "own values"
+    )
+    return [one for one in tensors if one.name not in wanted]
 
 
 def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:

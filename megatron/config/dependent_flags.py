@@ -211,5 +211,7 @@ OTHER_DEFAULTS: Mapping[str, str] = {
     "exit_signal_handler": "off: SIGTERM ends the run without a checkpoint",
     "accumulate_allreduce_grads_in_fp32": "off but with `--bf16`, so that `--fp16` accumulates in "
     "float16",
-    "fp8_recipe": "delayed, which keeps a history of largest values and is not built",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": "1 step",
+    "fp8_amax_compute_algo": "most_recent",
 }

@@ -20,6 +20,7 @@ class Fp8Recipe(StrEnum):
     """Which elements of an operand share a scale."""
 
     TENSORWISE = "tensorwise"
+    DELAYED = "delayed"  # as tensorwise, by the largest values of steps before
     ROWWISE = "rowwise"
     BLOCKWISE = "blockwise"
     MXFP8 = "mxfp8"
@@ -28,6 +29,16 @@ class Fp8Recipe(StrEnum):
     def multiple(self) -> int:
         """What every dimension of a weight has to be a multiple of, on each rank."""
         return {Fp8Recipe.BLOCKWISE: 128, Fp8Recipe.MXFP8: 32}.get(self, 16)
+
+
+class AmaxAlgorithm(StrEnum):
+    """Which entry of a history of largest values a scale comes from."""
+
+    MAX = "max"
+    MOST_RECENT = "most_recent"
+
+
+_HISTORY_LENGTH = 1024  # steps, as in Transformer Engine
 
 
 class LayerEnds(NamedTuple):
@@ -49,7 +60,18 @@ class Fp8Config:
     fp8_recipe: Fp8Recipe = flag(
         Fp8Recipe.TENSORWISE,
         help="which elements share a scale: tensorwise all of a matrix, rowwise a row, blockwise "
-        "128 of a row (128x128 of a weight), mxfp8 32 of a row with powers of two",
+        "128 of a row (128x128 of a weight), mxfp8 32 of a row with powers of two; delayed is "
+        "tensorwise by the largest values of steps before",
+    )
+    fp8_amax_history_len: int | None = flag(
+        None,
+        help="with --fp8-recipe delayed, how many steps a history of largest values holds "
+        f"[{_HISTORY_LENGTH}]",
+    )
+    fp8_amax_compute_algo: AmaxAlgorithm | None = flag(
+        None,
+        help="with --fp8-recipe delayed, take scales from the largest value of the history (max) "
+        "or from the newest one (most_recent) [max]",
     )
     fp8_margin: int = flag(
         0, help="leave room for values 2^N times the largest one: scales grow by 2^N"
@@ -75,6 +97,16 @@ class Fp8Config:
             return LayerEnds()
         return LayerEnds(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16)
 
+    @property
+    def history_length(self) -> int:
+        """How many steps a history of largest values holds."""
+        return self.fp8_amax_history_len or _HISTORY_LENGTH
+
+    @property
+    def amax_algorithm(self) -> AmaxAlgorithm:
+        """Which entry of a history a scale comes from."""
+        return self.fp8_amax_compute_algo or AmaxAlgorithm.MAX
+
     def has_layer(self, layer: int, num_layers: int) -> bool:
         """Return whether the linear layers of transformer layer `layer`, from 0, are in FP8."""
         first, last = self.ends
@@ -91,6 +123,27 @@ class Fp8Config:
                 "flags of FP8 were given, and nothing is computed in FP8",
                 found=f"{', '.join(given)} without --fp8-format",
                 fix="add --fp8-format hybrid, or leave them out",
+            )
+        if self.fp8_amax_history_len is not None:
+            yield from check_field(
+                self.fp8_amax_history_len > 0,
+                "fp8_amax_history_len",
+                self.fp8_amax_history_len,
+                problem="a history of largest values holds no step",
+                fix="use 1 or more",
+            )
+        of_history = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+        unused = [
+            f"{flag_name(name)} {value}"
+            for name in of_history
+            if (value := getattr(self, name)) is not None
+        ]
+        if unused and self.fp8_recipe is not Fp8Recipe.DELAYED:
+            yield ConfigError(
+                "a history of largest values was described, and scales come from the values at "
+                "hand",
+                found=f"{', '.join(unused)} with --fp8-recipe {self.fp8_recipe}",
+                fix="add --fp8-recipe delayed, or leave them out",
             )
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             value = getattr(self, name)

@@ -230,10 +230,6 @@ NOT_YET: Mapping[str, str] = {
     "--main-params-dtype": "fp32 masters, as every half-precision run does; leave it out",
     "--main-grads-dtype": "gradients in the dtype that they are reduced in; leave it out",
     "--ddp-num-buckets": "--ddp-bucket-size",
-    **dict.fromkeys(
-        ("--fp8-amax-history-len", "--fp8-amax-compute-algo"),
-        "--fp8-recipe tensorwise, whose scales are those of the matrix at hand; leave it out",
-    ),
     "--fim-split-sample": "--fim-data without it, which takes each document by itself",
     "--fim-fragment-rate": "--fim-rate, the share of all documents",
     "--fim-no-prefix": "--fim-data without it, which treats all documents alike",

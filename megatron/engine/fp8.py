@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from megatron import device, log
-from megatron.config.fp8 import Fp8Config, Fp8Format
+from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.config.run import RunConfig
+from megatron.engine.amax_history import AmaxHistories
 from megatron.errors import ConfigError, MachineError
-from megatron.model.specs import LayerSpec
+from megatron.model.specs import LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage
 from megatron.mpu.context import Group
 from megatron.mpu.layers import fp8_products
@@ -62,6 +63,20 @@ def decisions(specs: Iterable[LayerSpec]) -> tuple[Decision, ...]:
             "--fp8-format out",
         )
     return tuple(table)
+
+
+def amax_histories(
+    build: ModelBuild, specs: Iterable[LayerSpec], stage: PipelineStage
+) -> AmaxHistories | None:
+    """Return the histories that the layers of a stage take their scales from, if they do."""
+    if build.fp8 is None or build.fp8.fp8_recipe is not Fp8Recipe.DELAYED:
+        return None
+    return AmaxHistories(
+        [name for name, reason in decisions(specs) if reason is None],
+        products_of(dict(stage.named_modules())),
+        build.fp8,
+        build.ctx.world,
+    )
 
 
 def announce(config: RunConfig, specs: Sequence[LayerSpec]) -> None:
@@ -143,7 +158,7 @@ class FirstStep:
         self._before = {name: fp8.counts for name, fp8 in self._products.items()}
 
     def check(self, num_microbatches: int) -> None:
-        """Check that every product of every layer ran once for each micro-batch.
+        """Check that every product of every matrix ran once for each micro-batch.
 
         Outputs may be computed twice where activations are recomputed.
 
@@ -153,13 +168,14 @@ class FirstStep:
         for name, fp8 in self._products.items():
             counts = [after - before for after, before in zip(fp8.counts, self._before[name])]
             outputs, *gradients = counts
-            wanted = [num_microbatches, num_microbatches * fp8.wgrad]
-            again = num_microbatches * (1 + self._recomputes)
-            if gradients != wanted or outputs not in (num_microbatches, again):
+            once = num_microbatches * fp8.matrices
+            again = once * (1 + self._recomputes)
+            if gradients != [once, once * fp8.wgrad] or outputs not in (once, again):
                 raise MachineError(
                     "FP8 was asked for, and a layer's products in FP8 did not all run",
                     found=f"{name}: {outputs} outputs, {counts[1]} gradients of inputs and "
-                    f"{counts[2]} of weights, in a step of {num_microbatches} micro-batches",
+                    f"{counts[2]} of weights, in a step of {num_microbatches} micro-batches"
+                    + (f" over {fp8.matrices} experts" if fp8.matrices > 1 else ""),
                     fix="leave --fp8-format out, and report the flags: this is an error of the "
                     "program",
                 )
@@ -169,7 +185,7 @@ def _reason(spec: LayerSpec, *, has_fp8: bool) -> str:
     if not spec.block:
         return "not part of a transformer layer"
     if has_fp8:
-        return "not a linear layer of attention or MLP"
+        return "not a linear layer of attention, MLP or experts"
     return "one of the first or last layers (--first-last-layers-bf16)"
 
 

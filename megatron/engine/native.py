@@ -27,8 +27,8 @@ from megatron.engine.base import (
     StepReport,
 )
 from megatron.engine.cuts import stage_ranges
-from megatron.engine.fp8 import FirstStep
-from megatron.engine.state import model_tensors, optimizer_tensors
+from megatron.engine.fp8 import FirstStep, amax_histories
+from megatron.engine.state import FP8_SCALARS, history_tensors, model_tensors, optimizer_tensors
 from megatron.engine.tally import (
     COUNTS,
     check_counts,
@@ -47,7 +47,7 @@ from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
 from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
-from megatron.optimizer.optimizer import build_optimizer
+from megatron.optimizer.optimizer import APPLIED, build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
@@ -82,6 +82,7 @@ class NativeEngine:
             self.stage = PipelineStage(
                 specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size)
             )
+        self._histories = amax_histories(build, specs, self.stage)
         initialize_parameters(self.stage, seed=config.training.seed, ctx=build.ctx)
         # Before the buffers, which put tied parameters into separate buckets.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
@@ -171,6 +172,8 @@ class NativeEngine:
                 # Where nothing counts, this makes the norm not finite, and so the update void.
                 grad_multiplier=nominal_tokens / reduced[COUNTS][0],
             )
+            if self._histories is not None:
+                self._histories.advance(outcome[APPLIED])
         return partial(self._report, HostScalars(outcome | divisors), plan)
 
     @torch.no_grad()
@@ -200,12 +203,17 @@ class NativeEngine:
             named = self.stage.named_parameters()
             tensors += optimizer_tensors(named, self.optimizer, self._context)
             scalars = {"optimizer": self.optimizer.scalars()}
+            if self._histories is not None:
+                tensors += history_tensors(self._histories)
+                scalars[FP8_SCALARS] = self._histories.scalars()
         return EngineState(tuple(tensors), scalars)
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, master weights."""
         if optimizer:
             self.optimizer.load_state(self.optimizer.named_state(), object_at(scalars, "optimizer"))
+            if self._histories is not None:
+                self._histories.restored(object_at(scalars, FP8_SCALARS))
         else:
             self.optimizer.refresh_masters()
 

@@ -1,8 +1,9 @@
 """What of an engine a checkpoint holds, under global names and as parts of whole tensors.
 
-Keys are `model/<parameter>` and `optimizer/<kind>/<parameter>`. An optimizer's state has the shape
-of its parameter and is placed like it, or is a range of it where the distributed optimizer shares
-it out over replicas. So any layout that can load the one can load the other.
+Keys are `model/<parameter>`, `optimizer/<kind>/<parameter>` and `fp8/<layer>`. An optimizer's state
+has the shape of its parameter and is placed like it, or is a range of it where the distributed
+optimizer shares it out over replicas. So any layout that can load the one can load the other. A
+history of FP8 is whole on every rank.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.checkpoint.sharded import Placement, ShardedTensor
+from megatron.engine.amax_history import AmaxHistories
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import init_of, partition_of
 from megatron.optimizer.optimizer import MegatronOptimizer
+
+HISTORY_PREFIX = "fp8/"
+FP8_SCALARS = "fp8"
 
 
 def model_tensors(stage: nn.Module, context: ParallelContext) -> list[ShardedTensor]:
@@ -54,6 +59,14 @@ def optimizer_tensors(
                 )
             )
     return found
+
+
+def history_tensors(histories: AmaxHistories) -> list[ShardedTensor]:
+    """Return the histories of the largest values of every layer in FP8: [3, steps] each."""
+    return [
+        ShardedTensor.of(f"{HISTORY_PREFIX}{name}", values)
+        for name, values in histories.by_layer().items()
+    ]
 
 
 def placement_of(parameter: Tensor, context: ParallelContext) -> Placement:

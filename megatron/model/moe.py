@@ -9,7 +9,6 @@ weights.
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -19,6 +18,7 @@ from megatron.model.mlp import MLP, unit_of
 from megatron.model.moe_router import Router, counts_of
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
+from megatron.mpu.layers import fp8_products, linear
 from megatron.mpu.mappings import (
     copy_to_tp,
     gather_from_sequence,
@@ -26,6 +26,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
 )
 from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_metadata
+from megatron.ops.fp8_products import Fp8Products
 
 
 def build_feed_forward(config: ModelConfig, build: ModelBuild) -> nn.Module:
@@ -104,6 +105,8 @@ class GroupedLinear(nn.Module):
         shape: of the whole weight, [groups, out, in].
     """
 
+    fp8: Fp8Products | None = None
+
     def __init__(
         self, shape: tuple[int, int, int], partition: Partition, init: Init, build: ModelBuild
     ) -> None:
@@ -112,13 +115,19 @@ class GroupedLinear(nn.Module):
         self._whole, self._here = shape, local
         self.weight = nn.Parameter(torch.empty(local, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=init, partition=partition)
+        if build.fp8 is not None:
+            self.fp8 = fp8_products(
+                build.fp8, build.ctx.tp, splits_output=partition.dim == 1, matrices=shape[0]
+            )
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Map [n, in] to [n, out]; the first counts[0] rows are of group 0, and so on."""
         # Unbound at once: taken one by one, each would have a gradient of the size of all.
         weights = self.weight.unbind(0)
         groups = torch.split(rows, list(counts))
-        return torch.cat([F.linear(group, weight) for group, weight in zip(groups, weights)])
+        return torch.cat(
+            [linear(group, weight, None, self.fp8) for group, weight in zip(groups, weights)]
+        )
 
     def extra_repr(self) -> str:
         """Return the global sizes, for `print(model)`."""

@@ -46,6 +46,7 @@ from megatron.ops.quantize import Blocks
 # The blocks of activations and gradients, and those of weights, that share a scale.
 FP8_BLOCKS: Mapping[Fp8Recipe, tuple[Blocks, Blocks]] = {
     Fp8Recipe.TENSORWISE: (Blocks.TENSOR, Blocks.TENSOR),
+    Fp8Recipe.DELAYED: (Blocks.TENSOR, Blocks.TENSOR),
     Fp8Recipe.ROWWISE: (Blocks.ROW, Blocks.ROW),
     Fp8Recipe.BLOCKWISE: (Blocks.ROW_128, Blocks.SQUARE_128),
     Fp8Recipe.MXFP8: (Blocks.ROW_32, Blocks.ROW_32),
@@ -166,9 +167,9 @@ class RowParallelLinear(_ParallelLinear):
         The output is [s/tp, .., out] under sequence parallelism.
         """
         if self._tp.size == 1:
-            return _linear(hidden, self.weight, self.bias, self.fp8)
+            return linear(hidden, self.weight, self.bias, self.fp8)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
-        output = reduce(_linear(hidden, self.weight, None, self.fp8), self._tp)
+        output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
@@ -237,7 +238,9 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.padded_size} / tp={self._tp.size}, {self.hidden_size}"
 
 
-def fp8_products(config: Fp8Config, tp: Group, *, splits_output: bool) -> Fp8Products:
+def fp8_products(
+    config: Fp8Config, tp: Group, *, splits_output: bool, matrices: int = 1
+) -> Fp8Products:
     """Return the products of a linear layer whose weight is split over `tp`."""
     is_hybrid = config.fp8_format is Fp8Format.HYBRID
     gradient_dtype = torch.float8_e5m2 if is_hybrid else torch.float8_e4m3fn
@@ -246,6 +249,7 @@ def fp8_products(config: Fp8Config, tp: Group, *, splits_output: bool) -> Fp8Pro
         splits_output=splits_output,
         reduce_max=partial(all_reduce, group=tp, op="max"),
         wgrad=config.fp8_wgrad,
+        matrices=matrices,
     )
 
 
@@ -265,12 +269,12 @@ def linear_with_input_reduction(
     [v/tp, h].
     """
     if tp.size == 1:
-        return _linear(hidden, weight, bias, fp8)
+        return linear(hidden, weight, bias, fp8)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
     return function(hidden, weight, bias, tp, sequence_parallel, fp8)
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
     """Apply `F.linear` without reductions of sums; the weight's gradient may go its own way."""
     if fp8 is None and not bypasses_autograd(weight):
         return F.linear(hidden, weight, bias)

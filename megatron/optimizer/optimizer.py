@@ -40,12 +40,13 @@ from megatron.optimizer.param_buffer import ParameterBuffer
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
+APPLIED = "update applied"  # among the scalars of `MegatronOptimizer.update`
 _NAMES_SHOWN = 5
 _STEPS, _SCALER = "steps", "loss_scaler"
 _MASTER = "master"
 # Scalars of a step: the sums over all ranks, and what `update` makes of them.
 _SQUARES, _NOT_FINITE, _ZEROS = "squares of gradients", "gradients not finite", "zero gradients"
-_NORM, _APPLIED, _LOSS_SCALE = "gradient norm", "update applied", "loss scale"
+_NORM, _LOSS_SCALE = "gradient norm", "loss scale"
 _TOO_SMALL = "loss scale too small"
 
 
@@ -241,7 +242,7 @@ class MegatronOptimizer(ABC):
         return {
             **sums,
             _NORM: norm,
-            _APPLIED: applied,
+            APPLIED: applied,
             _LOSS_SCALE: norm.new_ones(()) * loss_scale,
             _TOO_SMALL: too_small,
         }
@@ -252,7 +253,7 @@ class MegatronOptimizer(ABC):
         Raises:
             NumericsError: the gradients overflow at the smallest loss scale.
         """
-        applied, (scale,) = bool(scalars[_APPLIED][0]), scalars[_LOSS_SCALE]
+        applied, (scale,) = bool(scalars[APPLIED][0]), scalars[_LOSS_SCALE]
         self._scaler.check(too_small=bool(scalars[_TOO_SMALL][0]), scale=scale)
         return OptimizerReport(
             applied=applied,

@@ -32,12 +32,6 @@ def fp8_goes_with_the_other_flags(plan: RunPlan) -> Iterator[MegatronError]:
             found=f"{given} with --deepspeed",
             fix="leave --deepspeed out for the native engine, or --fp8-format",
         )
-    if config.model.has_experts:
-        yield ConfigError(
-            "the matrices of experts are not multiplied in FP8",
-            found=f"{given}, --num-experts {config.model.num_experts}",
-            fix="leave --fp8-format out, or use a dense model",
-        )
 
 
 def fp8_has_layers(plan: RunPlan) -> Iterator[MegatronError]:
@@ -105,7 +99,10 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
     yield "--hidden-size", model.hidden_size
     yield "queries, keys and values", (heads + 2 * groups) * width // tp
     yield "attention heads", heads * width // tp
-    yield "--ffn-hidden-size", model.ffn_width // tp
+    if model.has_experts:
+        yield "--moe-ffn-hidden-size", model.expert_width // tp
+    else:
+        yield "--ffn-hidden-size", model.ffn_width // tp
 
 
 CHECKS = (

@@ -108,14 +108,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the weights are read",
             "megatron/checkpointing.py",
-            "opened.read_into(state.tensors, prefixes=prefixes, cast=cast)",
+            "opened.read_into(tensors, prefixes=prefixes, cast=cast)",
             "opened.read_into(state.tensors[:0], prefixes=(), cast=cast)",
             "tests/unit/test_checkpointing.py::test_a_checkpoint_brings_back_everything",
         ),
         Mutant(
             "the engine hears of restored state",
             "megatron/checkpointing.py",
-            "    engine.restored(opened.manifest.scalars, optimizer=with_optimizer)\n",
+            "    engine.restored(scalars, optimizer=with_optimizer)\n",
             "",
             "tests/unit/test_checkpointing.py::test_a_checkpoint_brings_back_everything",
         ),

@@ -62,8 +62,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the bias of a row-parallel layer is added once",
             "megatron/mpu/layers.py",
-            "output = reduce(_linear(hidden, self.weight, None, self.fp8), self._tp)",
-            "output = reduce(_linear(hidden, self.weight, self.bias, self.fp8), self._tp)",
+            "output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)",
+            "output = reduce(linear(hidden, self.weight, self.bias, self.fp8), self._tp)",
             "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
         ),
         Mutant(

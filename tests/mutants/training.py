@@ -43,6 +43,28 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/laws/layouts/test_fp8.py::test_every_layout_rounds_alike",
         ),
         Mutant(
+            "ranks share the largest values of a history",
+            "megatron/engine/amax_history.py",
+            '        all_reduce(self._seen, self._world, op="max")\n',
+            "",
+            "tests/laws/layouts/test_fp8.py::test_every_layout_rounds_alike[delayed]",
+        ),
+        Mutant(
+            "a step that is void adds nothing to a history",
+            "megatron/engine/amax_history.py",
+            "torch.where(applied, moved, self._values)",
+            "moved",
+            "tests/unit/engine/test_amax_history.py::"
+            "test_a_void_step_leaves_the_histories_and_its_values_are_forgotten",
+        ),
+        Mutant(
+            "an infinity beyond a delayed scale does not saturate",
+            "megatron/ops/fp8_products.py",
+            "torch.where(measured.isfinite(), self.history.before[operand], measured)",
+            "self.history.before[operand].view(1, 1)",
+            "tests/unit/engine/test_amax_history.py::test_what_is_not_finite_is_not_clamped_away",
+        ),
+        Mutant(
             "gradients have a format of their own",
             "megatron/ops/fp8_products.py",
             "self._quantize(rows, self._rows, of_grad, self._scaling.gradient_dtype)",
@@ -61,7 +83,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "every gradient of the first step is counted",
             "megatron/engine/fp8.py",
-            "if gradients != wanted or outputs",
+            "if gradients != [once, once * fp8.wgrad] or outputs",
             "if outputs",
             "tests/unit/engine/test_fp8.py::test_a_first_step_without_a_product_is_an_error",
         ),

@@ -306,6 +306,47 @@ def test_how_products_in_fp8_are_computed_is_recorded_and_changes_are_said(
     )
 
 
+def test_histories_of_fp8_come_back_or_start_empty_with_a_note(tmp_path: Path, capsys: Any) -> None:
+    wide = {"hidden_size": 32, "num_layers": 3}
+    fp8 = {**wide, "fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4}
+    run = run_of(save=str(tmp_path / "run"), **fp8)
+    for _ in range(2):
+        run.step()
+    run.save()
+    resumed = run_of(load=str(tmp_path / "run"), **fp8)
+    capsys.readouterr()
+    assert resumed.load() == AT
+    assert "start empty" not in capsys.readouterr().out
+    assert repr(resumed.step()) == repr(run.step())
+    assert histories_of(resumed).keys() == histories_of(run).keys()
+    for name, values in histories_of(resumed).items():
+        assert torch.equal(values, histories_of(run)[name])
+        assert (values[:, :3] > 0).all()
+    for changed, missing in (
+        ({"fp8_amax_history_len": 5}, "12 of 12"),
+        ({"fp8_recipe": "tensorwise", "fp8_amax_history_len": None}, None),
+    ):
+        other = run_of(load=str(tmp_path / "run"), **fp8 | changed)
+        assert other.load() == AT
+        said = capsys.readouterr().out
+        assert ("start empty" in said) == (missing is not None)
+        assert missing is None or f"for {missing} layers in FP8" in said
+        assert not any(values.any() for values in histories_of(other).values())
+    without = {**fp8, "first_last_layers_bf16": True}
+    older = run_of(save=str(tmp_path / "older"), **without)
+    older.step()
+    older.save()
+    more = run_of(load=str(tmp_path / "older"), **fp8)
+    assert more.load() == AT
+    assert "for 8 of 12 layers in FP8" in capsys.readouterr().out
+    assert not any(values.any() for values in histories_of(more).values())
+
+
+def histories_of(run: Run) -> dict[str, torch.Tensor]:
+    tensors = run.engine.state(optimizer=True).tensors
+    return {one.name: one.parts[0].view for one in tensors if one.name.startswith("fp8/")}
+
+
 def test_data_that_changed_since_the_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
     run = run_of(save=str(tmp_path / "run"))
     trained = {"index of a": "xxh3_128 1", "index of b": "xxh3_128 2", "pair id of a": "3"}

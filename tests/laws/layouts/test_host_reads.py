@@ -141,6 +141,7 @@ RANKS = {
         {"bf16": True, "recompute_granularity": "full", "recompute_method": "uniform"},
     ),
     "fp8": Rank(2, 1, 1, 1, {**FP8, "recompute_granularity": "full", "sequence_parallel": True}),
+    "fp8, delayed": Rank(2, 1, 2, 3, {**FP8, "fp8_recipe": "delayed"}),
     "fp8, blocks of 32": Rank(2, 1, 1, 0, {**FP8, "fp8_recipe": "mxfp8"}),
     "first stage": Rank(2, 2, 2, 1, {"bf16": True}),
 }

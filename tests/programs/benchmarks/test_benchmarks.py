@@ -21,12 +21,16 @@ from benchmarks import (
     data_worker,
     gpu_suite,
     head_loss,
+    ops,
     parallel_cpu,
     pipeline_bubble,
 )
 from benchmarks.peers.plain_gpt import PlainGPT, Shape, copy_weights
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
+from megatron import device
+from megatron.config.fp8 import Fp8Recipe
 from megatron.errors import ConfigError, NumericsError
+from megatron.ops import library
 from tests.support.call import Call
 from tests.support.launch import Ended, run_program
 
@@ -190,45 +194,128 @@ def test_a_weight_without_a_source_is_an_error_and_not_left_at_random() -> None:
 def test_the_gpu_suite_says_what_it_did_not_measure_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = script("gpu_suite.py", "--out", str(tmp_path))
     assert done.status == 0, done.err
-    for part in ("tests/gpu", "training gpt3-125m", "training gpt3-1.3b"):
+    names = [one.name for one in gpu_suite.TRAININGS]
+    assert "training gpt3-1.3b, FP8 tensorwise" in names
+    assert "training 8 layers of llama-7b, bf16" in names
+    for part in ("tests/gpu", "operators", *names):
         assert f"not measured: {part} (no CUDA device)" in done.out
     (written,) = tmp_path.glob("gpu_suite-*.json")
     report = json.loads(written.read_text())
     assert report["device"] is None
     assert report["trainings"] == []
-    assert len(report["not_measured"]) == 3
+    assert len(report["not_measured"]) == 2 + len(names)
     assert written.with_suffix(".md").read_text() == done.out
 
 
-def test_the_gpu_suite_measures_a_training_and_where_its_time_goes(tmp_path: Path) -> None:
-    found = tmp_path / "measured.json"
+def measured_on_cpu(folder: Path, *flags: str) -> dict[str, Any]:
+    """What the suite measures of a tiny training in this process."""
+    found = folder / "measured.json"
     gpu_suite.main(
         [
             *("--measure", "gpt3-125m", "--device", "cpu", "--micro-batch", "2", "--steps", "2"),
             *("--warmup", "1", "--matmul-size", "64", "--peak-tflops", "2", "--json", str(found)),
-            *("--", *TINY_GPT3),
+            *("--", *TINY_GPT3, *flags),
         ]
     )
-    one = json.loads(found.read_text())
+    measured: dict[str, Any] = json.loads(found.read_text())
+    return measured
+
+
+def a_report(**parts: Any) -> dict[str, Any]:
+    nothing = {"tests": None, "operators": None, "trainings": [], "not_measured": []}
+    named = {"time": "now", "torch": "2", "device": "a GPU", "flops_convention": "ours"}
+    return {**named, **nothing, **parts}
+
+
+def test_the_gpu_suite_measures_a_training_and_where_its_time_goes(tmp_path: Path) -> None:
+    one = measured_on_cpu(tmp_path)
     assert one["steps"] == 2
     assert one["tokens_per_step"] == 32
     assert one["mfu"] == pytest.approx(one["model_tflops"] / 2)
     assert one["profile"]["top"][0]["ms_per_step"] > 0
+    parts = one["estimated_bytes"]
+    assert parts["weights"] == pytest.approx(2 * one["parameters"], rel=0.01)
+    assert one["estimated_memory_gib"] == pytest.approx(sum(parts.values()) / 2**30)
     tests = {"ok": False, "why": "", "counts": {"passed": 2, "failed": 1}, "seconds": 1.0}
-    report: dict[str, Any] = {
-        "time": "now",
-        "torch": "2",
-        "device": "a GPU",
-        "flops_convention": "ours",
-        "tests": tests | {"failures": ["FAILED tests/gpu/x.py::y"]},
-        "trainings": [one],
-        "not_measured": [{"part": "training gpt3-1.3b", "why": "out of memory"}],
-    }
-    text = gpu_suite.markdown(report)
+    text = gpu_suite.markdown(
+        a_report(
+            tests=tests | {"failures": ["FAILED tests/gpu/x.py::y"]},
+            trainings=[one],
+            not_measured=[{"part": "training gpt3-1.3b", "why": "out of memory"}],
+        )
+    )
     assert "2 passed, 1 failed" in text
     assert "- FAILED tests/gpu/x.py::y" in text
-    assert "of the stated 2 TFLOP/s" in text
+    assert "of the stated 2 TFLOP/s;" in text
     assert "not measured: training gpt3-1.3b (out of memory)" in text
+
+
+def test_a_training_in_fp8_stands_beside_the_same_in_bf16(tmp_path: Path) -> None:
+    rowwise = gpu_suite.Training("gpt3-125m", 2, 2, Fp8Recipe.ROWWISE)
+    assert rowwise.name == "training gpt3-125m, FP8 rowwise"
+    one = measured_on_cpu(tmp_path, *rowwise.flags) | {"part": rowwise.name}
+    assert one["precision"] == "FP8 rowwise"
+    base = one | {"precision": "bf16", "part": "training gpt3-125m, bf16"}
+    base["median_step_s"] = 1.5 * one["median_step_s"]
+    text = gpu_suite.markdown(a_report(trainings=[base, one]))
+    (row,) = (line for line in text.splitlines() if line.startswith("| gpt3-125m, FP8 rowwise"))
+    assert " | 1.50 | " in row
+    assert row.endswith(f"| {one['estimated_memory_gib']:.1f} |")
+    assert "of the stated 2 TFLOP/s of bf16;" in text
+
+
+def test_layers_of_a_large_model_and_what_a_device_cannot_do_have_their_names() -> None:
+    few = gpu_suite.Training("llama-7b", 8, 12, Fp8Recipe.ROWWISE, layers=8)
+    assert few.name == "training 8 layers of llama-7b, FP8 rowwise"
+    assert few.flags[:2] == ("--num-layers", "8")
+    (named,) = {gpu_suite._why_not(few, (8, 9))["part"]}
+    assert named == few.name
+    assert "compute capability 8.9" in gpu_suite._why_not(few, (8, 9))["why"]
+    assert gpu_suite._why_not(few, (9, 0)) == {}
+    tensorwise = gpu_suite.Training("llama-7b", 8, 12, Fp8Recipe.TENSORWISE, layers=8)
+    assert gpu_suite._why_not(tensorwise, (8, 9)) == {}
+
+
+def test_the_suite_ends_in_time_and_lists_what_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = tmp_path / "ops.json"
+    monkeypatch.setattr(library, "INSTRUCTION_SET", library.INSTRUCTION_SET or "plain")
+    ops.main(["--rows", "4", "--widths", "64", "--rounds", "1", "--json", str(operators)])
+    now, limits = [0.0], list[float]()
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> Any:
+        limits.append(timeout)
+        if "pytest" in command:
+            now[0] += 150.0
+            return SimpleNamespace(returncode=0, stdout="3 passed in 9s", stderr="")
+        now[0] += 70.0
+        to = Path(command[command.index("--json") + 1])
+        if "--compiled" in command:
+            return SimpleNamespace(returncode=1, stdout="", stderr="no compiler")
+        to.write_text(operators.read_text() if "--measure" not in command else "{}")
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    monkeypatch.setattr(gpu_suite.subprocess, "run", run)
+    monkeypatch.setattr(gpu_suite.time, "monotonic", lambda: now[0])
+    for name, value in {"cuda_is_available": True, "name": "a GPU", "capability": (9, 0)}.items():
+        monkeypatch.setattr(device, name, lambda value=value: value)
+    monkeypatch.setattr(device, "select", lambda kind: None)
+    report = gpu_suite.run_suite(None)
+    assert report["tests"]["counts"] == {"passed": 3}
+    assert report["operators"]["rows"] == 4
+    # 150 s of tests, twice 70 s of operators, 70 s for each training; the last ones do not start.
+    assert limits == [180.0, 90.0, 90.0, 80.0, 80.0, 80.0, 30.0]
+    assert [one["part"] for one in report["trainings"]] == [
+        one.name for one in gpu_suite.TRAININGS[:4]
+    ]
+    left_out = {one["part"]: one["why"] for one in report["not_measured"]}
+    assert left_out["operators --compiled"] == "exit code 1: no compiler"
+    for one in gpu_suite.TRAININGS[4:]:
+        assert left_out[one.name] == "no time left of 530 s for all parts"
+    text = gpu_suite.markdown(report | {"trainings": []})
+    assert "| rms_norm | forward | 64 |" in text
+    assert "not measured: operators --compiled" in text
 
 
 def test_parts_that_fail_or_take_too_long_are_reported_with_the_reason(
@@ -253,8 +340,8 @@ def test_parts_that_fail_or_take_too_long_are_reported_with_the_reason(
 
     monkeypatch.setattr(gpu_suite.subprocess, "run", end)
     one = gpu_suite.TRAININGS[0]
-    assert "OutOfMemoryError: full" in gpu_suite._measure_apart(one, None)["why"]
-    assert gpu_suite._measure_apart(one, 5.0)["why"] == f"not done within {one.deadline_s:.0f} s"
+    assert "OutOfMemoryError: full" in gpu_suite._measure_training(one, None, 60.0)["why"]
+    assert gpu_suite._measure_training(one, 5.0, 60.0)["why"] == "not done within 60 s"
     tests = gpu_suite._run_tests()
     assert tests["counts"] == {"failed": 1, "passed": 14}
     assert tests["failures"] == ["FAILED tests/gpu/a.py::b - c"]

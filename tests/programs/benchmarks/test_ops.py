@@ -27,6 +27,17 @@ def test_every_operator_is_measured_in_both_passes(
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(report["results"])
 
 
+@pytest.mark.wide  # compiles
+def test_pytorch_is_measured_compiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "INSTRUCTION_SET", library.INSTRUCTION_SET or "plain")
+    monkeypatch.setattr(ops, "CASES", (CASES[0], CASES[-2]))  # one keeps its angles
+    main([*TINY, "--dtypes", "fp32", "--compiled", "--json", str(tmp_path / "ops.json")])
+    *compiled, update = json.loads((tmp_path / "ops.json").read_text())["results"]
+    assert len(compiled) == 4
+    assert all(row["compiled_us"] > 0 for row in compiled)
+    assert "compiled_us" not in update
+
+
 def test_bytes_are_those_of_the_tensors_that_move() -> None:
     plain, fused, gated, rotated = CASES[0], CASES[1], CASES[-3], CASES[-2]
     assert plain.moved(10, 2) == (2 * 20, 3 * 20)  # x, out; grad, x, grad_x

@@ -7,7 +7,7 @@ import pytest
 from megatron.arguments import parse_args, parse_given
 from megatron.config.dependent_flags import DEPENDENT, EXPLAINED, OTHER_DEFAULTS
 from megatron.config.fields import to_plain
-from megatron.config.fp8 import Fp8Config, Fp8Recipe
+from megatron.config.fp8 import AmaxAlgorithm, Fp8Config, Fp8Recipe
 from megatron.config.model import Activation, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
@@ -228,5 +228,7 @@ def test_defaults_that_differ_are_still_the_ones_that_the_page_names() -> None:
     assert training.exit_signal_handler
     assert precision.accumulate_allreduce_grads_in_fp32
     assert Fp8Config().fp8_recipe is Fp8Recipe.TENSORWISE
-    assert len(OTHER_DEFAULTS) == 4
+    assert Fp8Config().history_length == 1024
+    assert Fp8Config().amax_algorithm is AmaxAlgorithm.MAX
+    assert len(OTHER_DEFAULTS) == 6
     assert a_run().data.split == "969, 30, 1"  # as in other Megatrons

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.arguments import parse_args
 from megatron.config.fields import FieldsError
-from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe, LayerEnds
+from megatron.config.fp8 import AmaxAlgorithm, Fp8Config, Fp8Format, Fp8Recipe, LayerEnds
 from megatron.errors import ConfigError
 from tests.unit.config.groups import COMMAND, a_run, problems_of
 
@@ -58,6 +58,29 @@ def test_first_and_last_layers_can_stay_out() -> None:
             "the room above the largest value is not one that mxfp8 can leave",
             "--fp8-margin 1",
         ),
+        (
+            {"fp8_format": Fp8Format.E4M3, "fp8_amax_history_len": 1024},
+            "a history of largest values was described",
+            "--fp8-amax-history-len 1024 with --fp8-recipe tensorwise",
+        ),
+        (
+            {
+                "fp8_format": Fp8Format.E4M3,
+                "fp8_recipe": Fp8Recipe.MXFP8,
+                "fp8_amax_compute_algo": AmaxAlgorithm.MAX,
+            },
+            "a history of largest values was described",
+            "--fp8-amax-compute-algo max with --fp8-recipe mxfp8",
+        ),
+        (
+            {
+                "fp8_format": Fp8Format.E4M3,
+                "fp8_recipe": Fp8Recipe.DELAYED,
+                "fp8_amax_history_len": 0,
+            },
+            "holds no step",
+            "--fp8-amax-history-len 0",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(
@@ -66,6 +89,14 @@ def test_flags_that_contradict_each_other_are_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         Fp8Config(**flags)
     assert caught.value.found == found
+
+
+def test_a_history_has_the_length_of_transformer_engine_unless_said_otherwise() -> None:
+    config = parse_args([*COMMAND, "--bf16", "--fp8-hybrid", "--fp8-recipe", "delayed"]).fp8
+    assert (config.history_length, config.amax_algorithm) == (1024, AmaxAlgorithm.MAX)
+    words = ["--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "most_recent", "--bf16"]
+    config = parse_args([*COMMAND, "--fp8-hybrid", "--fp8-recipe", "delayed", *words]).fp8
+    assert (config.history_length, config.amax_algorithm) == (16, AmaxAlgorithm.MOST_RECENT)
 
 
 def test_all_that_is_wrong_is_said_together() -> None:
@@ -91,9 +122,7 @@ def test_spellings_of_other_megatrons(words: list[str], form: Fp8Format) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--fp8-recipe", "delayed"], "tensorwise, rowwise, blockwise, mxfp8"),
-        (["--fp8-amax-history-len", "1024"], "--fp8-recipe tensorwise"),
-        (["--fp8-amax-compute-algo", "max"], "--fp8-recipe tensorwise"),
+        (["--fp8-recipe", "custom"], "tensorwise, delayed, rowwise, blockwise, mxfp8"),
         (["--fp8-param-gather"], "--fp8-param-gather"),
     ],
 )

@@ -26,6 +26,7 @@ from tests.support.tiny import TOKENS_PER_SAMPLE, tiny_run
 from tests.unit.engine.engines import runtime_of, tiny_batches, tiny_engine
 
 FP8: dict[str, Any] = {"fp8_format": "hybrid", "hidden_size": 32}
+ROUTED = {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
 LINEAR = ("attention.qkv", "attention.output", "mlp.fc1", "mlp.fc2")
 
 
@@ -49,6 +50,13 @@ def test_linear_layers_of_blocks_are_in_fp8_and_nothing_else() -> None:
     assert {name for name, reason in table.items() if reason is None} == inside
     outside = {"embedding.word", "embedding.position", "output"}
     assert {name for name, reason in table.items() if reason} == outside
+
+
+def test_experts_are_in_fp8_and_their_router_is_not() -> None:
+    table = table_of(**ROUTED)
+    inside = {f"layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("fc1", "fc2")}
+    assert all(table[name] is None for name in inside)
+    assert table["layers.0.mlp.router"] == "not a linear layer of attention, MLP or experts"
 
 
 def test_first_and_last_layers_are_out_with_their_reason() -> None:
@@ -146,6 +154,8 @@ def test_a_run_says_what_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         {"recompute_granularity": "full"},
         {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
         {"num_layers": 3, "first_last_layers_bf16": True},
+        {**ROUTED, "recompute_granularity": "full"},
+        {**ROUTED, "fp8_recipe": "delayed"},
     ],
 )
 def test_a_first_step_whose_products_ran_passes(flags: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Experts against a loop over tokens, value by value and gradient by gradient."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.moe import Experts, GroupedLinear, MixtureOfExperts, build_feed_forward
 from megatron.model.transformer import Block
+from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import Init, Partition, is_sequence_parallel, partition_of
 from megatron.optimizer.param_groups import is_decayed
 from tests.support.models import roughen, second_of_two, tiny_build, tiny_config, tiny_model
@@ -132,6 +135,41 @@ def test_groups_of_rows_have_matrices_of_their_own() -> None:
     torch.testing.assert_close(found[:2], F.linear(rows[:2], layer.weight[0]))
     torch.testing.assert_close(found[2:], F.linear(rows[2:], layer.weight[2]))
     assert repr(layer) == "GroupedLinear((3, 2, 4) in all, (3, 2, 4) here)"
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_in_fp8_every_matrix_is_a_linear_layer_in_fp8(recipe: Fp8Recipe) -> None:
+    """Also of a group without rows, and of one with fewer than share a scale."""
+    config = Fp8Config(fp8_format=Fp8Format.E4M3, fp8_recipe=recipe)
+    build = dataclasses.replace(tiny_build(), fp8=config)
+    layer = GroupedLinear((3, 128, 256), Partition("tp", dim=1), Init("normal", std=1.0), build)
+    roughen(layer, build.ctx)
+    draw, counts = torch.Generator().manual_seed(1), (17, 0, 3)
+    rows = torch.randn(20, 256, generator=draw, dtype=torch.float64).requires_grad_()
+    grad = torch.randn(20, 128, generator=draw, dtype=torch.float64)
+    output = layer(rows, counts)
+    output.backward(grad)
+    assert layer.fp8 is not None
+    assert (layer.fp8.counts, layer.fp8.matrices) == ((3, 3, 3), 3)
+    found = (output.detach(), rows.grad, layer.weight.grad)
+    parts = zip(rows.detach().split(counts), grad.split(counts), layer.weight.detach())
+    expected = []
+    for hidden, of_output, weight in parts:
+        alone = ColumnParallelLinear(
+            256, 128, ctx=build.ctx, init=Init("zeros"), bias=False, dtype=torch.float64
+        )
+        alone.weight.data.copy_(weight)
+        if hidden.numel():
+            alone.in_fp8(config)
+        of_group = hidden.clone().requires_grad_()
+        product = alone(of_group)
+        product.backward(of_output)
+        expected.append((product.detach(), of_group.grad, alone.weight.grad))
+    outputs, of_rows, of_weights = zip(*expected)
+    assert torch.equal(found[0], torch.cat(outputs))
+    assert torch.equal(found[1], torch.cat(of_rows))
+    assert torch.equal(found[2], torch.stack(of_weights))
+    assert not found[2][1].any()
 
 
 def test_every_tensor_parallel_rank_has_a_part_of_every_expert() -> None:
