@@ -5,6 +5,9 @@ layer is one graph without a break, or an error: nothing falls back to eager cod
 """
 
 from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch import Tensor
 
 from megatron import log
 from megatron.errors import MachineError
+from megatron.mpu import opaque_linear
+from megatron.ops import library
 
 # Other sequence lengths, as of a curriculum, are compiled anew; torch itself ends a run above 8.
 MAX_SHAPES = 4
@@ -90,8 +95,10 @@ class LayerCompiler:
         )
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        backend = torch._dynamo.lookup_backend("inductor")
         self._graphs += 1
+        # torch keeps graphs on disk, by a key that does not depend on what our operators promise.
+        torch.compiler.config.cache_key_tag = _operators_digest()
+        backend = torch._dynamo.lookup_backend("inductor")
         compiled: Callable[..., Any] = backend(graph, inputs)
 
         def counted(*arguments: Any) -> Any:
@@ -99,3 +106,12 @@ class LayerCompiler:
             return compiled(*arguments)
 
         return counted
+
+
+@cache
+def _operators_digest() -> str:
+    digest = blake2b(digest_size=8)
+    for module in sorted(Path(library.__file__).parent.glob("*.py")):
+        digest.update(module.read_bytes())
+    digest.update(Path(opaque_linear.__file__).read_bytes())
+    return digest.hexdigest()
