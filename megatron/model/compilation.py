@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron import log
 from megatron.errors import MachineError
-from megatron.mpu import opaque_linear
 from megatron.ops import library
 
 # Other sequence lengths, as of a curriculum, are compiled anew; torch itself ends a run above 8.
@@ -113,5 +112,4 @@ def _operators_digest() -> str:
     digest = blake2b(digest_size=8)
     for module in sorted(Path(library.__file__).parent.glob("*.py")):
         digest.update(module.read_bytes())
-    digest.update(Path(opaque_linear.__file__).read_bytes())
     return digest.hexdigest()

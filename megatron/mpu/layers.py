@@ -23,6 +23,7 @@ from megatron.mpu.collectives import (
     Pending,
     all_gather,
     all_reduce,
+    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -32,7 +33,6 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.opaque_linear import numbered, opaque_linear
 from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_parameter_metadata
 from megatron.mpu.row_gradients import lookup
 from megatron.mpu.weight_gradients import (
@@ -42,6 +42,7 @@ from megatron.mpu.weight_gradients import (
     weight_gradient,
 )
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
+from megatron.ops.opaque_linear import numbered, opaque_linear
 from megatron.ops.quantize import Blocks
 
 # The blocks of activations and gradients, and those of weights, that share a scale.
@@ -61,10 +62,7 @@ class _ParallelLinear(nn.Module):
     _tp: Group
     _sequence_parallel: bool
     _splits_output: bool
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number = numbered(self)
+    _number: Tensor  # of this layer in compiled graphs
 
     def in_fp8(self, config: Fp8Config | None) -> Self:
         """Compute with 8-bit operands, if a config is given; return this layer."""
@@ -74,8 +72,8 @@ class _ParallelLinear(nn.Module):
 
     def _own_gradients(self, grad: Tensor, hidden: Tensor, split: "_Split") -> Tensor:
         grad_input, grad_weight = _gradients(grad, hidden, self.weight, split)
-        # invariants: a preflight check wants a buffer that takes products
-        assert grad_input is not None and grad_weight is None  # noqa: S101,PT018
+        assert grad_input is not None  # noqa: S101  # invariant: it was asked for
+        assert grad_weight is None  # noqa: S101  # invariant: a buffer takes it, by preflight
         return grad_input
 
 
@@ -110,6 +108,7 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
+        self._number = numbered(self)
         split = Partition("tp", dim=0, blocks=blocks)
         # Rows of the output features: [out/tp, in].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
@@ -138,7 +137,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
         """Return the gradient of the input, reduced; add that of the weight to its buffer."""
-        return self._own_gradients(grad, hidden, _Split(self.weight, self._tp, self._sequence_parallel))
+        return self._own_gradients(
+            grad, hidden, _Split(self.weight, self._tp, self._sequence_parallel)
+        )
 
     def extra_repr(self) -> str:
         """Return the whole sizes, for `print(model)`."""
@@ -174,6 +175,7 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
+        self._number = numbered(self)
         split = Partition("tp", dim=1)
         # Columns of the input features: [out, in/tp].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
@@ -193,7 +195,7 @@ class RowParallelLinear(_ParallelLinear):
             own = self.bias if self._tp.size == 1 else None
             scatters = self._tp.size if self._sequence_parallel else 1
             output = opaque_linear(hidden, self.weight, own, self._number, scatters=scatters)
-            return output if self.bias is own else output + self.bias
+            return output if self.bias is None or own is not None else output + self.bias
         if self._tp.size == 1:
             return _linear(hidden, self.weight, self.bias, self.fp8)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp

@@ -67,9 +67,7 @@ _MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
 
 
 @operator("attention(Tensor q, Tensor k, Tensor v, bool causal) -> (Tensor out, Tensor log_sums)")
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[Tensor, Tensor]:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output by PyTorch's kernel of the CPU, and the log-sum-exp of every row."""
     queries = q.shape[1] // k.shape[1]
     of_heads = [t.repeat_interleave(queries, 1) if queries > 1 else t for t in (k, v)]

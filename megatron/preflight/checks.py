@@ -1,6 +1,15 @@
 """The list of checks that run before training, in the order in which they are reported."""
 
-from megatron.preflight import checkpoint, compilation, config, data, deepspeed, fp8, machine, memory
+from megatron.preflight import (
+    checkpoint,
+    compilation,
+    config,
+    data,
+    deepspeed,
+    fp8,
+    machine,
+    memory,
+)
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.

@@ -1,8 +1,8 @@
 """Linear layers as an operator that torch.compile calls, and does not look into.
 
-A layer's product communicates, and its backward pass adds the weight's gradient to a buffer; neither
-can be traced. What a reader would get wrong: a graph serves many layers, so it gets the number of
-the layer as a tensor, and the layer itself is found by that number when the operator runs.
+A layer communicates, and its backward pass adds the weight's gradient to a buffer; neither can be
+traced. What a reader would get wrong: a graph serves many layers, so it gets the number of the
+layer as a tensor, and the layer itself is found by that number when the operator runs.
 """
 
 from itertools import count
