@@ -36,7 +36,13 @@ class LayerCompiler:
 
         Evaluation and generation have other shapes, and gain less; they run eager.
         """
-        if not (torch.is_grad_enabled() and hidden.requires_grad):
+        if not torch.is_grad_enabled():
+            return False
+        if not hidden.requires_grad:  # its graph would have no backward pass to add gradients in
+            log.warning_once(
+                "compiled constants",
+                "--compile: a layer whose input needs no gradient runs without being compiled",
+            )
             return False
         kind = (hidden.shape, hidden.dtype)
         if kind in self._shapes:
@@ -48,6 +54,8 @@ class LayerCompiler:
                 f"states {tuple(hidden.shape)} run without being compiled",
             )
             return False
+        if self._shapes:
+            log.info(f"--compile: compiling layers for hidden states {tuple(hidden.shape)} too")
         self._shapes.add(kind)
         return True
 

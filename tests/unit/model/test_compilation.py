@@ -71,9 +71,12 @@ def test_evaluation_and_more_shapes_than_the_limit_run_eager(
     compiler = LayerCompiler()
     with torch.no_grad():
         assert not compiler.takes(states(1))
+    assert capsys.readouterr().err == ""
     assert not compiler.takes(torch.ones(1))
+    assert "needs no gradient runs without being compiled" in capsys.readouterr().err
     for length in range(1, MAX_SHAPES + 1):
         assert compiler.takes(states(length))
+    assert "compiling layers for hidden states (2,) too" in capsys.readouterr().out
     assert not compiler.takes(states(MAX_SHAPES + 1))
     warning = f"compiled for {MAX_SHAPES} shapes already; those of hidden states (5,)"
     assert warning in capsys.readouterr().err
