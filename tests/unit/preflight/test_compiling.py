@@ -8,7 +8,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from megatron import device
 from megatron.config.runtime import DeviceKind
-from megatron.preflight import compilation
+from megatron.preflight import compiling
 from megatron.preflight.run import RunPlan
 from tests.unit.preflight.plans import found, only, plan
 
@@ -24,7 +24,7 @@ def compiled_plan(**flags: Any) -> RunPlan:
     return plan(world_size=2, **(GOOD | flags))
 
 
-@pytest.mark.parametrize("check", compilation.CHECKS)
+@pytest.mark.parametrize("check", compiling.CHECKS)
 def test_a_good_plan_passes(check: Any) -> None:
     assert found(check, compiled_plan(tensor_model_parallel_size=2, sequence_parallel=True)) == []
     assert found(check, compiled_plan(pipeline_model_parallel_size=2)) == []
@@ -53,7 +53,7 @@ def test_a_good_plan_passes(check: Any) -> None:
 def test_flags_that_cannot_be_traced_are_refused_by_name(
     flags: dict[str, Any], words: list[str]
 ) -> None:
-    check = compilation.compiled_layers_go_with_the_other_flags
+    check = compiling.compiled_layers_go_with_the_other_flags
     only(found(check, compiled_plan(**flags)), "layers cannot be compiled", "--compile", *words)
     assert found(check, compiled_plan(**flags, compile=False)) == []
 
@@ -63,14 +63,14 @@ def test_a_missing_compiler_is_found_before_training(monkeypatch: pytest.MonkeyP
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    check = compilation.compilers_are_installed
+    check = compiling.compilers_are_installed
     only(found(check, compiled_plan()), "needs a C++ compiler", "install g++")
     assert found(check, compiled_plan(compile=False)) == []
 
 
 def test_missing_triton_is_found_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "cuda_is_available", lambda: True)
-    monkeypatch.setattr(compilation, "find_spec", lambda name: None)
-    check = compilation.compilers_are_installed
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    check = compiling.compilers_are_installed
     only(found(check, compiled_plan(device=DeviceKind.AUTO)), "needs Triton", "pip install triton")
     assert found(check, compiled_plan(device=DeviceKind.CPU)) == []
