@@ -64,7 +64,7 @@ NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 DRIFT = 10.0
 PEAK_SIZES = (1024, 2048, 4096)
 RECIPE = Recipe()
-OURS, PLAIN = "ours", "plain"
+OURS, OURS_COMPILED, PLAIN = "ours", "ours compiled", "plain"
 PROFILE, MEMORY = "profile", "memory"
 DEADLINE_S = 600.0  # of one answer, in which a peer may compile
 
@@ -153,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
     """Return all contestants in one dtype, in turns."""
     bf16 = _bf16_style(dtype, flags)
-    all_of_them = [Contestant(name) for name in (OURS, *_makers(flags))]
+    second = [OURS_COMPILED] if flags.compile else []  # from the same seed, so the same weights
+    all_of_them = [Contestant(name) for name in (OURS, *second, *_makers(flags))]
     with ExitStack() as stack:
         weights = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "weights"
         processes: dict[str, Player] = {}
@@ -266,10 +267,13 @@ def _answer_all(pipe: Connection, entry: Entry) -> None:
 @contextmanager
 def _step_of(entry: Entry) -> Iterator[tuple[Callable[[Tensor], tuple[float, float]], int]]:
     """Yield what does a step on tokens and returns loss and norm, and FLOPs of a token (or 0)."""
-    if entry.name == OURS:
-        with workload(our_flags(entry.dtype, entry.shape), vocab_size=entry.shape.vocab) as ours:
-            named = ours.engine.stage.named_parameters()
-            save_file({name: weight.detach() for name, weight in named}, entry.weights)
+    if entry.name in (OURS, OURS_COMPILED):
+        compiles = ["--compile"] if entry.name == OURS_COMPILED else []
+        given = our_flags(entry.dtype, entry.shape) + compiles
+        with workload(given, vocab_size=entry.shape.vocab) as ours:
+            if not compiles:
+                named = ours.engine.stage.named_parameters()
+                save_file({name: weight.detach() for name, weight in named}, entry.weights)
 
             def step(text: Tensor) -> tuple[float, float]:
                 report = ours.step(text)
@@ -438,6 +442,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Bf16Style.MASTERS.value,
         help="how the plain GPT trains in bf16 [%(default)s]",
     )
+    add("--compile", action="store_true", help="also ours with --compile")
     add("--peers", action="store_true", help="also others")
     add("--megatron-core", type=Path, metavar="FOLDER", help="its GPT too, with --peers")
     add("--peak-sizes", type=int, nargs="+", default=list(PEAK_SIZES), help="of square matmuls")

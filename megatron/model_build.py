@@ -4,6 +4,7 @@ from typing import Protocol
 
 from megatron import log
 from megatron.config.run import RunConfig
+from megatron.model.compilation import LayerCompiler
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
@@ -48,6 +49,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         fuse_rope=config.training.rope_fusion,
         fuse_gated_units=config.training.bias_swiglu_fusion,
         fuse_dropout=config.training.bias_dropout_fusion,
+        compiler=LayerCompiler() if config.training.compile else None,
         fp8=config.fp8 if config.fp8.fp8_format is not None else None,
     )
 

@@ -155,6 +155,11 @@ class TrainingConfig:
         help="let matrix products add gradients of weights to their buffer; else they make tensors "
         "that are added to it, with results that differ in their last bits",
     )
+    compile: bool = flag(
+        False,
+        help="compile transformer layers by torch.compile (inductor) for training, as one graph "
+        "for all layers; the operators of megatron/ops keep their kernels",
+    )
     nonfinite_policy: NonfinitePolicy = flag(
         NonfinitePolicy.STOP, help="what to do when the loss or gradient is not finite"
     )

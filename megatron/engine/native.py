@@ -74,6 +74,7 @@ class NativeEngine:
         self._context = build.ctx
         self._timers = timers or Timers()
         self._has_proven_fp8 = build.fp8 is None
+        self._has_proven_compiled = build.compiler is None
         self._batch_options = BatchOptions(config.data, tokenizer)
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)
         specs = task.layers(config.model, build)
@@ -237,15 +238,19 @@ class NativeEngine:
     def _train(
         self, microbatches: Iterator[MicroBatch], count: int, scale: float | Tensor
     ) -> list[Tensor]:
-        """Run all passes of a step; in the first one check that what is in FP8 ran in FP8."""
+        """Run all passes of a step; in the first one check that FP8 and compiling are active."""
         if self._has_proven_fp8:
-            return self._executor.train(microbatches, count, scale=scale)
-        policy = self._build.activations
-        recomputes = policy.method is not None or bool(policy.modules)
-        products = FirstStep(self.stage, recomputes=recomputes)
-        losses = self._executor.train(microbatches, count, scale=scale)
-        products.check(count)
-        self._has_proven_fp8 = True
+            losses = self._executor.train(microbatches, count, scale=scale)
+        else:
+            policy = self._build.activations
+            recomputes = policy.method is not None or bool(policy.modules)
+            products = FirstStep(self.stage, recomputes=recomputes)
+            losses = self._executor.train(microbatches, count, scale=scale)
+            products.check(count)
+            self._has_proven_fp8 = True
+        if self._build.compiler is not None and not self._has_proven_compiled:
+            self._build.compiler.check()
+            self._has_proven_compiled = True
         return losses
 
     def _report(self, scalars: HostScalars, plan: StepPlan) -> StepReport:

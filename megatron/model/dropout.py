@@ -4,6 +4,7 @@ Where every tp rank holds them whole, all must drop the same elements. Under seq
 each rank holds other tokens, and must not repeat for them what another rank drew for its own.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,12 +32,23 @@ class HiddenDropout(nn.Module):
         self.probability, self._streams, self._fused = probability, streams, fused
         self._stream: StreamName = "tensor" if sequence_parallel else "replicated"
 
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
+    def draw_seeds(self, device: torch.device, count: int) -> tuple[Tensor | None, ...]:
+        """Return the seeds of the next `count` calls, for compiled code, which draws no numbers."""
+        if not (self.training and self.probability > 0):
+            return (None,) * count
+        with self._streams.fork(self._stream):
+            return tuple(draw_seed(device) for _ in range(count))
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
         """Zero elements with the probability and scale up the others, in training only.
 
-        Then add the residual, if there is one.
+        Then add the residual, if there is one. The seed is drawn here unless it is given.
         """
         if self.training and self.probability > 0:
+            if seed is not None:
+                return dropout_add(hidden, residual, self.probability, seed)
             with self._streams.fork(self._stream):
                 if self._fused:
                     seed = draw_seed(hidden.device)

@@ -28,7 +28,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._activate = unit_of(config, fused=build.fuse_gated_units)
-        self._forgets_activation = RecomputeModule.ACTIVATION in build.activations.modules
+        modules = build.activations.modules
+        # Recomputed with all of the MLP, it would keep its input for nothing.
+        self._forgets_activation = (
+            RecomputeModule.ACTIVATION in modules and RecomputeModule.MLP not in modules
+        )
         halves = 1 if config.glu is None else 2
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,

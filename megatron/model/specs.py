@@ -15,6 +15,7 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import AttentionBackend
 from megatron.model.activations import ActivationMemory
+from megatron.model.compilation import LayerCompiler
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.linear_cross_entropy import FusedLossState
 from megatron.mpu.random import RandomStreams
@@ -112,6 +113,7 @@ class ModelBuild:
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
     fuse_dropout: bool = True  # likewise
+    compiler: LayerCompiler | None = None  # of blocks, for all of them; None: they run eager
     fp8: Fp8Config | None = None  # of the linear layers of blocks; None: in the model's precision
 
     def of_block(self, layer: int, num_layers: int) -> "ModelBuild":

@@ -13,7 +13,7 @@ from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import HiddenDropout
-from megatron.model.geometry import AttentionGeometry
+from megatron.model.geometry import AttentionGeometry, Geometry
 from megatron.model.moe import build_feed_forward
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
@@ -53,10 +53,25 @@ class Block(nn.Module):
         """
         hidden, *ids = carry
         geometry = self.geometry.of(hidden, *_padded(ids))
-        after = self._add(hidden, hidden, self.input_norm, lambda x: self.attention(x, geometry))
+        compiler = self._build.compiler
+        if compiler is not None and self.training and compiler.takes(hidden):
+            seeds = self.dropout.draw_seeds(hidden.device, 2)
+            return (compiler.run(Block._transform, self, hidden, geometry, seeds), *ids)
+        return (self._transform(hidden, geometry), *ids)
+
+    def _transform(
+        self,
+        hidden: Tensor,
+        geometry: Geometry,
+        seeds: tuple[Tensor | None, ...] = (None, None),
+    ) -> Tensor:
+        """Return the hidden states one layer later; compiled code is given the seeds of dropout."""
+        first, second = seeds
+        after = self._add(
+            hidden, hidden, self.input_norm, lambda x: self.attention(x, geometry), first
+        )
         read = hidden if self._side_by_side else after
-        after = self._add(after, read, self.post_attention_norm, self._feed_forward)
-        return (after, *ids)
+        return self._add(after, read, self.post_attention_norm, self._feed_forward, second)
 
     def _add(
         self,
@@ -64,6 +79,7 @@ class Block(nn.Module):
         hidden: Tensor,
         norm: nn.Module,
         branch: Callable[[Tensor], Tensor],
+        seed: Tensor | None,
     ) -> Tensor:
         """Return `stream` plus the output of `branch` on the normed `hidden`."""
         normed = norm(hidden)
@@ -71,7 +87,7 @@ class Block(nn.Module):
         with self._keeping(norm, hidden, given):
             result = branch(given)
         residual = normed if self._residual_after_norm else stream
-        after: Tensor = self.dropout(result, residual)
+        after: Tensor = self.dropout(result, residual, seed)
         return after
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:

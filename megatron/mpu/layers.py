@@ -9,7 +9,7 @@ are summands: such parameters are marked (`is_sequence_parallel`), and summed on
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from megatron.mpu.collectives import (
     Pending,
     all_gather,
     all_reduce,
+    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -41,6 +42,7 @@ from megatron.mpu.weight_gradients import (
     weight_gradient,
 )
 from megatron.ops.fp8_products import Fp8Amax, Fp8Products, Fp8Scaling
+from megatron.ops.opaque_linear import numbered, opaque_linear
 from megatron.ops.quantize import Blocks
 
 # The blocks of activations and gradients, and those of weights, that share a scale.
@@ -59,13 +61,21 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     fp8: Fp8Products | None = None
     _tp: Group
+    _sequence_parallel: bool
     _splits_output: bool
+    _number: Tensor  # of this layer in compiled graphs
 
     def in_fp8(self, config: Fp8Config | None) -> Self:
         """Compute with 8-bit operands, if a config is given; return this layer."""
         if config is not None:
             self.fp8 = fp8_products(config, self._tp, splits_output=self._splits_output)
         return self
+
+    def _own_gradients(self, grad: Tensor, hidden: Tensor, split: "_Split") -> Tensor:
+        grad_input, grad_weight = _gradients(grad, hidden, self.weight, split)
+        assert grad_input is not None  # noqa: S101  # invariant: it was asked for
+        assert grad_weight is None  # noqa: S101  # invariant: a buffer takes it, by preflight
+        return grad_input
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -99,6 +109,7 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
+        self._number = numbered(self)
         split = Partition("tp", dim=0, blocks=blocks)
         # Rows of the output features: [out/tp, in].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
@@ -108,6 +119,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Project [s, .., in], or [s/tp, .., in] under sequence parallelism, to [s, .., out/tp]."""
+        if torch.compiler.is_compiling():
+            gathers = self._tp.size if self._sequence_parallel else 1
+            return opaque_linear(hidden, self.weight, self.bias, self._number, gathers=gathers)
         return linear_with_input_reduction(
             hidden,
             self.weight,
@@ -115,6 +129,17 @@ class ColumnParallelLinear(_ParallelLinear):
             self._tp,
             sequence_parallel=self._sequence_parallel,
             fp8=self.fp8,
+        )
+
+    def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output without autograd, for `opaque_linear`."""
+        whole = all_gather(hidden, self._tp) if self._sequence_parallel else hidden
+        return F.linear(whole, self.weight, bias)
+
+    def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
+        """Return the gradient of the input, reduced; add that of the weight to its buffer."""
+        return self._own_gradients(
+            grad, hidden, _Split(self.weight, self._tp, self._sequence_parallel)
         )
 
     def extra_repr(self) -> str:
@@ -151,6 +176,7 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self._tp, self._sequence_parallel = ctx.tp, sequence_parallel
+        self._number = numbered(self)
         split = Partition("tp", dim=1)
         # Columns of the input features: [out, in/tp].
         self.weight = _parameter((out_features, in_features), split, self._tp, init, dtype)
@@ -166,11 +192,26 @@ class RowParallelLinear(_ParallelLinear):
 
         The output is [s/tp, .., out] under sequence parallelism.
         """
+        if torch.compiler.is_compiling():
+            own = self.bias if self._tp.size == 1 else None
+            scatters = self._tp.size if self._sequence_parallel else 1
+            output = opaque_linear(hidden, self.weight, own, self._number, scatters=scatters)
+            return output if self.bias is None or own is not None else output + self.bias
         if self._tp.size == 1:
             return linear(hidden, self.weight, self.bias, self.fp8)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
         output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)
         return output if self.bias is None else output + self.bias
+
+    def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output without autograd, for `opaque_linear`."""
+        reduce = reduce_scatter if self._sequence_parallel else all_reduce
+        return reduce(F.linear(hidden, self.weight, bias), self._tp)
+
+    def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
+        """Return the gradient of the input; add that of the weight to its buffer."""
+        whole = all_gather(grad, self._tp) if self._sequence_parallel else grad
+        return self._own_gradients(whole, hidden, _Split(self.weight))
 
     def extra_repr(self) -> str:
         """Return the whole sizes, for `print(model)`."""
@@ -290,6 +331,15 @@ class _LinearContext(FunctionContext):
     amax: Fp8Amax
 
 
+class _Split(NamedTuple):
+    """Those attributes of `_LinearContext` that say how a layer without FP8 is split."""
+
+    parameter: Tensor
+    tp: Group = Group(ranks=(0,), rank=0)
+    sequence_parallel: bool = False
+    fp8: None = None
+
+
 class _LinearWithInputReduction(torch.autograd.Function):
     """Reduces the input's gradient while the weight's is computed, to overlap them.
 
@@ -321,28 +371,44 @@ class _LinearWithInputReduction(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        gathering, reducing = Pending(hidden, None), None
-        if ctx.sequence_parallel and ctx.needs_input_grad[1]:
-            gathering = start_all_gather(hidden.contiguous(), ctx.tp)
-        grad_input: Tensor | None = None
-        product: WeightProduct = weight_gradient
-        if ctx.fp8 is not None:
-            # Computed in any case: the ranks reduce the gradient's largest value together.
-            grad_input, of_grad = ctx.fp8.input_gradient(grad, weight, ctx.amax)
-            if ctx.fp8.wgrad:
-                product = ctx.fp8.of_weight(ctx.amax, of_grad)
-        elif ctx.needs_input_grad[0]:
-            grad_input = grad.matmul(weight)
-        hidden = gathering.wait()
-        if grad_input is not None:
-            start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
-            reducing = start(grad_input, ctx.tp)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = defer_or_compute(ctx.parameter, hidden, grad, product)
-        grad_bias = _rows(grad).sum(dim=0) if ctx.needs_input_grad[2] else None
-        grad_input = None if reducing is None else reducing.wait()
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_input, grad_weight = _gradients(
+            grad, hidden, weight, ctx, needs_input=needs_input, needs_weight=needs_weight
+        )
+        grad_bias = _rows(grad).sum(dim=0) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _gradients(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    call: _LinearContext | _Split,
+    *,
+    needs_input: bool = True,
+    needs_weight: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight; the latter may go its own way."""
+    gathering, reducing = Pending(hidden, None), None
+    if call.sequence_parallel and needs_weight:
+        gathering = start_all_gather(hidden.contiguous(), call.tp)
+    grad_input: Tensor | None = None
+    product: WeightProduct = weight_gradient
+    if call.fp8 is not None:
+        # Computed in any case: the ranks reduce the gradient's largest value together.
+        grad_input, of_grad = call.fp8.input_gradient(grad, weight, call.amax)
+        if call.fp8.wgrad:
+            product = call.fp8.of_weight(call.amax, of_grad)
+    elif needs_input:
+        grad_input = grad.matmul(weight)
+    hidden = gathering.wait()
+    if grad_input is not None:
+        start = start_reduce_scatter if call.sequence_parallel else start_all_reduce
+        reducing = start(grad_input, call.tp)
+    grad_weight = None
+    if needs_weight:
+        grad_weight = defer_or_compute(call.parameter, hidden, grad, product)
+    return None if reducing is None else reducing.wait(), grad_weight
 
 
 def _rows(tensor: Tensor) -> Tensor:

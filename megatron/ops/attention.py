@@ -6,13 +6,11 @@ where the CPU multiplies bfloat16 by itself. Forward stays that kernel's.
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.ops import library
 from megatron.ops.library import operator, shapes_of, statistics_dtype
@@ -42,8 +40,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Return the same on a CPU, with a gradient by large products at any length."""
-    function: Callable[..., Tensor] = _Attention.apply
-    return function(q, k, v, causal)
+    out: Tensor
+    out, _ = torch.ops.megatron.attention(q, k, v, causal)
+    return out
 
 
 def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
@@ -53,11 +52,10 @@ def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
         and q.shape[2] == k.shape[2]
         and q.shape[2] in _LENGTHS
         and library.INSTRUCTION_SET == "avx512"
-        and _multiplies_bfloat16()
+        and _MULTIPLIES_BFLOAT16
     )
 
 
-@cache
 def _multiplies_bfloat16() -> bool:
     """Return whether this CPU has matrix instructions for bfloat16; False of an older torch."""
     capabilities: Callable[[], Mapping[str, object]]
@@ -65,26 +63,32 @@ def _multiplies_bfloat16() -> bool:
     return bool(capabilities().get("amx_bf16", False))
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        queries = q.shape[1] // k.shape[1]
-        of_heads = [t.repeat_interleave(queries, 1) if queries > 1 else t for t in (k, v)]
-        out: Tensor
-        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, *of_heads, 0.0, causal
-        )
-        ctx.causal = causal
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        return out
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sums = ctx.saved_tensors
-        return *attention_gradients(grad, q, k, v, out, log_sums, ctx.causal), None
+_MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
 
 
+@operator("attention(Tensor q, Tensor k, Tensor v, bool causal) -> (Tensor out, Tensor log_sums)")
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output by PyTorch's kernel of the CPU, and the log-sum-exp of every row."""
+    queries = q.shape[1] // k.shape[1]
+    of_heads = [t.repeat_interleave(queries, 1) if queries > 1 else t for t in (k, v)]
+    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, *of_heads, 0.0, causal
+    )
+    # The layout of the model, in which there is nothing to copy.
+    return out.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), log_sums
+
+
+@shapes_of("attention")
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    b, heads, length, width = q.shape
+    out = q.new_empty((length, b, heads, width)).permute(1, 2, 0, 3)
+    return out, q.new_empty((b, length, heads), dtype=statistics_dtype(q)).transpose(1, 2)
+
+
+@operator(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums,"
+    " bool causal) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
 def attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,6 +141,28 @@ def attention_gradients(
         grad_k.to(k.dtype).view(k.shape),
         grad_v.to(v.dtype).view(v.shape),
     )
+
+
+@shapes_of("attention_backward")
+def _gradient_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *operands, ctx.causal = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.megatron.attention_backward(grad, *ctx.saved_tensors, ctx.causal)
+    return *gradients, None
+
+
+torch.library.register_autograd("megatron::attention", _backward, setup_context=_save)
 
 
 @operator(

@@ -1,6 +1,6 @@
 """The list of checks that run before training, in the order in which they are reported."""
 
-from megatron.preflight import checkpoint, config, data, deepspeed, fp8, machine, memory
+from megatron.preflight import checkpoint, compiling, config, data, deepspeed, fp8, machine, memory
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
@@ -18,6 +18,7 @@ CHECKS: tuple[Check, ...] = (
     *MODEL_CHECKS,
     *deepspeed.CHECKS,
     *fp8.CHECKS,
+    *compiling.CHECKS,
     config.pipeline_fits_the_model_and_the_batch,
     config.sequence_splits_over_tensor_parallel_ranks,
     config.activations_can_be_recomputed_as_asked,

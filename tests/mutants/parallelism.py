@@ -69,10 +69,10 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gradient of a column-parallel layer's input is summed over ranks",
             "megatron/mpu/layers.py",
-            "            reducing = start(grad_input, ctx.tp)",
-            "            reducing = Pending(grad_input, None)\n"
-            "            if ctx.sequence_parallel:\n"
-            "                reducing = start(grad_input, ctx.tp)",
+            "        reducing = start(grad_input, call.tp)",
+            "        reducing = Pending(grad_input, None)\n"
+            "        if call.sequence_parallel:\n"
+            "            reducing = start(grad_input, call.tp)",
             "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
         ),
         Mutant(

@@ -73,9 +73,25 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_every_product_is_that_of_the_rounded_operands",
         ),
         Mutant(
+            "a layer that was not compiled in the first step ends the run",
+            "megatron/model/compilation.py",
+            "if not 0 < self._calls == self._runs:",
+            "if not 0 < self._calls:",
+            "tests/unit/model/test_compilation.py::"
+            "test_a_layer_that_did_not_run_as_a_graph_ends_the_run",
+        ),
+        Mutant(
+            "graphs on disk are those of the operators that are there",
+            "megatron/model/compilation.py",
+            "torch.compiler.config.cache_key_tag = _operators_digest()",
+            "_operators_digest()",
+            "tests/unit/model/test_compilation.py::"
+            "test_graphs_on_disk_are_those_of_these_operators",
+        ),
+        Mutant(
             "gradients of weights are computed in FP8",
             "megatron/mpu/layers.py",
-            "product = ctx.fp8.of_weight(ctx.amax, of_grad)",
+            "product = call.fp8.of_weight(call.amax, of_grad)",
             "pass",
             "tests/unit/ops/test_fp8_products.py::"
             "test_every_product_is_that_of_the_rounded_operands",

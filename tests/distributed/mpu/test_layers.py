@@ -4,6 +4,7 @@
 """
 
 from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron.mpu.layers import (
 )
 from megatron.mpu.mappings import sequence_part
 from megatron.mpu.partition import Init
+from megatron.mpu.weight_gradients import GradientSum
 from tests.distributed.mpu.reference import EXACT, build, fill, own_part, sample
 from tests.support.ranks import run_on_ranks
 
@@ -53,7 +55,19 @@ def noting(shapes: list[torch.Size]) -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
-def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
+def applied(
+    layer: ColumnParallelLinear | RowParallelLinear, hidden: Tensor, opaque: bool
+) -> Tensor:
+    """Return the output; where `opaque` by the operator that compiled graphs call."""
+    if not opaque:
+        return layer(hidden)  # type: ignore[no-any-return]
+    layer.weight.grad = torch.empty_like(layer.weight)  # the buffer that products are added to
+    GradientSum(layer.weight.grad).accept_products(layer.weight, arrived=lambda: None)
+    with patch.object(torch.compiler, "is_compiling", return_value=True):
+        return layer(hidden)  # type: ignore[no-any-return]
+
+
+def column_linear_is_linear(tp: int, blocks: int, split: bool, opaque: bool) -> None:
     ctx = build(tp)
     layer = ColumnParallelLinear(
         6,
@@ -75,7 +89,7 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
 
     saved: list[torch.Size] = []
     with noting(saved):
-        output = layer(hidden)
+        output = applied(layer, hidden, opaque)
     # What was gathered is not kept: in backward it is gathered again.
     assert tp == 1 or hidden.shape in saved
     assert tokens == slice(0, LENGTH) or whole_hidden.shape not in saved
@@ -86,7 +100,7 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool) -> None:
     close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
 
 
-def row_linear_is_linear(tp: int, split: bool) -> None:
+def row_linear_is_linear(tp: int, split: bool, opaque: bool) -> None:
     ctx = build(tp)
     layer = RowParallelLinear(
         8,
@@ -105,7 +119,7 @@ def row_linear_is_linear(tp: int, split: bool) -> None:
         return tensor.chunk(tp, dim=-1)[ctx.tp.rank]
 
     hidden = part_of_rank(whole.detach()).clone().requires_grad_()
-    output = layer(hidden)
+    output = applied(layer, hidden, opaque)
     close(output, expected[tokens])
     output.backward(upstream[tokens])
     close(hidden.grad, part_of_rank(whole.grad))
@@ -190,9 +204,10 @@ def two_layers_agree_on_a_grid_with_data_parallelism() -> None:
 
 
 def every_layer(tp: int, split: bool) -> None:
-    for blocks in (1, 2):
-        column_linear_is_linear(tp, blocks, split)
-    row_linear_is_linear(tp, split)
+    for opaque in (False, True):
+        for blocks in (1, 2):
+            column_linear_is_linear(tp, blocks, split, opaque)
+        row_linear_is_linear(tp, split, opaque)
     embedding_is_a_lookup(tp, split)
     if split:
         logits_of_a_split_sequence_and_frozen_parts(tp)

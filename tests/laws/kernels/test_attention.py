@@ -159,7 +159,7 @@ def test_bfloat16_is_as_near_as_that_of_the_fused_kernel(sharpness: float):
 def test_only_lengths_at_which_products_are_faster_take_them():
     with (
         patch.object(attention, "attend_by_products") as products,
-        patch.object(attention, "_multiplies_bfloat16", return_value=True),
+        patch.object(attention, "_MULTIPLIES_BFLOAT16", True),
         patch.object(attention.library, "INSTRUCTION_SET", "avx512"),
     ):
         taken = []

@@ -3,7 +3,7 @@
 import inspect
 from pathlib import Path
 
-from megatron.preflight import checkpoint, config, data, deepspeed, fp8, machine, memory
+from megatron.preflight import checkpoint, compiling, config, data, deepspeed, fp8, machine, memory
 from megatron.preflight.checks import CHECKS, MODEL_CHECKS
 from megatron.preflight.run import collect_findings
 from tests.support.tiny import write_tiny_corpus
@@ -13,7 +13,7 @@ from tests.unit.preflight.plans import plan
 def test_every_check_that_is_written_is_run_once() -> None:
     written = {
         function
-        for module in (checkpoint, config, data, deepspeed, fp8, machine, memory)
+        for module in (checkpoint, compiling, config, data, deepspeed, fp8, machine, memory)
         for name, function in inspect.getmembers(module, inspect.isgeneratorfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
