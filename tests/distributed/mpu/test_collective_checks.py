@@ -191,11 +191,14 @@ def test_a_rank_that_does_not_come_is_named_by_those_who_wait(
     played: list[dict[str, tuple[Any, float]]],
 ) -> None:
     for name in ("one_never_comes", "one_comes_too_late"):
+        waited = []
         for rank in (0, 2):
             text, seconds = played[rank][name]
             assert text.startswith("a rank has not come to a call that others wait in")
             assert "rank 1, whose last call was none yet" in text
-            assert PATIENCE_S <= seconds < PATIENCE_S + 2
+            waited.append(seconds)
+        # One that came later hears the verdict of the one whose patience ended first.
+        assert PATIENCE_S <= max(waited) < PATIENCE_S + 2
     assert played[ODD]["one_never_comes"][0] is None
     assert "after others had given up waiting for it" in played[ODD]["one_comes_too_late"][0]
 

@@ -1,14 +1,17 @@
 """The law of --compile: compiled layers compute what eager ones do, on every layout, to rounding.
 
 In float64, so that what differs is the order of sums alone; with dropout, so that a mask of other
-numbers would be seen.
+numbers would be seen. What is not wide runs graphs operation by operation: all is traced as for
+inductor, whose code takes a minute to compile.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
 from megatron.config.run import RunConfig
 from tests.support.ranks import run_on_ranks
@@ -78,8 +81,21 @@ def check_equal(found: Sequence[Record], expected: Sequence[Record], tolerance: 
     assert_all_close(whole(found, prefix="model/"), whole(expected, prefix="model/"), tolerance)
 
 
+def train_as_traced(configs: Sequence[RunConfig]) -> list[Record]:
+    """Do as `train_all` with torch's backend that runs a graph's operations one by one."""
+    found = torch._dynamo.lookup_backend
+    torch._dynamo.lookup_backend = lambda _: found("aot_eager")
+    try:
+        return train_all(configs)
+    finally:
+        torch._dynamo.lookup_backend = found
+
+
+@pytest.mark.parametrize(
+    "train", [train_as_traced, pytest.param(train_all, marks=pytest.mark.wide)]
+)
 def test_compiled_layers_compute_the_same_and_go_on_with_the_same_bits(
-    corpus: str, tmp_path: Path
+    corpus: str, tmp_path: Path, train: Callable[[Sequence[RunConfig]], list[Record]]
 ) -> None:
     flags = MODELS["llama"]
     folder = str(tmp_path)
@@ -88,7 +104,7 @@ def test_compiled_layers_compute_the_same_and_go_on_with_the_same_bits(
         a_run(corpus, **flags, save=folder, save_interval=1),
         a_run(corpus, **flags, load=folder, load_iteration=1),
     ]
-    ((eager, straight, resumed),) = run_on_ranks(1, train_all, configs, timeout_s=300)
+    ((eager, straight, resumed),) = run_on_ranks(1, train, configs, timeout_s=300)
     check_equal([straight], [eager], FP64)
     assert_went_on([resumed], [straight], last=2)
 

@@ -43,7 +43,7 @@ MODEL_OF: dict[str, dict[str, Any]] = {
     "mxfp8": {**TENSORWISE, "fp8_recipe": "mxfp8"},
     "blockwise": {**TENSORWISE, "fp8_recipe": "blockwise", "hidden_size": 256},
 }
-_WIDE = ("blockwise", "experts")
+_WIDE = ("mxfp8", "blockwise", "experts")
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": TP,

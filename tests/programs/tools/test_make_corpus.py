@@ -66,6 +66,7 @@ def test_the_order_depends_on_the_seed_alone_and_the_size_is_kept() -> None:
     assert choose(documents, limit_bytes=2000, seed=1)[:10] == chosen
 
 
+@pytest.mark.wide  # it reads all packages twice; the first run makes a corpus too
 def test_the_program_prints_only_the_path_and_writes_the_same_corpus_twice(tmp_path: Path) -> None:
     for name in ("a", "b"):
         command = [sys.executable, str(ROOT / "tools" / "make_corpus.py"), "--max-mb", "0.3"]
