@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.errors import NumericsError
@@ -99,6 +100,16 @@ def test_runs_move_between_engines_and_layouts(
     native = tiny_run(corpus, **flags)
     stages = [through_deepspeed(corpus, stage, **flags) for stage in STAGES]
     split = {"tensor_model_parallel_size": 2, **flags}
+
+    def compared(records: list[Record]) -> dict[str, Tensor]:
+        """All state. In bfloat16 without momentum: it is a mean of gradients, those of a bias
+        cancel over tokens, and what is left of them has the rounding of all. Weights and masters
+        show a momentum that was lost."""
+        kept = whole(records)
+        if not precision:
+            return kept
+        return {name: tensor for name, tensor in kept.items() if "momentum_buffer" not in name}
+
     runs = [native, saving(native, tmp_path / "native")]
     runs += [saving(config, tmp_path / f"zero{at}") for at, config in enumerate(stages)]
     straight = trained(2, runs)[0]
@@ -120,7 +131,7 @@ def test_runs_move_between_engines_and_layouts(
         assert_close(records[0].losses, expected[0].losses[-HALF:], tolerance)
         assert_close(records[0].grad_norms, expected[0].grad_norms[-HALF:], tolerance)
         assert records[0].scalars == expected[0].scalars
-        assert_all_close(whole(records), whole(expected), tolerance)
+        assert_all_close(compared(records), compared(expected), tolerance)
 
 
 def test_the_state_of_adam_moves_too(corpus: str, tmp_path: Path) -> None:
