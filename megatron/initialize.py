@@ -356,13 +356,13 @@ def _set_determinism(enabled: bool, fills: bool) -> None:
 
 
 def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
-    """Seed Python, NumPy, torch and the named streams: equal over tp, different over dp and pp."""
-    at = context.topology.coord(context.world.rank)
-    own_seed = hash_seed(seed, "process", at.pp, at.dp)
+    """Seed Python, NumPy, torch and the named streams: equal over tp alone."""
+    at = context.coord
+    own_seed = hash_seed(seed, "process", at.pp, at.dp, *([at.cp] if at.cp else []))
     random.seed(own_seed)
     np.random.seed(own_seed % 2**32)
     torch.manual_seed(own_seed)
-    return RandomStreams(seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp)
+    return RandomStreams(seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp, cp_rank=at.cp)
 
 
 def _caller() -> str:

@@ -159,7 +159,7 @@ def _lines(directory: Place, content: Manifest) -> list[str]:
     lines = [
         f"{directory}",
         f"iteration {content.iteration}, written {content.created} by {writers}",
-        f"layout: tp {layout.tp}, pp {layout.pp}, dp {layout.dp} ({layout.world} ranks)",
+        f"layout: {layout} ({layout.world} ranks)",
         f"kind of model: {content.kind}",
         f"config fingerprint: {content.config_fingerprint}",
         f"progress: {json.dumps(content.progress)}",

@@ -44,9 +44,9 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
     """
     if not manifest.generators:
         return "the checkpoint was saved without random states"
-    grid = GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp)
+    grid = GridLayout.of(topology)
     if manifest.layout != grid:
-        return f"random states were saved at {_spelled(manifest.layout)}, this is {_spelled(grid)}"
+        return f"random states were saved at {manifest.layout}, this is {grid}"
     return None
 
 
@@ -56,10 +56,6 @@ def device_mismatch(states: GeneratorStates) -> str | None:
     if saved == current:
         return None
     return f"random states were saved on {saved}, this run uses {current}"
-
-
-def _spelled(layout: GridLayout) -> str:
-    return f"tp={layout.tp} pp={layout.pp} dp={layout.dp}"
 
 
 def _flatten(

@@ -95,7 +95,7 @@ class NativeEngine:
             weight_gradients=_weight_gradients(self.stage, pipeline),
             timers=self._timers,
         )
-        if config.parallel.use_distributed_optimizer and build.ctx.dp.size == 1:
+        if config.parallel.use_distributed_optimizer and build.ctx.dp_cp.size == 1:
             log.info(
                 "--use-distributed-optimizer has no effect with one replica of the model: there is "
                 "no other rank to share the optimizer's state with"
@@ -103,7 +103,7 @@ class NativeEngine:
         gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
         self._replica = DistributedDataParallel(
             self.stage,
-            build.ctx.dp,
+            build.ctx.dp_cp,
             gradient_dtype=gradient_dtype,
             bucket_elements=config.parallel.ddp_bucket_size,
             fuse_accumulation=config.training.gradient_accumulation_fusion,

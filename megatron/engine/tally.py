@@ -28,7 +28,8 @@ def counts_ahead(
 ) -> Tensor:
     """Return the count of each loss in a step from the labels alone: [k] float64.
 
-    Sums over replicas. The caller checks them (`check_counts`).
+    Sums over replicas: ranks that share sequences have whole labels. The caller checks them
+    (`check_counts`).
     """
     own_counts = (
         torch.stack([task.counted(batch.labels).double() for batch in ahead]).sum(0).view(-1)

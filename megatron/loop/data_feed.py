@@ -1,7 +1,7 @@
 """Which samples come next: the datasets of a run, and iterators over them that survive a resume.
 
-Where a run stands is a count of samples and nothing else. Only the first tensor-parallel rank
-reads, and sends what it read.
+Where a run stands is a count of samples and nothing else. Of the ranks that take the same samples
+(tp x cp) only the first reads, and sends what it read.
 """
 
 import math
@@ -58,7 +58,7 @@ class DataFeed:
             WorkerLoad(
                 num_workers=config.data.num_workers,
                 loaders=sum(len(_by_name(named, "")) for named in self._datasets),
-                readers=max(1, launch.local_world_size // context.tp.size),
+                readers=max(1, launch.local_world_size // context.tp_cp.size),
                 batch_bytes=config.training.micro_batch_size * (config.data.seq_length + 1) * 8,
             )
         )
@@ -145,13 +145,13 @@ class DataFeed:
     def _batches_of(
         self, dataset: Any, consumed: int, *, over_and_over: bool = False
     ) -> Iterator[RawBatch]:
-        """Return micro-batches over the tensor-parallel group; only its first rank reads."""
+        """Return micro-batches over the ranks that take the same; only the first of them reads."""
         own_batches = (
-            self._epochs(dataset, consumed, over_and_over) if self._context.tp.is_first else None
+            self._epochs(dataset, consumed, over_and_over) if self._context.tp_cp.is_first else None
         )
         if own_batches is not None:
             self._readers.append(own_batches)
-        return _shared(own_batches, self._context.host_tp)
+        return _shared(own_batches, self._context.host_tp_cp)
 
     def _epochs(
         self, dataset: Any, consumed: int, over_and_over: bool
@@ -191,7 +191,7 @@ def _by_name(datasets: Any, name: str) -> Mapping[str, Any]:
     return datasets if isinstance(datasets, Mapping) else {name: datasets}
 
 
-def _shared(batches: Iterator[RawBatch] | None, tensor_parallel: Group) -> Iterator[RawBatch]:
+def _shared(batches: Iterator[RawBatch] | None, same_samples: Group) -> Iterator[RawBatch]:
     while True:
         batch = None
         if batches is not None:
@@ -202,4 +202,4 @@ def _shared(batches: Iterator[RawBatch] | None, tensor_parallel: Group) -> Itera
                     found="an exhausted data loader",
                     fix="this is a mistake in counting samples; please report it with your flags",
                 )
-        yield broadcast_batch(None if batch is None else dict(batch), tensor_parallel)
+        yield broadcast_batch(None if batch is None else dict(batch), same_samples)

@@ -97,7 +97,9 @@ def announce_run(
     log.info(
         f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
         f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
-        f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}) on {device.name()}"
+        f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}"
+        + (f" x cp {grid.cp}" if grid.cp > 1 else "")
+        + f") on {device.name()}"
     )
     log.info(
         f"global batch {batches.global_batch_size} in micro-batches of "

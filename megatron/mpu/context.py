@@ -57,14 +57,17 @@ class ParallelContext:
     tp: Group
     pp: Group
     dp: Group
-    model: Group  # tp x pp: one whole replica, for the gradient norm
-    gloo_tp: Group | None = None  # the ranks of tp again, where tp sends tensors of GPUs alone
+    cp: Group
+    dp_cp: Group  # the ranks with the same weights: gradients are summed over them
+    tp_cp: Group  # the ranks that take the same samples
+    model: Group  # tp x pp: the whole weights once, for the gradient norm
+    gloo_tp_cp: Group | None = None  # tp_cp again, where that sends tensors of GPUs alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
         """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), alone, alone, alone, alone, alone)
+        return cls(Topology(), *(alone,) * 8)
 
     @classmethod
     def build(
@@ -108,11 +111,14 @@ class ParallelContext:
             tp=maker.make(topology.groups("tp")),
             pp=maker.make(topology.groups("pp")),
             dp=maker.make(topology.groups("dp")),
+            cp=maker.make(topology.groups("cp")),
+            dp_cp=maker.make(topology.groups("dp", "cp")),
+            tp_cp=maker.make(topology.groups("cp", "tp")),
             model=maker.make(topology.groups("pp", "tp")),
         )
-        if dist.get_backend() == dist.Backend.NCCL and topology.tp > 1:
+        if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
             by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO)
-            ctx = replace(ctx, gloo_tp=by_gloo.make(topology.groups("tp")))
+            ctx = replace(ctx, gloo_tp_cp=by_gloo.make(topology.groups("cp", "tp")))
         if dist.get_backend() == dist.Backend.GLOO:
             # gloo connects here, NCCL at first use: a rank that went on and ended would close
             # connections that the others are still making.
@@ -120,9 +126,9 @@ class ParallelContext:
         return ctx
 
     @property
-    def host_tp(self) -> Group:
-        """The ranks of `tp`, to send tensors of the host."""
-        return self.gloo_tp or self.tp
+    def host_tp_cp(self) -> Group:
+        """The ranks of `tp_cp`, to send tensors of the host."""
+        return self.gloo_tp_cp or self.tp_cp
 
     @property
     def rank(self) -> int:

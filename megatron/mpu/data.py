@@ -1,4 +1,4 @@
-"""Sends a batch from the first tensor-parallel rank to the others.
+"""Sends a batch from the first of the ranks that take the same samples to the others.
 
 Only that rank reads data; the others would read the same samples. Batches go from host memory to
 host memory: a receiver has to know shapes, and through a device it would wait for them.
@@ -44,7 +44,7 @@ def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, 
     other ranks is ignored and may be None.
 
     Args:
-        group: one that sends tensors of the host (`ParallelContext.host_tp`).
+        group: one that sends tensors of the host (`ParallelContext.host_tp_cp`).
 
     Raises:
         DataError: the first rank has no batch, or one with a dtype that cannot be sent. It is
@@ -56,7 +56,7 @@ def broadcast_batch(batch: dict[str, Tensor] | None, group: Group) -> dict[str, 
     header: list[_Entry] | None = broadcast_object(entries, group)
     if header is None:
         raise DataError(
-            "the first tensor-parallel rank has no batch to send",
+            "the rank that reads a batch has none to send",
             found=f"global rank {group.ranks[0]}",
             fix="pass the batch on the first rank of the group; the others may pass None",
         )

@@ -1,7 +1,7 @@
 """Megatron's accessor names, over the one context of this process.
 
 For entry points and user code that cannot pass a ParallelContext. Nothing below the training edge
-may import this module. Axes that do not exist here (context, expert) have no accessors.
+may import this module. An axis that does not exist here (expert) has no accessors.
 """
 
 import traceback
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.errors import NotInitialisedError
 from megatron.mpu.context import DEFAULT_TIMEOUT, Group, ParallelContext
-from megatron.mpu.topology import Topology
+from megatron.mpu.topology import Coord, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     *,
+    context_parallel_size: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
     check_seconds: float | None = None,
 ) -> ParallelContext:
@@ -52,7 +53,10 @@ def initialize_model_parallel(
             fix="call initialize_megatron() or torch.distributed.init_process_group() first",
         )
     topology = Topology.fill(
-        dist.get_world_size(), tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size
+        dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
     )
     caller = traceback.extract_stack(limit=2)[0]
     context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)
@@ -69,7 +73,13 @@ def destroy_model_parallel() -> None:
     if _current is None:
         return
     context, _current = _current.context, None
-    groups = (context.tp, context.pp, context.dp, context.model, context.host_tp)
+    groups = (
+        *(context.axis(name) for name in Coord._fields),
+        context.dp_cp,
+        context.tp_cp,
+        context.model,
+        context.host_tp_cp,
+    )
     # One handle can serve several groups (see context._GroupMaker).
     for handle in {id(group.handle): group.handle for group in groups}.values():
         if handle is not None and dist.is_initialized():
@@ -101,9 +111,18 @@ def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
     return _handle(get_parallel_context().pp)
 
 
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group of ranks with the same weights and other samples; never None."""
-    return _handle(get_parallel_context().dp)
+def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
+    """Return the group of ranks with the same weights and other samples; never None.
+
+    With context parallelism it also has those with other tokens of the same samples.
+    """
+    context = get_parallel_context()
+    return _handle(context.dp_cp if with_context_parallel else context.dp)
+
+
+def get_context_parallel_group() -> dist.ProcessGroup:
+    """Return the group of ranks with other tokens of the same samples; never None."""
+    return _handle(get_parallel_context().cp)
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
@@ -126,6 +145,11 @@ def get_data_parallel_world_size() -> int:
     return get_parallel_context().dp.size
 
 
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks that share a sequence."""
+    return get_parallel_context().cp.size
+
+
 def get_model_parallel_world_size() -> int:
     """Return the number of ranks of one whole replica."""
     return get_parallel_context().model.size
@@ -144,6 +168,11 @@ def get_pipeline_model_parallel_rank() -> int:
 def get_data_parallel_rank() -> int:
     """Return this process's replica."""
     return get_parallel_context().dp.rank
+
+
+def get_context_parallel_rank() -> int:
+    """Return this process's index in its context-parallel group."""
+    return get_parallel_context().cp.rank
 
 
 def get_model_parallel_rank() -> int:

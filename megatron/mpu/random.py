@@ -38,12 +38,17 @@ def hash_seed(seed: int, *names: object) -> int:
 class RandomStreams:
     """The generators of one rank: "replicated" is equal over tp, "tensor" differs on every rank.
 
-    Both differ between dp ranks, which read other samples, and between pp ranks, which hold other
-    layers. Constructing one leaves the default generators as they were.
+    Both differ between dp ranks, which read other samples, between cp ranks, which hold other
+    tokens, and between pp ranks, which hold other layers. Constructing one leaves the default
+    generators as they were.
     """
 
-    def __init__(self, seed: int, *, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> None:
-        place = ("pp", pp_rank, "dp", dp_rank)
+    def __init__(
+        self, seed: int, *, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0
+    ) -> None:
+        place: tuple[object, ...] = ("pp", pp_rank, "dp", dp_rank)
+        if cp_rank:  # the first rank draws what it draws without context parallelism
+            place += ("cp", cp_rank)
         self._states: dict[str, Tensor] = {
             "replicated": _fresh_state(hash_seed(seed, "replicated", *place)),
             "tensor": _fresh_state(hash_seed(seed, "tensor", *place, "tp", tp_rank)),

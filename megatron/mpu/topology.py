@@ -1,8 +1,8 @@
 """Which rank holds which coordinate of the parallel grid: arithmetic only, no processes.
 
-The order is Megatron's: tp varies fastest, so that it stays within a node, then dp, then pp. An
+The order is Megatron's: tp varies fastest, so that it stays within a node, then cp, dp and pp. An
 axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here depends on
-the number of axes, so a context- or expert-parallel axis is one more name in each.
+the number of axes, so an expert-parallel axis is one more name in each.
 """
 
 from dataclasses import dataclass
@@ -17,42 +17,47 @@ class Coord(NamedTuple):
 
     pp: int
     dp: int
+    cp: int
     tp: int
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A pp x dp x tp grid of ranks; tp varies fastest, so it stays within a node."""
+    """A pp x dp x cp x tp grid of ranks; tp varies fastest, so it stays within a node.
+
+    The ranks of cp share the sequences of one replica's batch.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if any(self.size(axis) < 1 for axis in Coord._fields):
             raise ConfigError(
                 "a parallel size is not positive",
-                found=f"tp={self.tp} pp={self.pp} dp={self.dp}",
+                found=f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp}",
                 fix="use 1 to switch an axis off",
             )
 
     @classmethod
-    def fill(cls, world_size: int, *, tp: int, pp: int) -> "Topology":
-        """Return the grid whose data-parallel size uses all ranks that remain after tp and pp.
+    def fill(cls, world_size: int, *, tp: int, pp: int, cp: int = 1) -> "Topology":
+        """Return the grid whose data-parallel size uses all ranks that the other sizes leave.
 
         Raises:
             ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
                 never changed to make them fit.
         """
-        replica = cls(tp=tp, pp=pp).world_size
+        replica = cls(tp=tp, pp=pp, cp=cp).world_size
         if world_size < 1 or world_size % replica:
             raise ConfigError(
                 "the ranks do not divide into whole model replicas",
                 found=f"{world_size} ranks, --tensor-model-parallel-size {tp} x "
-                f"--pipeline-model-parallel-size {pp}",
+                f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}",
                 fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
             )
-        return cls(tp=tp, pp=pp, dp=world_size // replica)
+        return cls(tp=tp, pp=pp, dp=world_size // replica, cp=cp)
 
     @property
     def world_size(self) -> int:

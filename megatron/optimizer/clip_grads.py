@@ -68,7 +68,7 @@ def global_norm(
     """
     total = sum_of_squares(counted)
     if over_replicas:
-        total = all_reduce(total, ctx.dp)
+        total = all_reduce(total, ctx.dp_cp)
     return math.sqrt(float(all_reduce(total, ctx.model)))
 
 

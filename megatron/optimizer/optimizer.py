@@ -191,7 +191,7 @@ class MegatronOptimizer(ABC):
         counted = [gradient for gradient, is_own in zip(gradients, self._counted) if is_own]
         squares = sum_of_squares(counted)
         # Replicas have equal gradients, or shares of them.
-        is_own = self._shards is not None or self._ctx.dp.is_first
+        is_own = self._shards is not None or self._ctx.dp_cp.is_first
         sums.add(_SQUARES, squares, contributes=is_own)
         sums.add(_NOT_FINITE, ~torch.isfinite(squares))
         if with_zeros:

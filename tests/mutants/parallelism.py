@@ -327,9 +327,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "tensor-parallel ranks are neighbours",
             "megatron/mpu/topology.py",
-            "    dp: int\n    tp: int\n",
-            "    tp: int\n    dp: int\n",
-            "tests/unit/mpu/test_topology.py::test_tp_varies_fastest_then_dp_then_pp",
+            "    dp: int\n    cp: int\n    tp: int\n",
+            "    tp: int\n    dp: int\n    cp: int\n",
+            "tests/unit/mpu/test_topology.py::test_tp_varies_fastest_then_cp_then_dp_then_pp",
         ),
         Mutant(
             "ranks that do not divide into replicas are refused",
@@ -378,7 +378,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/mpu/random.py",
             '_fresh_state(hash_seed(seed, "replicated", *place))',
             '_fresh_state(hash_seed(seed, "replicated"))',
-            "tests/unit/mpu/test_random.py::test_both_differ_between_replicas_stages_and_seeds",
+            "tests/unit/mpu/test_random.py::"
+            "test_both_differ_between_replicas_parts_of_sequences_stages_and_seeds",
         ),
         Mutant(
             "a stream goes on where it was left",
@@ -436,15 +437,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a norm of shares is summed over replicas",
             "megatron/optimizer/optimizer.py",
-            "is_own = self._shards is not None or self._ctx.dp.is_first",
-            "is_own = self._ctx.dp.is_first",
+            "is_own = self._shards is not None or self._ctx.dp_cp.is_first",
+            "is_own = self._ctx.dp_cp.is_first",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
         Mutant(
             "a norm counts equal gradients of replicas once",
             "megatron/optimizer/optimizer.py",
-            "is_own = self._shards is not None or self._ctx.dp.is_first",
+            "is_own = self._shards is not None or self._ctx.dp_cp.is_first",
             "is_own = True",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",

@@ -225,7 +225,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "batches go over a group that sends tensors of the host",
             "megatron/mpu/context.py",
-            "return self.gloo_tp or self.tp",
+            "return self.gloo_tp_cp or self.tp_cp",
             "return self.tp",
             "tests/distributed/mpu/test_context.py::"
             "test_batches_have_a_group_of_their_own_beside_nccl",

@@ -159,7 +159,7 @@ def test_a_checkpoint_is_verified_and_one_changed_bit_is_found(
     good = run_program(words, cwd=tmp_path)
     assert (good.status, good.err) == (0, "")
     assert "iteration 4, written" in good.out
-    assert "layout: tp 1, pp 1, dp 2 (2 ranks)" in good.out
+    assert "layout: tp=1 pp=1 dp=2 (2 ranks)" in good.out
     assert "verified: " in good.out
     shard = sorted(save.glob("iter_0000004/shard-*"))[0]
     content = bytearray(shard.read_bytes())

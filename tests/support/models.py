@@ -1,6 +1,7 @@
 """Tiny GPTs for tests: every value counts, because no bias is zero and no gain is one."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ TINY_VOCAB = VocabSize(true=50, padded=56)
 def second_of_two() -> ParallelContext:
     """The context of tp rank 1 of 2, for tests that build but do not communicate."""
     one, two = Group((1,), 0), Group((0, 1), 1)
-    return ParallelContext(Topology(tp=2), two, two, one, one, two)
+    alone = ParallelContext.single()
+    return replace(alone, topology=Topology(tp=2), world=two, tp=two, pp=one, dp=one, model=two)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -21,6 +21,7 @@ from megatron.checkpoint.files.safetensors_header import ITEM_BYTES, tensor_byte
 from megatron.checkpoint.files.store import Place
 from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject, JsonValue, parse_json
+from megatron.mpu.topology import Topology
 
 NAME = "manifest.json"
 SEAL = "megatron.json"  # the same, beside files in another framework's layout
@@ -40,11 +41,21 @@ class GridLayout(NamedTuple):
     tp: int
     pp: int
     dp: int
+    cp: int = 1  # a manifest without it is of a run without context parallelism
+
+    @classmethod
+    def of(cls, grid: Topology) -> "GridLayout":
+        """Return the layout of the ranks of a run."""
+        return cls(**{axis: grid.size(axis) for axis in cls._fields})
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    def __str__(self) -> str:
+        context = f" cp={self.cp}" if self.cp > 1 else ""
+        return f"tp={self.tp} pp={self.pp} dp={self.dp}{context}"
 
 
 class FileRecord(NamedTuple):
@@ -289,7 +300,13 @@ class _Parser:
         layout = get(fields, "layout", dict)
         manifest = Manifest(
             iteration=self.natural(get(fields, "iteration", int), "iteration"),
-            layout=GridLayout(*(get(layout, axis, int, "layout") for axis in GridLayout._fields)),
+            layout=GridLayout(
+                **{
+                    axis: get(layout, axis, int, "layout")
+                    for axis in GridLayout._fields
+                    if axis in layout or axis not in GridLayout._field_defaults
+                }
+            ),
             progress=get(fields, "progress", dict),
             scalars=get(fields, "scalars", dict),
             config=get(fields, "config", dict),

@@ -118,8 +118,10 @@ def open_checkpoint(
 
 
 def _description_of(seen: _RankView) -> str:
-    layout = " ".join(f"{axis}={size}" for axis, size in seen.layout._asdict().items())
-    return f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, {layout}"
+    return (
+        f"iteration {seen.iteration}, manifest {seen.manifest}, version {seen.version}, "
+        f"{seen.layout}"
+    )
 
 
 def _warn_of_newer(folder: Place, opened: int, asked: int | None) -> None:

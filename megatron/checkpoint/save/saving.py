@@ -301,13 +301,12 @@ def prepare_save(
 
     run_on_all_ranks(ctx, "looking for the folder to save in", locate)
     stage = run_on_rank0(ctx, "making room for the checkpoint", make)
-    topology = ctx.topology
     return StagedSave(
         plan=plan,
         folder=where[0],
         directory=folders.stage_called(where[0], stage),
         iteration=iteration,
-        layout=GridLayout(tp=topology.tp, pp=topology.pp, dp=topology.dp),
+        layout=GridLayout.of(ctx.topology),
         retention=retention,
         started=started,
     )

@@ -50,14 +50,14 @@ class SealedSave:
         Raises:
             CheckpointError: the same on every rank; nothing of the stage is left.
         """
-        ctx, grid, stage = self.ctx, self.ctx.topology, self.stage
+        ctx, stage = self.ctx, self.stage
         try:
             parts = run_on_all_ranks(ctx, writing(self.iteration), lambda: self.write_part(write()))
             content = manifest_of(
                 self.snapshot,
                 parts,
                 iteration=self.iteration,
-                layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+                layout=GridLayout.of(ctx.topology),
                 tensors={},  # the other framework's files define their pieces
             )
             run_on_rank0(ctx, "reading the checkpoint back", lambda: self.put(content, check))

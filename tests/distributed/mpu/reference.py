@@ -14,9 +14,9 @@ from megatron.mpu.topology import Topology
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
-def build(tp: int = 1, pp: int = 1) -> ParallelContext:
+def build(tp: int = 1, pp: int = 1, cp: int = 1) -> ParallelContext:
     """The context of this rank in a grid that fills the test's world."""
-    topology = Topology.fill(dist.get_world_size(), tp=tp, pp=pp)
+    topology = Topology.fill(dist.get_world_size(), tp=tp, pp=pp, cp=cp)
     return ParallelContext.build(topology, timedelta(seconds=30))
 
 

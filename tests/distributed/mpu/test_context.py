@@ -56,13 +56,13 @@ def test_equal_groups_share_one_communicator_but_not_the_worlds() -> None:
 def a_batch_where_nccl_sends_tensors_of_gpus() -> tuple[bool, list[int]]:
     """Build groups as if the world were one of NCCL, whose barriers and sums are not called."""
     gloo = build(tp=2)
-    assert gloo.host_tp is gloo.tp, "gloo sends tensors of the host"
+    assert gloo.host_tp_cp is gloo.tp_cp, "gloo sends tensors of the host"
     with patch.object(dist, "get_backend", lambda group=None: dist.Backend.NCCL):
         ctx = build(tp=2)
     batch = {"text": torch.arange(3)} if ctx.tp.is_first else None
-    received = broadcast_batch(batch, ctx.host_tp)
-    assert ctx.host_tp.ranks == ctx.tp.ranks
-    return ctx.host_tp.handle is ctx.tp.handle, received["text"].tolist()
+    received = broadcast_batch(batch, ctx.host_tp_cp)
+    assert ctx.host_tp_cp.ranks == ctx.tp.ranks
+    return ctx.host_tp_cp.handle is ctx.tp.handle, received["text"].tolist()
 
 
 def test_batches_have_a_group_of_their_own_beside_nccl() -> None:

@@ -29,7 +29,7 @@ def batches_arrive_whole() -> None:
 
 def bad_batches_are_refused_on_every_rank() -> None:
     tp = build(tp=2).tp
-    with pytest.raises(DataError, match="has no batch to send"):
+    with pytest.raises(DataError, match="has none to send"):
         broadcast_batch(None, tp)
     bad = {"text": torch.zeros(1, dtype=torch.complex64)}
     with pytest.raises(DataError, match="dtype cannot be sent") as caught:

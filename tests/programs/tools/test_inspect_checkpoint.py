@@ -40,7 +40,7 @@ def test_it_says_what_the_latest_checkpoint_holds(folder, tmp_path_factory):
     assert ended.status == 0, ended.err
     for text in (
         "iteration 10",
-        "layout: tp 1, pp 1, dp 1 (1 ranks)",
+        "layout: tp=1 pp=1 dp=1 (1 ranks)",
         'progress: {"iteration": 10, "consumed_samples": 80}',
         'scalars: {"loss_scale": 4096.0}',
         "  model/\n    embedding.word  BF16 [13, 6]  156",

@@ -1,6 +1,7 @@
 """Errors of one rank, and of many ranks from what they would have gathered."""
 
 import errno
+from dataclasses import replace
 
 import pytest
 
@@ -46,7 +47,7 @@ def of_ranks(monkeypatch):
 
     def gather(errors):
         world = Group(tuple(range(len(errors))), 0)
-        ctx = ParallelContext(CTX.topology, world, *(CTX.tp,) * 4)
+        ctx = replace(CTX, world=world)
         outcomes = [agreement._Outcome(None, error) for error in errors]
         monkeypatch.setattr(collectives, "all_gather_object", lambda obj, group: outcomes)
         return ctx

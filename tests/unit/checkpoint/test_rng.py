@@ -44,6 +44,8 @@ def test_states_go_back_only_into_the_same_grid():
     assert rng.why_not_restorable(content, Topology(tp=2)) is None
     reason = rng.why_not_restorable(content, Topology(dp=2))
     assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=2"
+    reason = rng.why_not_restorable(content, Topology(cp=2))
+    assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=1 cp=2"
     assert "without random states" in rng.why_not_restorable(example(), Topology(tp=2))
 
 

@@ -12,15 +12,15 @@ from tests.support.models import second_of_two
 
 def test_a_lone_process_is_first_and_last_of_every_group() -> None:
     ctx = ParallelContext.single()
-    for group in (ctx.world, ctx.tp, ctx.pp, ctx.dp, ctx.model):
+    for group in (ctx.world, ctx.tp, ctx.pp, ctx.dp, ctx.cp, ctx.dp_cp, ctx.tp_cp, ctx.model):
         assert group.size == 1
         assert group.is_first
         assert group.is_last
     assert ctx.is_first_stage
     assert ctx.is_last_stage
     assert ctx.rank == 0
-    assert ctx.coord == Coord(0, 0, 0)
-    assert [ctx.axis(name) for name in Coord._fields] == [ctx.pp, ctx.dp, ctx.tp]
+    assert ctx.coord == Coord(0, 0, 0, 0)
+    assert [ctx.axis(name) for name in Coord._fields] == [ctx.pp, ctx.dp, ctx.cp, ctx.tp]
 
 
 def test_first_and_last_are_by_index_in_the_group() -> None:

@@ -16,5 +16,5 @@ def test_a_lone_process_keeps_its_batch() -> None:
 
 
 def test_a_missing_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="first tensor-parallel rank has no batch"):
+    with pytest.raises(DataError, match="the rank that reads a batch has none"):
         broadcast_batch(None, ALONE)

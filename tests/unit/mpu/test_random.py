@@ -22,11 +22,12 @@ def test_replicated_is_equal_over_tp_and_tensor_is_not() -> None:
     assert draw(first, "tensor") != draw(second, "tensor")
 
 
-def test_both_differ_between_replicas_stages_and_seeds() -> None:
+def test_both_differ_between_replicas_parts_of_sequences_stages_and_seeds() -> None:
     places = [
         RandomStreams(7),
         RandomStreams(7, dp_rank=1),
         RandomStreams(7, pp_rank=1),
+        RandomStreams(7, cp_rank=1),
         RandomStreams(8),
     ]
     draws = [tuple(draw(place, name)) for place in places for name in ("replicated", "tensor")]

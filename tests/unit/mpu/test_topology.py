@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.topology import Coord, Topology
 
 sizes = st.integers(1, 4)
-grids = st.builds(Topology, tp=sizes, pp=sizes, dp=sizes)
+grids = st.builds(Topology, tp=sizes, pp=sizes, dp=sizes, cp=sizes)
 axes = st.lists(st.sampled_from(Coord._fields), unique=True)
 
 
@@ -41,13 +41,19 @@ def test_peers_are_the_ranks_with_equal_other_coordinates(grid: Topology, axes: 
         assert grid.peers(rank, *axes) == expected
 
 
-def test_tp_varies_fastest_then_dp_then_pp() -> None:
+def test_tp_varies_fastest_then_cp_then_dp_then_pp() -> None:
     grid = Topology.fill(16, tp=2, pp=4)
     assert grid == Topology(tp=2, pp=4, dp=2)
     assert grid.peers(4, "tp") == (4, 5)
     assert grid.peers(0, "dp") == (0, 2)
     assert grid.peers(1, "pp") == (1, 5, 9, 13)
-    assert grid.coord(7) == Coord(pp=1, dp=1, tp=1)
+    assert grid.coord(7) == Coord(pp=1, dp=1, cp=0, tp=1)
+    grid = Topology.fill(16, tp=2, pp=2, cp=2)
+    assert grid == Topology(tp=2, pp=2, dp=2, cp=2)
+    assert grid.peers(0, "cp") == (0, 2)
+    assert grid.peers(0, "cp", "tp") == (0, 1, 2, 3)
+    assert grid.peers(0, "dp", "cp") == (0, 2, 4, 6)
+    assert grid.coord(7) == Coord(pp=0, dp=1, cp=1, tp=1)
 
 
 def test_fill_refuses_ranks_that_do_not_divide() -> None:
@@ -63,7 +69,7 @@ def test_fill_never_shrinks_a_size_to_fit(world_size: int, tp: int, pp: int) -> 
         Topology.fill(world_size, tp=tp, pp=pp)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}])
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}, {"cp": 0}])
 def test_sizes_must_be_positive(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="a parallel size is not positive"):
         Topology(**sizes)

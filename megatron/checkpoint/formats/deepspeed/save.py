@@ -173,10 +173,9 @@ def _client_state(
     iteration: int,
     ctx: ParallelContext,
 ) -> ClientState:
-    grid = ctx.topology
     record = RunRecord(
         iteration=iteration,
-        layout=GridLayout(tp=grid.tp, pp=grid.pp, dp=grid.dp),
+        layout=GridLayout.of(ctx.topology),
         progress=snapshot.progress,
         config=snapshot.config,
         scalars=snapshot.scalars,

@@ -113,7 +113,7 @@ def save_megatron(
     stage = run_folder / run_on_rank0(ctx, "making room for the checkpoint", make)
 
     def write() -> Mapping[str, FileRecord]:
-        if not ctx.dp.is_first:
+        if not ctx.dp_cp.is_first:
             return {}
         content = megatron_writer.rank_content(
             source,

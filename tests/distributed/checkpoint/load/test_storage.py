@@ -76,7 +76,7 @@ def load_all(folder, tp, dp):
 
 def test_the_manifest_holds_the_layout_and_a_shard_of_every_rank(saved):
     content, _ = manifests.load(saved / "2x2" / "iter_0000100")
-    assert content.layout == (2, 1, 2)
+    assert content.layout == manifests.GridLayout(tp=2, pp=1, dp=2)
     shards = [name for name in content.files if name.startswith("shard")]
     assert shards == [f"shard-{rank:05d}-of-00004.safetensors" for rank in range(4)]
     assert len(content.generators) == 4

@@ -18,6 +18,7 @@ from megatron.checkpoint.folder.manifest import (
 )
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
+from megatron.mpu.topology import Topology
 
 DIGEST = "0123456789abcdef" * 2
 
@@ -75,6 +76,13 @@ def test_what_was_read_is_kept_and_older_manifests_do_not_say_it(tmp_path):
     assert older.data == {}
 
 
+def test_a_layout_without_shared_sequences_needs_not_say_so(tmp_path):
+    grid = {"tp": 2, "pp": 1, "dp": 1, "world": 2}
+    assert manifests.decode(edited(tmp_path, layout=grid), tmp_path).layout.cp == 1
+    shared = manifests.GridLayout.of(Topology(tp=2, cp=3))
+    assert (shared.cp, shared.world, str(shared)) == (3, 6, "tp=2 pp=1 dp=1 cp=3")
+
+
 def test_an_empty_checkpoint_has_a_manifest_too(tmp_path):
     empty = example(tensors={}, files={}, progress={}, scalars={}, config={})
     assert manifests.decode(manifests.encode(empty), tmp_path) == empty
@@ -122,6 +130,7 @@ PIECE = {"file": "shard-0.safetensors", "offset": [0, 0], "shape": [4, 3], "xxh3
         ({"data": []}, "no dict called 'data'"),
         ({"layout": {"tp": 0, "pp": 1, "dp": 1, "world": 0}}, "layout"),
         ({"layout": {"tp": 2, "pp": 1, "dp": 1, "world": 3}}, "layout"),
+        ({"layout": {"tp": 2, "pp": 1, "world": 2}}, "no int called 'dp'"),
         ({"generators": ["shard-0.safetensors"]}, "1 generator files"),
         ({"generators": ["a", "b"]}, "generators in 'a'"),
         ({"config": {}}, "does not match its fingerprint"),

@@ -1,5 +1,7 @@
 """The parallel groups by DeepSpeed's names."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn import Parameter
 
@@ -11,8 +13,9 @@ from megatron.mpu.topology import Topology
 
 def test_a_rank_is_where_its_context_says() -> None:
     # Rank 5 of tp 2 x dp 2 x pp 2: the second stage, the first replica, the second part of layers.
-    context = ParallelContext(
-        Topology(tp=2, pp=2, dp=2),
+    context = replace(
+        ParallelContext.single(),
+        topology=Topology(tp=2, pp=2, dp=2),
         world=Group(tuple(range(8)), 5),
         tp=Group((4, 5), 1),
         pp=Group((1, 5), 1),
