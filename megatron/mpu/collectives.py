@@ -4,7 +4,7 @@ None of these is differentiable; `mappings` holds the autograd versions. A group
 own tensor back, not a copy, and works with torch.distributed uninitialised.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -38,15 +38,21 @@ _OPS = {
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective under way; the tensor may be read only after `wait`."""
+    """A collective under way; the tensor may be read only after `wait`.
+
+    `sent` keeps what is sent alive until then.
+    """
 
     tensor: Tensor
-    work: dist.Work | None
+    work: dist.Work | Sequence[dist.Work] | None
+    sent: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Return the result, once the current stream (CUDA) or this thread (CPU) may use it."""
-        if self.work is not None:
-            self.work.wait()
+        works = self.work if isinstance(self.work, Sequence) else [self.work]
+        for work in works:
+            if work is not None:
+                work.wait()
         return self.tensor
 
 
@@ -104,6 +110,38 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = N
         own_part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     checked("reduce_scatter", tensor, group)
     return Pending(own_part, _REDUCE_SCATTER(own_part, tensor, group=group.handle, async_op=True))
+
+
+def start_shift(tensor: Tensor, group: Group) -> Pending:
+    """Begin to send a contiguous `tensor` to the next rank of a ring; the result is the previous's.
+
+    Shapes are equal on all ranks. `tensor` must not change before `wait` has returned.
+    """
+    if group.size == 1:
+        return Pending(tensor, None)
+    assert tensor.is_contiguous()  # noqa: S101  # invariant: callers send what they made
+    following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    arrives = torch.empty_like(tensor)
+    checked_messages([(True, following, tensor), (False, preceding, arrives)], group)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, group.ranks[following], group.handle),  # type: ignore[no-untyped-call]
+            dist.P2POp(dist.irecv, arrives, group.ranks[preceding], group.handle),  # type: ignore[no-untyped-call]
+        ]
+    )
+    return Pending(arrives, works, tensor)
+
+
+def all_to_all(tensor: Tensor, group: Group) -> Tensor:
+    """Send part i of [size, ..] to the rank at index i; part i of the result is from that rank."""
+    if group.size == 1:
+        return tensor
+    assert tensor.shape[0] == group.size, tensor.shape  # noqa: S101  # invariant: callers cut it
+    dense = tensor.contiguous()
+    arrives = torch.empty_like(dense)
+    checked("all_to_all", dense, group)
+    dist.all_to_all_single(arrives, dense, group=group.handle)
+    return arrives
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:

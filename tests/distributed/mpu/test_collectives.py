@@ -67,6 +67,19 @@ def strided_and_empty_tensors_are_reduced_in_place() -> None:
     assert collectives.all_reduce(torch.empty(0), tp).shape == (0,)
 
 
+def parts_go_to_every_rank_and_to_the_next() -> None:
+    group = build(cp=4).cp
+    parts = torch.arange(4.0).view(4, 1) + 10 * group.rank
+    assert collectives.all_to_all(parts, group).view(-1).tolist() == [
+        group.rank + 10.0 * source for source in range(4)
+    ]
+    first = collectives.start_shift(parts, group)
+    second = collectives.start_shift(parts + 0.5, group)  # messages keep their order
+    came_from = (group.rank - 1) % 4
+    assert second.wait()[0].item() == 10 * came_from + 0.5
+    assert first.wait()[0].item() == 10 * came_from
+
+
 def objects_travel() -> None:
     ctx = build(tp=2)
     own = {"rank": ctx.rank}
@@ -82,6 +95,7 @@ def objects_travel() -> None:
         collectives_are_arithmetic,
         gathering_and_scattering_work_along_any_dimension,
         strided_and_empty_tensors_are_reduced_in_place,
+        parts_go_to_every_rank_and_to_the_next,
         objects_travel,
     ],
 )
