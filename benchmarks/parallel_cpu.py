@@ -134,9 +134,9 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
     given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--num-threads", str(threads)]
     ours = {ALONE: ()} if size == 1 else OURS
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
-        port = str(_free_port())
+        port = str(free_port())
         workers = [
-            stack.enter_context(Worker(sys.executable, WORKER, _environment(rank, size, port)))
+            stack.enter_context(Worker(sys.executable, WORKER, environment(rank, size, port)))
             for rank in range(size)
         ]
         joined = [
@@ -159,7 +159,7 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
             done.result()
 
 
-def _environment(rank: int, size: int, port: str) -> dict[str, str]:
+def environment(rank: int, size: int, port: str) -> dict[str, str]:
     """Return the environment variables of a rank, as a launcher sets them."""
     return {
         "RANK": str(rank),
@@ -170,7 +170,8 @@ def _environment(rank: int, size: int, port: str) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback device that nothing listens on."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

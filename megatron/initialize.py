@@ -276,6 +276,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
     return initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
         timeout=timeout,
         check_seconds=config.parallel.check_seconds,
     )

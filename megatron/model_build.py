@@ -42,6 +42,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         streams=runtime.streams,
         precision=config.precision,
         sequence_parallel=splits_sequences,
+        context_exchange=config.parallel.cp_comm_type,
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
         fuse_loss=config.training.cross_entropy_loss_fusion,

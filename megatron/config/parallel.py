@@ -17,6 +17,14 @@ class PipelineSchedule(StrEnum):
     ZERO_BUBBLE = "zero-bubble"
 
 
+class ContextExchange(StrEnum):
+    """What ranks that share a sequence exchange for attention."""
+
+    P2P = "p2p"  # keys and values, which go round the ranks
+    ALL_GATHER = "all_gather"  # keys and values, which every rank gathers
+    A2A = "a2a"  # tokens for heads, before attention and back after it
+
+
 class PipelineBalance(StrEnum):
     """The quantity that is balanced over pipeline stages."""
 
@@ -38,6 +46,16 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = flag(
         1, help="ranks that share the layers", aliases=("--pipeline-parallel",)
+    )
+    context_parallel_size: int = flag(
+        1,
+        help="ranks that share the tokens of every sequence, from the embedding to the loss: "
+        "memory of activations falls with their number, and results are equal",
+    )
+    cp_comm_type: ContextExchange = flag(
+        ContextExchange.P2P,
+        help="what ranks that share a sequence exchange for attention: keys and values round a "
+        "ring (p2p), or of all at once (all_gather), or tokens for heads (a2a, DeepSpeed-Ulysses)",
     )
     pipeline_schedule: PipelineSchedule | None = flag(
         None,
@@ -116,7 +134,11 @@ class ParallelConfig:
             problem="ranks cannot wait for each other for no time at all",
             fix="use --check-collectives-seconds 60",
         )
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        ):
             value = getattr(self, name)
             yield from check_field(
                 value > 0,

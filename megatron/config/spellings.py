@@ -38,6 +38,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
+    "--ds-sequence-parallel-size": ("--cp-comm-type", "a2a", "--context-parallel-size"),
 }
 
 NO_EFFECT: Mapping[str, NoEffect] = {
@@ -95,8 +96,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--log-optimizer-states-to-tensorboard": NoEffect(
         0, "norms of the optimizer's state are not logged; --log-params-norm logs the weights'"
     ),
-    "--ds-sequence-parallel-size": NoEffect(1, "1 is no parallelism of that kind", only="1"),
-    "--context-parallel-size": NoEffect(1, "1 is no parallelism of that kind", only="1"),
     **dict.fromkeys(
         ("--moe-expert-parallel-size", "--expert-model-parallel-size"),
         NoEffect(1, "1 is no parallelism of that kind", only="1"),

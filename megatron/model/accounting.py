@@ -109,7 +109,8 @@ class RankShare:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
-    optimizer_shards: int = 1  # dp with a distributed optimizer, else 1
+    cp: int = 1
+    optimizer_shards: int = 1  # dp x cp with a distributed optimizer, else 1
     micro_batch_size: int
     seq_length: int
     recompute: bool = False  # whole blocks
@@ -119,6 +120,11 @@ class RankShare:
     fuse_gated_units: bool = True
     fuse_dropout: bool = True
     device_type: str = "cuda"  # which decides how many logits a fused loss holds at a time
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch whose hidden states the rank holds, before tp divides them."""
+        return self.seq_length * self.micro_batch_size // self.cp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +169,7 @@ def forward_bytes(
     stage, of the logits [s, b, v/tp] with their softmax in fp32 or wider.
     """
     size = precision.precision.num_bytes
-    tokens = share.seq_length * share.micro_batch_size
+    tokens = share.tokens
     stream = config.hidden_size * (4 if precision.fp32_residual_connection else size)
     stream //= share.tp if share.sequence_parallel else 1
     block = _block_activations(replace(config, hidden_dropout=0.0), size, share)
@@ -193,7 +199,7 @@ def _stage_bytes(
     half = precision.precision.is_half
     size = precision.precision.num_bytes
     state = 2 * (4 if half else size) + (4 if half else 0)
-    tokens = share.seq_length * share.micro_batch_size
+    tokens = share.tokens
     in_flight = share.pp if first else 1
     kept = tokens * _block_activations(config, size, share)
     stream = tokens * config.hidden_size * (4 if precision.fp32_residual_connection else size)
@@ -219,7 +225,7 @@ def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) 
     A fused loss holds the logits of a chunk, then the gradients. That of the weight is in fp32 or
     wider while several chunks add to it, and is then rounded.
     """
-    tokens, elements = share.seq_length * share.micro_batch_size, columns * config.hidden_size
+    tokens, elements = share.tokens, columns * config.hidden_size
     if not share.fuse_loss:
         return tokens * columns * 2 * size
     rows = chunk_rows(tokens, (columns, config.hidden_size), size, share.device_type)

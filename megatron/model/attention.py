@@ -5,6 +5,7 @@ even split of the rows gives each tp rank whole groups. Masks and angles are dat
 makes; nothing here depends on the kind of positions.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -14,14 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ContextExchange
 from megatron.config.training import AttentionBackend
 from megatron.errors import ConfigError
 from megatron.model.geometry import Geometry
 from megatron.model.init import residual_init, weight_init
 from megatron.model.norms import build_head_norm
 from megatron.model.specs import ModelBuild
+from megatron.mpu.context_parallel.attention import AttentionOverRanks
+from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
+from megatron.mpu.topology import Topology
 from megatron.ops.attention import attend
 from megatron.ops.rotary import rotate, rotate_reference
 
@@ -38,8 +43,11 @@ _NO_KERNEL = ("No available kernel", "No viable backend")  # what torch says, on
 class SelfAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head (Vaswani et al. 2017, eq. 1; groups: arXiv 2305.13245).
 
+    Under context parallelism a rank's queries see the keys of all ranks of cp, or its heads all
+    tokens: see `mpu/context_parallel`.
+
     Raises:
-        ConfigError: the query groups do not divide over the tp ranks.
+        ConfigError: the query groups do not divide over the tp ranks, or see `sharing_problems`.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, layer: int) -> None:
@@ -58,6 +66,11 @@ class SelfAttention(nn.Module):
         self._backend = build.attention_backend
         self._dropout, self._streams = config.attention_dropout, build.streams
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
+        for problem in sharing_problems(
+            config, build.ctx.topology, build.context_exchange, build.attention_backend
+        ):
+            raise problem
+        self._cp, self._over_ranks = build.ctx.cp, attention_over_ranks(build)
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
@@ -83,7 +96,8 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
         """Apply attention under the mask of `geometry`: [s, b, h] to the same.
 
-        Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between.
+        Under sequence parallelism both are [s/tp, b, h], and the whole sequence is in between;
+        under context parallelism that is the rank's own share of it.
         """
         # [s, b, g/tp, queries + 2, d]; one split has one concatenation as its gradient.
         grouped = self.qkv(hidden).unflatten(-1, (self._groups, self._queries + 2, self._width))
@@ -100,16 +114,23 @@ class SelfAttention(nn.Module):
             geometry.cache.keep_prompt(self._layer, k, v)
         elif geometry.cache is not None and geometry.cached_positions is not None:
             k, v = geometry.cache.extend(self._layer, k, v, geometry.cached_positions)
+        exchanges_heads = self._cp.size > 1 and self._over_ranks is None
+        if exchanges_heads:
+            q, k, v = tokens_to_heads(q, k, v, self._cp)
         if self._recomputed and self.training:
             context = recompute(
                 self._attend, self._streams, q, k, v, geometry.mask, geometry.causal
             )
         else:
             context = self._attend(q, k, v, geometry.mask, geometry.causal)  # [b, a/tp, s, d]
+        if exchanges_heads:
+            context = heads_to_tokens(context, self._cp)
         output: Tensor = self.output(context.permute(2, 0, 1, 3).flatten(2, 3))
         return output
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if self._over_ranks is not None:
+            return self._over_ranks(q, k, v, mask, causal)
         dropout = self._dropout if self.training else 0.0
         is_chosen = self._backend is not AttentionBackend.AUTO
         if mask is None and dropout == 0 and not is_chosen:
@@ -140,6 +161,47 @@ class SelfAttention(nn.Module):
                     f"dropout {dropout}",
                     fix="leave out --attention-backend, or use unfused",
                 ) from error
+
+
+def sharing_problems(
+    config: ModelConfig, grid: Topology, exchange: ContextExchange, backend: AttentionBackend
+) -> Iterator[ConfigError]:
+    """Yield what attention over the ranks of cp cannot do; nothing where there is one."""
+    if grid.cp == 1:
+        return
+    given = f"--context-parallel-size {grid.cp} --cp-comm-type {exchange}"
+    if exchange is ContextExchange.A2A:
+        if config.num_attention_heads % (grid.cp * grid.tp):
+            yield ConfigError(
+                "attention heads cannot be shared out evenly over the context-parallel ranks",
+                found=f"--num-attention-heads {config.num_attention_heads}, {given}, "
+                f"--tensor-model-parallel-size {grid.tp}",
+                fix="use sizes whose product divides the heads, or --cp-comm-type p2p",
+            )
+        return
+    if config.attention_dropout > 0:
+        yield ConfigError(
+            "attention over several ranks is computed in parts, by kernels without dropout",
+            found=f"{given}, --attention-dropout {config.attention_dropout}",
+            fix="use --attention-dropout 0, or --cp-comm-type a2a",
+        )
+    if backend not in (AttentionBackend.AUTO, AttentionBackend.FLASH):
+        yield ConfigError(
+            "attention over several ranks is merged by what the flash kernel returns",
+            found=f"{given}, --attention-backend {backend}",
+            fix="leave --attention-backend out, or use --cp-comm-type a2a",
+        )
+
+
+def attention_over_ranks(build: ModelBuild) -> AttentionOverRanks | None:
+    """Return what replaces a rank's own attention, or None where it sees all keys itself.
+
+    None also where ranks exchange tokens for heads.
+    """
+    exchange = build.context_exchange
+    if build.ctx.cp.size == 1 or exchange is ContextExchange.A2A:
+        return None
+    return AttentionOverRanks(build.ctx.cp, build.share, passes=exchange is ContextExchange.P2P)
 
 
 def _repeat_groups(heads: Tensor, times: int) -> Tensor:

@@ -119,18 +119,27 @@ def bert_loss(
 ) -> LossSum:
     """Return the losses of the masked words and of the order of segments, as [2].
 
+    Under context parallelism the words are those of this rank, and the first one counts the order.
+
     Args:
         labels: [b, s] int64, of tokens that `loss_mask` [b, s] counts.
         swapped: [b] int64, 1 where the segments are not in their order; for an order head.
     """
     words = language_model_loss(
-        carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
+        carry[0],
+        build.share.take(labels, 1),
+        build.share.take(loss_mask, 1),
+        ctx=build.ctx,
+        true_vocab_size=build.vocab.true,
     )
     if swapped is None or len(carry) == 1:
         return words
     scores = carry[1].to(torch.promote_types(carry[1].dtype, torch.float32))
     order = F.cross_entropy(scores, swapped, reduction="sum").to(words.total.dtype)
-    rows = torch.full_like(words.count, len(swapped))
+    # The first token, of which the scores are made, is on the first rank that shares the sequence.
+    counts = build.ctx.cp.is_first
+    order = order if counts else order * 0
+    rows = torch.full_like(words.count, len(swapped) if counts else 0)
     return LossSum(torch.stack([words.total, order]), torch.stack([words.count, rows]))
 
 

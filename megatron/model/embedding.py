@@ -84,19 +84,25 @@ class Embedding(nn.Module):
         """Embed (tokens, types?, position ids?, documents?), all [b, s], as hidden states.
 
         What comes out is (hidden [s, b, h], position ids?, documents?). Under sequence parallelism
-        hidden is [s/tp, b, h]; the ids stay whole.
+        hidden is [s/tp, b, h], under context parallelism [s/cp, b, h]; the ids stay whole.
         """
         tokens, *ids = carry
         types = ids.pop(0) if self.tokentype is not None else None
+        share, length = self._build.share, tokens.shape[1]
+        positions = share.take(ids[0], 1) if ids else None
+        if share.size > 1:
+            tokens = share.take(tokens, 1)
+            types = None if types is None else share.take(types, 1)
+            if positions is None:
+                positions = share.positions(length, tokens.device).unsqueeze(0)
         # Transposing the ids costs nothing; transposing the vectors would be a copy.
         hidden: Tensor = self.word(tokens.t())  # [s, b, h] or [s/tp, b, h]
         if self.norm is not None:
             hidden = self.norm(hidden)
-        length = tokens.shape[1]
         split = self._build.sequence_parallel
-        part = sequence_part(length, self._build.ctx.tp) if split else None
+        part = sequence_part(tokens.shape[1], self._build.ctx.tp) if split else None
         if self.position is not None:
-            hidden = hidden + self.position(length, ids[0] if ids else None, part)
+            hidden = hidden + self.position(length, positions, part)
         if self.tokentype is not None and types is not None:
             hidden = hidden + self.tokentype(types, part)
         return (self.dropout(hidden).to(self._stream_dtype), *ids)

@@ -22,7 +22,9 @@ class Geometry:
 
     `mask` is None for plain causal attention, and for that of everything to everything (`causal`
     distinguishes them); otherwise it is complete: booleans [b, 1, s, k] (True: may attend) or
-    numbers to add to the scores [1 or b, a/tp, s, k].
+    numbers to add to the scores [1 or b, a/tp, s, k]. Under context parallelism the rows are the
+    rank's own queries and the columns the keys in the order of ranks, or, where ranks exchange
+    tokens for heads, both are the whole sequence and the heads are a/(tp cp).
     """
 
     mask: Tensor | None = None
@@ -47,15 +49,16 @@ class AttentionGeometry:
         self._causal = causal
         self.cache: KVCache | None = None  # set by GPTModel for the length of one cached pass
         self._dtype = build.dtype
-        self._parts = build.ctx.tp.size if build.sequence_parallel else 1
+        self._share = build.share
+        self._parts = build.ctx.cp.size * (build.ctx.tp.size if build.sequence_parallel else 1)
         self._window = config.sliding_window
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
-            slopes = alibi_slopes(config.num_attention_heads)
-            local = len(slopes) // build.ctx.tp.size
-            own_slopes = slopes[build.ctx.tp.rank * local : (build.ctx.tp.rank + 1) * local]
-            self._slopes = torch.tensor(own_slopes, dtype=torch.float64)
+            slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float64)
+            self._slopes = slopes.chunk(build.ctx.tp.size)[build.ctx.tp.rank]
+            if not self._share.paired:  # heads are shared out over cp
+                self._slopes = self._slopes.chunk(build.ctx.cp.size)[build.ctx.cp.rank]
         self._plain = _Remembered()
         self._with_ids = _Remembered()
 
@@ -64,7 +67,8 @@ class AttentionGeometry:
     ) -> Geometry:
         """Return the geometry of hidden states [s, b, h] whose ids, if any, are [b, s] int64.
 
-        Under sequence parallelism hidden states are [s/tp, b, h], and the ids are whole.
+        Under sequence parallelism hidden states are [s/tp, b, h], under context parallelism
+        [s/cp, b, h]; the ids are whole.
         """
         # Attention always sees the whole sequence.
         length, device = hidden.shape[0] * self._parts, hidden.device
@@ -91,17 +95,20 @@ class AttentionGeometry:
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Geometry:
-        indexes = torch.arange(length, device=device)
+        own_indexes = self._share.positions(length, device)
         rotation = None
         if self._angles is not None:
-            rotation = self._angles.at(
-                indexes if position_ids is None else position_ids, self._dtype
-            )
-        distance = indexes[:, None] - indexes  # [s, k]
+            own_ids = None if position_ids is None else self._share.take(position_ids, 1)
+            rotation = self._angles.at(own_indexes if own_ids is None else own_ids, self._dtype)
+        queries, keys = own_indexes, self._share.gathered_positions(length, device)
+        if not self._share.paired:
+            queries = keys  # in attention this rank has some heads of all tokens
+        distance = queries[:, None] - keys  # [s, k]
         # A token sees itself and those before it, or all.
         allowed = distance >= 0 if self._causal else torch.ones_like(distance, dtype=torch.bool)
         if document_ids is not None:
-            same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+            of_queries, of_keys = (document_ids[:, at] for at in (queries, keys))
+            same = of_queries[:, None, :, None] == of_keys[:, None, None]
             allowed = allowed & same  # [b, 1, s, k]
         window = self._window_within(length)
         if window is not None:

@@ -36,7 +36,8 @@ def gpt_layers(config: ModelConfig, build: ModelBuild) -> tuple[LayerSpec, ...]:
     The carry goes in as (tokens [b, s], position_ids [b, s]?, document_ids [b, s]?), travels as
     (hidden [s, b, h], and the same ids), and comes out as (logits [s, b, v/tp],). Without position
     ids tokens stand at 0..s-1; tokens attend only to equal document ids. Under sequence parallelism
-    hidden is [s/tp, b, h] and everything else as without. With `build.fuse_loss` there are no
+    hidden is [s/tp, b, h] and everything else as without; under context parallelism hidden and
+    logits are of the s/cp tokens of this rank. With `build.fuse_loss` there are no
     logits: what comes out is (hidden, weight [v/tp, h]), for `gpt_loss`.
 
     The geometry is shared by the blocks built from one list: build one list per process.
@@ -142,10 +143,12 @@ class GPTModel(nn.Module):
             ConfigError: the model was built for sequence parallelism, and one token cannot be
                 shared out.
         """
-        if self.build.sequence_parallel:
+        if self.build.sequence_parallel or self.build.share.size > 1:
             raise ConfigError(
                 "a model whose sequences are split over ranks cannot generate token by token",
-                found="a model built with sequence_parallel=True",
+                found="a model built with sequence_parallel=True"
+                if self.build.sequence_parallel
+                else f"a model built for {self.build.share.size} context-parallel ranks",
                 fix="build it without, from the same checkpoint: weights are split the same way",
             )
         cache.length = tokens.shape[1] if positions is None else cache.length + 1
@@ -207,7 +210,12 @@ def gpt_carry(
 def gpt_loss(
     build: ModelBuild, carry: Carry, labels: Tensor, loss_mask: Tensor | None = None
 ) -> LossSum:
-    """Return the language-model loss of the last layer's carry; labels and mask are [b, s]."""
+    """Return the language-model loss of the last layer's carry; labels and mask are [b, s].
+
+    Under context parallelism it is that of this rank's tokens.
+    """
+    labels = build.share.take(labels, 1)
+    loss_mask = None if loss_mask is None else build.share.take(loss_mask, 1)
     if build.fuse_loss:
         hidden, weight, *_ = carry
         return fused_language_model_loss(

@@ -35,6 +35,7 @@ class Router(nn.Module):
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
         self._has_loss, self._router_loss = config.has_router_loss, build.router_loss
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
+        self._cp = build.ctx.cp
         # Whole on every tp rank: [experts, h].
         self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=self._split)
@@ -58,14 +59,17 @@ class Router(nn.Module):
     def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return each loss summed over the sequences, or this rank's summand of it.
 
+        Ranks that share sequences, over tp or cp, have a summand each.
+
         The second result is the balance alone, without its weight.
         """
-        length = scores.shape[0] * (self._tp.size if self._split else 1)
+        length = scores.shape[0] * self._cp.size * (self._tp.size if self._split else 1)
         loss = balance = scores.new_zeros(())
         if self._balance > 0:
             busy = counts_of(chosen, scores.shape[-1]).to(scores.dtype)
             if self._split:
                 busy = reduce_from_tp(busy, self._tp)
+            busy = reduce_from_tp(busy, self._cp)
             balance = balance_loss(scores, busy, length, self.taken)
             loss = loss + self._balance * balance
         if self._z > 0:

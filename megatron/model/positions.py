@@ -36,6 +36,7 @@ class LearnedPositions(nn.Module):
         """Return the vectors of positions 0..length-1 as [s, 1, h], or of [b, s] ids as [s, b, h].
 
         Args:
+            length: tokens of a whole sequence; there are fewer ids under context parallelism.
             part: the tokens whose vectors are returned; None: all of them.
 
         Raises:

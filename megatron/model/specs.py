@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from megatron.config.activations import ActivationPolicy
 from megatron.config.fp8 import Fp8Config
+from megatron.config.parallel import ContextExchange
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import AttentionBackend
 from megatron.model.activations import ActivationMemory
 from megatron.model.compilation import LayerCompiler
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.linear_cross_entropy import FusedLossState
 from megatron.mpu.random import RandomStreams
 
@@ -103,6 +105,7 @@ class ModelBuild:
     streams: RandomStreams
     precision: PrecisionConfig
     sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
+    context_exchange: ContextExchange = ContextExchange.P2P  # of ranks that share a sequence
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
@@ -121,6 +124,12 @@ class ModelBuild:
         if self.fp8 is None or self.fp8.has_layer(layer, num_layers):
             return self
         return replace(self, fp8=None)
+
+    @property
+    def share(self) -> SequenceShare:
+        """The tokens of a sequence that this rank holds under context parallelism, else all."""
+        paired = self.context_exchange is not ContextExchange.A2A
+        return SequenceShare(self.ctx.cp.rank, self.ctx.cp.size, paired)
 
     @property
     def memory(self) -> ActivationMemory:

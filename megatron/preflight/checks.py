@@ -1,6 +1,16 @@
 """The list of checks that run before training, in the order in which they are reported."""
 
-from megatron.preflight import checkpoint, compiling, config, data, deepspeed, fp8, machine, memory
+from megatron.preflight import (
+    checkpoint,
+    compiling,
+    config,
+    context_parallel,
+    data,
+    deepspeed,
+    fp8,
+    machine,
+    memory,
+)
 from megatron.preflight.run import Check
 
 # Those that a program needs which builds a model but reads no corpus and writes no checkpoint.
@@ -19,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     *deepspeed.CHECKS,
     *fp8.CHECKS,
     *compiling.CHECKS,
+    *context_parallel.CHECKS,
     config.pipeline_fits_the_model_and_the_batch,
     config.sequence_splits_over_tensor_parallel_ranks,
     config.activations_can_be_recomputed_as_asked,

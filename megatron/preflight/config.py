@@ -22,12 +22,14 @@ def ranks_divide_into_model_replicas(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that the ranks divide into whole model replicas; no size is ever clamped."""
     if plan.data_parallel_size is None:
         parallel = plan.config.parallel
-        world, need = plan.launch.world_size, plan.model_ranks
+        world, need = plan.launch.world_size, plan.replica_ranks
+        context = parallel.context_parallel_size
         yield ConfigError(
             "the ranks do not divide into whole model replicas",
             found=f"{world} ranks, --tensor-model-parallel-size "
             f"{parallel.tensor_model_parallel_size}, --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size}",
+            f"{parallel.pipeline_model_parallel_size}"
+            + (f", --context-parallel-size {context}" if context > 1 else ""),
             fix=f"start a multiple of {need} ranks (torchrun --nproc-per-node {need}), or use "
             "smaller parallel sizes",
         )

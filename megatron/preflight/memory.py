@@ -75,10 +75,11 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     parameters = parameter_count(config.model, rows, config.data.seq_length)
     parameters_of_rank = parameters // plan.model_ranks
     shared = config.parallel.use_distributed_optimizer
-    kept = kept_bytes(config, parameters_of_rank, optimizer_shards=replicas if shared else 1)
+    shards = replicas * config.parallel.context_parallel_size
+    kept = kept_bytes(config, parameters_of_rank, optimizer_shards=shards if shared else 1)
     if ranks * kept.total <= room:
         return
-    least = kept_bytes(config, parameters_of_rank, optimizer_shards=replicas)
+    least = kept_bytes(config, parameters_of_rank, optimizer_shards=shards)
     enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",

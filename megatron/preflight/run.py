@@ -36,14 +36,19 @@ class RunPlan:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks of one model replica."""
+        """Number of ranks that hold the model's weights once."""
         parallel = self.config.parallel
         return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
 
     @property
+    def replica_ranks(self) -> int:
+        """Number of ranks that take the same samples."""
+        return self.model_ranks * self.config.parallel.context_parallel_size
+
+    @property
     def data_parallel_size(self) -> int | None:
-        """Model replicas, or None when the ranks do not divide into them."""
-        replicas, left = divmod(self.launch.world_size, self.model_ranks)
+        """Model replicas that take other samples; None when the ranks do not divide into them."""
+        replicas, left = divmod(self.launch.world_size, self.replica_ranks)
         return replicas if replicas and not left else None
 
 

@@ -56,7 +56,11 @@ def test_there_are_as_many_as_were_promised() -> None:
 
 def test_every_line_of_the_list_of_checks_has_a_mutant() -> None:
     listed = (ROOT / "megatron/preflight/checks.py").read_text(encoding="utf-8")
-    assert len(removed_checks(ROOT)) == sum(line.startswith("    ") for line in listed.splitlines())
+    # Indented too are the names of an import in several lines.
+    lines = [
+        line for line in listed.splitlines() if line.startswith("    ") and set(line) & {*".*"}
+    ]
+    assert len(removed_checks(ROOT)) == len(lines)
 
 
 GOOD = Mutant("a is one", "m/a.py", "a = 1", "a = 2", "tests/test_a.py::TestA::test_a[1]")

@@ -3,7 +3,16 @@
 import re
 from pathlib import Path
 
-from tests.mutants import checkpoints, formats, parallelism, programs, samples, training, wiring
+from tests.mutants import (
+    checkpoints,
+    context_parallel,
+    formats,
+    parallelism,
+    programs,
+    samples,
+    training,
+    wiring,
+)
 from tests.mutants.mutant import Mutant
 
 CHECKS = "megatron/preflight/checks.py"
@@ -21,11 +30,13 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
             "tests/unit/preflight/test_checks.py::test_every_check_that_is_written_is_run_once",
         )
         for line in lines
-        if re.fullmatch(r"    \*?\w+(\.\w+)?,\n", line)
+        if re.fullmatch(r"    (\*\w+|\w+\.|\*\w+\.)\w*,\n", line)
     )
 
 
-MODULES = (parallelism, training, checkpoints, formats, samples, programs, wiring)
+MODULES = (
+    *(parallelism, context_parallel, training, checkpoints, formats, samples, programs, wiring),
+)
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()
 } | {"list of checks": removed_checks(Path(__file__).resolve().parents[2])}

@@ -19,6 +19,8 @@ import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
 from megatron.mpu import collectives
+from megatron.mpu.context_parallel import attention as over_ranks
+from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import partition_of
 from megatron.mpu.topology import Topology
@@ -46,7 +48,7 @@ def train_with_faults(runs: Sequence[tuple[str | None, RunConfig]]) -> list[Reco
             records.append(train(config))
             continue
         grid = Case.of(FAULTS[name].case).grid
-        with FAULTS[name].put_in(Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp)):
+        with FAULTS[name].put_in(Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp, cp=grid.cp)):
             records.append(train(config))
     return records
 
@@ -210,6 +212,55 @@ def _second_gradient_lost(grid: Topology) -> Iterator[None]:
     assert count or dist.get_rank() == 0
 
 
+@contextmanager
+def _chunks_out_of_order(grid: Topology) -> Iterator[None]:
+    """A rank holds its late chunk before its early one."""
+    real = SequenceShare.slices
+
+    def slices(self: SequenceShare, length: int) -> tuple[slice, ...]:
+        return real(self, length)[::-1]
+
+    with patch.object(SequenceShare, "slices", slices):
+        yield
+
+
+@contextmanager
+def _positions_within_the_share(grid: Topology) -> Iterator[None]:
+    """A rank counts positions from its own first token."""
+    real = SequenceShare.positions
+
+    def positions(self: SequenceShare, length: int, *args: Any) -> Tensor:
+        return torch.arange(len(real(self, length, *args)))
+
+    with patch.object(SequenceShare, "positions", positions):
+        yield
+
+
+@contextmanager
+def _sums_of_the_first_block(grid: Topology) -> Iterator[None]:
+    """Backward takes the log-sum-exp of a rank's own keys for that of all."""
+    real: Any = over_ranks.merge_  # type: ignore[attr-defined]
+
+    def merge_(out: Tensor, log_sums: Tensor, *part: Tensor) -> None:
+        real(out, log_sums.clone(), *part)
+
+    with patch.object(over_ranks, "merge_", merge_):
+        yield
+
+
+@contextmanager
+def _key_gradients_one_step_short(grid: Topology) -> Iterator[None]:
+    """A rank keeps the gradients of the keys that it saw last, which are another's."""
+
+    def own(self: Any) -> Tensor:
+        self._coming.wait()
+        sent: Tensor = self._coming.sent
+        return sent
+
+    with patch.object(over_ranks._KeyGradients, "own", own):
+        yield
+
+
 _FIRST_LOSS, _FIRST_NORM, _SECOND_LOSS = (
     "loss of step 0",
     "gradient norm of step 0",
@@ -228,6 +279,18 @@ FAULTS: Mapping[str, Fault] = {
     "the gradients' sum over dp is dropped": Fault("dp2", _FIRST_NORM, _sums("dp", _dropped)),
     "the gradients' sum over dp is taken twice": Fault("dp2", _FIRST_NORM, _sums("dp", _doubled)),
     "the gradients are averaged over dp": Fault("dp2", _FIRST_NORM, _sums("dp", _averaged)),
+    "the gradients' sum over cp is dropped": Fault("cp2 p2p", _FIRST_NORM, _sums("cp", _dropped)),
+    "the gradients are averaged over cp": Fault("cp2 p2p", _FIRST_NORM, _sums("cp", _averaged)),
+    "a rank holds its chunks out of order": Fault("cp2 p2p", _FIRST_LOSS, _chunks_out_of_order),
+    "a rank counts positions from its own first token": Fault(
+        "cp2 a2a rotary", _FIRST_LOSS, _positions_within_the_share
+    ),
+    "backward uses the log-sum-exp of one block": Fault(
+        "cp2 all_gather", _FIRST_NORM, _sums_of_the_first_block
+    ),
+    "gradients of keys are one step short of home": Fault(
+        "cp2 p2p", _FIRST_NORM, _key_gradients_one_step_short
+    ),
     "one bucket's sum over dp is dropped, under tp, pp and dp": Fault(
         "tp2 sp pp2 1f1b dp2 overlapped", _FIRST_NORM, _sums("dp", _dropped, only=2)
     ),

@@ -34,6 +34,8 @@ class Grid(NamedTuple):
     pp: int
     schedule: str
     stages: str
+    cp: int
+    exchange: str
     dp: int
     optimizer_state: str
     reduction: str
@@ -42,7 +44,7 @@ class Grid(NamedTuple):
     @property
     def world_size(self) -> int:
         """Ranks that it takes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
 
 GRID_AXES: Mapping[str, Sequence[Any]] = {
@@ -51,6 +53,8 @@ GRID_AXES: Mapping[str, Sequence[Any]] = {
     "pp": (1, 2, 4),
     "schedule": ("no-pipeline", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     "stages": ("even", "uneven"),
+    "cp": (1, 2, 4),
+    "exchange": ("no-cp", "p2p", "all_gather", "a2a"),
     "dp": (1, 2, 4),
     "optimizer_state": ("replicated", "distributed", "gather-overlapped"),
     "reduction": ("at-end", "overlapped"),
@@ -65,9 +69,9 @@ FREE: Mapping[str, Sequence[str]] = {
     "optimizer": ("adamw", "sgd"),
 }
 AXES = {**GRID_AXES, **FREE}
-_SIZES = ("tp", "pp", "dp")
+_SIZES = ("tp", "pp", "cp", "dp")
 # The words of a case leave out what it does not use.
-_SILENT = frozenset({"no-sp", "no-pipeline", "even", "replicated", "at-end", "keep"})
+_SILENT = frozenset({"no-sp", "no-pipeline", "even", "no-cp", "replicated", "at-end", "keep"})
 
 _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "sp": {"sequence_parallel": True},
@@ -78,6 +82,9 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
         "num_virtual_stages_per_pipeline_rank": 2,
     },
     "zero-bubble": {"pipeline_schedule": "zero-bubble"},
+    "p2p": {"cp_comm_type": "p2p"},
+    "all_gather": {"cp_comm_type": "all_gather"},
+    "a2a": {"cp_comm_type": "a2a"},
     "distributed": {"use_distributed_optimizer": True},
     "gather-overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
     # Buckets small enough that there are several, of which some wait for others.
@@ -165,6 +172,7 @@ class Case:
             "micro_batch_size": GLOBAL_BATCH // (grid.dp * microbatches),
             "tensor_model_parallel_size": grid.tp,
             "pipeline_model_parallel_size": grid.pp,
+            "context_parallel_size": grid.cp,
         }
         if grid.stages == "uneven":
             flags["pipeline_layer_counts"] = {2: (1, 3), 4: (1, 3, 2, 2)}[grid.pp]
@@ -210,7 +218,9 @@ def grids(largest: int = LARGEST) -> tuple[Grid, ...]:
     """Every feasible grid with at most `largest` ranks along an axis, smallest worlds first."""
     every = itertools.starmap(Grid, itertools.product(*GRID_AXES.values()))
     feasible = (
-        grid for grid in every if is_feasible(grid) and max(grid.tp, grid.pp, grid.dp) <= largest
+        grid
+        for grid in every
+        if is_feasible(grid) and max(getattr(grid, axis) for axis in _SIZES) <= largest
     )
     return tuple(sorted(feasible, key=lambda grid: grid.world_size))
 
@@ -224,7 +234,8 @@ def is_feasible(grid: Grid) -> bool:
         and (grid.schedule == "no-pipeline") == (grid.pp == 1)
         # With chunks every chunk has one layer.
         and (grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved"))
-        and (grid.dp > 1 or replicated)
+        and (grid.exchange == "no-cp") == (grid.cp == 1)
+        and (grid.dp * grid.cp > 1 or replicated)
         # What is split over tp already cannot be split again.
         and (grid.recompute != "split-uniform" or (grid.tp > 1 and grid.sequence == "no-sp"))
     )

@@ -28,8 +28,11 @@ TRAINING_ONLY_FIELDS = frozenset(
     {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
 )
 PRECISIONS = ("fp16", "bf16", "fp64")
-_UPDATE_FIELDS = frozenset(
-    {"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "ddp_bucket_size"}
+_TRAINING_ONLY_PARALLELISM = frozenset(
+    {
+        *("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"),
+        *("ddp_bucket_size", "context_parallel_size", "cp_comm_type"),
+    }
 )
 _TOKENIZER = (
     *("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_name_or_path"),
@@ -100,7 +103,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         fp8=Fp8Config(),
         tokenizer=_tokenizer(stored.tokenizer, given),
         parallel=ParallelConfig(
-            **_subset(given, set(field_names(ParallelConfig)) - _UPDATE_FIELDS)
+            **_subset(given, set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM)
         ),
         checkpoint=CheckpointConfig(load=load, **_subset(given, {"checkpoint_verify"})),
         training=replace(stored.training, **_subset(given, {"micro_batch_size", "num_threads"})),
@@ -115,7 +118,7 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
 INFERENCE_FIELDS = frozenset(
     {
         *(set(field_names(ModelConfig)) - TRAINING_ONLY_FIELDS),
-        *(set(field_names(ParallelConfig)) - _UPDATE_FIELDS),
+        *(set(field_names(ParallelConfig)) - _TRAINING_ONLY_PARALLELISM),
         *field_names(TokenizerConfig),
         *field_names(LaunchConfig),
         *PRECISIONS,

@@ -58,6 +58,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "pipeline_schedule": "interleaved",
         "num_virtual_stages_per_pipeline_rank": 2,
     },
+    "context": {"context_parallel_size": 2, "use_distributed_optimizer": True},
     **{f"zero{stage}": {"deepspeed": True, "zero_stage": str(stage)} for stage in range(4)},
 }
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -85,7 +86,7 @@ class Layout(NamedTuple):
     @property
     def world_size(self) -> int:
         """Ranks that it takes."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * int(self.flags.get("context_parallel_size", 1))
 
     @property
     def is_deepspeed(self) -> bool:
@@ -120,6 +121,7 @@ NATIVE = (
     Layout(1, 2, 2, "native"),
     Layout(2, 2, 1, "native"),
     Layout(2, 2, 2, "distributed"),
+    Layout(2, 1, 1, "context"),
 )
 DEEPSPEED = (
     Layout(1, 1, 1, "zero1"),

@@ -65,6 +65,7 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
             "pipeline_schedule": "zero-bubble",
             "micro_batch_size": 2,
         },
+        {"context_parallel_size": 2, "cp_comm_type": "a2a", "micro_batch_size": 4},
     ],
     4: [
         {
@@ -80,6 +81,12 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
             "use_distributed_optimizer": True,
             "overlap_grad_reduce": True,
             "recompute_granularity": "full",
+        },
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "context_parallel_size": 2,
+            "micro_batch_size": 4,
         },
     ],
 }

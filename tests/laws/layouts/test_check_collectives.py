@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "tensor": {"tensor_model_parallel_size": 2, "recompute_granularity": "full"},
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context": {"context_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "distributed optimizer": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
 }

@@ -1,11 +1,15 @@
 """Masks and biases are made once, and again when what they depend on has changed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.config.model import PositionEmbedding
+from megatron.config.parallel import ContextExchange
 from megatron.model.geometry import AttentionGeometry
 from megatron.model.positions import alibi_slopes
+from megatron.mpu.context import Group, ParallelContext
 from tests.support.models import second_of_two, tiny_build, tiny_config
 
 HIDDEN = torch.zeros(5, 2, 16, dtype=torch.float64)
@@ -69,6 +73,27 @@ def test_another_length_makes_another_bias() -> None:
         mask = made.of(torch.zeros(length, 1, 16), None, None).mask
         assert mask is not None
         assert mask.shape == (1, 4, length, length)
+
+
+def test_a_share_of_a_sequence_has_its_own_rows_and_the_keys_in_the_order_of_ranks() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2]]).repeat(2, 1)
+    positions = torch.arange(8).expand(2, 8).contiguous()
+    config = tiny_config(position_embedding_type=PositionEmbedding.ROPE)
+    whole = AttentionGeometry(config, tiny_build()).of(torch.zeros(8, 2, 16), positions, documents)
+    ctx = replace(ParallelContext.single(), cp=Group((0, 1), 1))
+    for exchange, rows, keys in (
+        (ContextExchange.P2P, [2, 3, 4, 5], [0, 1, 6, 7, 2, 3, 4, 5]),
+        (ContextExchange.A2A, list(range(8)), list(range(8))),  # some heads of all tokens
+    ):
+        build = replace(tiny_build(), ctx=ctx, context_exchange=exchange)
+        made = AttentionGeometry(config, build).of(torch.zeros(4, 2, 16), positions, documents)
+        assert made.mask is not None
+        assert made.rotation is not None
+        assert whole.mask is not None
+        assert whole.rotation is not None
+        assert torch.equal(made.mask, whole.mask[:, :, rows][..., keys])
+        own = build.share.positions(8)
+        assert torch.equal(made.rotation.cos, whole.rotation.cos[own])
 
 
 def test_alibi_is_minus_the_slope_times_the_distance() -> None:

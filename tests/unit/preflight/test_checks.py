@@ -3,17 +3,31 @@
 import inspect
 from pathlib import Path
 
-from megatron.preflight import checkpoint, compiling, config, data, deepspeed, fp8, machine, memory
+from megatron.preflight import (
+    checkpoint,
+    compiling,
+    config,
+    context_parallel,
+    data,
+    deepspeed,
+    fp8,
+    machine,
+    memory,
+)
 from megatron.preflight.checks import CHECKS, MODEL_CHECKS
 from megatron.preflight.run import collect_findings
 from tests.support.tiny import write_tiny_corpus
 from tests.unit.preflight.plans import plan
 
+MODULES = (
+    *(checkpoint, compiling, config, context_parallel, data, deepspeed, fp8, machine, memory),
+)
+
 
 def test_every_check_that_is_written_is_run_once() -> None:
     written = {
         function
-        for module in (checkpoint, compiling, config, data, deepspeed, fp8, machine, memory)
+        for module in MODULES
         for name, function in inspect.getmembers(module, inspect.isgeneratorfunction)
         if function.__module__ == module.__name__ and not name.startswith("_")
     }
