@@ -277,6 +277,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         timeout=timeout,
         check_seconds=config.parallel.check_seconds,
     )

@@ -57,6 +57,17 @@ class ParallelConfig:
         help="what ranks that share a sequence exchange for attention: keys and values round a "
         "ring (p2p), or of all at once (all_gather), or tokens for heads (a2a, DeepSpeed-Ulysses)",
     )
+    expert_model_parallel_size: int = flag(
+        1,
+        help="ranks of a pipeline stage that share the experts of a layer out, each with whole "
+        "ones; tokens go to the ranks of their experts and back",
+        aliases=("--moe-expert-parallel-size",),
+    )
+    expert_tensor_parallel_size: int | None = flag(
+        None,
+        help="ranks that share each expert's matrices: those of tensor parallelism, which is what "
+        "it means when not set, or 1 where whole experts are shared out",
+    )
     pipeline_schedule: PipelineSchedule | None = flag(
         None,
         help="in which order pipeline stages work; when not set 1f1b, and interleaved where ranks "
@@ -138,6 +149,7 @@ class ParallelConfig:
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
+            "expert_model_parallel_size",
         ):
             value = getattr(self, name)
             yield from check_field(

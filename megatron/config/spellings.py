@@ -19,7 +19,6 @@ class NoEffect(NamedTuple):
 _FUSED = "the arithmetic is the same with and without fused kernels"
 _FAST = "attention always uses the fastest kernel torch offers"
 _DROPLESS = "experts take every token that chose them, so there is no capacity to give"
-_ONE_GRID = "experts are split over tensor-parallel ranks, and tokens stay where they are"
 _GROUPED = "the tokens of each expert are one matrix already"
 _TILES = "it saves memory and changes no result; ZeRO stage 3 gathers whole matrices"
 
@@ -96,16 +95,14 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--log-optimizer-states-to-tensorboard": NoEffect(
         0, "norms of the optimizer's state are not logged; --log-params-norm logs the weights'"
     ),
-    **dict.fromkeys(
-        ("--moe-expert-parallel-size", "--expert-model-parallel-size"),
-        NoEffect(1, "1 is no parallelism of that kind", only="1"),
-    ),
     "--mlp-type": NoEffect(1, "an MLP has experts or has none", only="standard"),
     "--expert-interval": NoEffect(1, "every layer has experts", only="1"),
     "--moe-layer-freq": NoEffect(1, "every layer has experts", only="1"),
     "--moe-router-score-function": NoEffect(1, "shares are a softmax", only="softmax"),
     "--moe-router-dtype": NoEffect(1, "shares are computed in fp32 or wider", only="fp32"),
-    "--moe-token-dispatcher-type": NoEffect(1, _ONE_GRID),
+    "--moe-token-dispatcher-type": NoEffect(
+        1, "tokens go to the ranks of their experts by an all-to-all; the numbers are the same"
+    ),
     "--moe-grouped-gemm": NoEffect(0, _GROUPED),
     "--moe-use-legacy-grouped-gemm": NoEffect(0, _GROUPED),
     "--moe-permute-fusion": NoEffect(0, _FUSED),
@@ -117,7 +114,9 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     ),
     "--disable-moe-token-dropping": NoEffect(0, _DROPLESS),
     "--disable-moe-top2-2nd-expert-sampling": NoEffect(0, "experts are never drawn at random"),
-    "--enable-expert-tensor-parallelism": NoEffect(0, _ONE_GRID),
+    "--enable-expert-tensor-parallelism": NoEffect(
+        0, "experts are split over tensor-parallel ranks unless they are shared out"
+    ),
     "--use-tutel": NoEffect(0, _FUSED),
     "--universal-checkpoint": NoEffect(0, "every checkpoint loads at any layout"),
     "--codecarbon-dir": NoEffect(1, "energy is not measured"),
@@ -200,7 +199,6 @@ NOT_YET: Mapping[str, str] = {
     "--apply-layernorm-1p": "--normalization LayerNorm",
     "--embedding-weights-in-fp32": "--fp32-residual-connection",
     "--num-experts-switch": "--num-experts with --moe-router-topk 1 and --moe-router-pre-softmax",
-    "--expert-tensor-parallel-size": "--tensor-model-parallel-size, which splits experts too",
     "--moe-expert-capacity-factor": "no capacity: experts take every token; leave it out",
     "--moe-pad-expert-input-to-capacity": "no capacity: experts take every token; leave it out",
     "--moe-token-drop-policy": "no capacity: experts take every token; leave it out",

@@ -103,7 +103,7 @@ class NativeEngine:
         gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
         self._replica = DistributedDataParallel(
             self.stage,
-            build.ctx.dp_cp,
+            build.ctx.replicas,
             gradient_dtype=gradient_dtype,
             bucket_elements=config.parallel.ddp_bucket_size,
             fuse_accumulation=config.training.gradient_accumulation_fusion,

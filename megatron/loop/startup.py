@@ -99,6 +99,7 @@ def announce_run(
         f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
         f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}"
         + (f" x cp {grid.cp}" if grid.cp > 1 else "")
+        + (f", experts over ep {grid.ep}" if grid.ep > 1 else "")
         + f") on {device.name()}"
     )
     log.info(

@@ -30,6 +30,13 @@ def parameter_count(
     return _embedding_parameters(config, vocab_rows, seq_length) + blocks + _norm(config) + head
 
 
+def expert_parameters(config: ModelConfig) -> int:
+    """Return those parameters of the whole model that expert parallelism shares out."""
+    if not config.has_experts:
+        return 0
+    return config.num_layers * (config.num_experts or 1) * _expert_weights(config)
+
+
 def flops_per_token(
     config: ModelConfig,
     vocab_padded: int,
@@ -110,6 +117,7 @@ class RankShare:
     sequence_parallel: bool = False
     pp: int = 1
     cp: int = 1
+    ep: int = 1  # above 1 experts are whole, and tokens go to them
     optimizer_shards: int = 1  # dp x cp with a distributed optimizer, else 1
     micro_batch_size: int
     seq_length: int
@@ -194,7 +202,9 @@ def _stage_bytes(
         parameters += _norm(config)
     if last and not (first and config.tied):  # a tied last stage has a copy of the table
         parameters += vocab.padded * config.hidden_size
-    parameters //= share.tp  # norms and row biases are whole on every rank, and negligible
+    experts = expert_parameters(config) * layers // config.num_layers if share.ep > 1 else 0
+    # Norms and row biases are whole on every rank, and negligible.
+    parameters = (parameters - experts) // share.tp + experts // share.ep
 
     half = precision.precision.is_half
     size = precision.precision.num_bytes
@@ -214,9 +224,17 @@ def _stage_bytes(
     return MemoryEstimate(
         weights=parameters * size,
         gradients=parameters * precision.gradient_precision.num_bytes,
-        optimizer=parameters * state // share.optimizer_shards,
+        optimizer=_updated(parameters, experts // share.ep, share) * state,
         activations=activations,
     )
+
+
+def _updated(parameters: int, experts: int, share: RankShare) -> int:
+    """Return how many of a rank's parameters it updates; those of its experts have other shards."""
+    if share.optimizer_shards == 1:
+        return parameters
+    shards_of_experts = max(1, share.optimizer_shards * share.tp // share.ep)
+    return (parameters - experts) // share.optimizer_shards + experts // shards_of_experts
 
 
 def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) -> int:
@@ -267,10 +285,14 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     whole = stays * config.hidden_size * size + masks
     if config.has_experts:
         taken = config.moe_router_topk
-        split += taken * kept * config.expert_width
-        # Its rows, sorted by expert, and what each of its experts made of it: both are whole on
-        # every rank, sequence parallelism or not. Shares and scores are negligible.
+        # A token's rows, sorted by expert, and what each of its experts made of it. Where experts
+        # are split over tp both are whole on every rank, sequence parallelism or not; where they
+        # are shared out a rank has as many as it sends, if experts are equally busy, and has them
+        # a second time in the order of its experts. Shares and scores are negligible.
         gathered = 2 * taken * config.hidden_size * size
+        if share.ep > 1:
+            gathered = 2 * gathered // share.tp
+        split += taken * kept * config.expert_width
     else:
         split += kept * config.ffn_width
         gathered = 0
@@ -328,12 +350,17 @@ def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
 
 
 def _feed_forward_weights(config: ModelConfig, *, active: bool) -> int:
-    h, matrices = config.hidden_size, 3 if config.glu is not None else 2
+    h = config.hidden_size
     if not config.has_experts:
-        return matrices * h * config.ffn_width
+        return (3 if config.glu is not None else 2) * h * config.ffn_width
     experts = config.num_experts or 1
     met = config.moe_router_topk if active else experts
-    return experts * h + met * matrices * h * config.expert_width
+    return experts * h + met * _expert_weights(config)
+
+
+def _expert_weights(config: ModelConfig) -> int:
+    """Return the elements of one expert's matrices."""
+    return (3 if config.glu is not None else 2) * config.hidden_size * config.expert_width
 
 
 def _norm(config: ModelConfig) -> int:

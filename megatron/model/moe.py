@@ -1,23 +1,27 @@
 """A feed-forward half with several experts, of which each token takes some; none is dropped.
 
-All tokens of an expert are one matrix, in the order in which they stand in the batch. Each expert
-is split over tp as a dense MLP is; the router is whole on every rank. What is summed over tp in
-backward is the gradient of the input and of the shares, since both are multiplied with split
-weights.
+All tokens of an expert are one matrix. Each expert is split over tp as a dense MLP is: what is
+summed over tp in backward is then the gradient of the input and of the shares, since both are
+multiplied with split weights. Or whole experts are shared out over the ranks of ep, to which tokens
+go and from which they come back. The router is whole on every rank.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
+from megatron.errors import ConfigError
 from megatron.model.init import residual_init, weight_init
 from megatron.model.mlp import MLP, unit_of
 from megatron.model.moe_router import Router, counts_of
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
+from megatron.mpu.collectives import all_gather, all_to_all_rows
+from megatron.mpu.context import Group
 from megatron.mpu.layers import fp8_products, linear
 from megatron.mpu.mappings import (
     copy_to_tp,
@@ -26,6 +30,7 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence,
 )
 from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_metadata
+from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
 
 
@@ -40,12 +45,19 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
+        self._ep = build.ctx.ep
+        if self._ep.size > 1:
+            check_sharing_out(config, build.ctx.topology, sequence_parallel=self._split)
         self.router = Router(config, build)
         self.experts = Experts(config, build)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         shares, chosen = self.router(hidden)
+        if self._ep.size > 1:
+            # Every rank has other tokens, and an expert is whole where it is.
+            output: Tensor = self.experts(hidden, shares, chosen)
+            return output
         enter = gather_from_sequence if self._split else copy_to_tp
         shares, hidden = enter(shares, self._tp), enter(hidden, self._tp)
         if self._split:
@@ -55,33 +67,58 @@ class MixtureOfExperts(nn.Module):
         return leave(partial, self._tp)
 
 
+def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel: bool) -> None:
+    """Check that the experts of a layer can be shared out over the ranks of ep.
+
+    Raises:
+        ConfigError: they do not divide, or tensor-parallel ranks would send the same tokens.
+    """
+    given = f"--expert-model-parallel-size {grid.ep}"
+    if (config.num_experts or 1) % grid.ep:
+        raise ConfigError(
+            "the experts cannot be shared out evenly",
+            found=f"--num-experts {config.num_experts or 1}, {given}",
+            fix="use a size that divides the number of experts",
+        )
+    if grid.tp > 1 and not sequence_parallel:
+        raise ConfigError(
+            "tensor-parallel ranks would send the same tokens to experts that are shared out",
+            found=f"{given}, --tensor-model-parallel-size {grid.tp} without --sequence-parallel",
+            fix="add --sequence-parallel",
+        )
+
+
 class Experts(nn.Module):
-    """All experts of a layer, each an MLP without biases, as two stacks of matrices."""
+    """All experts of a layer, each an MLP without biases, as two stacks of matrices.
+
+    Under expert parallelism a rank holds `experts / ep` of them, whole.
+    """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._activate = unit_of(config, fused=build.fuse_gated_units)
         halves = 1 if config.glu is None else 2
         width = config.expert_width
-        self._experts = experts = config.num_experts or 1
+        self._experts, self._ep = config.num_experts or 1, build.ctx.ep
+        shared_out = Partition("ep", dim=0) if self._ep.size > 1 else None
         self.fc1 = GroupedLinear(
-            (experts, halves * width, config.hidden_size),
-            Partition("tp", dim=1, blocks=halves),
+            (self._experts, halves * width, config.hidden_size),
+            shared_out or Partition("tp", dim=1, blocks=halves),
             weight_init(config),
             build,
         )
         self.fc2 = GroupedLinear(
-            (experts, config.hidden_size, width),
-            Partition("tp", dim=2),
+            (self._experts, config.hidden_size, width),
+            shared_out or Partition("tp", dim=2),
             residual_init(config),
             build,
         )
 
     def forward(self, hidden: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """Return this rank's summand of the output, [s, b, h].
+        """Return the output [s, b, h], or this rank's summand of it where experts are split.
 
         Args:
-            hidden: [s, b, h], whole.
+            hidden: [s, b, h]; whole where experts are split over tp.
             shares: [s, b, k], fp32 or wider.
             chosen: [s, b, k] int64, the experts that they are the shares of.
         """
@@ -90,12 +127,22 @@ class Experts(nn.Module):
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         # On an accelerator this waits for it: sizes of matrices are known to the host.
-        counts = counts_of(chosen, self._experts).sum(dim=0).tolist()
+        counts = counts_of(chosen, self._experts).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
-        middle = self._activate(self.fc1(rows, counts))
-        rows = _TAKE(self.fc2(middle, counts), back, order, 1)
+        if self._ep.size == 1:
+            rows = self._compute(rows, counts.tolist())
+        else:
+            plan = dispatch_plan(gather_counts(counts, self._ep), self._ep.rank, rows.device)
+            here = _TAKE(_TO_EXPERTS(rows, plan, self._ep), plan.order, plan.back, 1)
+            here = _TAKE(self._compute(here, plan.counts), plan.back, plan.order, 1)
+            rows = _TO_EXPERTS(here, plan.reversed(), self._ep)
+        rows = _TAKE(rows, back, order, 1)
         output = (rows.view(*chosen.shape, width) * shares.unsqueeze(-1)).sum(dim=-2)
         return output.to(hidden.dtype)
+
+    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Apply the experts of this rank to rows that are sorted by expert."""
+        return self.fc2(self._activate(self.fc1(rows, counts)), counts)  # type: ignore[no-any-return]
 
 
 class GroupedLinear(nn.Module):
@@ -111,13 +158,13 @@ class GroupedLinear(nn.Module):
         self, shape: tuple[int, int, int], partition: Partition, init: Init, build: ModelBuild
     ) -> None:
         super().__init__()
-        local = local_shape(shape, partition, build.ctx.tp.size)
+        local = local_shape(shape, partition, build.ctx.share(partition)[1])
         self._whole, self._here = shape, local
         self.weight = nn.Parameter(torch.empty(local, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=init, partition=partition)
         if build.fp8 is not None:
             self.fp8 = fp8_products(
-                build.fp8, build.ctx.tp, splits_output=partition.dim == 1, matrices=shape[0]
+                build.fp8, build.ctx.tp, splits_output=partition.dim == 1, matrices=local[0]
             )
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -132,6 +179,67 @@ class GroupedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the global sizes, for `print(model)`."""
         return f"{self._whole} in all, {self._here} here"
+
+
+class DispatchPlan(NamedTuple):
+    """Which rows a rank sends to the others, and in what order it computes with what arrives.
+
+    `order` sorts arrived rows, which stand by source and then by expert, by expert and then by
+    source; `back` is its inverse. `counts` are the rows of each of the rank's experts.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    counts: tuple[int, ...]
+    order: Tensor
+    back: Tensor
+
+    def reversed(self) -> "DispatchPlan":
+        """Return the plan by which the rows go back."""
+        return self._replace(sends=self.receives, receives=self.sends)
+
+
+def gather_counts(counts: Tensor, ep: Group) -> Tensor:
+    """Return on the host how many rows each rank of `ep` has for each expert: [ep, experts]."""
+    # On an accelerator this waits for it: sizes of messages are known to the host.
+    return all_gather(counts.unsqueeze(0), ep).cpu()
+
+
+def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPlan:
+    """Return the plan of one rank from the rows of all ranks for all experts: [ep, experts].
+
+    The counts are on the host, the orders on `device`.
+    """
+    ranks, experts = counts.shape
+    own = experts // ranks
+    arriving = counts[:, rank * own : (rank + 1) * own]  # [source, own expert]
+    experts_of_rows = torch.arange(own).repeat(ranks).repeat_interleave(arriving.reshape(-1))
+    order = experts_of_rows.argsort(stable=True).to(device)
+    return DispatchPlan(
+        sends=tuple(counts[rank].view(ranks, own).sum(1).tolist()),
+        receives=tuple(arriving.sum(1).tolist()),
+        counts=tuple(arriving.sum(0).tolist()),
+        order=order,
+        back=order.argsort(),
+    )
+
+
+class _DispatchContext(FunctionContext):
+    plan: DispatchPlan
+    ep: Group
+
+
+class _ToExperts(torch.autograd.Function):
+    """Send rows to the ranks of their experts; the gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx: _DispatchContext, rows: Tensor, plan: DispatchPlan, ep: Group) -> Tensor:
+        ctx.plan, ctx.ep = plan, ep
+        return all_to_all_rows(rows, plan.sends, plan.receives, ep)
+
+    @staticmethod
+    def backward(ctx: _DispatchContext, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.ep), None, None
 
 
 class _TakeContext(FunctionContext):
@@ -163,4 +271,5 @@ class _Take(torch.autograd.Function):
         return rows, None, None, None
 
 
+_TO_EXPERTS: Callable[[Tensor, DispatchPlan, Group], Tensor] = _ToExperts.apply
 _TAKE: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Take.apply

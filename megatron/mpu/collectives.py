@@ -144,6 +144,22 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
     return arrives
 
 
+def all_to_all_rows(
+    rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group
+) -> Tensor:
+    """Send the first sends[0] of [n, ..] to the rank at index 0, the next to index 1, and so on.
+
+    The result is [sum(receives), ..], in the order of ranks. Numbers of rows may be zero.
+    """
+    if group.size == 1:
+        return rows
+    dense = rows.contiguous()
+    arrives = dense.new_empty((sum(receives), *dense.shape[1:]))
+    checked("all_to_all_rows", None, group)  # shapes are not equal
+    dist.all_to_all_single(arrives, dense, list(receives), list(sends), group=group.handle)
+    return arrives
+
+
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Concatenate every rank's `tensor` along `dim`, in group order; shapes must be equal."""
     if group.size == 1:

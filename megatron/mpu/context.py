@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.collective_checks import CollectiveChecks
-from megatron.mpu.partition import PARTITION_AXES, Partition
+from megatron.mpu.partition import Partition, is_split_over
 from megatron.mpu.topology import Coord, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
@@ -49,6 +50,23 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaGroups:
+    """Over which ranks the gradients of a parameter are summed."""
+
+    dense: Group
+    experts: Group  # of parameters that are split over ep
+
+    @classmethod
+    def one(cls, group: Group) -> "ReplicaGroups":
+        """Return the same group for all parameters."""
+        return cls(group, group)
+
+    def of(self, parameter: Tensor) -> Group:
+        """Return the ranks that hold the same part of `parameter`."""
+        return self.experts if is_split_over(parameter, "ep") else self.dense
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelContext:
     """The place of this process in the grid, and its groups. Immutable."""
 
@@ -60,14 +78,16 @@ class ParallelContext:
     cp: Group
     dp_cp: Group  # the ranks with the same weights: gradients are summed over them
     tp_cp: Group  # the ranks that take the same samples
-    model: Group  # tp x pp: the whole weights once, for the gradient norm
+    ep: Group  # shares the experts of a layer out
+    edp: Group  # the ranks with the same experts
+    model: Group  # tp x pp: the whole weights once, but for experts that are shared out
     gloo_tp_cp: Group | None = None  # tp_cp again, where that sends tensors of GPUs alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
         """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), *(alone,) * 8)
+        return cls(Topology(), *(alone,) * 10)
 
     @classmethod
     def build(
@@ -114,6 +134,8 @@ class ParallelContext:
             cp=maker.make(topology.groups("cp")),
             dp_cp=maker.make(topology.groups("dp", "cp")),
             tp_cp=maker.make(topology.groups("cp", "tp")),
+            ep=maker.make(topology.expert_groups()),
+            edp=maker.make(topology.expert_replica_groups()),
             model=maker.make(topology.groups("pp", "tp")),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
@@ -162,14 +184,18 @@ class ParallelContext:
         group = self.axis(partition.axis)
         return group.rank, group.size
 
-    def counts(self, partition: Partition | None) -> bool:
-        """Return whether this rank counts its part when a stage's parameters are summed up.
+    @property
+    def replicas(self) -> ReplicaGroups:
+        """The ranks that hold the same parameters as this one."""
+        return ReplicaGroups(self.dp_cp, self.edp)
 
-        Several ranks of `model` hold equal copies where a parameter is not split over an axis; the
-        first rank of that axis counts them.
+    def counts(self, partition: Partition | None) -> bool:
+        """Return whether this rank counts its part when a replica's parameters are summed up.
+
+        Where tensor-parallel ranks hold equal copies the first one counts them. Experts that are
+        shared out are other ones on each rank of `ep`.
         """
-        split_over = None if partition is None else partition.axis
-        return all(self.axis(name).is_first for name in PARTITION_AXES if name != split_over)
+        return partition is not None or self.tp.is_first
 
 
 class _GroupMaker:

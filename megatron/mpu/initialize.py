@@ -1,7 +1,7 @@
 """Megatron's accessor names, over the one context of this process.
 
 For entry points and user code that cannot pass a ParallelContext. Nothing below the training edge
-may import this module. An axis that does not exist here (expert) has no accessors.
+may import this module. Experts are split over tp or shared out over ep, never both.
 """
 
 import traceback
@@ -29,6 +29,7 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     *,
     context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
     check_seconds: float | None = None,
 ) -> ParallelContext:
@@ -57,6 +58,7 @@ def initialize_model_parallel(
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         cp=context_parallel_size,
+        ep=expert_model_parallel_size,
     )
     caller = traceback.extract_stack(limit=2)[0]
     context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)
@@ -77,6 +79,8 @@ def destroy_model_parallel() -> None:
         *(context.axis(name) for name in Coord._fields),
         context.dp_cp,
         context.tp_cp,
+        context.ep,
+        context.edp,
         context.model,
         context.host_tp_cp,
     )
@@ -125,6 +129,16 @@ def get_context_parallel_group() -> dist.ProcessGroup:
     return _handle(get_parallel_context().cp)
 
 
+def get_expert_model_parallel_group() -> dist.ProcessGroup:
+    """Return the group of ranks that share the experts of a layer out; never None."""
+    return _handle(get_parallel_context().ep)
+
+
+def get_expert_data_parallel_group() -> dist.ProcessGroup:
+    """Return the group of ranks with the same experts; never None."""
+    return _handle(get_parallel_context().edp)
+
+
 def get_model_parallel_group() -> dist.ProcessGroup:
     """Return the group of the ranks of one whole replica (tp x pp); never None."""
     return _handle(get_parallel_context().model)
@@ -150,6 +164,11 @@ def get_context_parallel_world_size() -> int:
     return get_parallel_context().cp.size
 
 
+def get_expert_model_parallel_world_size() -> int:
+    """Return the number of ranks that share the experts of a layer out."""
+    return get_parallel_context().ep.size
+
+
 def get_model_parallel_world_size() -> int:
     """Return the number of ranks of one whole replica."""
     return get_parallel_context().model.size
@@ -173,6 +192,11 @@ def get_data_parallel_rank() -> int:
 def get_context_parallel_rank() -> int:
     """Return this process's index in its context-parallel group."""
     return get_parallel_context().cp.rank
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Return this process's index among the ranks that share experts out."""
+    return get_parallel_context().ep.rank
 
 
 def get_model_parallel_rank() -> int:

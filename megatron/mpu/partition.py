@@ -16,12 +16,10 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 
-PARTITION_AXES = ("tp",)  # axes of the grid that parameters are split over
-
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A tensor is cut along `dim` into equal parts, one per index of grid axis `axis`.
+    """A tensor is cut along `dim` into equal parts, one per index of grid axis `axis`: tp or ep.
 
     With `blocks` > 1 the dimension is that many blocks one after the other, each of which is cut
     evenly: a gated MLP's [gate; up] has two, and rank i holds part i of both, concatenated.

@@ -2,7 +2,7 @@
 
 The order is Megatron's: tp varies fastest, so that it stays within a node, then cp, dp and pp. An
 axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here depends on
-the number of axes, so an expert-parallel axis is one more name in each.
+the number of axes. Expert parallelism has a grid of its own over the ranks of each stage.
 """
 
 from dataclasses import dataclass
@@ -25,29 +25,39 @@ class Coord(NamedTuple):
 class Topology:
     """A pp x dp x cp x tp grid of ranks; tp varies fastest, so it stays within a node.
 
-    The ranks of cp share the sequences of one replica's batch.
+    The ranks of cp share the sequences of one replica's batch. Those of a stage are also a grid of
+    edp x ep, in the same order: `ep` neighbours share the experts of a layer out, and every
+    `ep`-th rank holds the same ones.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if any(self.size(axis) < 1 for axis in Coord._fields):
+        if any(self.size(axis) < 1 for axis in (*Coord._fields, "ep")):
             raise ConfigError(
                 "a parallel size is not positive",
-                found=f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp}",
+                found=f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} ep={self.ep}",
                 fix="use 1 to switch an axis off",
+            )
+        if self.stage_size % self.ep:
+            raise ConfigError(
+                "the ranks of a pipeline stage do not divide into groups that share experts",
+                found=f"{self.stage_size} ranks (tp {self.tp} x cp {self.cp} x dp {self.dp}), "
+                f"--expert-model-parallel-size {self.ep}",
+                fix=f"use an expert-parallel size that divides {self.stage_size}",
             )
 
     @classmethod
-    def fill(cls, world_size: int, *, tp: int, pp: int, cp: int = 1) -> "Topology":
+    def fill(cls, world_size: int, *, tp: int, pp: int, cp: int = 1, ep: int = 1) -> "Topology":
         """Return the grid whose data-parallel size uses all ranks that the other sizes leave.
 
         Raises:
-            ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
-                never changed to make them fit.
+            ConfigError: `world_size` ranks do not divide into whole model replicas, or those of a
+                stage not into groups of `ep`. The sizes are never changed to make them fit.
         """
         replica = cls(tp=tp, pp=pp, cp=cp).world_size
         if world_size < 1 or world_size % replica:
@@ -57,7 +67,7 @@ class Topology:
                 f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}",
                 fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
             )
-        return cls(tp=tp, pp=pp, dp=world_size // replica, cp=cp)
+        return cls(tp=tp, pp=pp, dp=world_size // replica, cp=cp, ep=ep)
 
     @property
     def world_size(self) -> int:
@@ -66,6 +76,11 @@ class Topology:
         for axis in Coord._fields:
             total *= self.size(axis)
         return total
+
+    @property
+    def stage_size(self) -> int:
+        """Number of ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     def size(self, axis: str) -> int:
         """Return the number of coordinates along `axis`."""
@@ -100,6 +115,24 @@ class Topology:
         """Return every set of peers along `axes`: together they hold each rank exactly once."""
         firsts = (rank for rank in range(self.world_size) if self._leads(rank, axes))
         return tuple(self.peers(rank, *axes) for rank in firsts)
+
+    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return every set of ranks that share experts out: together they hold all of a layer."""
+        return tuple(
+            stage[first : first + self.ep]
+            for stage in self.groups("dp", "cp", "tp")
+            for first in range(0, len(stage), self.ep)
+        )
+
+    def expert_replica_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return every set of ranks that hold the same experts, or parts of them over tp."""
+        if self.ep == 1:
+            return self.groups("dp", "cp")
+        return tuple(
+            stage[first :: self.ep]
+            for stage in self.groups("dp", "cp", "tp")
+            for first in range(self.ep)
+        )
 
     def _leads(self, rank: int, axes: tuple[str, ...]) -> bool:
         return all(getattr(self.coord(rank), axis) == 0 for axis in axes)

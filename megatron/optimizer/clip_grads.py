@@ -83,12 +83,16 @@ def count_zeros(counted: Sequence[Tensor]) -> Tensor:
 def parameters_norm(
     named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
 ) -> float:
-    """Return the L2 norm of all parameters; gathers over pp, sums over the model group."""
+    """Return the L2 norm of all parameters; gathers over pp, sums over all ranks."""
     counts = owned_by_this_rank(named_parameters, ctx)
-    return global_norm(
-        [parameter.detach() for (_, parameter), is_own in zip(named_parameters, counts) if is_own],
-        ctx,
+    total = sum_of_squares(
+        [
+            parameter.detach()
+            for (_, parameter), is_own in zip(named_parameters, counts)
+            if is_own and ctx.replicas.of(parameter).is_first
+        ]
     )
+    return math.sqrt(float(all_reduce(total, ctx.world)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor | float:

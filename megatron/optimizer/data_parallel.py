@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.mpu.context import Group
+from megatron.mpu.context import ReplicaGroups
 from megatron.optimizer.agreement import check_bitwise_equal
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_buffer import ParameterBuffer
 
 
 class DistributedDataParallel(nn.Module):
-    """A module whose gradients live in contiguous buffers and are summed over `dp_group`.
+    """A module whose gradients live in contiguous buffers and are summed over replicas.
 
     Args:
+        replicas: the ranks that hold the same parameters.
         gradient_dtype: in which the gradients of half-precision parameters are accumulated and
             reduced; the others' are kept in the parameter's own dtype.
         bucket_elements: how many gradients are reduced in one collective, at least.
@@ -35,7 +36,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        dp_group: Group,
+        replicas: ReplicaGroups,
         *,
         gradient_dtype: torch.dtype = torch.float32,
         bucket_elements: int | None = None,
@@ -46,10 +47,10 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.dp_group = dp_group
+        self._replicas = replicas
         self.gradients = GradBuffer(
             module.named_parameters(),
-            dp_group,
+            replicas,
             gradient_dtype=gradient_dtype,
             bucket_elements=bucket_elements,
             fuse_accumulation=fuse_accumulation,
@@ -59,7 +60,7 @@ class DistributedDataParallel(nn.Module):
         self.shards: ParameterBuffer | None = None
         if distributed_optimizer:
             self.shards = ParameterBuffer(
-                module, self.gradients.flats, dp_group, overlap=overlap_param_gather
+                module, self.gradients.flats, overlap=overlap_param_gather
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +109,10 @@ class DistributedDataParallel(nn.Module):
             NumericsError: on every rank, naming parameters that differ.
         """
         self.wait_for_parameters()
-        check_bitwise_equal(
-            self.module.named_parameters(),
-            self.dp_group,
-            problem="the data-parallel replicas hold different weights",
-        )
+        named = list(self.module.named_parameters())
+        for group in dict.fromkeys((self._replicas.dense, self._replicas.experts)):
+            held = [pair for pair in named if self._replicas.of(pair[1]) == group]
+            if held:
+                check_bitwise_equal(
+                    held, group, problem="the data-parallel replicas hold different weights"
+                )

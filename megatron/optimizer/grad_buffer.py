@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from megatron.errors import ConfigError
 from megatron.mpu.collectives import Pending, start_all_reduce, start_reduce_scatter
-from megatron.mpu.context import Group
+from megatron.mpu.context import Group, ReplicaGroups
+from megatron.mpu.partition import is_split_over
 from megatron.mpu.row_gradients import RowGradients, collect_rows
 from megatron.mpu.weight_gradients import GradientSum, comes_later
 from megatron.optimizer.buckets import (
@@ -41,6 +42,7 @@ class Flat:
     parameters: tuple[Parameter, ...]
     plan: FlatPlan
     data: Tensor  # [elements], the gradients
+    group: Group  # over which they are summed
 
     def place(self, index: int, within: Tensor) -> Tensor:
         """Return parameter `index` in `within`, a buffer of this layout, in its own shape."""
@@ -78,7 +80,7 @@ class GradBuffer:
     until `finish`, and lies in other buckets than those that are not.
 
     Args:
-        group: the ranks over which gradients are summed.
+        replicas: the ranks over which gradients are summed.
         gradient_dtype: in which the gradients of half-precision parameters are kept; the others'
             are kept in the parameter's own dtype.
         bucket_elements: how many gradients are reduced in one collective, at least.
@@ -92,7 +94,7 @@ class GradBuffer:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Parameter]],
-        group: Group,
+        replicas: ReplicaGroups,
         *,
         gradient_dtype: torch.dtype,
         bucket_elements: int | None = None,
@@ -103,11 +105,9 @@ class GradBuffer:
         self._names = {
             parameter: name for name, parameter in named_parameters if parameter.requires_grad
         }
-        self._group, self._sharded, self._overlap = group, sharded, overlap
+        self._replicas, self._sharded, self._overlap = replicas, sharded, overlap
         self._num_passes: int | None = None
-        self.flats = self._lay_out(
-            gradient_dtype, bucket_elements or default_bucket_elements(group.size)
-        )
+        self.flats = self._lay_out(gradient_dtype, bucket_elements)
         reductions = [
             _Reduction(flat, bucket) for flat in self.flats for bucket in flat.plan.buckets
         ]
@@ -155,7 +155,7 @@ class GradBuffer:
             reduction.waits_for, reduction.pending = len(reduction.bucket.members), None
 
     def finish(self, before: Callable[[], None] | None = None) -> None:
-        """Return once all gradients are summed over the group; after the last backward pass.
+        """Return once all gradients are summed over replicas; after the last backward pass.
 
         Args:
             before: sums the gradients of held parameters over ranks outside of the group, first.
@@ -172,22 +172,26 @@ class GradBuffer:
             if reduction.pending is not None:
                 reduction.pending.wait()
 
-    def _lay_out(self, gradient_dtype: torch.dtype, bucket_elements: int) -> tuple[Flat, ...]:
-        """Return one flat tensor per dtype of parameters, and set their `main_grad`."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    def _lay_out(
+        self, gradient_dtype: torch.dtype, bucket_elements: int | None
+    ) -> tuple[Flat, ...]:
+        """Return a flat tensor per group and dtype of parameters, and set their `main_grad`."""
+        by_kind: dict[tuple[bool, torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in self._names:
-            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            kind = (is_split_over(parameter, "ep"), parameter.dtype, parameter.device)
+            by_kind.setdefault(kind, []).append(parameter)
         flats = []
-        for (dtype, device), parameters in by_kind.items():
+        for (_, dtype, device), parameters in by_kind.items():
+            group = self._replicas.of(parameters[0])
             plan = plan_flat(
                 [parameter.numel() for parameter in parameters],
                 [self._turn_of(parameter) for parameter in parameters],
-                shards=self._group.size,
-                bucket_elements=bucket_elements,
+                shards=group.size,
+                bucket_elements=bucket_elements or default_bucket_elements(group.size),
             )
             stored_dtype = gradient_dtype if dtype in HALF_DTYPES else dtype
             data = torch.zeros(plan.elements, dtype=stored_dtype, device=device)
-            flat = Flat(tuple(parameters), plan, data)
+            flat = Flat(tuple(parameters), plan, data, group)
             for index, parameter in enumerate(parameters):
                 parameter.main_grad = flat.place(index, data)  # type: ignore[attr-defined]
             flats.append(flat)
@@ -242,11 +246,12 @@ class GradBuffer:
     def _start(self, reduction: _Reduction) -> Pending:
         # On CUDA a collective waits for what the current stream was given so far; autograd runs
         # hooks on the stream of the gradients.
-        whole = _cut(reduction.flat.data, reduction.bucket.range)
+        flat, group = reduction.flat, reduction.flat.group
+        whole = _cut(flat.data, reduction.bucket.range)
         if not self._sharded:
-            return start_all_reduce(whole, self._group)
-        share = reduction.bucket.share(self._group.rank, self._group.size)
-        return start_reduce_scatter(whole, self._group, out=_cut(reduction.flat.data, share))
+            return start_all_reduce(whole, group)
+        share = reduction.bucket.share(group.rank, group.size)
+        return start_reduce_scatter(whole, group, out=_cut(flat.data, share))
 
     def _check_all_arrived(self) -> None:
         missing = [arrivals.name for arrivals in self._arrivals if not arrivals.count]

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
-from megatron.mpu.context import ParallelContext
+from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
 from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.optimizer.buckets import ElementRange
@@ -138,7 +139,14 @@ class MegatronOptimizer(ABC):
         ]
         self._by_group = by_group
         self._slots = [slot for slots in by_group for slot in slots]
-        self._counted = [slot.name in counted for slot in self._slots]
+        # By the group that holds the same gradients, or shares of them: those that count here.
+        self._counted: dict[Group, list[bool]] = {
+            group: [
+                slot.name in counted and ctx.replicas.of(slot.parameter) == group
+                for slot in self._slots
+            ]
+            for group in (ctx.replicas.dense, ctx.replicas.experts)
+        }
         # AdamW is stepped here. torch's rules load its compiler as soon as they are made, with
         # which a rank takes 70 MB more.
         self._sgd: torch.optim.Optimizer | None = None
@@ -188,14 +196,19 @@ class MegatronOptimizer(ABC):
             with_zeros: also count the gradients that are exactly zero.
         """
         gradients = [self._gradient(slot) for slot in self._slots]
-        counted = [gradient for gradient, is_own in zip(gradients, self._counted) if is_own]
-        squares = sum_of_squares(counted)
-        # Replicas have equal gradients, or shares of them.
-        is_own = self._shards is not None or self._ctx.dp_cp.is_first
-        sums.add(_SQUARES, squares, contributes=is_own)
-        sums.add(_NOT_FINITE, ~torch.isfinite(squares))
+        squares = zeros = seen = torch.zeros((), dtype=torch.float64, device=device.current())
+        for group, counts in self._counted.items():
+            counted = list(compress(gradients, counts))
+            of_group = sum_of_squares(counted)
+            seen = seen + of_group
+            # Replicas have equal gradients, or shares of them.
+            if self._shards is not None or group.is_first:
+                squares = squares + of_group
+                zeros = zeros + count_zeros(counted) if with_zeros else zeros
+        sums.add(_SQUARES, squares)
+        sums.add(_NOT_FINITE, ~torch.isfinite(seen))
         if with_zeros:
-            sums.add(_ZEROS, count_zeros(counted), contributes=is_own)
+            sums.add(_ZEROS, zeros)
         return gradients
 
     def update(

@@ -24,6 +24,7 @@ class _Gather:
 
     values: Tensor
     bucket: Bucket
+    group: Group
     pending: Pending | None = None
 
     def wait(self) -> None:
@@ -33,7 +34,7 @@ class _Gather:
 
 
 class ParameterBuffer:
-    """The parameters of `flats`, and which of their elements this rank of `group` owns.
+    """The parameters of `flats`, and which of their elements this rank owns among their group.
 
     Args:
         module: holds the parameters; whatever reads them in its forward pass is a module.
@@ -42,18 +43,16 @@ class ParameterBuffer:
             without calling their module) are waited for at once.
     """
 
-    def __init__(
-        self, module: nn.Module, flats: Sequence[Flat], group: Group, *, overlap: bool
-    ) -> None:
-        self._group, self._overlap = group, overlap
+    def __init__(self, module: nn.Module, flats: Sequence[Flat], *, overlap: bool) -> None:
+        self._overlap = overlap
         self._gathers: list[_Gather] = []  # in the order of their first use in a forward pass
         self._gather_of: dict[Parameter, _Gather] = {}
         self._owned: dict[Parameter, ElementRange] = {}
         for flat in flats:
-            values = _move(flat)
+            values, group = _move(flat), flat.group
             self._owned |= zip(flat.parameters, owned_ranges(flat.plan, group.rank, group.size))
             for bucket in reversed(flat.plan.buckets):
-                gather = _Gather(values, bucket)
+                gather = _Gather(values, bucket, group)
                 self._gathers.append(gather)
                 self._gather_of |= dict.fromkeys(
                     (flat.parameters[member] for member in bucket.members), gather
@@ -71,9 +70,9 @@ class ParameterBuffer:
     def gather(self) -> None:
         """Send every rank's share to all others after an update; may return early."""
         for gather in self._gathers:
-            start, stop = gather.bucket.share(self._group.rank, self._group.size)
+            start, stop = gather.bucket.share(gather.group.rank, gather.group.size)
             whole = gather.values[slice(*gather.bucket.range)]
-            gather.pending = start_all_gather(gather.values[start:stop], self._group, out=whole)
+            gather.pending = start_all_gather(gather.values[start:stop], gather.group, out=whole)
         for gather in self._gathers:
             if gather.bucket.held or not self._overlap:
                 gather.wait()

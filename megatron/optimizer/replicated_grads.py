@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from megatron.mpu.collectives import all_reduce
 from megatron.mpu.context import Group
-from megatron.mpu.partition import is_sequence_parallel, is_split_over
+from megatron.mpu.partition import is_sequence_parallel, partition_of
 from megatron.optimizer.agreement import check_bitwise_equal
 
 
@@ -48,7 +48,7 @@ def check_replicated_agree(named_parameters: Iterable[tuple[str, Parameter]], tp
         (
             (name, parameter)
             for name, parameter in named_parameters
-            if not is_split_over(parameter, "tp")
+            if partition_of(parameter) is None
         ),
         tp,
         problem="tensor-parallel ranks hold different values of weights that are not split",

@@ -13,7 +13,7 @@ from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.host import in_gib
-from megatron.model.accounting import parameter_count
+from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
 from megatron.preflight.run import RunPlan
@@ -33,11 +33,12 @@ class KeptBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1) -> KeptBytes:
-    """Return the bytes that the native engine holds for so many parameters.
+def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None) -> KeptBytes:
+    """Return the bytes that the native engine holds for so many parameters of a rank.
 
     Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
-    state, and in half precision an fp32 copy of the weights, of 1 / `optimizer_shards` of them.
+    state, and in half precision an fp32 copy of the weights, of those that are `updated` (None:
+    all).
     """
     width = config.precision.precision.num_bytes
     half = config.precision.precision.is_half
@@ -47,7 +48,7 @@ def kept_bytes(config: RunConfig, parameters: int, *, optimizer_shards: int = 1)
     return KeptBytes(
         weights=parameters * width,
         gradients=parameters * config.precision.gradient_precision.num_bytes,
-        optimizer=parameters * state // optimizer_shards,
+        optimizer=(parameters if updated is None else updated) * state,
     )
 
 
@@ -72,14 +73,19 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if room is None:
         return
     ranks = plan.launch.local_world_size if on_host else 1
+    parallel = config.parallel
     parameters = parameter_count(config.model, rows, config.data.seq_length)
-    parameters_of_rank = parameters // plan.model_ranks
-    shared = config.parallel.use_distributed_optimizer
-    shards = replicas * config.parallel.context_parallel_size
-    kept = kept_bytes(config, parameters_of_rank, optimizer_shards=shards if shared else 1)
+    experts = expert_parameters(config.model) if parallel.expert_model_parallel_size > 1 else 0
+    experts_of_rank = experts // parallel.expert_model_parallel_size
+    parameters_of_rank = (parameters - experts) // plan.model_ranks
+    parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
+    shared = parallel.use_distributed_optimizer
+    # Of a stage each rank then updates equally many, experts or not.
+    updated = parameters // plan.launch.world_size
+    kept = kept_bytes(config, parameters_of_rank, updated=updated if shared else None)
     if ranks * kept.total <= room:
         return
-    least = kept_bytes(config, parameters_of_rank, optimizer_shards=shards)
+    least = kept_bytes(config, parameters_of_rank, updated=updated)
     enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",

@@ -111,12 +111,14 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
             f"{config.model.moe_z_loss_coeff}",
             fix="leave both out; the weights are the same model without them",
         )
-    if config.parallel.context_parallel_size > 1:
-        raise ConfigError(
-            "fine-tuning does not share sequences over ranks",
-            found=f"--context-parallel-size {config.parallel.context_parallel_size}",
-            fix="leave it out; the ranks then read other examples",
-        )
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        size = getattr(config.parallel, name)
+        if size > 1:
+            raise ConfigError(
+                "fine-tuning shares neither sequences nor experts over ranks",
+                found=f"--{name.replace('_', '-')} {size}",
+                fix="leave it out; the ranks then read other examples",
+            )
     if curriculum(config) is not None:  # of DeepSpeed's JSON; the flags are refused above
         raise ConfigError(
             "fine-tuning has no curriculum of lengths",

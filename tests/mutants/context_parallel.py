@@ -54,16 +54,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "gradients are summed over ranks that share sequences",
-            "megatron/engine/native.py",
-            "            self.stage,\n            build.ctx.dp_cp,\n",
-            "            self.stage,\n            build.ctx.dp,\n",
-            _MIXTRAL,
-        ),
-        Mutant(
-            "a norm counts equal gradients of ranks that share sequences once",
-            "megatron/optimizer/optimizer.py",
-            "self._shards is not None or self._ctx.dp_cp.is_first",
-            "self._shards is not None or self._ctx.dp.is_first",
+            "megatron/mpu/context.py",
+            "return ReplicaGroups(self.dp_cp, self.edp)",
+            "return ReplicaGroups(self.dp, self.edp)",
             _MIXTRAL,
         ),
         Mutant(

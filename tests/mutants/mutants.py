@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.mutants import (
     checkpoints,
     context_parallel,
+    expert_parallel,
     formats,
     parallelism,
     programs,
@@ -35,7 +36,8 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 
 MODULES = (
-    *(parallelism, context_parallel, training, checkpoints, formats, samples, programs, wiring),
+    *(parallelism, context_parallel, expert_parallel, training, checkpoints, formats),
+    *(samples, programs, wiring),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

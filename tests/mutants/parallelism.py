@@ -193,7 +193,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are summed over replicas",
             "megatron/optimizer/grad_buffer.py",
-            "return start_all_reduce(whole, self._group)",
+            "return start_all_reduce(whole, group)",
             "return Pending(whole, None)",
             "tests/distributed/optimizer/test_grad_buffer.py::"
             "test_overlap_and_sharding_change_no_bit_of_the_sums[2]",
@@ -201,7 +201,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "shares of gradients are summed over replicas",
             "megatron/optimizer/grad_buffer.py",
-            "return start_reduce_scatter(whole, self._group, out=_cut(reduction.flat.data, share))",
+            "return start_reduce_scatter(whole, group, out=_cut(flat.data, share))",
             "return Pending(share and whole, None)",
             "tests/distributed/optimizer/test_grad_buffer.py::"
             "test_overlap_and_sharding_change_no_bit_of_the_sums[2]",
@@ -437,16 +437,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a norm of shares is summed over replicas",
             "megatron/optimizer/optimizer.py",
-            "is_own = self._shards is not None or self._ctx.dp_cp.is_first",
-            "is_own = self._ctx.dp_cp.is_first",
+            "if self._shards is not None or group.is_first:",
+            "if group.is_first:",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
         Mutant(
             "a norm counts equal gradients of replicas once",
             "megatron/optimizer/optimizer.py",
-            "is_own = self._shards is not None or self._ctx.dp_cp.is_first",
-            "is_own = True",
+            "if self._shards is not None or group.is_first:",
+            "if True:",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
@@ -553,8 +553,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "rows come back from experts to their tokens",
             "megatron/model/moe.py",
-            "rows = _TAKE(self.fc2(middle, counts), back, order, 1)",
-            "rows = _TAKE(self.fc2(middle, counts), order, back, 1)",
+            "rows = _TAKE(rows, back, order, 1)",
+            "rows = _TAKE(rows, order, back, 1)",
             "tests/unit/model/test_moe.py::test_equal_experts_are_a_dense_mlp",
         ),
         Mutant(

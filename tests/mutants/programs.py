@@ -103,7 +103,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a rank keeps its share of the model",
             "megatron/preflight/memory.py",
-            "parameters_of_rank = parameters // plan.model_ranks",
+            "parameters_of_rank = (parameters - experts) // plan.model_ranks",
             "parameters_of_rank = parameters",
             "tests/unit/preflight/test_memory.py::test_ranks_of_one_host_share_its_memory",
         ),

@@ -23,7 +23,7 @@ from megatron.engine.state import optimizer_tensors, parameter_tensors
 from megatron.errors import ConfigError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.collectives import all_reduce
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import Group, ParallelContext, ReplicaGroups
 from megatron.mpu.partition import is_sequence_parallel
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
@@ -109,7 +109,7 @@ class NativeUpdates:
         alone = Group((context.rank,), 0)  # DeepSpeed sums over replicas, not the buffer
         gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
         self._named, self._context = named, context
-        self._gradients = GradBuffer(named, alone, gradient_dtype=gradient_dtype)
+        self._gradients = GradBuffer(named, ReplicaGroups.one(alone), gradient_dtype=gradient_dtype)
         self._optimizer = build_optimizer(
             named, optimizer=config.optimizer, precision=config.precision, ctx=context
         )

@@ -80,6 +80,21 @@ def parts_go_to_every_rank_and_to_the_next() -> None:
     assert first.wait()[0].item() == 10 * came_from
 
 
+def rows_go_where_counts_say() -> None:
+    group = build(cp=4).cp
+    me = group.rank
+    # Rank r sends (r + i) % 3 rows to rank i; some nothing.
+    sends = [(me + to) % 3 for to in range(4)]
+    receives = [(source + me) % 3 for source in range(4)]
+    rows = torch.tensor([[10.0 * me + to] for to in range(4) for _ in range(sends[to])])
+    found = collectives.all_to_all_rows(rows.view(-1, 1), sends, receives, group)
+    assert found.view(-1).tolist() == [
+        10.0 * source + me for source in range(4) for _ in range(receives[source])
+    ]
+    nothing = collectives.all_to_all_rows(torch.empty(0, 2), [0] * 4, [0] * 4, group)
+    assert nothing.shape == (0, 2)
+
+
 def objects_travel() -> None:
     ctx = build(tp=2)
     own = {"rank": ctx.rank}
@@ -96,6 +111,7 @@ def objects_travel() -> None:
         gathering_and_scattering_work_along_any_dimension,
         strided_and_empty_tensors_are_reduced_in_place,
         parts_go_to_every_rank_and_to_the_next,
+        rows_go_where_counts_say,
         objects_travel,
     ],
 )

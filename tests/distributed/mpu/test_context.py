@@ -13,7 +13,7 @@ from megatron.mpu.topology import Topology
 from tests.distributed.mpu.reference import build
 from tests.support.ranks import run_on_ranks
 
-NAMES = ("world", "tp", "pp", "dp", "model")
+NAMES = ("world", "tp", "pp", "dp", "cp", "dp_cp", "tp_cp", "ep", "edp", "model")
 
 
 def every_group_sums_over_its_own_ranks(tp: int, pp: int) -> dict[str, tuple[int, ...]]:

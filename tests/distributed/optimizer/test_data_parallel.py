@@ -18,7 +18,7 @@ FP64_ROUNDING = 1e-13
 def ragged_batches_equal_one_batch() -> None:
     ctx = ParallelContext.build(Topology(dp=dist.get_world_size()))
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Linear(5, 2).double(), ctx.dp)
+    ddp = DistributedDataParallel(nn.Linear(5, 2).double(), ctx.replicas)
     inputs = torch.randn(10, 5, dtype=torch.float64)
     own = [slice(0, 1), slice(1, 10)][ctx.dp.rank]
     for sample in inputs[own]:
@@ -41,7 +41,7 @@ def replicas_are_compared() -> None:
     ctx = ParallelContext.build(Topology(dp=dist.get_world_size()))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(nn.Linear(5, 2).to(dtype), ctx.dp)
+        ddp = DistributedDataParallel(nn.Linear(5, 2).to(dtype), ctx.replicas)
         ddp.check_replicas_agree()
         if ctx.dp.rank == 1:
             with torch.no_grad():

@@ -25,7 +25,7 @@ def bucket_sizes_give_one_sum() -> None:
             module = nn.Sequential(nn.Linear(5, 30), nn.Linear(30, 3)).to(dtype)
             buffer = GradBuffer(
                 module.named_parameters(),
-                ctx.dp,
+                ctx.replicas,
                 gradient_dtype=gradient_dtype,
                 bucket_elements=bucket_elements,
             )
@@ -71,7 +71,7 @@ def reduced(
     vars(module[1].weight)["reduce_first"] = True
     buffer = GradBuffer(
         module.named_parameters(),
-        ctx.dp,
+        ctx.replicas,
         gradient_dtype=gradient_dtype,
         bucket_elements=500,
         overlap=overlap,

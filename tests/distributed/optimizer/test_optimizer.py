@@ -86,7 +86,7 @@ def steps(ctx: ParallelContext, *, distributed: bool = False) -> Steps:
     part = Part(ctx)
     norm = parameters_norm(part.named(), ctx)
     ddp = DistributedDataParallel(
-        part, ctx.dp, distributed_optimizer=distributed, bucket_elements=100
+        part, ctx.replicas, distributed_optimizer=distributed, bucket_elements=100
     )
     precision = PrecisionConfig(fp64=True)
     optimizer = build_optimizer(
@@ -152,7 +152,7 @@ def one_bad_rank(tp: int, pp: int, dp: int, bad_rank: int) -> list[float]:
     """Only one rank, and only its own copy, sees an infinity: not even its replicas do."""
     ctx = ParallelContext.build(Topology(tp=tp, pp=pp, dp=dp))
     part = Part(ctx, torch.float16)
-    ddp = DistributedDataParallel(part, ctx.dp)
+    ddp = DistributedDataParallel(part, ctx.replicas)
     precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
     optimizer = build_optimizer(part.named(), optimizer=CONFIG, precision=precision, ctx=ctx)
     scales = []
@@ -187,7 +187,7 @@ def one_bad_replica(tp: int, dp: int, bad_rank: int) -> list[float]:
     """One rank's summand of a gradient is infinite; the sum is seen by one rank, its owner."""
     ctx = ParallelContext.build(Topology(tp=tp, dp=dp))
     part = Part(ctx, torch.float16)
-    ddp = DistributedDataParallel(part, ctx.dp, distributed_optimizer=True, bucket_elements=1)
+    ddp = DistributedDataParallel(part, ctx.replicas, distributed_optimizer=True, bucket_elements=1)
     precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
     optimizer = build_optimizer(
         part.named(), optimizer=CONFIG, precision=precision, ctx=ctx, replica=ddp
@@ -222,7 +222,7 @@ def a_rank_without_work() -> list[int]:
         module = nn.Linear(2, 2).to(getattr(torch, precision.precision.value))
         nn.init.ones_(module.weight)
         nn.init.zeros_(module.bias)
-        ddp = DistributedDataParallel(module, ctx.dp, distributed_optimizer=True)
+        ddp = DistributedDataParallel(module, ctx.replicas, distributed_optimizer=True)
         optimizer = build_optimizer(ddp, optimizer=CONFIG, precision=precision, ctx=ctx)
         for _ in range(2):
             ddp.start_step(1)

@@ -55,9 +55,9 @@ def buckets_arrive(overlap: bool, held: bool) -> None:
     if held:
         vars(module[2].weight)["reduce_first"] = True
     gradients = GradBuffer(
-        module.named_parameters(), ctx.dp, gradient_dtype=torch.float32, bucket_elements=1
+        module.named_parameters(), ctx.replicas, gradient_dtype=torch.float32, bucket_elements=1
     )
-    buffer = ParameterBuffer(module, gradients.flats, ctx.dp, overlap=overlap)
+    buffer = ParameterBuffer(module, gradients.flats, overlap=overlap)
     for part in module:
         start, stop = buffer.owned(part.weight)
         part.weight.detach().view(-1)[start:stop].add_(10.0)

@@ -17,6 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.model import moe, moe_router
 from megatron.model.specs import RouterLoss
+from megatron.mpu.context import ReplicaGroups
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     FP32,
@@ -65,6 +66,7 @@ UNBALANCED = {
 TP2 = {"tensor_model_parallel_size": 2, "micro_batch_size": 4}
 PP2 = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
 SP = {"sequence_parallel": True}
+SHARED_OUT = {"expert_model_parallel_size": 2, "micro_batch_size": 2}
 # World size to layouts, each with a part of training that has its own way of a backward pass.
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
@@ -98,12 +100,40 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "overlap_grad_reduce": True,
             "ddp_bucket_size": 1000,
         },
+        "shared out": SHARED_OUT,
+        "shared out over tp": {
+            **TP2,
+            **SP,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "full",
+        },
     },
     4: {
         "tp 4, split sequences": {"tensor_model_parallel_size": 4, **SP, "micro_batch_size": 4},
         "tp, pp": {**TP2, **PP2, **SP, "recompute_granularity": "full"},
         "tp, dp": {**TP2, **SP, "use_distributed_optimizer": True, "micro_batch_size": 2},
         "pp, dp": {**PP2, "pipeline_schedule": "1f1b"},
+        "shared out twice, shared state": {
+            **SHARED_OUT,
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "overlap_grad_reduce": True,
+            "ddp_bucket_size": 1000,
+            "micro_batch_size": 1,
+        },
+        "shared out over tp, cp": {
+            **TP2,
+            **SP,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+        "shared out, pp": {
+            **PP2,
+            "pipeline_schedule": "zero-bubble",
+            "expert_model_parallel_size": 2,
+        },
     },
 }
 
@@ -252,12 +282,33 @@ def train_counting_tokens(configs: Sequence[RunConfig]) -> list[Record]:
     return train_all(configs)
 
 
+def train_other_experts_summed(configs: Sequence[RunConfig]) -> list[Record]:
+    """Gradients of experts are summed over all replicas of the dense weights."""
+    ReplicaGroups.of = lambda self, parameter: self.dense  # type: ignore[method-assign]
+    return train_all(configs)
+
+
+def train_sorted_by_source(configs: Sequence[RunConfig]) -> list[Record]:
+    """Rows that arrive are taken to be sorted by expert."""
+    real = moe.dispatch_plan
+
+    def as_they_came(*given: Any) -> moe.DispatchPlan:
+        plan = real(*given)
+        order = torch.arange(len(plan.order))
+        return plan._replace(order=order, back=order)
+
+    moe.dispatch_plan = as_they_came
+    return train_all(configs)
+
+
 WRONG: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "shares": (train_shares_not_summed, 2, TP2),
     "router": (train_router_not_summed, 2, {**TP2, **SP}),
     "busy": (train_busy_not_summed, 2, {**TP2, **SP}),
     "micro-batch": (train_by_microbatch, 1, {"micro_batch_size": 8}),
     "counted": (train_counting_tokens, 1, {}),
+    "replicas of experts": (train_other_experts_summed, 2, SHARED_OUT),
+    "order of experts": (train_sorted_by_source, 2, SHARED_OUT),
 }
 
 
@@ -280,9 +331,15 @@ RESHARDED = {
         PP2,
     ),
     "one to tp 4": (1, {}, 4, {"tensor_model_parallel_size": 4, "micro_batch_size": 4}),
-    "tp, pp to dp": (
+    "tp, pp to experts that are shared out": (
         4,
         {**TP2, **PP2},
+        2,
+        {**SHARED_OUT, "use_distributed_optimizer": True},
+    ),
+    "experts that are shared out twice, to dp": (
+        4,
+        {**SHARED_OUT, "micro_batch_size": 1, "use_distributed_optimizer": True},
         2,
         {"micro_batch_size": 2, "use_distributed_optimizer": True},
     ),

@@ -205,7 +205,7 @@ def test_the_program_says_what_differs_and_ends_with_it(
 
     monkeypatch.setattr(matrix, "train_alone", lambda *_: {})
     monkeypatch.setattr(matrix, "run_cases", judged)
-    for code, text in ((0, "0 differ from one process"), (1, "DIFFERS: fp64 tp1 pp1 dp2 tied")):
+    for code, text in ((0, "0 differ from one process"), (1, "DIFFERS: fp64 tp1 pp1 cp1 dp2 tied")):
         with pytest.raises(SystemExit) as ended:
             matrix.main(["--precision", "fp64", "--case", "dp2"])
         assert ended.value.code == code

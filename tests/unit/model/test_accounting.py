@@ -12,8 +12,10 @@ from megatron.config.model import GluActivation, ModelConfig, Normalization, Pos
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.model.accounting import (
+    MemoryEstimate,
     RankShare,
     bert_flops_per_token,
+    expert_parameters,
     flops_per_token,
     memory_bytes,
     parameter_count,
@@ -181,6 +183,28 @@ def test_the_convention_is_six_per_parameter_and_token_plus_attention() -> None:
 
 def share(**changes: int) -> RankShare:
     return RankShare(**({"micro_batch_size": 2, "seq_length": 12} | changes))  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
+    config, vocab = preset("mixtral-8x7b"), VocabSize(32000, 32000)
+    count = parameter_count(config, 32000, 32768)
+    experts = expert_parameters(config)
+    assert experts == 32 * 8 * 3 * 4096 * 14336
+    assert parameter_count(dataclasses.replace(config, num_experts=4), 32000, 32768) == (
+        count - experts // 2 - 32 * 4 * 4096  # and the rows of the router
+    )
+
+    def estimate(**changes: int) -> MemoryEstimate:
+        return memory_bytes(config, vocab, PrecisionConfig(bf16=True), share(**changes))
+
+    alone, shared_out = estimate(), estimate(ep=8)
+    assert alone.weights == 2 * count
+    assert shared_out.weights == 2 * (count - experts + experts // 8)
+    assert shared_out.optimizer == 12 * (count - experts + experts // 8)
+    # With the distributed optimizer every rank of a stage updates equally many of all.
+    of_eight = estimate(ep=4, optimizer_shards=8)
+    assert of_eight.optimizer == 12 * ((count - experts) // 8 + experts // 4 // 2)
+    assert estimate(cp=2, seq_length=64).activations == estimate(seq_length=32).activations
 
 
 def test_weights_gradients_and_adam_take_eighteen_bytes_in_bfloat16() -> None:

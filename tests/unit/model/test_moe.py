@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
@@ -13,11 +15,22 @@ from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.mlp import ACTIVATIONS, MLP
-from megatron.model.moe import Experts, GroupedLinear, MixtureOfExperts, build_feed_forward
+from megatron.model.moe import (
+    DispatchPlan,
+    Experts,
+    GroupedLinear,
+    MixtureOfExperts,
+    build_feed_forward,
+    check_sharing_out,
+    dispatch_plan,
+)
 from megatron.model.transformer import Block
+from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import Init, Partition, is_sequence_parallel, partition_of
+from megatron.mpu.topology import Topology
 from megatron.optimizer.param_groups import is_decayed
+from tests.support.examples import examples
 from tests.support.models import roughen, second_of_two, tiny_build, tiny_config, tiny_model
 
 # Float64 sums of some dozens of terms of size 1, in another order.
@@ -189,6 +202,64 @@ def test_every_tensor_parallel_rank_has_a_part_of_every_expert() -> None:
     odd = tiny_config(**(EXPERTS | {"moe_ffn_hidden_size": 7}))
     with pytest.raises(ConfigError, match="does not divide evenly"):
         Experts(odd, tiny_build(second_of_two()))
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
+@examples(60)
+def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: int) -> None:
+    """All ranks are played by this process, with messages as `all_to_all_rows` sends them."""
+    torch.manual_seed(seed)
+    counts = torch.randint(0, 4, (ranks, own * ranks))
+    plans = [dispatch_plan(counts, rank, torch.device("cpu")) for rank in range(ranks)]
+    # A row knows its source, its expert and its number there.
+    rows = [
+        torch.tensor([(r, e, n) for e in range(own * ranks) for n in range(counts[r, e])]).view(
+            -1, 3
+        )
+        for r in range(ranks)
+    ]
+
+    def exchanged(held: list[Tensor], plans: list[DispatchPlan]) -> list[Tensor]:
+        parts = [torch.split(one, list(plan.sends)) for one, plan in zip(held, plans)]
+        arrived = [torch.cat([part[to] for part in parts]) for to in range(ranks)]
+        assert [len(one) for one in arrived] == [sum(plan.receives) for plan in plans]
+        return arrived
+
+    here = [one[plan.order] for one, plan in zip(exchanged(rows, plans), plans)]
+    for rank, (one, plan) in enumerate(zip(here, plans)):
+        for at, group in enumerate(torch.split(one, list(plan.counts))):
+            assert (group[:, 1] == rank * own + at).all(), "sorted by expert"
+            order = [tuple(row) for row in group.tolist()]
+            assert order == sorted(order), "and then by source, in the order of the source"
+    sent_back = [one[plan.back] for one, plan in zip(here, plans)]
+    back = exchanged(sent_back, [plan.reversed() for plan in plans])
+    for one, other in zip(back, rows):
+        assert torch.equal(one, other)
+
+
+def test_shared_out_experts_are_whole_and_fewer() -> None:
+    config = config_of("mixtral")
+    two = Group((0, 1), 1)
+    ctx = dataclasses.replace(ParallelContext.single(), topology=Topology(dp=2, ep=2), ep=two)
+    build = dataclasses.replace(tiny_build(), ctx=ctx)
+    layer, alone = MixtureOfExperts(config, build), MixtureOfExperts(config, tiny_build())
+    for here, whole in zip(layer.experts.parameters(), alone.experts.parameters()):
+        assert partition_of(here) == Partition("ep", dim=0)
+        assert here.shape == (whole.shape[0] // 2, *whole.shape[1:])
+    assert layer.router.weight.shape == alone.router.weight.shape
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        (Topology(dp=3, ep=3), "cannot be shared out evenly"),
+        (Topology(tp=2, ep=2), "would send the same tokens"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out_are_refused(grid: Topology, words: str) -> None:
+    config = tiny_config(num_experts=4, add_bias_linear=False, swiglu=True)
+    with pytest.raises(ConfigError, match=words):
+        check_sharing_out(config, grid, sequence_parallel=False)
 
 
 def test_all_of_its_matrices_are_decayed() -> None:

@@ -8,5 +8,5 @@ from megatron.mpu import initialize
 
 def test_the_package_exposes_the_facade_and_nothing_else() -> None:
     assert mpu.get_data_parallel_group is initialize.get_data_parallel_group
-    with pytest.raises(AttributeError, match="no attribute 'get_expert_model_parallel_rank'"):
-        _ = mpu.get_expert_model_parallel_rank
+    with pytest.raises(AttributeError, match="no attribute 'get_embedding_group'"):
+        _ = mpu.get_embedding_group

@@ -58,7 +58,7 @@ def test_a_gradient_buffer_adds_rows_of_every_pass_to_other_gradients(
 ) -> None:
     ours, theirs = a_table(dtype), a_table(dtype)
     buffer = GradBuffer(
-        [("table", ours)], ParallelContext.single().dp, gradient_dtype=torch.float32
+        [("table", ours)], ParallelContext.single().replicas, gradient_dtype=torch.float32
     )
     for _ in range(2):  # steps, of two passes each
         buffer.start_step(2)

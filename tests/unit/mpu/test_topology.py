@@ -1,5 +1,7 @@
 """Tests of the rank grid: bijection, Megatron's order, refusals."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +58,37 @@ def test_tp_varies_fastest_then_cp_then_dp_then_pp() -> None:
     assert grid.coord(7) == Coord(pp=0, dp=1, cp=1, tp=1)
 
 
+@given(grids, st.data())
+def test_experts_have_a_grid_of_their_own_within_every_stage(
+    grid: Topology, data: st.DataObject
+) -> None:
+    divisors = [n for n in range(1, grid.stage_size + 1) if grid.stage_size % n == 0]
+    grid = replace(grid, ep=data.draw(st.sampled_from(divisors)))
+    sharing, replicas = grid.expert_groups(), grid.expert_replica_groups()
+    for groups in (sharing, replicas):
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+        for group in groups:
+            assert len({grid.coord(rank).pp for rank in group}) == 1, "of one stage"
+    assert {len(group) for group in sharing} == {grid.ep}
+    if grid.ep == 1:
+        assert replicas == grid.groups("dp", "cp"), "experts are split over tp"
+        return
+    # One rank of each group that shares, always at the same place in it.
+    place = {rank: group.index(rank) for group in sharing for rank in group}
+    for group in replicas:
+        assert len({place[rank] for rank in group}) == 1
+        assert len(group) * grid.ep == grid.stage_size
+
+
+def test_expert_groups_are_neighbours() -> None:
+    grid = Topology(tp=2, dp=2, pp=2, ep=2)
+    assert grid.expert_groups() == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert grid.expert_replica_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+    with pytest.raises(ConfigError, match="do not divide into groups that share experts") as caught:
+        Topology(tp=2, dp=2, ep=3)
+    assert "divides 4" in caught.value.fix
+
+
 def test_fill_refuses_ranks_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="do not divide into whole model replicas") as caught:
         Topology.fill(6, tp=2, pp=2)
@@ -69,7 +102,7 @@ def test_fill_never_shrinks_a_size_to_fit(world_size: int, tp: int, pp: int) -> 
         Topology.fill(world_size, tp=tp, pp=pp)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}, {"cp": 0}])
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}, {"cp": 0}, {"ep": 0}])
 def test_sizes_must_be_positive(sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="a parallel size is not positive"):
         Topology(**sizes)

@@ -46,7 +46,10 @@ def batches(dtype: torch.dtype) -> list[Tensor]:
 
 def buffer_of(pair: Pair, fuse: bool) -> GradBuffer:
     return GradBuffer(
-        pair.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, fuse_accumulation=fuse
+        pair.named_parameters(),
+        SINGLE.replicas,
+        gradient_dtype=torch.float32,
+        fuse_accumulation=fuse,
     )
 
 

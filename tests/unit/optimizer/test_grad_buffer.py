@@ -40,7 +40,7 @@ def test_gradients_of_micro_batches_add_up_in_the_wider_dtype(
     dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> None:
     module, plain = model(dtype), model(dtype)
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=gradient_dtype)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=gradient_dtype)
     sums = [torch.zeros_like(p, dtype=gradient_dtype) for p in plain.parameters()]
     for seed in range(3):
         module(batch(seed, dtype)).square().sum().backward()
@@ -57,7 +57,7 @@ def test_gradients_of_micro_batches_add_up_in_the_wider_dtype(
 
 def test_wide_parameters_have_their_gradient_in_the_buffer_itself() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
     for parameter in module.parameters():
         assert parameter.grad is not None
@@ -69,7 +69,7 @@ def test_wide_parameters_have_their_gradient_in_the_buffer_itself() -> None:
 
 def test_half_precision_parameters_keep_no_gradient_of_their_own() -> None:
     module = model(torch.bfloat16)
-    GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     module(batch(0, torch.bfloat16)).sum().backward()
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -79,7 +79,7 @@ def test_a_step_begins_without_the_gradients_of_the_one_before(
     dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> None:
     module = model(dtype)
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=gradient_dtype)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=gradient_dtype)
     sums = []
     for seed, spoil in ((0, 1.0), (1, 1.0), (0, float("nan"))):
         for flat in buffer.flats:
@@ -98,7 +98,7 @@ def test_gradients_lie_where_the_plan_says_in_reverse_order(bucket_elements: int
     module = model()
     buffer = GradBuffer(
         module.named_parameters(),
-        SINGLE.dp,
+        SINGLE.replicas,
         gradient_dtype=torch.float32,
         bucket_elements=bucket_elements,
     )
@@ -116,14 +116,14 @@ def test_dtypes_have_a_buffer_each_and_frozen_parameters_none() -> None:
     module = model(torch.bfloat16)
     module[2].double()
     module[0].bias.requires_grad_(False)
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     assert {flat.data.dtype for flat in buffer.flats} == {torch.float32, torch.float64}
     assert not hasattr(module[0].bias, "main_grad")
 
 
 def test_a_parameter_without_gradient_is_an_error_that_names_it() -> None:
     module = nn.ModuleDict({"used": nn.Linear(5, 2), "unused": nn.Linear(5, 2)})
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     module["used"](batch(0, torch.float32)).sum().backward()
     with pytest.raises(
         ConfigError, match=r"no part in the backward(.|\n)*unused.weight, unused.bias"
@@ -133,14 +133,14 @@ def test_a_parameter_without_gradient_is_an_error_that_names_it() -> None:
 
 def test_many_parameters_without_gradient_are_counted() -> None:
     module = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"2\.weight and 3 more"):
         buffer.finish()
 
 
 def test_gradients_of_the_last_iteration_do_not_count_for_this_one() -> None:
     module = model()
-    buffer = GradBuffer(module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32)
+    buffer = GradBuffer(module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32)
     module(batch(0, torch.float32)).sum().backward()
     buffer.start_step()
     with pytest.raises(ConfigError, match="no part in the backward"):
@@ -150,7 +150,7 @@ def test_gradients_of_the_last_iteration_do_not_count_for_this_one() -> None:
 def test_a_gradient_after_its_bucket_was_reduced_is_an_error() -> None:
     module = model()
     buffer = GradBuffer(
-        module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, overlap=True
+        module.named_parameters(), SINGLE.replicas, gradient_dtype=torch.float32, overlap=True
     )
     buffer.start_step(1)
     module(batch(0, torch.float32)).sum().backward()
@@ -164,7 +164,10 @@ def test_nothing_is_reduced_before_the_end_without_overlap_or_a_number_of_passes
     for overlap, passes in ((False, 1), (True, None)):
         module = model()
         buffer = GradBuffer(
-            module.named_parameters(), SINGLE.dp, gradient_dtype=torch.float32, overlap=overlap
+            module.named_parameters(),
+            SINGLE.replicas,
+            gradient_dtype=torch.float32,
+            overlap=overlap,
         )
         buffer.start_step(passes)
         for seed in range(2):
@@ -180,7 +183,7 @@ def test_what_is_summed_elsewhere_first_is_held_back_in_buckets_of_its_own() -> 
     vars(module[0].weight)["sequence_parallel"] = True
     buffer = GradBuffer(
         module.named_parameters(),
-        SINGLE.dp,
+        SINGLE.replicas,
         gradient_dtype=torch.float32,
         overlap=True,
     )
@@ -222,7 +225,9 @@ def test_a_gradient_that_comes_later_counts_when_it_comes() -> None:
     weight = nn.Parameter(torch.ones(3, 5))
     queue = WeightGradients()
     queue.adopt([weight])
-    buffer = GradBuffer([("weight", weight)], SINGLE.dp, gradient_dtype=torch.float32, overlap=True)
+    buffer = GradBuffer(
+        [("weight", weight)], SINGLE.replicas, gradient_dtype=torch.float32, overlap=True
+    )
     buffer.start_step(2)
     for key in range(2):
         with queue.collecting(key):

@@ -67,7 +67,7 @@ class Run:
         self.module = module.to(self.dtype)
         self.ddp = DistributedDataParallel(
             self.module,
-            SINGLE.dp,
+            SINGLE.replicas,
             gradient_dtype=getattr(torch, precision.gradient_precision.value),
             distributed_optimizer=distributed,
         )

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import Group, ParallelContext, ReplicaGroups
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_buffer import ParameterBuffer
 
@@ -12,8 +12,9 @@ FIRST_OF_TWO, SECOND_OF_TWO = Group((0, 1), 0), Group((0, 1), 1)
 
 
 def buffer_of(module: nn.Module, group: Group) -> ParameterBuffer:
-    gradients = GradBuffer(module.named_parameters(), group, gradient_dtype=torch.float32)
-    return ParameterBuffer(module, gradients.flats, group, overlap=False)
+    replicas = ReplicaGroups.one(group)
+    gradients = GradBuffer(module.named_parameters(), replicas, gradient_dtype=torch.float32)
+    return ParameterBuffer(module, gradients.flats, overlap=False)
 
 
 def test_parameters_keep_values_shapes_and_identity_in_one_storage_per_dtype() -> None:

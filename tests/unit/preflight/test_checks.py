@@ -10,6 +10,7 @@ from megatron.preflight import (
     context_parallel,
     data,
     deepspeed,
+    experts,
     fp8,
     machine,
     memory,
@@ -20,7 +21,8 @@ from tests.support.tiny import write_tiny_corpus
 from tests.unit.preflight.plans import plan
 
 MODULES = (
-    *(checkpoint, compiling, config, context_parallel, data, deepspeed, fp8, machine, memory),
+    *(checkpoint, compiling, config, context_parallel, data, deepspeed, experts, fp8),
+    *(machine, memory),
 )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron import device, host
-from megatron.model.accounting import parameter_count
+from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
 from megatron.preflight.memory import kept_bytes, weights_and_state_fit_in_memory
 from tests.support.tiny import tiny_run
@@ -44,9 +44,22 @@ def test_it_is_what_an_engine_of_these_flags_holds(
 
 def test_replicas_share_the_optimizer_s_state_alone() -> None:
     config = tiny_run("nowhere")
-    whole, shared = kept_bytes(config, 100), kept_bytes(config, 100, optimizer_shards=4)
+    whole, shared = kept_bytes(config, 100), kept_bytes(config, 100, updated=25)
     assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
     assert shared.optimizer == whole.optimizer // 4
+
+
+def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"num_experts": 8, "add_bias_linear": False, "moe_ffn_hidden_size": 64}
+    alone = plan(world_size=4, **flags)
+    parameters = parameter_count(alone.config.model, 52, alone.config.data.seq_length)
+    experts = expert_parameters(alone.config.model)
+    assert alone.tokenizer is not None
+    assert vocabulary(alone.config, alone.tokenizer).padded == 52
+    fits = 4 * kept_bytes(alone.config, parameters - experts + experts // 4).total
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: fits)
+    assert found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=4)) == []
+    only(found(CHECK, plan(world_size=4, **flags, expert_model_parallel_size=2)), "do not fit")
 
 
 def needed(ranks: int = 1, **flags: Any) -> int:

@@ -1,0 +1,84 @@
+"""Errors in what ranks do that share experts out."""
+
+from tests.mutants.mutant import Mutant
+
+_TOPOLOGY = "tests/unit/mpu/test_topology.py::"
+_ROWS = "tests/unit/model/test_moe.py::test_every_row_meets_its_expert_and_comes_back"
+_LAW = "tests/laws/layouts/test_experts.py::"
+_FOUR = f"{_LAW}test_every_layout_trains_the_same_experts[4]"
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "expert parallelism": (
+        Mutant(
+            "ranks that share experts out are neighbours",
+            "megatron/mpu/topology.py",
+            "stage[first : first + self.ep]",
+            "stage[first // self.ep :: len(stage) // self.ep]",
+            f"{_TOPOLOGY}test_expert_groups_are_neighbours",
+        ),
+        Mutant(
+            "every ep-th rank holds the same experts",
+            "megatron/mpu/topology.py",
+            "stage[first :: self.ep]",
+            "stage[first * len(stage) // self.ep :][: len(stage) // self.ep]",
+            f"{_TOPOLOGY}test_expert_groups_are_neighbours",
+        ),
+        Mutant(
+            "rows are computed in the order of experts",
+            "megatron/model/moe.py",
+            "order = experts_of_rows.argsort(stable=True)",
+            "order = torch.arange(len(experts_of_rows))",
+            _ROWS,
+        ),
+        Mutant(
+            "rows go back to where they came from",
+            "megatron/model/moe.py",
+            "self._replace(sends=self.receives, receives=self.sends)",
+            "self",
+            _ROWS,
+        ),
+        Mutant(
+            "gradients of rows go back to where the rows came from",
+            "megatron/model/moe.py",
+            "all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.ep)",
+            "all_to_all_rows(grad, ctx.plan.sends, ctx.plan.receives, ctx.ep)",
+            _FOUR,
+        ),
+        Mutant(
+            "gradients of experts are summed over the ranks that hold them",
+            "megatron/mpu/context.py",
+            'return self.experts if is_split_over(parameter, "ep") else self.dense',
+            "return self.dense",
+            f"{_LAW}test_every_layout_trains_the_same_experts[2]",
+        ),
+        Mutant(
+            "a norm counts the experts of every rank",
+            "megatron/mpu/context.py",
+            "return partition is not None or self.tp.is_first",
+            "return self.tp.is_first",
+            _FOUR,
+        ),
+        Mutant(
+            "tensor-parallel ranks that would send the same tokens are refused",
+            "megatron/model/moe.py",
+            "if grid.tp > 1 and not sequence_parallel:",
+            "if False:",
+            "tests/unit/preflight/test_experts.py::"
+            "test_experts_that_cannot_be_shared_out_are_refused",
+        ),
+        Mutant(
+            "tensor-parallel ranks compare what they both hold, and no experts of their own",
+            "megatron/optimizer/replicated_grads.py",
+            "if partition_of(parameter) is None",
+            "if True",
+            f"{_LAW}test_any_layout_loads_any_other",
+        ),
+        Mutant(
+            "memory counts a rank's share of the experts",
+            "megatron/preflight/memory.py",
+            "experts_of_rank = experts // parallel.expert_model_parallel_size",
+            "experts_of_rank = experts",
+            "tests/unit/preflight/test_memory.py::test_a_rank_holds_its_share_of_the_experts",
+        ),
+    ),
+}
