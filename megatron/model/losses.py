@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.linear_cross_entropy import FusedLossState, linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import LossState, linear_cross_entropy
 
 
 class LossSum(NamedTuple):
@@ -65,7 +65,7 @@ def fused_language_model_loss(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool,
-    state: FusedLossState | None = None,
+    state: LossState | None = None,
 ) -> LossSum:
     """Return `language_model_loss` of the logits hidden weight^T, which are never held all at once.
 

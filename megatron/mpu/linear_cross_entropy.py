@@ -31,7 +31,7 @@ _CHUNK_BYTES_ELSEWHERE = 2**28
 
 
 @dataclass(slots=True)
-class FusedLossState:
+class LossState:
     """What a fused loss knows and keeps beyond one micro-batch.
 
     `factor` is what the backward pass will multiply the sum by, a scalar, where the caller knows it
@@ -71,7 +71,7 @@ def linear_cross_entropy(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool = False,
-    state: FusedLossState | None = None,
+    state: LossState | None = None,
 ) -> Tensor:
     """Return the weighted sum of -log softmax(hidden weight^T)[label] over all tokens: a scalar.
 
@@ -95,7 +95,7 @@ def linear_cross_entropy(
         ConfigError: from the backward pass, whose factor is another one (likewise).
     """
     check_ids(labels.clamp_min(0), true_vocab_size)
-    state = state or FusedLossState()
+    state = state or LossState()
     head = _Head(
         ctx.tp,
         true_vocab_size,
@@ -131,7 +131,7 @@ class _Head(NamedTuple):
     sequence_parallel: bool
     trains: bool  # whether gradients may be asked for
     factor: Tensor | float | None  # of the gradients, where it is known
-    state: FusedLossState
+    state: LossState
 
 
 class _HeadContext(FunctionContext):
@@ -227,7 +227,7 @@ def _check_factor(found: Tensor, announced: Tensor | float) -> None:
         raise ConfigError(
             _OTHER_FACTOR,
             found=f"{float(found)}, and {float(announced)} in the forward pass",
-            fix="multiply the loss by FusedLossState.factor, or leave that None",
+            fix="multiply the loss by LossState.factor, or leave that None",
         )
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.mpu import linear_cross_entropy as module
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.linear_cross_entropy import FusedLossState, linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import LossState, linear_cross_entropy
 from megatron.mpu.mappings import sequence_part
 from tests.distributed.mpu.reference import EXACT, build, sample
 from tests.support.ranks import run_on_ranks
@@ -52,7 +52,7 @@ def check_whole_vocabulary(ctx: ParallelContext, true: int, *, split: bool, know
         ctx=ctx,
         true_vocab_size=true,
         sequence_parallel=split,
-        state=FusedLossState(FACTOR if known else None),
+        state=LossState(FACTOR if known else None),
     )
     (FACTOR * total).backward()
     torch.testing.assert_close(total, expected, **EXACT)

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.mpu import linear_cross_entropy as module
 from megatron.mpu import weight_gradients
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.linear_cross_entropy import FusedLossState, chunk_rows, linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import LossState, chunk_rows, linear_cross_entropy
 from megatron.mpu.weight_gradients import GradientSum
 
 ALONE = ParallelContext.single()
@@ -166,7 +166,7 @@ def test_the_inputs_are_not_changed_and_a_second_backward_is_refused(factor: Ten
         *(hidden, weight, given.labels, given.token_weights),
         ctx=ALONE,
         true_vocab_size=TRUE,
-        state=FusedLossState(factor),
+        state=LossState(factor),
     )
     total.backward(retain_graph=True)
     assert torch.equal(hidden, given.hidden)
@@ -188,7 +188,7 @@ def announced(given: Case, factor: Tensor, *, true: int = TRUE, buffer: bool) ->
         given.token_weights,
         ctx=ALONE,
         true_vocab_size=true,
-        state=FusedLossState(factor),
+        state=LossState(factor),
     )
     (factor * total).backward()
     assert (weight.grad is None) == buffer
@@ -217,14 +217,14 @@ def test_another_factor_than_the_announced_one_is_refused() -> None:
         *given[1:],
         ctx=ALONE,
         true_vocab_size=TRUE,
-        state=FusedLossState(torch.tensor(0.5)),
+        state=LossState(torch.tensor(0.5)),
     )
     with pytest.raises(ConfigError, match="multiplied by another factor"):
         (0.25 * total).backward()
 
 
 def test_memory_for_logits_is_kept_where_it_is_large_enough() -> None:
-    state, fp32, fp64 = FusedLossState(), torch.empty(0), torch.empty(0, dtype=torch.float64)
+    state, fp32, fp64 = LossState(), torch.empty(0), torch.empty(0, dtype=torch.float64)
     first = state.memory_for(fp32, (3, 4))
     assert first.shape == (3, 4)
     assert state.memory_for(fp32, (2, 5)).data_ptr() == first.data_ptr()
@@ -236,9 +236,7 @@ def test_memory_for_logits_is_kept_where_it_is_large_enough() -> None:
 def test_a_factor_is_of_no_interest_without_gradients() -> None:
     given = case()
     with torch.no_grad():
-        total = linear_cross_entropy(
-            *given, ctx=ALONE, true_vocab_size=TRUE, state=FusedLossState(0.5)
-        )
+        total = linear_cross_entropy(*given, ctx=ALONE, true_vocab_size=TRUE, state=LossState(0.5))
     torch.testing.assert_close(total, plain(given).total, **EXACT)
 
 
