@@ -124,7 +124,12 @@ def bert_loss(
         swapped: [b] int64, 1 where the segments are not in their order; for an order head.
     """
     words = language_model_loss(
-        carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
+        carry[0],
+        labels,
+        loss_mask,
+        ctx=build.ctx,
+        true_vocab_size=build.vocab.true,
+        state=build.loss_state,
     )
     if swapped is None or len(carry) == 1:
         return words

@@ -221,5 +221,10 @@ def gpt_loss(
             state=build.loss_state,
         )
     return language_model_loss(
-        carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
+        carry[0],
+        labels,
+        loss_mask,
+        ctx=build.ctx,
+        true_vocab_size=build.vocab.true,
+        state=build.loss_state,
     )

@@ -28,6 +28,9 @@ class Case(NamedTuple):
     token_weights: Tensor
 
 
+Z_LOSS = 0.7  # large, so that its gradient is
+
+
 class Result(NamedTuple):
     total: Tensor
     grad_hidden: Tensor
@@ -54,23 +57,37 @@ def case(rows: int = 10, *, true: int = TRUE, dtype: torch.dtype = torch.float64
     return Case(hidden.to(dtype), weight.to(dtype), labels, token_weights)
 
 
-def fused(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
+def fused(
+    given: Case, *, true: int = TRUE, factor: float = 1.0, state: LossState | None = None
+) -> Result:
     hidden, weight = (one.clone().requires_grad_() for one in given[:2])
     total = linear_cross_entropy(
-        hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=true
+        *(hidden, weight, given.labels, given.token_weights),
+        ctx=ALONE,
+        true_vocab_size=true,
+        state=state,
     )
     (factor * total).backward()
     return Result(total.detach(), hidden.grad, weight.grad)
 
 
-def plain(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
-    """The same by torch's operations, one after the other."""
+def plain(
+    given: Case, *, true: int = TRUE, factor: float = 1.0, z_loss_coeff: float = 0.0
+) -> Result:
+    """The same by torch's operations, one after the other; the z loss has a gradient alone."""
     hidden, weight = (one.clone().requires_grad_() for one in given[:2])
     logits = F.linear(hidden, weight)[..., :true].flatten(0, 1)
     losses = F.cross_entropy(logits, given.labels.flatten(), ignore_index=-1, reduction="none")
     total = (losses * given.token_weights.flatten()).sum()
-    (factor * total).backward()
+    z_loss = z_loss_coeff * sum_of_squares(given, logits)
+    (factor * (total + z_loss)).backward()
     return Result(total.detach(), hidden.grad, weight.grad)
+
+
+def sum_of_squares(given: Case, logits: Tensor) -> Tensor:
+    """The weighted sum of log^2 Z over tokens that have a label, of logits [n, columns]."""
+    counted = given.token_weights.flatten() * (given.labels.flatten() >= 0)
+    return (torch.logsumexp(logits, dim=-1).square() * counted).sum()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -82,6 +99,37 @@ def test_loss_and_gradients_equal_those_of_separate_operations(rows: int, true: 
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, **EXACT)
     assert bool((found.grad_weight[true:] == 0).all())
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("rows", [1, 10])
+@pytest.mark.parametrize("true", [WIDTH, TRUE, 1])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_a_z_loss_changes_the_gradients_alone(rows: int, true: int, factor: float | None) -> None:
+    given, state = case(rows, true=true), LossState(factor, Z_LOSS)
+    found = fused(given, true=true, factor=0.25, state=state)
+    expected = plain(given, true=true, factor=0.25, z_loss_coeff=Z_LOSS)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert torch.equal(found.total, fused(given, true=true).total)
+    logits = F.linear(given.hidden, given.weight)[..., :true].flatten(0, 1)
+    torch.testing.assert_close(state.taken_log_z(), sum_of_squares(given, logits), **EXACT)
+    assert state.taken_log_z() is None
+    without = plain(given, true=true, factor=0.25)
+    assert not torch.allclose(found.grad_weight, without.grad_weight, rtol=0.01)
+
+
+def test_a_z_loss_is_noted_only_with_a_gradient() -> None:
+    given, state = case(), LossState(z_loss_coeff=Z_LOSS)
+    with torch.no_grad():
+        total = fused_total(given, state)
+    assert torch.equal(total, fused(given).total)
+    fused_total(given, state)  # no operand wants a gradient
+    assert state.taken_log_z() is None
+
+
+def fused_total(given: Case, state: LossState) -> Tensor:
+    return linear_cross_entropy(*given, ctx=ALONE, true_vocab_size=TRUE, state=state)
 
 
 @pytest.mark.usefixtures("small_chunks")
