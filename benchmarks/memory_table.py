@@ -71,7 +71,7 @@ def measure(flags: Sequence[str], *, vocab_size: int) -> Measured:
         return Measured(
             estimate=work.memory,
             kept=sum(tensor.nbytes for tensor in kept),
-            alive=alive + work.build.fused_loss.kept_bytes,
+            alive=alive + work.build.loss_state.kept_bytes,
             imports=imports,
             peak=peak,
         )

@@ -1,9 +1,9 @@
 """Tokens/s of our training step beside a plain eager GPT of the same shape, on this CPU.
 
-`python benchmarks/train_cpu.py`: both train from the same weights on the same tokens, step by step
-in turn, so that whatever else the machine does falls on both. Each has a process of its own, where
-its way to take and keep memory concerns nobody else. `--peers` adds others. How to read what it
-prints is in benchmarks/README.md.
+`python benchmarks/train_cpu.py [--shape gpt2|llama]`: both train from the same weights on the same
+tokens, step by step in turn, so that whatever else the machine does falls on both. Each has a
+process of its own, where its way to take and keep memory concerns nobody else. `--peers` adds
+others. How to read what it prints is in benchmarks/README.md.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,23 +34,14 @@ from benchmarks.peers.packages import (
     MEGATRON_CORE,
     TRANSFORMERS,
     Maker,
-    Named,
-    Peer,
     compiled,
     megatron_core,
+    plain,
     transformers,
 )
-from benchmarks.peers.plain_gpt import (
-    Bf16Style,
-    PlainGPT,
-    PlainTrainer,
-    Recipe,
-    Shape,
-    copy_weights,
-    cross_entropy_of,
-)
+from benchmarks.peers.plain_gpt import Bf16Style, LlamaShape, PlainTrainer, Recipe, Shape
 from benchmarks.workload import matmul_peak_tflops, workload
-from megatron.errors import MachineError, NumericsError
+from megatron.errors import ConfigError, MachineError, NumericsError
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.program import run_program
 
@@ -62,6 +53,21 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-4}
 NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 # By the last step the losses may have moved apart by this multiple: the optimizers agree too.
 DRIFT = 10.0
+# By the value of --shape; flags change their sizes.
+SHAPES = {
+    "gpt2": Shape(layers=8, hidden=512, heads=8, seq_length=512, vocab=50304, micro_batch=4),
+    "llama": LlamaShape(
+        layers=4,
+        hidden=512,
+        heads=8,
+        groups=2,
+        ffn=1408,
+        seq_length=2048,
+        vocab=32000,
+        micro_batch=1,
+    ),
+}
+SIZES = tuple(one.name for one in fields(LlamaShape))
 PEAK_SIZES = (1024, 2048, 4096)
 RECIPE = Recipe()
 OURS, OURS_COMPILED, PLAIN = "ours", "ours compiled", "plain"
@@ -125,18 +131,12 @@ class Score:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure each dtype, print a table, write JSON if asked."""
     flags = _parser().parse_args(argv)
-    shape = Shape(
-        layers=flags.layers,
-        hidden=flags.hidden,
-        heads=flags.heads,
-        seq_length=flags.seq_length,
-        vocab=flags.vocab,
-        micro_batch=flags.micro_batch,
-    )
+    shape = shape_of(flags)
     results = [measure(dtype, shape, flags) for dtype in flags.dtype]
     report = {
         "benchmark": "train_cpu",
         "machine": machine(),
+        "network": flags.shape,
         "shape": asdict(shape),
         "recipe": asdict(RECIPE),
         "flops_convention": FLOPS_CONVENTION,
@@ -148,6 +148,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if flags.json is not None:
         flags.json.parent.mkdir(parents=True, exist_ok=True)
         flags.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def shape_of(flags: argparse.Namespace) -> Shape:
+    """Return the shape that the flags name, with the sizes that they change.
+
+    Raises:
+        ConfigError: a size that a GPT-2 does not have.
+    """
+    given = {name: getattr(flags, name) for name in SIZES if getattr(flags, name) is not None}
+    shape = SHAPES[flags.shape]
+    unread = [f"--{name} {value}" for name, value in given.items() if not hasattr(shape, name)]
+    if unread:
+        raise ConfigError(
+            f"the shape {flags.shape} has no such sizes",
+            found=" ".join(unread),
+            fix="leave them out, or add --shape llama",
+        )
+    return replace(shape, **given)
 
 
 def measure(dtype: str, shape: Shape, flags: argparse.Namespace) -> dict[str, Any]:
@@ -301,7 +319,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [
         f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
         f"load {machine['load_1min']:.1f} at the end",
-        ", ".join(f"{name} {value}" for name, value in shape.items())
+        f"{report['network']}: "
+        + ", ".join(f"{name} {value}" for name, value in shape.items())
         + f"; {report['steps']} steps in turns after {report['warmup']} for warm-up",
         "",
         "dtype  who            tokens/s  of matmul peak  s/step  CPU s/step "
@@ -334,7 +353,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _makers(flags: argparse.Namespace) -> dict[str, Maker]:
-    makers: dict[str, Maker] = {PLAIN: _plain}
+    makers: dict[str, Maker] = {PLAIN: plain}
     if flags.peers:
         makers |= {COMPILED: compiled, TRANSFORMERS: transformers}
         if flags.megatron_core is not None:
@@ -344,12 +363,6 @@ def _makers(flags: argparse.Namespace) -> dict[str, Maker]:
 
 def _bf16_style(dtype: str, flags: argparse.Namespace) -> Bf16Style | None:
     return Bf16Style(flags.plain_bf16) if dtype == "bf16" else None
-
-
-def _plain(ours: Named, shape: Shape) -> Peer:
-    model = PlainGPT(shape)
-    copy_weights(ours, model, shape)
-    return Peer(model, cross_entropy_of(model))
 
 
 def _beside(us: Contestant, other: Contestant, *, skip: int) -> dict[str, Any]:
@@ -396,7 +409,7 @@ def _score(one: Contestant, shape: Shape, flops: int, *, peak: float, skip: int)
 
 def our_flags(dtype: str, shape: Shape) -> list[str]:
     """Return the flags of our GPT of this shape."""
-    sizes = {
+    sizes: dict[str, object] = {
         "num-layers": shape.layers,
         "hidden-size": shape.hidden,
         "num-attention-heads": shape.heads,
@@ -413,8 +426,17 @@ def our_flags(dtype: str, shape: Shape) -> list[str]:
         "clip-grad": RECIPE.clip_grad,
         "device": "cpu",
     }
+    switches = ["--bf16"] if dtype == "bf16" else []
+    if isinstance(shape, LlamaShape):
+        sizes |= {
+            "num-key-value-heads": shape.groups,
+            "ffn-hidden-size": shape.ffn,
+            "normalization": "RMSNorm",
+            "position-embedding-type": "rope",
+        }
+        switches += ["--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    return [*flags, *(["--bf16"] if dtype == "bf16" else [])]
+    return [*flags, *switches]
 
 
 def _print_profile(name: str, step: Callable[[], object]) -> None:
@@ -430,12 +452,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=tuple(DTYPES), default=list(DTYPES), help="[both]")
     add("--steps", type=int, default=10, help="measured steps of each contestant [10]")
     add("--warmup", type=int, default=2, help="steps before them [2]")
-    add("--layers", type=int, default=8, help="[8]")
-    add("--hidden", type=int, default=512, help="[512]")
-    add("--heads", type=int, default=8, help="[8]")
-    add("--seq-length", type=int, default=512, help="[512]")
-    add("--vocab", type=int, default=50304, help="[50304]")
-    add("--micro-batch", type=int, default=4, help="[4]")
+    add("--shape", choices=tuple(SHAPES), default="gpt2", help="network and sizes [%(default)s]")
+    for name in SIZES:
+        sizes = [
+            f"{key} {getattr(shape, name)}" for key, shape in SHAPES.items() if hasattr(shape, name)
+        ]
+        add(f"--{name.replace('_', '-')}", type=int, help=f"[{', '.join(sizes)}]")
     add(
         "--plain-bf16",
         choices=[style.value for style in Bf16Style],

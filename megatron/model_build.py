@@ -7,6 +7,7 @@ from megatron.config.run import RunConfig
 from megatron.model.compilation import LayerCompiler
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.random import RandomStreams
 from megatron.pipeline.plan import pipeline_plan
 from megatron.tokenizer.tokenizer import Tokenizer, padded_vocab_size, true_vocab_size
@@ -45,6 +46,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         context_exchange=config.parallel.cp_comm_type,
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
+        loss_state=LossState(z_loss_coeff=config.training.z_loss_coeff),
         fuse_loss=config.training.cross_entropy_loss_fusion,
         attention_backend=config.training.attention_backend,
         fuse_rope=config.training.rope_fusion,

@@ -18,7 +18,7 @@ def peak(flags: list[str], vocab_size: int) -> Answer:
         for number in range(WARMUP):
             work.step(work.tokens(number))
         alive = peak_of_step(lambda: work.step(work.tokens(WARMUP)))
-        return {"bytes": alive + work.build.fused_loss.kept_bytes}
+        return {"bytes": alive + work.build.loss_state.kept_bytes}
 
 
 if __name__ == "__main__":

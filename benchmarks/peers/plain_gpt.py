@@ -25,7 +25,7 @@ class Bf16Style(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The shape of a GPT and of its batches."""
+    """The shape of a GPT-2 and of its batches."""
 
     layers: int
     hidden: int
@@ -38,6 +38,24 @@ class Shape:
     def tokens(self) -> int:
         """Return the number of tokens of one batch."""
         return self.micro_batch * self.seq_length
+
+    @property
+    def query_groups(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape(Shape):
+    """The shape of a LLaMA: RMSNorm, rope, SwiGLU, groups of queries, no biases, untied head."""
+
+    groups: int  # of queries
+    ffn: int  # width within an MLP
+
+    @property
+    def query_groups(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +76,10 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.word = nn.Embedding(shape.vocab, shape.hidden)
         self.position = nn.Embedding(shape.seq_length, shape.hidden)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(partial(nn.LayerNorm, shape.hidden), _Attention(shape), _MLP(shape))
+            for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -106,7 +127,8 @@ class PlainTrainer:
             self._weights = [p.detach().clone().float() for p in self._parameters]
             for weight in self._weights:
                 weight.grad = torch.empty_like(weight)
-            model.to(torch.bfloat16)
+            for parameter in model.parameters():  # tables of angles stay as they are
+                parameter.data = parameter.data.to(torch.bfloat16)
         decayed = [weight for weight in self._weights if weight.dim() > 1]
         others = [weight for weight in self._weights if weight.dim() <= 1]
         self._rule = torch.optim.AdamW(
@@ -143,7 +165,7 @@ class PlainTrainer:
         return loss.item(), norm.item()
 
 
-def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: PlainGPT, shape: Shape) -> None:
+def copy_weights(ours: Iterable[tuple[str, Tensor]], plain: nn.Module, shape: Shape) -> None:
     """Copy our named parameters to `plain`; every one must have a counterpart."""
     words = {"embedding": "", "layers": "blocks", "final_norm": "norm"}
     copy_parameters(ours, plain, words, partial(q_then_k_then_v, shape))
@@ -171,27 +193,31 @@ def copy_parameters(
 
 
 def q_then_k_then_v(shape: Shape, name: str, value: Tensor) -> Tensor:
-    """Return a parameter of ours as GPT-2 has it: rows of all q, then of all k, then of all v.
-
-    Ours stand head by head, [q k v] each.
-    """
-    if ".qkv." not in name:
-        return value
-    by_head = value.view(shape.heads, 3, shape.hidden // shape.heads, -1)
-    return by_head.transpose(0, 1).reshape(value.shape)
+    """Return a parameter of ours with rows of all q, then of all k, then of all v."""
+    return torch.cat(q_k_v(shape, value)) if ".qkv." in name else value
 
 
-class _Block(nn.Module):
-    """A block with our parameter names, so that weights can be copied by name."""
+def q_k_v(shape: Shape, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of a parameter of ours, whose rows stand group by group, [q .. q k v]."""
+    queries = shape.heads // shape.query_groups
+    by_group = value.view(shape.query_groups, queries + 2, shape.hidden // shape.heads, -1)
+    parts = (by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1])
+    q, k, v = (part.reshape(-1, *value.shape[1:]) for part in parts)
+    return q, k, v
 
-    def __init__(self, shape: Shape) -> None:
+
+class Block(nn.Module):
+    """A pre-norm block with our parameter names, so that weights can be copied by name."""
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_norm = nn.LayerNorm(shape.hidden)
-        self.attention = _Attention(shape)
-        self.post_attention_norm = nn.LayerNorm(shape.hidden)
-        self.mlp = _MLP(shape)
+        self.input_norm = norm()
+        self.attention = attention
+        self.post_attention_norm = norm()
+        self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map hidden states [b, s, h]."""
         x = x + self.attention(self.input_norm(x))
         after: Tensor = x + self.mlp(self.post_attention_norm(x))
         return after

@@ -3,12 +3,11 @@
 The flags themselves are fields of `ModelConfig`; they have no meaning in a dense model.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from megatron.config.fields import check_field
+from megatron.config.fields import check_loss_weight
 from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
@@ -77,14 +76,7 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
 
 def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        value = getattr(flags, name)
-        yield from check_field(
-            0 <= value < math.inf,
-            name,
-            value,
-            problem="the weight of a loss is not a number from 0",
-            fix="use a small number, such as 0.001, or 0 for none",
-        )
+        yield from check_loss_weight(name, getattr(flags, name))
     kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     given = f"--moe-router-load-balancing-type {kind}"
     if kind not in (NO_BALANCE, PER_SEQUENCE):

@@ -76,6 +76,17 @@ def check_field(
         yield ConfigError(problem, found=f"{flag_name(field_name)} {value}", fix=fix)
 
 
+def check_loss_weight(field_name: str, value: float) -> Iterator[ConfigError]:
+    """Yield an error unless `value`, the weight of a loss, is a finite number from 0."""
+    yield from check_field(
+        0 <= value < math.inf,
+        field_name,
+        value,
+        problem="the weight of a loss is not a number from 0",
+        fix="use a small number, such as 0.001, or 0 for none",
+    )
+
+
 def raise_all(errors: Iterator[ConfigError]) -> None:
     """Raise all problems of a config group as one error."""
     found = list(errors)

@@ -13,7 +13,7 @@ from megatron.config.activations import (
     activation_problems,
 )
 from megatron.config.curriculum import CurriculumSchedule, curriculum_problems
-from megatron.config.fields import check_field, flag, raise_all
+from megatron.config.fields import check_field, check_loss_weight, flag, raise_all
 from megatron.config.skips import skip_problems, skipped_ranges
 from megatron.errors import ConfigError
 
@@ -130,6 +130,11 @@ class TrainingConfig:
         help="compute the projection of a GPT to the vocabulary and its loss a few tokens at a "
         "time, so that the logits of a micro-batch are never in memory together",
     )
+    z_loss_coeff: float = flag(
+        0.0,
+        help="weight of the loss log^2 Z of each counted token, Z the sum of exponentials over the "
+        "vocabulary, that keeps logits near zero (arXiv 2204.02311, section 5); such as 0.0001",
+    )
     attention_backend: AttentionBackend = flag(
         AttentionBackend.AUTO,
         help="kernel of attention: the fastest that fits, FlashAttention, cuDNN's, or scores and "
@@ -203,6 +208,7 @@ class TrainingConfig:
             )
         yield from activation_problems(self)
         yield from curriculum_problems(self)
+        yield from check_loss_weight("z_loss_coeff", self.z_loss_coeff)
         for name in (
             "recompute_num_layers",
             "micro_batch_size",

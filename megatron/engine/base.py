@@ -124,6 +124,8 @@ class StepReport:
     means: tuple[float, ...] = ()  # of each loss, where there are several
     # Mean over sequences and layers, without its weight: 1 where experts are equally busy.
     load_balancing_loss: float | None = None
+    # Mean of log^2 Z over the tokens that the first loss counts, without its weight.
+    z_loss: float | None = None
     signals: tuple[bool, ...] = ()  # for each that was given to the step: did any rank set it
 
     @property

@@ -154,9 +154,9 @@ class NativeEngine:
             # and the loss of a router counts sequences.
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
-        self._build.fused_loss.factor = None if several else scale
+        self._build.loss_state.factor = None if several else scale
         losses = self._train(microbatches, plan.num_microbatches, scale)
-        self._build.fused_loss.factor = None
+        self._build.loss_state.factor = None
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
         sums = step_sums(losses, self._task, self._build, signals)

@@ -21,6 +21,7 @@ from megatron.optimizer.optimizer import OptimizerReport
 
 COUNTS = "counts"  # of each loss, over the whole step
 _TOTALS, _BALANCE, _SIGNALS = "totals", "balance of experts", "signals"
+_LOG_Z = "squares of log Z"  # only with a z loss
 
 
 def counts_ahead(
@@ -81,6 +82,13 @@ def step_sums(
         torch.zeros((), device=device.current()) if noted is None else noted,
         contributes=build.sequence_parallel or ctx.tp.is_first,
     )
+    if build.loss_state.z_loss_coeff > 0:
+        squares = build.loss_state.taken_log_z()  # nothing but on the last stage
+        found.add(
+            _LOG_Z,
+            torch.zeros((), device=device.current()) if squares is None else squares,
+            contributes=ctx.tp.is_first,
+        )
     found.add_flags(_SIGNALS, signals)
     return found
 
@@ -109,6 +117,7 @@ def step_report(
         num_zeros=done.num_zeros,
         means=means if len(means) > 1 else (),
         load_balancing_loss=balance,
+        z_loss=scalars[_LOG_Z][0] / scalars[COUNTS][0] if _LOG_Z in scalars else None,
         signals=tuple(count > 0 for count in scalars[_SIGNALS]),
     )
 

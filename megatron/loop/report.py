@@ -265,6 +265,8 @@ class StepLog:
             parts.append(f"num zeros: {report.num_zeros:.1f}")
         if report.load_balancing_loss is not None:
             parts.append(f"load_balancing_loss: {report.load_balancing_loss:.6E}")
+        if report.z_loss is not None:
+            parts.append(f"z_loss: {report.z_loss:.6E}")
         parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
         if self._with_length:
             parts.append(f"curriculum seqlen: {plan.seq_length:5d}")
@@ -309,6 +311,8 @@ class StepLog:
             numbers["num-zeros/num-zeros"] = report.num_zeros
         if report.load_balancing_loss is not None:
             numbers["load-balancing-loss/load-balancing-loss"] = report.load_balancing_loss
+        if report.z_loss is not None:
+            numbers["z-loss/z-loss"] = report.z_loss
         for name, value in extra.items():
             tag = name.replace("_", "-")
             numbers[f"{tag}/{tag}"] = value

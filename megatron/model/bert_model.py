@@ -131,6 +131,7 @@ def bert_loss(
         build.share.take(loss_mask, 1),
         ctx=build.ctx,
         true_vocab_size=build.vocab.true,
+        state=build.loss_state,
     )
     if swapped is None or len(carry) == 1:
         return words

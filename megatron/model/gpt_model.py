@@ -226,8 +226,13 @@ def gpt_loss(
             ctx=build.ctx,
             true_vocab_size=build.vocab.true,
             sequence_parallel=build.sequence_parallel,
-            state=build.fused_loss,
+            state=build.loss_state,
         )
     return language_model_loss(
-        carry[0], labels, loss_mask, ctx=build.ctx, true_vocab_size=build.vocab.true
+        carry[0],
+        labels,
+        loss_mask,
+        ctx=build.ctx,
+        true_vocab_size=build.vocab.true,
+        state=build.loss_state,
     )

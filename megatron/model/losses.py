@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.linear_cross_entropy import FusedLossState, linear_cross_entropy
+from megatron.mpu.cross_entropy import cross_entropy_and_log_z
+from megatron.mpu.linear_cross_entropy import LossState, linear_cross_entropy
 
 
 class LossSum(NamedTuple):
@@ -38,21 +38,28 @@ def language_model_loss(
     *,
     ctx: ParallelContext,
     true_vocab_size: int,
+    state: LossState | None = None,
 ) -> LossSum:
     """Return the cross entropy of the next token over tokens that `loss_mask` counts.
+
+    The z loss of `state` enters by its gradient alone: the value of the total is the cross entropy.
 
     Args:
         logits: [s, b, v/tp], any floating dtype.
         labels: [b, s] int64; a negative label counts for nothing.
         loss_mask: [b, s], 1 where a token counts and 0 where not; None: all count.
+        state: the weight of the z loss, and where its sum is kept; None: there is no z loss.
     """
     by_sequence = labels.t()  # [s, b]
-    losses = vocab_parallel_cross_entropy(
+    losses, log_z = cross_entropy_and_log_z(
         logits, by_sequence, ctx=ctx, true_vocab_size=true_vocab_size
     )
     mask = None if loss_mask is None else loss_mask.t()
     weights = _weights(by_sequence, mask, losses.dtype)
     total = torch.sum(losses if loss_mask is None else losses * weights)
+    if state is not None and state.z_loss_coeff > 0 and log_z.requires_grad:
+        z_loss = state.z_loss_coeff * state.note_log_z(log_z, weights)
+        total = total + (z_loss - z_loss.detach())  # plus zero, with the gradient of the z loss
     return LossSum(total, weights.sum())
 
 
@@ -65,7 +72,7 @@ def fused_language_model_loss(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool,
-    state: FusedLossState | None = None,
+    state: LossState | None = None,
 ) -> LossSum:
     """Return `language_model_loss` of the logits hidden weight^T, which are never held all at once.
 

@@ -19,7 +19,7 @@ from megatron.model.activations import ActivationMemory
 from megatron.model.compilation import LayerCompiler
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.context_parallel.shares import SequenceShare
-from megatron.mpu.linear_cross_entropy import FusedLossState
+from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.random import RandomStreams
 
 Carry = tuple[Tensor, ...]
@@ -109,7 +109,7 @@ class ModelBuild:
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute
     router_loss: RouterLoss = field(default_factory=RouterLoss)  # one for all layers
-    fused_loss: FusedLossState = field(default_factory=FusedLossState)
+    loss_state: LossState = field(default_factory=LossState)  # of the language model
     # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
     fuse_loss: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO

@@ -38,8 +38,19 @@ def vocab_parallel_cross_entropy(
     Raises:
         DataError: a label is not in the true vocabulary (on CUDA: a device-side assert).
     """
+    return cross_entropy_and_log_z(logits, labels, ctx=ctx, true_vocab_size=true_vocab_size)[0]
+
+
+def cross_entropy_and_log_z(
+    logits: Tensor, labels: Tensor, *, ctx: ParallelContext, true_vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return `vocab_parallel_cross_entropy` and log Z of every token, both differentiable.
+
+    Z is the sum of e^logit over the true vocabulary. log Z is of the shape and dtype of the losses,
+    zero and without a gradient where a label is negative.
+    """
     check_ids(labels.clamp_min(0), true_vocab_size)
-    function: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
+    function: Callable[..., tuple[Tensor, Tensor]] = _VocabParallelCrossEntropy.apply
     return function(logits, labels, ctx, true_vocab_size)
 
 
@@ -51,14 +62,30 @@ class LossGradient(NamedTuple):
     total: Tensor  # [n] sum of e^(logit - largest) over the whole vocabulary
     ignored: Tensor  # [n] whether there is nothing to predict
 
-    def replace(self, logits: Tensor, grad: Tensor, true_width: int) -> Tensor:
-        """Write the gradient of the sum of `grad` [n] times the losses in place of the logits."""
+    def log_z(self) -> Tensor:
+        """Return log Z [n], the log of the sum of e^logit; zero where there is nothing to predict.
+
+        Not a field: only a z loss needs it.
+        """
+        return (self.largest + self.total.log()).masked_fill_(self.ignored, 0.0)
+
+    def replace(
+        self, logits: Tensor, grad: Tensor, true_width: int, grad_log_z: Tensor | None
+    ) -> Tensor:
+        """Write the gradient of the sum of `grad` [n] times the losses in place of the logits.
+
+        With `grad_log_z` [n] the gradient of the sum of `grad_log_z` times log Z is added. The
+        gradient of log Z is the softmax, so this changes the factor on the softmax alone.
+        """
         grad = grad.masked_fill(self.ignored, 0.0)
+        of_softmax = grad
+        if grad_log_z is not None:
+            of_softmax = grad + grad_log_z.masked_fill(self.ignored, 0.0)
         return cross_entropy_gradient_(
             logits,
             self.column,
             shift=self.largest,
-            scale=grad / self.total,
+            scale=of_softmax / self.total,
             at_label=grad,
             true_width=true_width,
         )
@@ -100,18 +127,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         parallel: ParallelContext,
         true_vocab_size: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         rows = logits.reshape(-1, logits.shape[-1]).contiguous()
         losses, gradient = token_losses(rows, labels.reshape(-1), parallel.tp, true_vocab_size)
         ctx.save_for_backward(logits, *gradient)
         ctx.true_width = true_columns(rows.shape[1], parallel.tp, true_vocab_size)
-        return losses.view(labels.shape)
+        ctx.set_materialize_grads(False)  # of a result that nothing uses there is no gradient
+        return losses.view(labels.shape), gradient.log_z().view(labels.shape)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: _LossContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _LossContext, grad: Tensor | None, grad_log_z: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         logits, *parts = ctx.saved_tensors
+        gradient = LossGradient(*parts)
         result = logits.clone(memory_format=torch.contiguous_format)
-        rows = result.view(-1, logits.shape[-1])
-        LossGradient(*parts).replace(rows, grad.reshape(-1), ctx.true_width)
+        gradient.replace(
+            result.view(-1, logits.shape[-1]),
+            torch.zeros_like(gradient.total) if grad is None else grad.reshape(-1),
+            ctx.true_width,
+            None if grad_log_z is None else grad_log_z.reshape(-1),
+        )
         return result, None, None, None

@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group, ParallelContext
-from megatron.mpu.cross_entropy import token_losses, true_columns
+from megatron.mpu.cross_entropy import LossGradient, token_losses, true_columns
 from megatron.mpu.layers import check_ids
 from megatron.mpu.weight_gradients import add_product, element_blocks, gradient_sum
 
@@ -31,21 +31,44 @@ _CHUNK_BYTES_ELSEWHERE = 2**28
 
 
 @dataclass(slots=True)
-class FusedLossState:
-    """What a fused loss knows and keeps beyond one micro-batch.
+class LossState:
+    """What the loss of a language model knows and keeps beyond one micro-batch.
 
     `factor` is what the backward pass will multiply the sum by, a scalar, where the caller knows it
-    before: the gradients have it from the start, and that of a weight with a `GradientSum` is added
-    there in the forward pass. An engine sets it before a step; None: not known.
+    before: the gradients of a fused loss have it from the start, and that of a weight with a
+    `GradientSum` is added there in the forward pass. An engine sets it before a step; None: not
+    known.
+
+    `z_loss_coeff` is the weight C of the z loss, C log^2 Z of each counted token (PaLM, Chowdhery
+    et al. 2022, arXiv 2204.02311, section 5), with Z the sum of e^logit over the true vocabulary.
+    It enters by its gradient alone: losses that are returned do not have it.
     """
 
     factor: Tensor | float | None = None
+    z_loss_coeff: float = 0.0
+    _log_z_squares: Tensor | None = None
     _logits: Tensor | None = None
 
     @property
     def kept_bytes(self) -> int:
         """Size of the memory for logits that is kept."""
         return 0 if self._logits is None else self._logits.nbytes
+
+    def note_log_z(self, log_z: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of `weights` times log^2 Z, a scalar, and keep it for the report.
+
+        Called once for each token whose gradient is computed.
+        """
+        total = (log_z.square() * weights).sum()
+        noted = total.detach()
+        before = self._log_z_squares
+        self._log_z_squares = noted if before is None else before + noted
+        return total
+
+    def taken_log_z(self) -> Tensor | None:
+        """Return the sum of what was noted since the last call; None where nothing was."""
+        total, self._log_z_squares = self._log_z_squares, None
+        return total
 
     def memory_for(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return memory for logits of the dtype and device of `like`, of undefined content.
@@ -71,12 +94,13 @@ def linear_cross_entropy(
     ctx: ParallelContext,
     true_vocab_size: int,
     sequence_parallel: bool = False,
-    state: FusedLossState | None = None,
+    state: LossState | None = None,
 ) -> Tensor:
     """Return the weighted sum of -log softmax(hidden weight^T)[label] over all tokens: a scalar.
 
     The loss of a token is that of `vocab_parallel_cross_entropy`, in fp32 (fp64 for fp64 weights).
-    Without gradients (`torch.no_grad`) only the loss is computed.
+    Without gradients (`torch.no_grad`) only the loss is computed. With `state.z_loss_coeff` the
+    gradients are those of the loss and the z loss of the same tokens, with the same weights.
 
     Args:
         hidden: [s, b, h]; [s/tp, b, h] under sequence parallelism, where its gradient is too.
@@ -95,7 +119,7 @@ def linear_cross_entropy(
         ConfigError: from the backward pass, whose factor is another one (likewise).
     """
     check_ids(labels.clamp_min(0), true_vocab_size)
-    state = state or FusedLossState()
+    state = state or LossState()
     head = _Head(
         ctx.tp,
         true_vocab_size,
@@ -131,7 +155,7 @@ class _Head(NamedTuple):
     sequence_parallel: bool
     trains: bool  # whether gradients may be asked for
     factor: Tensor | float | None  # of the gradients, where it is known
-    state: FusedLossState
+    state: LossState
 
 
 class _HeadContext(FunctionContext):
@@ -180,7 +204,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             if grad_hidden is None and grad_weight is None and place is None:
                 continue
-            grad_logits = gradient.replace(logits, factors[chunk], true_width)
+            grad_log_z = _grad_log_z(gradient, row_weights[chunk], factors[chunk], head.state)
+            grad_logits = gradient.replace(logits, factors[chunk], true_width, grad_log_z)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if place is not None:
@@ -212,6 +237,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_input, grad_weight, None, None, None
 
 
+def _grad_log_z(
+    gradient: LossGradient, weights: Tensor, factors: Tensor, state: LossState
+) -> Tensor | None:
+    """Return the gradient of the z loss of a chunk by log Z [n]; None without a z loss."""
+    if state.z_loss_coeff == 0:
+        return None
+    log_z = gradient.log_z()
+    state.note_log_z(log_z, weights)
+    return log_z.mul_(2 * state.z_loss_coeff).mul_(factors)
+
+
 def _chunks(rows: int, size: int) -> Iterator[slice]:
     for start in range(0, max(1, rows), size):  # of no rows one empty chunk, for zero gradients
         yield slice(start, min(start + size, rows))
@@ -227,7 +263,7 @@ def _check_factor(found: Tensor, announced: Tensor | float) -> None:
         raise ConfigError(
             _OTHER_FACTOR,
             found=f"{float(found)}, and {float(announced)} in the forward pass",
-            fix="multiply the loss by FusedLossState.factor, or leave that None",
+            fix="multiply the loss by LossState.factor, or leave that None",
         )
 
 

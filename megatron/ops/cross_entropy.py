@@ -44,7 +44,9 @@ def cross_entropy_gradient_(
     """Replace each logit by e^(logit - shift) * scale, minus `at_label` in the label's column.
 
     With the factor f on the loss of a row, `shift` M, `scale` f / S and `at_label` f that is the
-    gradient. Padded columns become zero, and so does a row whose `scale` and `at_label` are zero.
+    gradient. With C log^2 Z added to the loss, log Z being M + log S, `scale` is
+    f (1 + 2 C log Z) / S. Padded columns become zero, and so does a row whose `scale` and
+    `at_label` are zero.
 
     Args:
         shift, scale, at_label: [n] of the dtype of the statistics.

@@ -58,6 +58,7 @@ REFUSED: Mapping[str, str] = {
     "--load-only": "--pretrained-checkpoint, of which everything but the head is loaded, with "
     "--load-except for more that is not",
     "--rampup-batch-size": "one --global-batch-size",
+    "--z-loss-coeff": "the cross entropy over classes alone; leave it out",
     "--skip-train-iteration-range": "files without those examples",
     "--eval-only": "--epochs 0",
     "--skip-train": "--epochs 0",

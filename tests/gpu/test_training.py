@@ -42,7 +42,7 @@ MODELS = {
         *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
     ),
     "documents": ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"),
-    "padded vocabulary": ("--pad-vocab-size-to", "640"),
+    "padded vocabulary, z loss": ("--pad-vocab-size-to", "640", "--z-loss-coeff", "0.01"),
 }
 
 

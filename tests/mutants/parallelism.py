@@ -146,10 +146,70 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gradient of a token has the token's weight",
             "megatron/mpu/linear_cross_entropy.py",
-            "gradient.replace(logits, factors[chunk], true_width)",
-            "gradient.replace(logits, torch.ones_like(factors[chunk]), true_width)",
+            "gradient.replace(logits, factors[chunk], true_width, grad_log_z)",
+            "gradient.replace(logits, torch.ones_like(factors[chunk]), true_width, grad_log_z)",
             "tests/unit/mpu/test_linear_cross_entropy.py::"
             "test_loss_and_gradients_equal_those_of_separate_operations[13-10]",
+        ),
+        Mutant(
+            "the z loss of a token has the token's weight",
+            "megatron/mpu/linear_cross_entropy.py",
+            "log_z.mul_(2 * state.z_loss_coeff).mul_(factors)",
+            "log_z.mul_(2 * state.z_loss_coeff)",
+            "tests/unit/mpu/test_linear_cross_entropy.py::"
+            "test_a_z_loss_changes_the_gradients_alone",
+        ),
+        Mutant(
+            "the gradient of log Z is the softmax over all ranks' columns",
+            "megatron/mpu/cross_entropy.py",
+            "scale=of_softmax / self.total",
+            "scale=grad / self.total",
+            "tests/unit/mpu/test_cross_entropy.py::"
+            "test_log_z_is_the_log_sum_exp_of_the_true_vocabulary",
+        ),
+        Mutant(
+            "an ignored label has no z loss",
+            "megatron/mpu/cross_entropy.py",
+            "of_softmax = grad + grad_log_z.masked_fill(self.ignored, 0.0)",
+            "of_softmax = grad + grad_log_z",
+            "tests/unit/mpu/test_cross_entropy.py::"
+            "test_a_negative_label_has_no_loss_and_no_gradient",
+        ),
+        Mutant(
+            "a masked token has no z loss",
+            "megatron/mpu/linear_cross_entropy.py",
+            "total = (log_z.square() * weights).sum()",
+            "total = log_z.square().sum()",
+            "tests/unit/model/test_losses.py::test_a_z_loss_enters_by_its_gradient_alone",
+        ),
+        Mutant(
+            "the reported loss is the cross entropy without the z loss",
+            "megatron/model/losses.py",
+            "total = total + (z_loss - z_loss.detach())",
+            "total = total + z_loss",
+            "tests/unit/model/test_losses.py::test_a_z_loss_enters_by_its_gradient_alone",
+        ),
+        Mutant(
+            "the reported z loss counts each token once over tensor-parallel ranks",
+            "megatron/engine/tally.py",
+            "torch.zeros((), device=device.current()) if squares is None else squares,\n"
+            "            contributes=ctx.tp.is_first,",
+            "torch.zeros((), device=device.current()) if squares is None else squares,",
+            "tests/laws/layouts/test_z_loss.py::test_every_layout_trains_the_same_model[4]",
+        ),
+        Mutant(
+            "--z-loss-coeff reaches the loss",
+            "megatron/model_build.py",
+            "LossState(z_loss_coeff=config.training.z_loss_coeff)",
+            "LossState()",
+            "tests/unit/test_model_build.py::test_a_flag_is_the_weight_of_the_z_loss",
+        ),
+        Mutant(
+            "the masked words of a BERT have a z loss",
+            "megatron/model/bert_model.py",
+            "state=build.loss_state,",
+            "state=None,",
+            "tests/laws/layouts/test_z_loss.py::test_the_masked_words_of_a_bert_have_it_too",
         ),
         Mutant(
             "half-precision products of chunks are added up in fp32",

@@ -275,14 +275,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/training.py",
             "    if skipped is not None:",
             "    if False:",
-            "tests/laws/layouts/test_skips.py::test_what_is_skipped_is_read_and_not_trained_on",
+            "tests/laws/schedules/test_skips.py::test_what_is_skipped_is_read_and_not_trained_on",
         ),
         Mutant(
             "samples are cut to a curriculum's length",
             "megatron/training.py",
             "        return map(partial(truncate_batch, length=plan.seq_length), batches)",
             "        pass",
-            "tests/laws/layouts/test_curriculum.py::"
+            "tests/laws/schedules/test_curriculum.py::"
             "test_samples_have_the_length_of_their_iteration",
         ),
     ),

@@ -29,6 +29,12 @@ def test_a_flag_chooses_whether_a_loss_makes_its_own_logits() -> None:
     assert not model_build(runtime_of(unfused)).fuse_loss
 
 
+def test_a_flag_is_the_weight_of_the_z_loss() -> None:
+    assert model_build(runtime_of(tiny_run("nowhere"))).loss_state.z_loss_coeff == 0
+    weighted = tiny_run("nowhere", z_loss_coeff=0.25)
+    assert model_build(runtime_of(weighted)).loss_state.z_loss_coeff == 0.25
+
+
 def test_a_flag_chooses_the_kernel_of_attention() -> None:
     assert model_build(runtime_of(tiny_run("nowhere"))).attention_backend is AttentionBackend.AUTO
     flash = model_build(runtime_of(tiny_run("nowhere", attention_backend="flash")))

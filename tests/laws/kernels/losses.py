@@ -26,6 +26,7 @@ SHAPES = (
 # Units in the last place of the sum's dtype: one for each exponential, a few for adding them up in
 # blocks, and for the factor and the difference that the gradient is made of.
 SUMMED_ULPS = 8
+Z_LOSS = 0.05  # the weight of a z loss: slopes of about twice those of the cross entropy
 KERNEL = torch.ops.megatron
 
 
@@ -61,11 +62,18 @@ class Rows:
             self.logits.double(), self.labels, self.true_width
         )
 
-    def gradient_operands(self) -> tuple[Tensor, ...]:
-        """Return shift, scale and at_label as a loss over these columns alone has them."""
+    def gradient_operands(self, z_loss_coeff: float = 0.0) -> tuple[Tensor, ...]:
+        """Return shift, scale and at_label as a loss over these columns alone has them.
+
+        With a z loss every fourth row has a scale of zero: its factor 1 + 2 C log Z may be zero,
+        and its label still has a gradient.
+        """
         largest, total, _ = self.statistics().to(self.factors.dtype)
-        some = largest.masked_fill(total == 0, 0.0)
-        return some, self.factors / total.masked_fill(total == 0, 1.0), self.factors
+        shift, total = largest.masked_fill(total == 0, 0.0), total.masked_fill(total == 0, 1.0)
+        slopes = self.factors * (1 + 2 * z_loss_coeff * (shift + total.log()))
+        if z_loss_coeff:
+            slopes[::4] = 0
+        return shift, slopes / total, self.factors
 
 
 Statistics = Callable[[Tensor, Tensor, int], Tensor]
@@ -89,18 +97,19 @@ def check_rows(
     slack = SUMMED_ULPS + distance
     _check("the sum", made[1], expected[1], slack * eps * expected[1])
 
-    operands = rows.gradient_operands()
-    written = rows.logits.clone()
-    gradient(written, rows.labels, *operands, rows.true_width)
-    wide = rows.logits.double()
-    cross_entropy_gradient_reference(
-        wide, rows.labels, *(one.double() for one in operands), rows.true_width
-    )
-    of_dtype = torch.finfo(rows.logits.dtype)
-    rounding = of_dtype.eps / 2 * wide.abs() + of_dtype.smallest_normal
-    _check("the gradient", written, wide, rounding + slack * eps * rows.factors.double()[:, None])
-    assert not written[:, rows.true_width :].any()
-    assert not written[(operands[1] == 0) & (operands[2] == 0)].any()
+    for z_loss_coeff in (0.0, Z_LOSS):
+        operands = rows.gradient_operands(z_loss_coeff)
+        written = rows.logits.clone()
+        gradient(written, rows.labels, *operands, rows.true_width)
+        wide = rows.logits.double()
+        shift, scale, at_label = (one.double() for one in operands)
+        cross_entropy_gradient_reference(wide, rows.labels, shift, scale, at_label, rows.true_width)
+        of_dtype = torch.finfo(rows.logits.dtype)
+        rounding = of_dtype.eps / 2 * wide.abs() + of_dtype.smallest_normal
+        largest_summand = torch.maximum((scale * expected[1]).abs(), at_label)
+        _check("the gradient", written, wide, rounding + slack * eps * largest_summand[:, None])
+        assert not written[:, rows.true_width :].any()
+        assert not written[(scale == 0) & (at_label == 0)].any()
 
 
 def check_some() -> None:

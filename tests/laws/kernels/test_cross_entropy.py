@@ -9,7 +9,7 @@ from megatron.ops.cross_entropy import (
     cross_entropy_gradient_reference,
     cross_entropy_statistics_reference,
 )
-from tests.laws.kernels.losses import DTYPES, KERNEL, SHAPES, Rows, check_rows
+from tests.laws.kernels.losses import DTYPES, KERNEL, SHAPES, Z_LOSS, Rows, check_rows
 from tests.support.examples import examples
 
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,8 +82,9 @@ def test_a_number_that_is_not_finite_shows_in_its_row_alone(bad):
 def test_operators_keep_the_promises_of_their_schemas():
     rows = Rows.draw((4, 9, 7), torch.float32)
     torch.library.opcheck(KERNEL.cross_entropy_statistics, (rows.logits, rows.labels, 7))
-    operands = (rows.logits, rows.labels, *rows.gradient_operands(), 7)
-    torch.library.opcheck(KERNEL.cross_entropy_gradient_.default, operands)
+    for z_loss_coeff in (0.0, Z_LOSS):
+        operands = (rows.logits.clone(), rows.labels, *rows.gradient_operands(z_loss_coeff), 7)
+        torch.library.opcheck(KERNEL.cross_entropy_gradient_.default, operands)
 
 
 def test_kernels_refuse_operands_that_they_would_read_out_of_bounds():
@@ -119,6 +120,11 @@ def _gradient_without_label(logits, labels, shift, scale, at_label, true_width):
     cross_entropy_gradient_reference(logits, labels, shift, scale, none, true_width)
 
 
+def _gradient_without_z_loss(logits, labels, shift, scale, at_label, true_width):
+    total = (logits[:, :true_width].to(shift.dtype) - shift[:, None]).exp().sum(1)
+    cross_entropy_gradient_reference(logits, labels, shift, at_label / total, at_label, true_width)
+
+
 def _gradient_of_padding(logits, labels, shift, scale, at_label, true_width):
     columns = logits.shape[1]
     cross_entropy_gradient_reference(logits, labels, shift, scale, at_label, columns)
@@ -130,6 +136,7 @@ def _gradient_of_padding(logits, labels, shift, scale, at_label, true_width):
         {"statistics": _sum_of_padding},
         {"statistics": _sum_in_half_precision},
         {"gradient": _gradient_without_label},
+        {"gradient": _gradient_without_z_loss},
         {"gradient": _gradient_of_padding},
     ],
     ids=lambda wrong: next(iter(wrong.values())).__name__,

@@ -4,6 +4,7 @@ import json
 import multiprocessing as mp
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,18 @@ from benchmarks import (
     ops,
     parallel_cpu,
     pipeline_bubble,
+    train_cpu,
 )
-from benchmarks.peers.plain_gpt import PlainGPT, Shape, copy_weights
+from benchmarks.peers import packages
+from benchmarks.peers.plain_gpt import (
+    LlamaShape,
+    PlainGPT,
+    PlainTrainer,
+    Recipe,
+    Shape,
+    copy_weights,
+    q_k_v,
+)
 from benchmarks.train_cpu import TOLERANCE, Contestant, check_equal_work
 from megatron import device
 from megatron.config.fp8 import Fp8Recipe
@@ -39,6 +50,7 @@ TINY = (
     *("--layers", "2", "--hidden", "32", "--heads", "2", "--seq-length", "16", "--vocab", "96"),
     *("--micro-batch", "2", "--steps", "3", "--warmup", "1", "--peak-sizes", "64"),
 )
+TINY_LLAMA = (*TINY, "--shape", "llama", "--heads", "4", "--groups", "2", "--ffn", "48")
 TINY_GPT3 = (
     *("--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2"),
     *("--seq-length", "16", "--max-position-embeddings", "16"),
@@ -82,13 +94,81 @@ def test_train_cpu_compares_two_models_that_compute_the_same(tmp_path: Path) -> 
 
 
 @pytest.mark.wide  # compiles a model
-def test_train_cpu_has_peers_that_compute_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [TINY, TINY_LLAMA], ids=["gpt2", "llama"])
+def test_train_cpu_has_peers_that_compute_the_same(tmp_path: Path, shape: tuple[str, ...]) -> None:
     flags = ("--peers", "--dtype", "fp32", "--json", str(tmp_path / "result.json"))
-    done = script("train_cpu.py", *TINY, *flags)
+    done = script("train_cpu.py", *shape, *flags)
     assert done.status == 0, done.err
     (result,) = json.loads((tmp_path / "result.json").read_text())["results"]
     assert [*result["scores"]] == ["ours", "plain", "compiled", "transformers"]
     assert [*result["beside"]] == ["plain", "compiled", "transformers"]
+
+
+def test_train_cpu_compares_a_llama_with_plain_layers(tmp_path: Path) -> None:
+    to = str(tmp_path / "result.json")
+    # As many positions as make a wrong angle a wrong loss.
+    flags = ("--dtype", "fp32", "--seq-length", "128", "--steps", "1", "--json", to)
+    done = script("train_cpu.py", *TINY_LLAMA, *flags)
+    assert done.status == 0, done.err
+    report = json.loads(Path(to).read_text())
+    assert report["network"] == "llama"
+    assert {"groups": 2, "ffn": 48}.items() <= report["shape"].items()
+    assert [*report["results"][0]["scores"]] == ["ours", "plain"]
+
+
+def shape_of(*flags: str) -> Shape:
+    return train_cpu.shape_of(train_cpu._parser().parse_args([*flags]))
+
+
+def test_flags_change_the_sizes_of_a_shape() -> None:
+    assert shape_of() == train_cpu.SHAPES["gpt2"]
+    llama = train_cpu.SHAPES["llama"]
+    assert isinstance(llama, LlamaShape)
+    assert shape_of("--shape", "llama", "--ffn", "64") == replace(llama, ffn=64)
+    with pytest.raises(ConfigError, match="the shape gpt2 has no such sizes") as caught:
+        shape_of("--groups", "2", "--layers", "3")
+    assert caught.value.found == "--groups 2"
+
+
+def llama_weights(shape: LlamaShape) -> dict[str, torch.Tensor]:
+    """Random weights of a LLaMA under our names."""
+    h, drawn = shape.hidden, torch.Generator().manual_seed(1)
+    sizes: dict[str, tuple[int, ...]] = {
+        "embedding.word.weight": (shape.vocab, h),
+        "final_norm.weight": (h,),
+        "output.weight": (shape.vocab, h),
+    }
+    of_layer: dict[str, tuple[int, ...]] = {
+        "input_norm.weight": (h,),
+        "attention.qkv.weight": ((shape.heads + 2 * shape.groups) * h // shape.heads, h),
+        "attention.output.weight": (h, h),
+        "post_attention_norm.weight": (h,),
+        "mlp.fc1.weight": (2 * shape.ffn, h),
+        "mlp.fc2.weight": (h, shape.ffn),
+    }
+    for layer in range(shape.layers):
+        sizes |= {f"layers.{layer}.{name}": size for name, size in of_layer.items()}
+    return {name: 0.3 * torch.randn(size, generator=drawn) for name, size in sizes.items()}
+
+
+def test_transformers_llama_computes_what_the_plain_one_does() -> None:
+    shape = shape_of(*TINY_LLAMA, "--seq-length", "128")
+    assert isinstance(shape, LlamaShape)
+    weights, text = llama_weights(shape), train_cpu._tokens(shape, 0)
+
+    def first_step(maker: packages.Maker) -> tuple[float, float]:
+        peer = maker(weights.items(), shape)
+        return PlainTrainer(peer.model, Recipe(), loss=peer.loss).step(text)
+
+    def keys_and_values_swapped(shape: Shape, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = q_k_v(shape, value)
+        return q, v, k
+
+    expected = first_step(packages.plain)
+    # fp32, in another order of additions.
+    assert first_step(packages.transformers) == pytest.approx(expected, rel=TOLERANCE["fp32"])
+    with patch.object(packages, "q_k_v", keys_and_values_swapped):
+        assert first_step(packages.transformers) != pytest.approx(expected, rel=1e-3)
 
 
 def test_a_folder_without_megatron_core_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Batch sizes and the length of a run: what is refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -34,6 +35,15 @@ def test_intervals_are_not_negative_and_zero_turns_them_off(name: str) -> None:
     with pytest.raises(ConfigError, match="it cannot be negative") as caught:
         some_training(**{name: -1})
     assert caught.value.found == f"--{name.replace('_', '-')} -1"
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_the_weight_of_the_z_loss_is_a_finite_number_from_0(weight: float) -> None:
+    assert some_training().z_loss_coeff == 0
+    assert some_training(z_loss_coeff=1e-4).z_loss_coeff == 1e-4
+    with pytest.raises(ConfigError, match="the weight of a loss is not a number from 0") as caught:
+        some_training(z_loss_coeff=weight)
+    assert caught.value.found == f"--z-loss-coeff {weight}"
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_products_that_add_to_the_buffers_change_no_number(model: dict[str, bool
 
 def test_the_factor_of_the_loss_is_known_in_a_step_alone() -> None:
     engine = tiny_engine()
-    assert engine._build.fused_loss.factor is None
+    assert engine._build.loss_state.factor is None
     engine.train_step(iter(tiny_batches(4)), PLAN)
-    assert engine._build.fused_loss.factor is None
+    assert engine._build.loss_state.factor is None
 
 
 def test_it_takes_as_many_micro_batches_as_planned() -> None:

@@ -15,6 +15,7 @@ from megatron.engine.tally import (
 )
 from megatron.errors import DataError
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear_cross_entropy import LossState
 from megatron.mpu.scalar_sums import HostScalars
 from megatron.optimizer.optimizer import OptimizerReport
 from pretrain_gpt import gpt_task
@@ -76,6 +77,18 @@ def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
         balances.append(step_report(values, DONE, config, PLAN).load_balancing_loss)
     assert balances == [10 / (4 * 2), 0.0]  # it was taken
     assert reported([torch.ones(2)]).load_balancing_loss is None
+
+
+def test_the_z_loss_is_a_mean_over_the_tokens_that_count() -> None:
+    build, sums = tiny_build(loss_state=LossState(z_loss_coeff=0.1)), [torch.tensor([6.0, 4.0])]
+    for log_z in (1.0, 3.0):
+        build.loss_state.note_log_z(torch.tensor([log_z, 9.0]), torch.tensor([2.0, 0.0]))
+    z_losses = []
+    for _ in range(2):
+        values = HostScalars(step_sums(sums, ONE, build).reduce()).read()
+        z_losses.append(step_report(values, DONE, tiny_config(), PLAN).z_loss)
+    assert z_losses == [(2 * 1.0 + 2 * 9.0) / 4, 0.0]  # it was taken
+    assert reported(sums).z_loss is None
 
 
 def test_several_losses_are_told_apart_and_added() -> None:

@@ -186,17 +186,20 @@ def test_under_a_curriculum_the_length_is_said_and_counted(
     assert [(e.step, e.value) for e in events.Scalars("curriculum_seqlen")] == [(3, 4), (4, 12)]
 
 
-def test_how_busy_experts_are_is_said_where_a_loss_looks_at_it(
+def test_losses_without_a_value_of_their_own_are_said_where_there_are_some(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with step_log(tensorboard_dir=str(tmp_path), log_interval=1) as log:
-        log.step(at(1), PLAN, StepReport(4.0, 1.0, load_balancing_loss=1.25))
-        assert "| grad norm: 1.000 | load_balancing_loss: 1.250000E+00 |" in capsys.readouterr().out
+        log.step(at(1), PLAN, StepReport(4.0, 1.0, load_balancing_loss=1.25, z_loss=9.5))
+        words = "| grad norm: 1.000 | load_balancing_loss: 1.250000E+00 | z_loss: 9.500000E+00 |"
+        assert words in capsys.readouterr().out
         log.step(at(2), PLAN, StepReport(4.0, 1.0))
-        assert "load_balancing_loss" not in capsys.readouterr().out
+        line = capsys.readouterr().out
+        assert "load_balancing_loss" not in line
+        assert "z_loss" not in line
     events = EventAccumulator(str(tmp_path)).Reload()
-    tag = "load-balancing-loss/load-balancing-loss"
-    assert [(e.step, e.value) for e in events.Scalars(tag)] == [(1, 1.25)]
+    for tag, value in (("load-balancing-loss", 1.25), ("z-loss", 9.5)):
+        assert [(e.step, e.value) for e in events.Scalars(f"{tag}/{tag}")] == [(1, value)]
 
 
 def test_an_evaluation_is_framed_by_dashes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from megatron.model.losses import counted_tokens, language_model_loss
 from megatron.mpu.context import ParallelContext
+from megatron.mpu.linear_cross_entropy import LossState
 
 CTX = ParallelContext.single()
 LOGITS = torch.randn(5, 2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -61,3 +62,30 @@ def test_labels_and_mask_alone_say_how_much_is_counted() -> None:
     for given in (None, mask):
         loss = language_model_loss(LOGITS, labels, given, ctx=CTX, true_vocab_size=10)
         assert counted_tokens(labels, given).item() == loss.count.item()
+
+
+def test_a_z_loss_enters_by_its_gradient_alone() -> None:
+    mask = torch.tensor([[1.0, 1, 0, 1, 1], [0, 0, 0.5, 0, 1]])
+    labels = LABELS.clone()
+    labels[0, 0] = -1
+    gradients, totals = [], []
+    state = LossState(z_loss_coeff=0.3)
+    for given in (state, None):
+        logits = LOGITS.clone().requires_grad_()
+        loss = language_model_loss(logits, labels, mask, ctx=CTX, true_vocab_size=10, state=given)
+        totals.append(loss.total.detach())
+        gradients.append(torch.autograd.grad(loss.total, logits)[0])
+    assert torch.equal(*totals)
+    logits = LOGITS.clone().requires_grad_()
+    weights = (mask * (labels >= 0)).t()
+    squares = (torch.logsumexp(logits[..., :10], dim=-1).square() * weights).sum()
+    (of_squares,) = torch.autograd.grad(squares, logits)
+    torch.testing.assert_close(gradients[0], gradients[1] + 0.3 * of_squares, **SAME)
+    torch.testing.assert_close(state.taken_log_z(), squares.detach(), **SAME)
+
+
+def test_a_loss_without_gradients_has_no_z_loss() -> None:
+    state = LossState(z_loss_coeff=0.3)
+    loss = language_model_loss(LOGITS, LABELS, None, ctx=CTX, true_vocab_size=10, state=state)
+    torch.testing.assert_close(loss.total, EACH.sum(), **SAME)
+    assert state.taken_log_z() is None

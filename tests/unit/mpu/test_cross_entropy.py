@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron.errors import DataError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.cross_entropy import cross_entropy_and_log_z, vocab_parallel_cross_entropy
 
 ALONE = ParallelContext.single()
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # fp64: a few roundings of numbers near one
@@ -32,6 +32,34 @@ def test_losses_and_gradients_equal_torchs(width: int, true: int) -> None:
     torch.testing.assert_close(losses, expected, **EXACT)
     torch.testing.assert_close(gradient, expected_gradient, **EXACT)
     assert bool((gradient[..., true:] == 0).all())
+
+
+@pytest.mark.parametrize(("width", "true"), [(16, 16), (16, 13), (16, 1)])
+def test_log_z_is_the_log_sum_exp_of_the_true_vocabulary(width: int, true: int) -> None:
+    logits, labels = sample(width, true, torch.float64)
+    weights = torch.rand(5, 2, dtype=torch.float64)
+    losses, log_z = cross_entropy_and_log_z(logits, labels, ctx=ALONE, true_vocab_size=true)
+    torch.testing.assert_close(log_z, torch.logsumexp(logits[..., :true], dim=-1), **EXACT)
+    total = (losses * weights).sum() + (log_z.square() * weights).sum()
+    (gradient,) = torch.autograd.grad(total, logits)
+    true_logits = logits[..., :true]
+    expected_losses = F.cross_entropy(
+        true_logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(5, 2)
+    squares = torch.logsumexp(true_logits, dim=-1).square()
+    (expected,) = torch.autograd.grad(((expected_losses + squares) * weights).sum(), logits)
+    torch.testing.assert_close(gradient, expected, **EXACT)
+
+
+def test_gradients_of_losses_and_log_z_are_those_of_differences() -> None:
+    logits, labels = sample(7, 5, torch.float64)
+    labels[0, 0] = -1
+
+    def both(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cross_entropy_and_log_z(given, labels, ctx=ALONE, true_vocab_size=5)
+
+    assert torch.autograd.gradcheck(both, (logits,))
+    assert torch.autograd.gradcheck(lambda given: both(given)[1], (logits,))  # alone
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -60,10 +88,10 @@ def test_extreme_logits_do_not_overflow() -> None:
 def test_a_negative_label_has_no_loss_and_no_gradient() -> None:
     logits, labels = sample(16, 13, torch.float32)
     labels[0, 0], labels[3, 1] = -1, -100
-    losses = vocab_parallel_cross_entropy(logits, labels, ctx=ALONE, true_vocab_size=13)
-    losses.sum().backward()
+    losses, log_z = cross_entropy_and_log_z(logits, labels, ctx=ALONE, true_vocab_size=13)
+    (losses + (log_z + 1).square()).sum().backward()
     for place in ((0, 0), (3, 1)):
-        assert losses[place] == 0
+        assert losses[place] == log_z[place] == 0
         assert bool((logits.grad[place] == 0).all())
     assert int((losses == 0).sum()) == 2
 

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.mpu import linear_cross_entropy as module
 from megatron.mpu import weight_gradients
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.linear_cross_entropy import FusedLossState, chunk_rows, linear_cross_entropy
+from megatron.mpu.linear_cross_entropy import LossState, chunk_rows, linear_cross_entropy
 from megatron.mpu.weight_gradients import GradientSum
 
 ALONE = ParallelContext.single()
@@ -26,6 +26,9 @@ class Case(NamedTuple):
     weight: Tensor
     labels: Tensor
     token_weights: Tensor
+
+
+Z_LOSS = 0.7  # large, so that its gradient is
 
 
 class Result(NamedTuple):
@@ -54,23 +57,37 @@ def case(rows: int = 10, *, true: int = TRUE, dtype: torch.dtype = torch.float64
     return Case(hidden.to(dtype), weight.to(dtype), labels, token_weights)
 
 
-def fused(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
+def fused(
+    given: Case, *, true: int = TRUE, factor: float = 1.0, state: LossState | None = None
+) -> Result:
     hidden, weight = (one.clone().requires_grad_() for one in given[:2])
     total = linear_cross_entropy(
-        hidden, weight, given.labels, given.token_weights, ctx=ALONE, true_vocab_size=true
+        *(hidden, weight, given.labels, given.token_weights),
+        ctx=ALONE,
+        true_vocab_size=true,
+        state=state,
     )
     (factor * total).backward()
     return Result(total.detach(), hidden.grad, weight.grad)
 
 
-def plain(given: Case, *, true: int = TRUE, factor: float = 1.0) -> Result:
-    """The same by torch's operations, one after the other."""
+def plain(
+    given: Case, *, true: int = TRUE, factor: float = 1.0, z_loss_coeff: float = 0.0
+) -> Result:
+    """The same by torch's operations, one after the other; the z loss has a gradient alone."""
     hidden, weight = (one.clone().requires_grad_() for one in given[:2])
     logits = F.linear(hidden, weight)[..., :true].flatten(0, 1)
     losses = F.cross_entropy(logits, given.labels.flatten(), ignore_index=-1, reduction="none")
     total = (losses * given.token_weights.flatten()).sum()
-    (factor * total).backward()
+    z_loss = z_loss_coeff * sum_of_squares(given, logits)
+    (factor * (total + z_loss)).backward()
     return Result(total.detach(), hidden.grad, weight.grad)
+
+
+def sum_of_squares(given: Case, logits: Tensor) -> Tensor:
+    """The weighted sum of log^2 Z over tokens that have a label, of logits [n, columns]."""
+    counted = given.token_weights.flatten() * (given.labels.flatten() >= 0)
+    return (torch.logsumexp(logits, dim=-1).square() * counted).sum()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -82,6 +99,37 @@ def test_loss_and_gradients_equal_those_of_separate_operations(rows: int, true: 
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, **EXACT)
     assert bool((found.grad_weight[true:] == 0).all())
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("rows", [1, 10])
+@pytest.mark.parametrize("true", [WIDTH, TRUE, 1])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_a_z_loss_changes_the_gradients_alone(rows: int, true: int, factor: float | None) -> None:
+    given, state = case(rows, true=true), LossState(factor, Z_LOSS)
+    found = fused(given, true=true, factor=0.25, state=state)
+    expected = plain(given, true=true, factor=0.25, z_loss_coeff=Z_LOSS)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert torch.equal(found.total, fused(given, true=true).total)
+    logits = F.linear(given.hidden, given.weight)[..., :true].flatten(0, 1)
+    torch.testing.assert_close(state.taken_log_z(), sum_of_squares(given, logits), **EXACT)
+    assert state.taken_log_z() is None
+    without = plain(given, true=true, factor=0.25)
+    assert not torch.allclose(found.grad_weight, without.grad_weight, rtol=0.01)
+
+
+def test_a_z_loss_is_noted_only_with_a_gradient() -> None:
+    given, state = case(), LossState(z_loss_coeff=Z_LOSS)
+    with torch.no_grad():
+        total = fused_total(given, state)
+    assert torch.equal(total, fused(given).total)
+    fused_total(given, state)  # no operand wants a gradient
+    assert state.taken_log_z() is None
+
+
+def fused_total(given: Case, state: LossState) -> Tensor:
+    return linear_cross_entropy(*given, ctx=ALONE, true_vocab_size=TRUE, state=state)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -166,7 +214,7 @@ def test_the_inputs_are_not_changed_and_a_second_backward_is_refused(factor: Ten
         *(hidden, weight, given.labels, given.token_weights),
         ctx=ALONE,
         true_vocab_size=TRUE,
-        state=FusedLossState(factor),
+        state=LossState(factor),
     )
     total.backward(retain_graph=True)
     assert torch.equal(hidden, given.hidden)
@@ -188,7 +236,7 @@ def announced(given: Case, factor: Tensor, *, true: int = TRUE, buffer: bool) ->
         given.token_weights,
         ctx=ALONE,
         true_vocab_size=true,
-        state=FusedLossState(factor),
+        state=LossState(factor),
     )
     (factor * total).backward()
     assert (weight.grad is None) == buffer
@@ -217,14 +265,14 @@ def test_another_factor_than_the_announced_one_is_refused() -> None:
         *given[1:],
         ctx=ALONE,
         true_vocab_size=TRUE,
-        state=FusedLossState(torch.tensor(0.5)),
+        state=LossState(torch.tensor(0.5)),
     )
     with pytest.raises(ConfigError, match="multiplied by another factor"):
         (0.25 * total).backward()
 
 
 def test_memory_for_logits_is_kept_where_it_is_large_enough() -> None:
-    state, fp32, fp64 = FusedLossState(), torch.empty(0), torch.empty(0, dtype=torch.float64)
+    state, fp32, fp64 = LossState(), torch.empty(0), torch.empty(0, dtype=torch.float64)
     first = state.memory_for(fp32, (3, 4))
     assert first.shape == (3, 4)
     assert state.memory_for(fp32, (2, 5)).data_ptr() == first.data_ptr()
@@ -236,9 +284,7 @@ def test_memory_for_logits_is_kept_where_it_is_large_enough() -> None:
 def test_a_factor_is_of_no_interest_without_gradients() -> None:
     given = case()
     with torch.no_grad():
-        total = linear_cross_entropy(
-            *given, ctx=ALONE, true_vocab_size=TRUE, state=FusedLossState(0.5)
-        )
+        total = linear_cross_entropy(*given, ctx=ALONE, true_vocab_size=TRUE, state=LossState(0.5))
     torch.testing.assert_close(total, plain(given).total, **EXACT)
 
 
