@@ -1,7 +1,7 @@
 """Causal or full attention whose gradient on a CPU is made of large matrix products.
 
-PyTorch's fused kernel takes small blocks; products over hundreds of rows run several times as fast
-where the CPU multiplies bfloat16 by itself. Forward stays that kernel's.
+PyTorch's fused kernel takes small blocks; products over hundreds of rows are faster where the CPU
+multiplies bfloat16 by itself. Forward stays that kernel's.
 """
 
 import math
@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron.ops import library
 from megatron.ops.library import operator, shapes_of, statistics_dtype
 
-# Where products beat the fused kernel: measured by benchmarks/attention.py on a CPU with AMX.
-_LENGTHS = range(32, 1024)
+# Lengths at which products beat the fused kernel, by what the CPU multiplies bfloat16 with, best
+# first: measured by benchmarks/attention.py, on an Intel with AMX and an AMD without.
+_LENGTHS = {"amx_bf16": range(32, 1024), "avx512_bf16": range(32, 4097)}
 _BLOCK_ROWS = 512  # rows of one head; a causal block leaves the keys behind its last row out
 _BLOCK_BYTES = 4 << 20  # of the scores of one block, so that two of them stay in the cache
 _PADDING = 8  # columns: two of L or D, and zeros, for products of odd widths are slow
@@ -50,20 +51,20 @@ def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
         q.device.type == "cpu"
         and q.dtype == torch.bfloat16
         and q.shape[2] == k.shape[2]
-        and q.shape[2] in _LENGTHS
+        and q.shape[2] in _FASTER_LENGTHS
         and library.INSTRUCTION_SET == "avx512"
-        and _MULTIPLIES_BFLOAT16
     )
 
 
-def _multiplies_bfloat16() -> bool:
-    """Return whether this CPU has matrix instructions for bfloat16; False of an older torch."""
+def _faster_lengths() -> range:
+    """Return the lengths for this CPU; none where it, or torch, has no such instructions."""
     capabilities: Callable[[], Mapping[str, object]]
     capabilities = getattr(torch.cpu, "get_capabilities", dict)
-    return bool(capabilities().get("amx_bf16", False))
+    found = capabilities()
+    return next((lengths for name, lengths in _LENGTHS.items() if found.get(name)), range(0))
 
 
-_MULTIPLIES_BFLOAT16 = _multiplies_bfloat16()
+_FASTER_LENGTHS = _faster_lengths()
 
 
 @operator("attention(Tensor q, Tensor k, Tensor v, bool causal) -> (Tensor out, Tensor log_sums)")

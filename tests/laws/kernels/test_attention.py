@@ -139,10 +139,11 @@ def test_gradients_by_products_are_those_of_attention(causal: bool, block_rows: 
                 torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
-def test_bfloat16_is_as_near_as_that_of_the_fused_kernel(sharpness: float):
+@pytest.mark.parametrize(("sharpness", "length"), [(0.3, 256), (1.0, 256), (4.0, 256), (1.0, 4096)])
+def test_bfloat16_is_as_near_as_that_of_the_fused_kernel(sharpness: float, length: int):
     """Twice its error at the most: equal probabilities and single ones, scores of 0.3 to 50."""
-    q, *others = drawn(1, 4, 2, 256, 64, torch.bfloat16)
+    heads = 4 if length < 1024 else 2  # which share keys
+    q, *others = drawn(1, heads, heads // 2, length, 64, torch.bfloat16)
     given = (q * sharpness, *others)
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,17 +157,27 @@ def test_bfloat16_is_as_near_as_that_of_the_fused_kernel(sharpness: float):
         assert errors[0] <= 2 * errors[1], errors
 
 
-def test_only_lengths_at_which_products_are_faster_take_them():
+@pytest.mark.parametrize(
+    ("instructions", "faster"),
+    [
+        ({"amx_bf16": True, "avx512_bf16": True}, (32, 1023)),
+        ({"avx512_bf16": True}, (32, 1023, 1024, 4096)),
+        ({"avx512_bf16": False}, ()),
+    ],
+)
+def test_only_lengths_at_which_products_are_faster_take_them(instructions, faster):
+    with patch.object(torch.cpu, "get_capabilities", lambda: instructions):
+        lengths = attention._faster_lengths()
     with (
         patch.object(attention, "attend_by_products") as products,
-        patch.object(attention, "_MULTIPLIES_BFLOAT16", True),
+        patch.object(attention, "_FASTER_LENGTHS", lengths),
         patch.object(attention.library, "INSTRUCTION_SET", "avx512"),
     ):
         taken = []
-        for length in (16, 32, 1023, 1024):
+        for length in (16, 32, 1023, 1024, 4096, 4097):
             for dtype in (torch.bfloat16, torch.float32):
                 q, k, v, _ = drawn(1, 1, 1, length, 8, dtype)
                 products.reset_mock()
                 attention.attend(q, k, v, causal=True)
                 taken += [(length, dtype)] * products.called
-    assert taken == [(32, torch.bfloat16), (1023, torch.bfloat16)]
+    assert taken == [(length, torch.bfloat16) for length in faster]
