@@ -107,6 +107,8 @@ def draw(found: Bytes, picture: Path) -> None:
             )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("MiB of a rank in a step, beside weights and state")
     axes.grid(alpha=0.3)
