@@ -3,15 +3,26 @@
 The flags themselves are fields of `ModelConfig`; they have no meaning in a dense model.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from megatron.config.fields import check_loss_weight
+from megatron.config.fields import check_field, check_loss_weight
 from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
 PER_SEQUENCE = "seq_aux_loss"
+
+
+class RouterScoreFunction(StrEnum):
+    """How a router turns its scores into shares."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
 _ASSIGNS_TOGETHER = (
     "it assigns the tokens of a micro-batch together, so that its size would change the model"
 )
@@ -37,6 +48,10 @@ class _Flags(Protocol):
     @property
     def moe_router_pre_softmax(self) -> bool: ...
     @property
+    def moe_router_score_function(self) -> RouterScoreFunction: ...
+    @property
+    def moe_router_topk_scaling_factor(self) -> float: ...
+    @property
     def moe_router_load_balancing_type(self) -> str: ...
     @property
     def moe_aux_loss_coeff(self) -> float: ...
@@ -57,13 +72,28 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             found=f"--moe-router-topk {taken}, --num-experts {experts}",
             fix=f"use --moe-router-topk from 1 to {experts}, such as {min(2, experts)}",
         )
-    if taken == 1 and not flags.moe_router_pre_softmax:
+    sigmoid = flags.moe_router_score_function is RouterScoreFunction.SIGMOID
+    if sigmoid and flags.moe_router_pre_softmax:
+        yield ConfigError(
+            "shares are either sigmoids of scores or a softmax over all of them",
+            found="--moe-router-score-function sigmoid with --moe-router-pre-softmax",
+            fix="leave out one of the two flags",
+        )
+    if taken == 1 and not (flags.moe_router_pre_softmax or sigmoid):
         yield ConfigError(
             "the share of the only expert that a token takes would always be 1, and the router "
             "would learn nothing",
             found="--moe-router-topk 1 without --moe-router-pre-softmax",
             fix="add --moe-router-pre-softmax, or use --moe-router-topk 2",
         )
+    scaling = flags.moe_router_topk_scaling_factor
+    yield from check_field(
+        0 < scaling < math.inf,
+        "moe_router_topk_scaling_factor",
+        scaling,
+        problem="it is not a positive number",
+        fix="use a number above 0, such as the default 1.0",
+    )
     if flags.add_bias_linear:
         yield ConfigError(
             "experts have no biases here",

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, expert_problems
+from megatron.config.experts import (
+    NO_BALANCE,
+    PER_SEQUENCE,
+    RouterScoreFunction,
+    expert_problems,
+)
 from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
 from megatron.errors import ConfigError
 from megatron.json_values import JsonValue
@@ -170,6 +175,14 @@ class ModelConfig:
         False,
         help="shares of a token's experts are their probabilities among all experts, which sum to "
         "less than 1; otherwise among those that it takes, as in Mixtral",
+    )
+    moe_router_score_function: RouterScoreFunction = flag(
+        RouterScoreFunction.SOFTMAX,
+        help="what makes shares of a router's scores; sigmoid: each expert's own, scaled to a sum "
+        "of 1 over those that a token takes if it takes several",
+    )
+    moe_router_topk_scaling_factor: float = flag(
+        1.0, help="factor of all shares, as in DeepSeek-V3"
     )
     moe_router_load_balancing_type: str = flag(
         NO_BALANCE,
@@ -437,6 +450,7 @@ _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
 _ROUTER_LOSSES = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_topk_scaling_factor"),
     *_ROUTER_LOSSES,
 )
 

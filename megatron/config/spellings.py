@@ -98,7 +98,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--mlp-type": NoEffect(1, "an MLP has experts or has none", only="standard"),
     "--expert-interval": NoEffect(1, "every layer has experts", only="1"),
     "--moe-layer-freq": NoEffect(1, "every layer has experts", only="1"),
-    "--moe-router-score-function": NoEffect(1, "shares are a softmax", only="softmax"),
     "--moe-router-dtype": NoEffect(1, "shares are computed in fp32 or wider", only="fp32"),
     "--moe-token-dispatcher-type": NoEffect(
         1, "tokens go to the ranks of their experts by an all-to-all; the numbers are the same"
@@ -207,7 +206,6 @@ NOT_YET: Mapping[str, str] = {
     "--moe-router-bias-update-rate": "--moe-router-load-balancing-type seq_aux_loss",
     "--moe-router-num-groups": "a choice among all experts; leave it out",
     "--moe-router-group-topk": "a choice among all experts; leave it out",
-    "--moe-router-topk-scaling-factor": "shares as they are; leave it out",
     "--moe-router-force-load-balancing": "a choice by the router; leave it out",
     "--moe-shared-expert-intermediate-size": "experts that tokens choose; leave it out",
     "--moe-shared-expert-overlap": "experts that tokens choose; leave it out",

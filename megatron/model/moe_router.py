@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
 from megatron.model.init import weight_init
@@ -25,13 +26,17 @@ class Router(nn.Module):
 
     Shares are the softmax over the scores of those taken, which is the softmax over all, scaled to
     a sum of 1 (Mixtral, arXiv 2401.04088, section 2.1); or before the choice, unscaled (Switch,
-    arXiv 2101.03961, eq. 2). In fp32 or wider.
+    arXiv 2101.03961, eq. 2). With the sigmoid, shares are the sigmoids of the scores of those
+    taken, scaled to a sum of 1 if there are several (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 15).
+    All are multiplied by `moe_router_topk_scaling_factor`. In fp32 or wider.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._experts, self._width = config.num_experts or 1, config.hidden_size
         self.taken, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
+        self._sigmoid = config.moe_router_score_function is RouterScoreFunction.SIGMOID
+        self._scaling = config.moe_router_topk_scaling_factor
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
         self._has_loss, self._router_loss = config.has_router_loss, build.router_loss
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
@@ -47,16 +52,22 @@ class Router(nn.Module):
         """
         scores = F.linear(hidden, self.weight)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        # The softmax over logs of sigmoids is the sigmoids over their sum, which may underflow.
+        logits = F.logsigmoid(scores) if self._sigmoid else scores
         if self._pre_softmax:
             shares, chosen = torch.softmax(scores, dim=-1).topk(self.taken, dim=-1)
         else:
-            best, chosen = scores.topk(self.taken, dim=-1)
+            best, chosen = logits.topk(self.taken, dim=-1)
             shares = torch.softmax(best, dim=-1)
+            if self.taken == 1:  # with the sigmoid alone, see `expert_problems`
+                shares = best.exp()
+        if self._scaling != 1.0:
+            shares = shares * self._scaling
         if self._has_loss and self.training and torch.is_grad_enabled():
-            shares = _WITH_LOSS(shares, *self._losses(scores, chosen), self._router_loss)
+            shares = _WITH_LOSS(shares, *self._losses(scores, logits, chosen), self._router_loss)
         return shares, chosen
 
-    def _losses(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, scores: Tensor, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return each loss summed over the sequences, or this rank's summand of it.
 
         Ranks that share sequences, over tp or cp, have a summand each.
@@ -70,7 +81,7 @@ class Router(nn.Module):
             if self._split:
                 busy = reduce_from_tp(busy, self._tp)
             busy = reduce_from_tp(busy, self._cp)
-            balance = balance_loss(scores, busy, length, self.taken)
+            balance = balance_loss(logits, busy, length, self.taken)
             loss = loss + self._balance * balance
         if self._z > 0:
             loss = loss + self._z * z_loss(scores, length)
@@ -91,11 +102,11 @@ def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tenso
 
     Its maximum is the number of experts over the number taken.
 
-    DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), with a softmax for the affinities: f_i is how
-    often expert i was taken over how often it would be if all were alike, P_i its mean probability.
+    DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20): f_i is how often expert i was taken over how often
+    it would be if all were alike, P_i its mean probability, the softmax over `scores`.
 
     Args:
-        scores: [s, b, experts]; a part of the sequences gives a summand.
+        scores: [s, b, experts], or logs of their sigmoids; a part of the sequences gives a summand.
         busy: [b, experts], of whole sequences.
         length: tokens of a whole sequence.
     """

@@ -778,6 +778,35 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_shares_of_the_best_are_their_probabilities_scaled_or_not",
         ),
         Mutant(
+            "shares of sigmoids do not underflow",
+            "megatron/model/moe_router.py",
+            "F.logsigmoid(scores) if",
+            "torch.sigmoid(scores).log() if",
+            "tests/unit/model/test_moe_router.py::test_sigmoids_far_below_zero_still_give_shares",
+        ),
+        Mutant(
+            "a router of sigmoids is balanced by them",
+            "megatron/model/moe_router.py",
+            "balance = balance_loss(logits, busy",
+            "balance = balance_loss(scores, busy",
+            "tests/unit/model/test_moe_router.py::"
+            "test_the_balance_has_shares_of_sigmoids_where_the_router_has",
+        ),
+        Mutant(
+            "the share of one expert is its own sigmoid",
+            "megatron/model/moe_router.py",
+            "shares = best.exp()",
+            "shares = torch.ones_like(best)",
+            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+        ),
+        Mutant(
+            "shares are scaled",
+            "megatron/model/moe_router.py",
+            "shares = shares * self._scaling",
+            "shares = shares * 1.0",
+            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+        ),
+        Mutant(
             "a balanced router has a loss of one",
             "megatron/model/moe_router.py",
             "often = busy * (scores.shape[-1] / (taken * length))",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.model import moe, moe_router
@@ -48,11 +49,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
         "num_experts": 3,
     },
-    "most experts, xavier, sgd": {
+    "most experts, sigmoid, xavier, sgd": {
         "glu_activation": "geglu",
         "swiglu": False,
         "moe_router_topk": 5,
         "num_experts": 6,
+        "moe_router_score_function": RouterScoreFunction.SIGMOID,
+        "moe_router_topk_scaling_factor": 2.5,
         "init_method_xavier_uniform": True,
         "optimizer": "sgd",
         "lr": 0.05,

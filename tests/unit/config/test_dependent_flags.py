@@ -129,10 +129,7 @@ REFUSED = [
             *("gdp_in_proj", "gdp_qkv", "mhc"),
         )
     ),
-    *(
-        (f"--moe-router-score-function {kind}", f"function {kind}", "function softmax, or leave")
-        for kind in ("sigmoid", "sqrtsoftplus")
-    ),
+    ("--moe-router-score-function sqrtsoftplus", "sqrtsoftplus", "give one of softmax, sigmoid"),
     ("--moe-router-dtype fp64", "--moe-router-dtype fp64", "use --moe-router-dtype fp32, or"),
     *(
         (f"--exp-avg{which}-dtype {kind}", f"--exp-avg{which}-dtype {kind}", "one of fp32, bf16")

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, expert_problems
+from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, RouterScoreFunction, expert_problems
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "add_bias_linear": False}
+SIGMOID = RouterScoreFunction.SIGMOID
 BALANCED = {"moe_router_load_balancing_type": PER_SEQUENCE, "moe_aux_loss_coeff": 0.01}
 
 
@@ -23,6 +24,15 @@ def model(**changes: Any) -> ModelConfig:
         ({"moe_router_topk": 5}, "as many experts as it should", "--moe-router-topk 5, --num-exp"),
         ({"moe_router_topk": 0}, "as many experts as it should", "--moe-router-topk 0, --num-exp"),
         ({"moe_router_topk": 1}, "the router would learn nothing", "without --moe-router-pre-soft"),
+        (
+            {"moe_router_score_function": SIGMOID, "moe_router_pre_softmax": True},
+            "either sigmoids of scores or a softmax",
+            "sigmoid with --moe-router-pre-softmax",
+        ),
+        *(
+            ({"moe_router_topk_scaling_factor": f}, "not a positive number", f"scaling-factor {f}")
+            for f in (0.0, -1.0, float("inf"), float("nan"))
+        ),
         ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
         ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
         ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),
@@ -56,6 +66,7 @@ def test_what_makes_no_sense_is_refused(flags: dict[str, Any], problem: str, fou
 def test_what_makes_sense_is_not() -> None:
     assert model().has_experts
     assert model(moe_router_topk=1, moe_router_pre_softmax=True).has_experts
+    assert model(moe_router_topk=1, moe_router_score_function=SIGMOID).has_experts
     assert model(add_qkv_bias=True).has_qkv_bias_alone
     assert model(**BALANCED).has_router_loss
     assert model(moe_z_loss_coeff=0.1).has_router_loss
@@ -83,6 +94,10 @@ def test_what_makes_another_network_is_named() -> None:
     narrow = model(ffn_hidden_size=48, moe_ffn_hidden_size=40)
     assert one.fields_that_differ(narrow) == ["moe_ffn_hidden_size"]
     assert one.fields_that_differ(model(ffn_hidden_size=48, num_experts=5)) == ["num_experts"]
+    sigmoid = model(ffn_hidden_size=48, moe_router_score_function=SIGMOID)
+    assert one.fields_that_differ(sigmoid) == ["moe_router_score_function"]
+    scaled = model(ffn_hidden_size=48, moe_router_topk_scaling_factor=2.5)
+    assert one.fields_that_differ(scaled) == ["moe_router_topk_scaling_factor"]
     # What is added to the loss is of the training alone.
     assert one.fields_that_differ(model(ffn_hidden_size=48, **BALANCED)) == []
     assert "num_experts" in a_model().fields_that_differ(model())

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
@@ -33,6 +34,7 @@ from megatron.optimizer.param_groups import is_decayed
 from tests.support.examples import examples
 from tests.support.models import roughen, second_of_two, tiny_build, tiny_config, tiny_model
 
+SIGMOID = RouterScoreFunction.SIGMOID
 # Float64 sums of some dozens of terms of size 1, in another order.
 ROUNDING = 1e-12
 EXPERTS: dict[str, Any] = {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 12}
@@ -42,6 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one of its own share": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
     "all": {"moe_router_topk": 4, "glu_activation": GluActivation.GEGLU},
     "three, unscaled": {"moe_router_topk": 3, "moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": SIGMOID, "moe_router_topk_scaling_factor": 2.5},
+    "one sigmoid": {"moe_router_topk": 1, "moe_router_score_function": SIGMOID},
 }
 
 
@@ -66,9 +70,12 @@ def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> 
     """Each token by itself, expert by expert, as the papers write it."""
     fc1, fc2, rows = layer.experts.fc1.weight, layer.experts.fc2.weight, []
     for token in hidden.reshape(-1, hidden.shape[-1]):
-        likely = torch.softmax(layer.router.weight @ token, dim=0)
+        sigmoid = config.moe_router_score_function is SIGMOID
+        scores = layer.router.weight @ token
+        likely = torch.sigmoid(scores) if sigmoid else torch.softmax(scores, dim=0)
         taken = likely.sort(descending=True).indices[: config.moe_router_topk]
-        whole = 1 if config.moe_router_pre_softmax else likely[taken].sum()
+        own = config.moe_router_pre_softmax or config.moe_router_topk == 1
+        whole = (1 if own else likely[taken].sum()) / config.moe_router_topk_scaling_factor
         row = torch.zeros_like(token)
         for expert in taken:
             middle = fc1[expert] @ token

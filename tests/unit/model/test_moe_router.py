@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.experts import PER_SEQUENCE
+from megatron.config.experts import PER_SEQUENCE, RouterScoreFunction
+from megatron.config.precision import PrecisionConfig
 from megatron.errors import MegatronError
 from megatron.model.moe_router import Router, balance_loss, counts_of, z_loss
 from megatron.model.specs import ModelBuild
@@ -41,6 +42,32 @@ def test_shares_of_the_best_are_their_probabilities_scaled_or_not() -> None:
     unscaled, same = router_of(moe_router_topk=3, moe_router_pre_softmax=True)(hidden)
     assert torch.equal(same, chosen)
     torch.testing.assert_close(unscaled, top, rtol=ROUNDING, atol=0)
+
+
+def test_sigmoids_far_below_zero_still_give_shares() -> None:
+    """Their sum is 0 in fp32, and dividing by it would give numbers that are not finite."""
+    build = tiny_build(precision=PrecisionConfig())
+    router = router_of(build, moe_router_score_function=RouterScoreFunction.SIGMOID)
+    with torch.no_grad():
+        router.weight.copy_(-torch.arange(1.0, 6.0)[:, None].expand(5, 16) - 150)
+    shares, chosen = router(torch.ones(1, 1, 16))
+    assert chosen.tolist() == [[[0, 1]]]
+    # Scores differ by 16, so that all but e^-16 belongs to the first.
+    torch.testing.assert_close(shares[0, 0, 0], torch.tensor(1.0), rtol=1e-6, atol=0)
+
+
+def test_the_balance_has_shares_of_sigmoids_where_the_router_has() -> None:
+    build, hidden = tiny_build(), some_hidden()
+    flags = {"moe_router_score_function": RouterScoreFunction.SIGMOID}
+    router = router_of(build, **BALANCED, **flags)
+    build.router_loss.value = 1.0
+    _, chosen = router(hidden)
+    likely = torch.sigmoid(hidden @ router.weight.t())
+    router(hidden)[0].sum().backward()
+    found = build.router_loss.taken()
+    # By eq. 19 affinities are divided by their sum; a softmax over their logs does the same.
+    expected = by_the_paper(likely.log(), chosen)
+    torch.testing.assert_close(found, expected.detach(), rtol=ROUNDING, atol=0)
 
 
 def test_counts_are_of_each_sequence() -> None:

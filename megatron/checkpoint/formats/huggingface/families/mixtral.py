@@ -8,6 +8,7 @@ from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
@@ -65,6 +66,8 @@ MIXTRAL = Family(
         "has_qkv_bias_alone": (False,),
         "qk_layernorm": (False,),
         "moe_router_pre_softmax": (False,),
+        "moe_router_score_function": (RouterScoreFunction.SOFTMAX,),
+        "moe_router_topk_scaling_factor": (1.0,),
     },
     tensors=_tensors(),
     buffers=llama.BUFFERS,

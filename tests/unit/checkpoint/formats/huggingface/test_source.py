@@ -17,6 +17,7 @@ from megatron.checkpoint.boxes import Box, whole
 from megatron.checkpoint.formats.huggingface.format import FORMAT
 from megatron.checkpoint.formats.huggingface.source import HuggingFaceSource
 from megatron.checkpoint.source import SourceOptions
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 from megatron.generation.generate import generate
@@ -148,6 +149,8 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("qwen2", changed_weights("qkv.bias", torch.zeros_like)),
         ("qwen3", changed_config(qk_layernorm=False)),
         ("qwen3", changed_config(layernorm_epsilon=1e-1)),
+        ("mixtral", changed_config(moe_router_score_function=RouterScoreFunction.SIGMOID)),
+        ("mixtral", changed_config(moe_router_topk_scaling_factor=2.5)),
         ("mixtral", changed_config(moe_router_pre_softmax=True)),  # not scaled to a sum of 1
         ("mixtral", changed_config(moe_router_topk=3)),
         ("mixtral", changed_weights("experts.fc1.weight", _experts_turned_round)),
