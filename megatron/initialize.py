@@ -278,6 +278,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
         config.parallel.pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        pp_before_dp=config.parallel.use_tp_pp_dp_mapping,
         timeout=timeout,
         check_seconds=config.parallel.check_seconds,
     )

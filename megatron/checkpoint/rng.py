@@ -47,6 +47,8 @@ def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:
     grid = GridLayout.of(topology)
     if manifest.layout != grid:
         return f"random states were saved at {manifest.layout}, this is {grid}"
+    if manifest.pp_before_dp != topology.pp_before_dp:
+        return "random states were saved with ranks in another order (--use-tp-pp-dp-mapping)"
     return None
 
 

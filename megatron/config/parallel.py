@@ -57,6 +57,11 @@ class ParallelConfig:
         help="what ranks that share a sequence exchange for attention: keys and values round a "
         "ring (p2p), or of all at once (all_gather), or tokens for heads (a2a, DeepSpeed-Ulysses)",
     )
+    use_tp_pp_dp_mapping: bool = flag(
+        False,
+        help="number ranks so that pipeline stages are nearer to each other than replicas; without "
+        "it replicas are",
+    )
     expert_model_parallel_size: int = flag(
         1,
         help="ranks of a pipeline stage that share the experts of a layer out, each with whole "

@@ -30,6 +30,7 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    pp_before_dp: bool = False,
     timeout: timedelta = DEFAULT_TIMEOUT,
     check_seconds: float | None = None,
 ) -> ParallelContext:
@@ -59,6 +60,7 @@ def initialize_model_parallel(
         pp=pipeline_model_parallel_size,
         cp=context_parallel_size,
         ep=expert_model_parallel_size,
+        pp_before_dp=pp_before_dp,
     )
     caller = traceback.extract_stack(limit=2)[0]
     context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)

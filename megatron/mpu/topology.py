@@ -1,8 +1,9 @@
 """Which rank holds which coordinate of the parallel grid: arithmetic only, no processes.
 
-The order is Megatron's: tp varies fastest, so that it stays within a node, then cp, dp and pp. An
-axis is a field of `Coord` and a size of the same name in `Topology`; nothing else here depends on
-the number of axes. Expert parallelism has a grid of its own over the ranks of each stage.
+The order is Megatron's: tp varies fastest, so that it stays within a node, then cp, dp and pp, or
+cp, pp and dp. An axis is a field of `Coord` and a size of the same name in `Topology`; nothing else
+here depends on the number of axes. Expert parallelism has a grid of its own over the ranks of each
+stage.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Topology:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    pp_before_dp: bool = False  # stages are neighbours, and replicas far apart
 
     def __post_init__(self) -> None:
         if any(self.size(axis) < 1 for axis in (*Coord._fields, "ep")):
@@ -52,7 +54,16 @@ class Topology:
             )
 
     @classmethod
-    def fill(cls, world_size: int, *, tp: int, pp: int, cp: int = 1, ep: int = 1) -> "Topology":
+    def fill(
+        cls,
+        world_size: int,
+        *,
+        tp: int,
+        pp: int,
+        cp: int = 1,
+        ep: int = 1,
+        pp_before_dp: bool = False,
+    ) -> "Topology":
         """Return the grid whose data-parallel size uses all ranks that the other sizes leave.
 
         Raises:
@@ -67,7 +78,8 @@ class Topology:
                 f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}",
                 fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
             )
-        return cls(tp=tp, pp=pp, dp=world_size // replica, cp=cp, ep=ep)
+        dp = world_size // replica
+        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, pp_before_dp=pp_before_dp)
 
     @property
     def world_size(self) -> int:
@@ -89,15 +101,15 @@ class Topology:
     def rank(self, at: Coord) -> int:
         """Return the rank at a coordinate; the inverse of `coord`."""
         rank = 0
-        for axis, index in zip(Coord._fields, at):
-            rank = rank * self.size(axis) + index
+        for axis in self._slowest_first:
+            rank = rank * self.size(axis) + getattr(at, axis)
         return rank
 
     def coord(self, rank: int) -> Coord:
         """Return the coordinate of a rank; the inverse of `rank`."""
         assert 0 <= rank < self.world_size, rank  # noqa: S101  # invariant: ranks come from this grid
         indexes: dict[str, int] = {}
-        for axis in reversed(Coord._fields):
+        for axis in reversed(self._slowest_first):
             rank, indexes[axis] = divmod(rank, self.size(axis))
         return Coord(**indexes)
 
@@ -109,7 +121,7 @@ class Topology:
             range(self.size(axis)) if axis in axes else (index,)
             for axis, index in zip(Coord._fields, here)
         ]
-        return tuple(self.rank(Coord(*indexes)) for indexes in product(*ranges))
+        return tuple(sorted(self.rank(Coord(*indexes)) for indexes in product(*ranges)))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every set of peers along `axes`: together they hold each rank exactly once."""
@@ -133,6 +145,10 @@ class Topology:
             for stage in self.groups("dp", "cp", "tp")
             for first in range(self.ep)
         )
+
+    @property
+    def _slowest_first(self) -> tuple[str, ...]:
+        return ("dp", "pp", "cp", "tp") if self.pp_before_dp else Coord._fields
 
     def _leads(self, rank: int, axes: tuple[str, ...]) -> bool:
         return all(getattr(self.coord(rank), axis) == 0 for axis in axes)

@@ -103,6 +103,12 @@ def zero_stage_fits_the_pipeline(plan: RunPlan) -> Iterator[MegatronError]:
             found=f"ZeRO stage {stage}, --pipeline-model-parallel-size {stages}",
             fix="use --zero-stage 1, or --pipeline-model-parallel-size 1",
         )
+    if plan.config.parallel.use_tp_pp_dp_mapping:
+        yield ConfigError(
+            "DeepSpeed's pipelines number ranks with replicas nearer to each other than stages",
+            found=f"--use-tp-pp-dp-mapping, --pipeline-model-parallel-size {stages}",
+            fix="leave --use-tp-pp-dp-mapping out",
+        )
     if not engine.use_pipeline_engine:
         yield ConfigError(
             "several pipeline stages need DeepSpeed's pipeline engine",

@@ -392,6 +392,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/mpu/test_topology.py::test_tp_varies_fastest_then_cp_then_dp_then_pp",
         ),
         Mutant(
+            "stages are nearer than replicas where that is asked for",
+            "megatron/mpu/topology.py",
+            '("dp", "pp", "cp", "tp") if self.pp_before_dp',
+            '("dp", "pp", "cp", "tp") if False',
+            "tests/unit/mpu/test_topology.py::test_stages_can_be_nearer_than_replicas",
+        ),
+        Mutant(
+            "random states go to ranks of the same order alone",
+            "megatron/checkpoint/rng.py",
+            "if manifest.pp_before_dp != topology.pp_before_dp:",
+            "if False:",
+            "tests/unit/checkpoint/test_rng.py::test_states_go_back_only_into_the_same_grid",
+        ),
+        Mutant(
             "ranks that do not divide into replicas are refused",
             "megatron/mpu/topology.py",
             "if world_size < 1 or world_size % replica:",

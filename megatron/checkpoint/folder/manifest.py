@@ -123,6 +123,12 @@ class Manifest:
         """The kind of model: as recorded, else derived from the names of parameters."""
         return self.model_kind or model_kind.kind_from_names(self.tensors)
 
+    @property
+    def pp_before_dp(self) -> bool:
+        """Whether ranks were numbered with stages nearer to each other than replicas."""
+        parallel = self.config.get("parallel", {})
+        return isinstance(parallel, Mapping) and bool(parallel.get("use_tp_pp_dp_mapping", False))
+
     @cached_property
     def config_fingerprint(self) -> str:
         """Sixteen hex digits that differ between any two different configs."""

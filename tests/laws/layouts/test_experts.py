@@ -136,6 +136,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             **PP2,
             "pipeline_schedule": "zero-bubble",
             "expert_model_parallel_size": 2,
+            "use_tp_pp_dp_mapping": True,
         },
     },
 }

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,10 @@ def test_states_go_back_only_into_the_same_grid():
     assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=2"
     reason = rng.why_not_restorable(content, Topology(cp=2))
     assert reason == "random states were saved at tp=2 pp=1 dp=1, this is tp=1 pp=1 dp=1 cp=2"
+    other = rng.why_not_restorable(content, Topology(tp=2, pp_before_dp=True))
+    assert other == "random states were saved with ranks in another order (--use-tp-pp-dp-mapping)"
+    mapped = replace(content, config={"parallel": {"use_tp_pp_dp_mapping": True}})
+    assert rng.why_not_restorable(mapped, Topology(tp=2, pp_before_dp=True)) is None
     assert "without random states" in rng.why_not_restorable(example(), Topology(tp=2))
 
 

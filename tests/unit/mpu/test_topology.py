@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.topology import Coord, Topology
 
 sizes = st.integers(1, 4)
-grids = st.builds(Topology, tp=sizes, pp=sizes, dp=sizes, cp=sizes)
+grids = st.builds(Topology, tp=sizes, pp=sizes, dp=sizes, cp=sizes, pp_before_dp=st.booleans())
 axes = st.lists(st.sampled_from(Coord._fields), unique=True)
 
 
@@ -56,6 +56,16 @@ def test_tp_varies_fastest_then_cp_then_dp_then_pp() -> None:
     assert grid.peers(0, "cp", "tp") == (0, 1, 2, 3)
     assert grid.peers(0, "dp", "cp") == (0, 2, 4, 6)
     assert grid.coord(7) == Coord(pp=0, dp=1, cp=1, tp=1)
+
+
+def test_stages_can_be_nearer_than_replicas() -> None:
+    grid = Topology.fill(16, tp=2, pp=2, cp=2, pp_before_dp=True)
+    assert grid.peers(0, "tp") == (0, 1)
+    assert grid.peers(0, "cp") == (0, 2)
+    assert grid.peers(0, "pp") == (0, 4)
+    assert grid.peers(0, "dp") == (0, 8)
+    assert grid.coord(12) == Coord(pp=1, dp=1, cp=0, tp=0)
+    assert grid.groups("dp", "cp", "tp")[0] == (0, 1, 2, 3, 8, 9, 10, 11)
 
 
 @given(grids, st.data())

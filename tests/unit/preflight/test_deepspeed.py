@@ -173,6 +173,12 @@ def test_zero_0_and_1_go_with_pipelines(stage: str) -> None:
     assert found(deepspeed.zero_stage_fits_the_pipeline, run_plan) == []
 
 
+def test_ranks_of_a_pipeline_are_numbered_as_deepspeed_does() -> None:
+    flags = {"world_size": 4, "use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2}
+    bad = through_deepspeed(**flags)
+    only(found(deepspeed.zero_stage_fits_the_pipeline, bad), "--use-tp-pp-dp-mapping")
+
+
 def test_several_stages_need_the_pipeline_engine() -> None:
     flags = {"world_size": 2, "use_pipeline_engine": False}
     errors = found(
