@@ -135,11 +135,13 @@ class SelfAttention(nn.Module):
         is_chosen = self._backend is not AttentionBackend.AUTO
         if mask is None and dropout == 0 and not is_chosen:
             return attend(q, k, v, causal=causal)
-        grouped = self._queries > 1
+        # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
+        queries = q.shape[1] // k.shape[1]
+        grouped = queries > 1
         if grouped and mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
             # back to the one that stores all scores.
-            k, v = (_repeat_groups(t, self._queries) for t in (k, v))
+            k, v = (_repeat_groups(t, queries) for t in (k, v))
             grouped = False
         # Heads are split over tp: every rank must drop other scores.
         drawing: AbstractContextManager[None] = (

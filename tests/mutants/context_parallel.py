@@ -53,6 +53,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_keys_are_repeated_as_little_as_ranks_need",
         ),
         Mutant(
+            "queries of a rank meet the keys that it has",
+            "megatron/model/attention.py",
+            "queries = q.shape[1] // k.shape[1]",
+            "queries = self._queries",
+            f"{_LAW}test_ranks_that_share_sequences_train_the_same_model[bloom]",
+        ),
+        Mutant(
             "gradients are summed over ranks that share sequences",
             "megatron/mpu/context.py",
             "return ReplicaGroups(self.dp_cp, self.edp)",

@@ -20,7 +20,7 @@ from tests.support.tiny import (
 
 # Losses that are added are sums over the ranks that share a sequence.
 ADDED: dict[str, dict[str, Any]] = {
-    "bloom": {"z_loss_coeff": 0.1},
+    "bloom": {"z_loss_coeff": 0.1, "num_query_groups": 1},  # keys that ranks have to repeat
     "mixtral": {
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 0.1,

@@ -104,6 +104,7 @@ def test_train_cpu_has_peers_that_compute_the_same(tmp_path: Path, shape: tuple[
     assert [*result["beside"]] == ["plain", "compiled", "transformers"]
 
 
+@pytest.mark.wide
 def test_train_cpu_compares_a_llama_with_plain_layers(tmp_path: Path) -> None:
     to = str(tmp_path / "result.json")
     # As many positions as make a wrong angle a wrong loss.
