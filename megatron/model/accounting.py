@@ -34,7 +34,7 @@ def expert_parameters(config: ModelConfig) -> int:
     """Return those parameters of the whole model that expert parallelism shares out."""
     if not config.has_experts:
         return 0
-    return config.num_layers * (config.num_experts or 1) * _expert_weights(config)
+    return config.num_layers * (config.num_experts or 1) * _mlp_weights(config, config.expert_width)
 
 
 def flops_per_token(
@@ -350,17 +350,16 @@ def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
 
 
 def _feed_forward_weights(config: ModelConfig, *, active: bool) -> int:
-    h = config.hidden_size
     if not config.has_experts:
-        return (3 if config.glu is not None else 2) * h * config.ffn_width
+        return _mlp_weights(config, config.ffn_width)
     experts = config.num_experts or 1
     met = config.moe_router_topk if active else experts
-    return experts * h + met * _expert_weights(config)
+    return experts * config.hidden_size + met * _mlp_weights(config, config.expert_width)
 
 
-def _expert_weights(config: ModelConfig) -> int:
-    """Return the elements of one expert's matrices."""
-    return (3 if config.glu is not None else 2) * config.hidden_size * config.expert_width
+def _mlp_weights(config: ModelConfig, width: int) -> int:
+    """Return the elements of the matrices of an MLP of this width."""
+    return (3 if config.glu is not None else 2) * config.hidden_size * width
 
 
 def _norm(config: ModelConfig) -> int:

@@ -27,7 +27,7 @@ from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
-from megatron.ops.attention import attend
+from megatron.ops.attention import attend, for_each_head
 from megatron.ops.rotary import rotate, rotate_reference
 
 # On a CPU flash is torch's own kernel.
@@ -136,12 +136,11 @@ class SelfAttention(nn.Module):
         if mask is None and dropout == 0 and not is_chosen:
             return attend(q, k, v, causal=causal)
         # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
-        queries = q.shape[1] // k.shape[1]
-        grouped = queries > 1
+        grouped = q.shape[1] > k.shape[1]
         if grouped and mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
             # back to the one that stores all scores.
-            k, v = (_repeat_groups(t, queries) for t in (k, v))
+            k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
             grouped = False
         # Heads are split over tp: every rank must drop other scores.
         drawing: AbstractContextManager[None] = (
@@ -204,10 +203,3 @@ def attention_over_ranks(build: ModelBuild) -> AttentionOverRanks | None:
     if build.ctx.cp.size == 1 or exchange is ContextExchange.A2A:
         return None
     return AttentionOverRanks(build.ctx.cp, build.share, passes=exchange is ContextExchange.P2P)
-
-
-def _repeat_groups(heads: Tensor, times: int) -> Tensor:
-    """Repeat the keys of each group for its `times` query heads: [b, a/tp, k, d]."""
-    b, groups, length, width = heads.shape
-    expanded = heads.unsqueeze(2).expand(b, groups, times, length, width)
-    return expanded.reshape(b, groups * times, length, width)

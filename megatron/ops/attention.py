@@ -46,6 +46,15 @@ def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out
 
 
+def for_each_head(keys: Tensor, heads: int) -> Tensor:
+    """Return keys [b, g, k, d] once for each head of queries, [b, heads, k, d]; g divides heads."""
+    b, groups, length, width = keys.shape
+    if groups == heads:
+        return keys
+    expanded = keys.unsqueeze(2).expand(b, groups, heads // groups, length, width)
+    return expanded.reshape(b, heads, length, width)
+
+
 def _is_faster_by_products(q: Tensor, k: Tensor) -> bool:
     return (
         q.device.type == "cpu"
@@ -70,8 +79,7 @@ _FASTER_LENGTHS = _faster_lengths()
 @operator("attention(Tensor q, Tensor k, Tensor v, bool causal) -> (Tensor out, Tensor log_sums)")
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output by PyTorch's kernel of the CPU, and the log-sum-exp of every row."""
-    queries = q.shape[1] // k.shape[1]
-    of_heads = [t.repeat_interleave(queries, 1) if queries > 1 else t for t in (k, v)]
+    of_heads = [for_each_head(t, q.shape[1]) for t in (k, v)]
     out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, *of_heads, 0.0, causal
     )

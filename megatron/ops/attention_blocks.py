@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.ops.attention import for_each_head
 from megatron.ops.library import statistics_dtype
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -31,7 +32,7 @@ def attend_block(
 
     L is fp32 (fp64 of fp64) and -inf for a row without keys, whose output is zeros.
     """
-    k, v = (_for_each_head(t, q) for t in (k, v))
+    k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
     bias = None if mask is None else _bias(mask, q.dtype)
     if q.device.type != "cuda":
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -65,7 +66,7 @@ def attend_block_gradients(
         log_sums: [b, a, s] L of all keys; finite.
     """
     q, *keys_values = operands
-    k, v = (_for_each_head(t, q) for t in keys_values)
+    k, v = (for_each_head(t, q.shape[1]) for t in keys_values)
     bias = None if mask is None else _bias(mask, q.dtype)
     given = (grad, q, k, v, out, log_sums)
     if q.device.type != "cuda":
@@ -143,9 +144,3 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _for_each_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Return keys [b, g, k, d] once for each head of queries: [b, a, k, d]."""
-    queries = q.shape[1] // keys.shape[1]
-    return keys.repeat_interleave(queries, 1) if queries > 1 else keys

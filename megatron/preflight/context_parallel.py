@@ -1,5 +1,6 @@
 """Whether ranks can share sequences (`--context-parallel-size`) beside the other flags."""
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.parallel import ContextExchange
@@ -25,7 +26,7 @@ def sequences_split_over_context_parallel_ranks(plan: RunPlan) -> Iterator[Megat
     given = f"--context-parallel-size {size} --cp-comm-type {parallel.cp_comm_type}"
     if parallel.sequence_parallel:
         tp = parallel.tensor_model_parallel_size
-        parts = size * tp * (1 if tp % (parts // size) == 0 else parts // size)
+        parts = size * math.lcm(tp, parts // size)
         given += f", --sequence-parallel with --tensor-model-parallel-size {tp}"
     grows = curriculum(config)
     lengths = {f"--seq-length {config.data.seq_length}": config.data.seq_length}

@@ -55,8 +55,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "queries of a rank meet the keys that it has",
             "megatron/model/attention.py",
-            "queries = q.shape[1] // k.shape[1]",
-            "queries = self._queries",
+            "(for_each_head(t, q.shape[1]) for t in (k, v))",
+            "(for_each_head(t, self._queries * t.shape[1]) for t in (k, v))",
             f"{_LAW}test_ranks_that_share_sequences_train_the_same_model[bloom]",
         ),
         Mutant(
