@@ -134,11 +134,7 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
     given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--num-threads", str(threads)]
     ours = {ALONE: ()} if size == 1 else OURS
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
-        port = str(free_port())
-        workers = [
-            stack.enter_context(Worker(sys.executable, WORKER, environment(rank, size, port)))
-            for rank in range(size)
-        ]
+        workers = start_ranks(stack, WORKER, size)
         joined = [
             pool.submit(
                 worker.ask,
@@ -159,7 +155,16 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
             done.result()
 
 
-def environment(rank: int, size: int, port: str) -> dict[str, str]:
+def start_ranks(stack: ExitStack, script: Path, size: int) -> list[Worker]:
+    """Start `size` processes of a script that can find each other; they end with the stack."""
+    port = str(_free_port())
+    return [
+        stack.enter_context(Worker(sys.executable, script, _environment(rank, size, port)))
+        for rank in range(size)
+    ]
+
+
+def _environment(rank: int, size: int, port: str) -> dict[str, str]:
     """Return the environment variables of a rank, as a launcher sets them."""
     return {
         "RANK": str(rank),
@@ -170,8 +175,7 @@ def environment(rank: int, size: int, port: str) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """Return a port of the loopback device that nothing listens on."""
+def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -17,9 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.data_worker import Worker
 from benchmarks.machine import machine
-from benchmarks.parallel_cpu import environment, free_port
+from benchmarks.parallel_cpu import start_ranks
 from benchmarks.peers.plain_gpt import Shape
 from benchmarks.train_cpu import our_flags
 from megatron.program import run_program
@@ -56,15 +55,10 @@ def peak(exchange: str, size: int, length: int) -> int:
     given = our_flags("fp32", replace(SHAPE, seq_length=length))
     given += ["--context-parallel-size", str(size), "--cp-comm-type", exchange]
     given += ["--max-position-embeddings", str(length), "--num-threads", "1"]
-    port = str(free_port())
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
-        workers = [
-            stack.enter_context(Worker(sys.executable, WORKER, environment(rank, size, port)))
-            for rank in range(size)
-        ]
         asked = [
             pool.submit(worker.ask, "peak", flags=given, vocab_size=SHAPE.vocab)
-            for worker in workers
+            for worker in start_ranks(stack, WORKER, size)
         ]
         return max(int(one.result()["bytes"]) for one in asked)
 
