@@ -53,13 +53,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_keys_are_repeated_as_little_as_ranks_need",
         ),
         Mutant(
-            "queries of a rank meet the keys that it has",
-            "megatron/model/attention.py",
-            "(for_each_head(t, q.shape[1]) for t in (k, v))",
-            "(for_each_head(t, self._queries * t.shape[1]) for t in (k, v))",
-            f"{_LAW}test_ranks_that_share_sequences_train_the_same_model[bloom]",
-        ),
-        Mutant(
             "gradients are summed over ranks that share sequences",
             "megatron/mpu/context.py",
             "return ReplicaGroups(self.dp_cp, self.edp)",
