@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.config.model import PositionEmbedding
+from megatron.config.parallel import ShardingStrategy
 from megatron.errors import ConfigError
 
 
@@ -160,7 +161,32 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
         )
 
 
+_FULLY_SHARDED = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
+
+
+def _fully_sharded(given: GivenFlags) -> Iterator[Meaning]:
+    if not set(_FULLY_SHARDED) & set(given.words):
+        return
+    strategy = given.values.get("data_parallel_sharding_strategy")
+    if strategy is None:
+        value = ShardingStrategy.OPTIM_GRADS_PARAMS
+        yield FlagValue(
+            "data_parallel_sharding_strategy", value, "its strategy where none is given"
+        )
+    else:
+        yield NoChange(f"--data-parallel-sharding-strategy {strategy} says it already")
+
+
 DEPENDENT: tuple[DependentFlag, ...] = (
+    *(
+        DependentFlag(
+            flag,
+            "`--data-parallel-sharding-strategy optim_grads_params`, or the strategy that is given",
+            _fully_sharded,
+            is_ours=False,
+        )
+        for flag in _FULLY_SHARDED
+    ),
     DependentFlag(
         "--no-position-embedding",
         "beside `--position-embedding-type rope` (or any other without a table) no effect, as in "

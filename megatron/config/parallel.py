@@ -25,6 +25,30 @@ class ContextExchange(StrEnum):
     A2A = "a2a"  # tokens for heads, before attention and back after it
 
 
+class ShardingStrategy(StrEnum):
+    """What replicas share out among them: each value all that the ones before it do."""
+
+    NO_SHARD = "no_shard"
+    OPTIM = "optim"  # the optimizer's state and work: ZeRO stage 1
+    OPTIM_GRADS = "optim_grads"  # gradients: stage 2
+    OPTIM_GRADS_PARAMS = "optim_grads_params"  # parameters: stage 3, fully sharded
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a replica updates a part of the parameters only."""
+        return self is not ShardingStrategy.NO_SHARD
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a replica keeps the gradients of its part only."""
+        return self in (ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a replica keeps its part of the parameters only."""
+        return self is ShardingStrategy.OPTIM_GRADS_PARAMS
+
+
 class PipelineBalance(StrEnum):
     """The quantity that is balanced over pipeline stages."""
 
@@ -109,12 +133,24 @@ class ParallelConfig:
     use_distributed_optimizer: bool = flag(
         False,
         help="share the optimizer's state and work out over replicas, each of which updates a part "
-        "of the parameters",
+        "of the parameters: --data-parallel-sharding-strategy optim",
+    )
+    data_parallel_sharding_strategy: ShardingStrategy | None = flag(
+        None,
+        help="what replicas share out: nothing (no_shard), the optimizer's state and work (optim), "
+        "gradients too (optim_grads), and parameters too (optim_grads_params), which are then "
+        "whole one layer at a time; results are equal",
+    )
+    reshard_after_forward: bool = flag(
+        True,
+        help="under optim_grads_params give the parameters of a layer back after its forward pass; "
+        "without it they stay until its backward pass, which takes more memory and fewer gathers",
+        off=("--torch-fsdp2-no-reshard-after-forward",),
     )
     overlap_param_gather: bool = flag(
         False,
-        help="with the distributed optimizer, gather updated parameters while the next forward "
-        "pass goes on",
+        help="gather parameters that replicas share out while others are computed with: updated "
+        "ones during the next forward pass, or those of the next layer under optim_grads_params",
     )
     overlap_grad_reduce: bool = flag(
         False, help="reduce gradients over replicas while the backward pass goes on"
@@ -136,6 +172,15 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
+
+    @property
+    def sharding(self) -> ShardingStrategy:
+        """What replicas share out, by either of the two flags."""
+        if self.data_parallel_sharding_strategy is not None:
+            return self.data_parallel_sharding_strategy
+        return (
+            ShardingStrategy.OPTIM if self.use_distributed_optimizer else ShardingStrategy.NO_SHARD
+        )
 
     @property
     def check_seconds(self) -> float | None:
@@ -176,12 +221,7 @@ class ParallelConfig:
                     value > 0, name, value, problem="it is not positive", fix="use 1 or more"
                 )
         yield from self._contradictions()
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            yield ConfigError(
-                "parameters are gathered by the distributed optimizer alone",
-                found="--overlap-param-gather without --use-distributed-optimizer",
-                fix="add --use-distributed-optimizer, or drop it",
-            )
+        yield from self._sharding_problems()
         if self.ddp_bucket_size is not None:
             yield from check_field(
                 self.ddp_bucket_size > 0,
@@ -189,6 +229,37 @@ class ParallelConfig:
                 self.ddp_bucket_size,
                 problem="buckets of gradients are empty",
                 fix="use a number such as 40000000, or leave it out",
+            )
+
+    def _sharding_problems(self) -> Iterator[ConfigError]:
+        strategy = self.data_parallel_sharding_strategy
+        if self.use_distributed_optimizer and strategy is ShardingStrategy.NO_SHARD:
+            yield ConfigError(
+                "the optimizer's state is to be shared out, and nothing is",
+                found="--use-distributed-optimizer, --data-parallel-sharding-strategy no_shard",
+                fix="drop one of the two",
+            )
+        elif self.overlap_param_gather and not self.sharding.shards_state:
+            yield ConfigError(
+                "parameters are gathered only where replicas share them or their updates out",
+                found="--overlap-param-gather without --use-distributed-optimizer",
+                fix="add --use-distributed-optimizer, or drop it",
+            )
+        if not (self.reshard_after_forward or self.sharding.shards_parameters):
+            yield ConfigError(
+                "parameters are whole all the time, and cannot be kept for the backward pass",
+                found=f"--no-reshard-after-forward without --data-parallel-sharding-strategy "
+                f"{ShardingStrategy.OPTIM_GRADS_PARAMS}",
+                fix="add it, or drop --no-reshard-after-forward",
+            )
+        zero_bubble = self.pipeline_schedule is PipelineSchedule.ZERO_BUBBLE
+        if self.sharding.shards_gradients and zero_bubble:
+            yield ConfigError(
+                "what replicas share out would be whole all the time: this schedule computes "
+                "gradients of weights long after it has used them",
+                found=f"--pipeline-schedule zero-bubble, --data-parallel-sharding-strategy "
+                f"{self.sharding.value}",
+                fix="use --pipeline-schedule 1f1b, or --data-parallel-sharding-strategy optim",
             )
 
     def _contradictions(self) -> Iterator[ConfigError]:

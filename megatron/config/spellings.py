@@ -117,6 +117,10 @@ NO_EFFECT: Mapping[str, NoEffect] = {
         0, "experts are split over tensor-parallel ranks unless they are shared out"
     ),
     "--use-tutel": NoEffect(0, _FUSED),
+    "--init-model-with-meta-device": NoEffect(
+        0, "initial values are made layer by layer, of which each rank keeps its share"
+    ),
+    "--fsdp-double-buffer": NoEffect(0, "--overlap-param-gather has two layers in memory"),
     "--universal-checkpoint": NoEffect(0, "every checkpoint loads at any layout"),
     "--codecarbon-dir": NoEffect(1, "energy is not measured"),
     "--lazy-mpu-init": NoEffect(-1, "groups are made by initialize_megatron"),

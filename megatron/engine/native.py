@@ -10,9 +10,10 @@ from functools import partial
 from itertools import repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron import device, log
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.engine.base import (
     BatchOptions,
@@ -42,6 +43,7 @@ from megatron.model.init import initialize_parameters
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, ModelBuild
 from megatron.model.stage import PipelineStage
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import HostScalars
 from megatron.mpu.stage_plan import ranges_of_stage
 from megatron.mpu.weight_gradients import WeightGradients
@@ -49,6 +51,7 @@ from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import APPLIED, build_optimizer
 from megatron.optimizer.replicated_grads import check_replicated_agree, reduce_replicated
+from megatron.optimizer.sharded_parameters import ShardedParameters
 from megatron.pipeline.executor import Executor, StageWork
 from megatron.pipeline.plan import PipelinePlan, pipeline_plan
 from megatron.pipeline.schedule import ScheduleName
@@ -79,27 +82,45 @@ class NativeEngine:
         pipeline = pipeline_plan(config.parallel, config.model.num_layers)
         specs = task.layers(config.model, build)
         ranges = stage_ranges(specs, pipeline, build.ctx.pp.size)
+        sharding = _sharding(config.parallel, build.ctx)
+        self._weights = (
+            ShardedParameters(
+                build.ctx.replicas,
+                prefetch=config.parallel.overlap_param_gather,
+                reshard_after_forward=config.parallel.reshard_after_forward,
+            )
+            if sharding.shards_parameters
+            else None
+        )
+
+        def built(name: str, module: nn.Module) -> None:
+            initialize_parameters(module, seed=config.training.seed, ctx=build.ctx, prefix=name)
+            if self._weights is not None:
+                # Before the next layer is built, so that no rank ever holds the whole of a model.
+                self._weights.add(module.parameters())
+
         with torch.device(device.current()):
             self.stage = PipelineStage(
-                specs, ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size)
+                specs,
+                ranges_of_stage(ranges, build.ctx.pp.rank, build.ctx.pp.size),
+                built=built,
+                weights=self._weights,
             )
         self._histories = amax_histories(build, specs, self.stage)
-        initialize_parameters(self.stage, seed=config.training.seed, ctx=build.ctx)
         # Before the buffers, which put tied parameters into separate buckets.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
         self._executor = Executor(
             # Not a method of this engine: a circle of references would outlive it.
-            StageWork(self.stage.run, partial(_loss_of, task, build), pipeline.num_chunks),
+            StageWork(
+                self.stage.run,
+                partial(_loss_of, task, build, self._weights, len(specs) - 1),
+                pipeline.num_chunks,
+            ),
             build.ctx.pp,
             schedule=pipeline.schedule,
             weight_gradients=_weight_gradients(self.stage, pipeline),
             timers=self._timers,
         )
-        if config.parallel.use_distributed_optimizer and build.ctx.dp_cp.size == 1:
-            log.info(
-                "--use-distributed-optimizer has no effect with one replica of the model: there is "
-                "no other rank to share the optimizer's state with"
-            )
         gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
         self._replica = DistributedDataParallel(
             self.stage,
@@ -108,8 +129,8 @@ class NativeEngine:
             bucket_elements=config.parallel.ddp_bucket_size,
             fuse_accumulation=config.training.gradient_accumulation_fusion,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-            distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_param_gather=config.parallel.overlap_param_gather,
+            sharding=sharding if self._weights is None else self._weights,
         )
         self.optimizer = build_optimizer(
             self._replica, optimizer=config.optimizer, precision=config.precision, ctx=build.ctx
@@ -198,7 +219,7 @@ class NativeEngine:
     def state(self, *, optimizer: bool) -> EngineState:
         """Return the model, and the optimizer if asked, as named parts of whole tensors."""
         self._replica.wait_for_parameters()
-        tensors = model_tensors(self.stage, self._context)
+        tensors = model_tensors(self.stage, self._context, self._weights)
         scalars: JsonObject = {}
         if optimizer:
             named = self.stage.named_parameters()
@@ -211,6 +232,8 @@ class NativeEngine:
 
     def restored(self, scalars: JsonObject, *, optimizer: bool) -> None:
         """Take over tensors that were filled in place: counts, loss scale, master weights."""
+        if self._weights is not None:
+            self._weights.gather()  # when they are next needed
         if optimizer:
             self.optimizer.load_state(self.optimizer.named_state(), object_at(scalars, "optimizer"))
             if self._histories is not None:
@@ -227,13 +250,15 @@ class NativeEngine:
         Reduces over the model group.
         """
         self._replica.wait_for_parameters()
-        return parameters_norm(list(self.stage.named_parameters()), self._context)
+        named, weights = list(self.stage.named_parameters()), self._weights
+        return parameters_norm(named, self._context, None if weights is None else weights.values)
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold bit by bit: replicas, unsplit weights, tied weights."""
         self._replica.check_replicas_agree()
-        check_replicated_agree(self.stage.named_parameters(), self._context.tp)
-        self._tied.check_equal()
+        named, values = self.stage.named_parameters(), self._replica.values
+        check_replicated_agree(named, self._context.tp, values)
+        self._tied.check_equal(values)
 
     def _train(
         self, microbatches: Iterator[MicroBatch], count: int, scale: float | Tensor
@@ -270,8 +295,30 @@ class NativeEngine:
         return self._task.batch(device.upload(next(batches)), self._batch_options)
 
 
-def _loss_of(task: PretrainTask, build: ModelBuild, carry: Carry, labels: Carry) -> LossSum:
-    return task.loss(carry, labels, build)
+def _loss_of(
+    task: PretrainTask,
+    build: ModelBuild,
+    weights: ShardedParameters | None,
+    last: int,
+    carry: Carry,
+    labels: Carry,
+) -> LossSum:
+    loss = task.loss(carry, labels, build)
+    if weights is not None:  # which may be computed with those of the last layer
+        weights.before_backward(loss.total, last)
+    return loss
+
+
+def _sharding(parallel: ParallelConfig, ctx: ParallelContext) -> ShardingStrategy:
+    """Return what replicas share out: updates at most where there is one, which does them all."""
+    sharding = parallel.sharding
+    if sharding.shards_state and ctx.replicas.dense.size == ctx.replicas.experts.size == 1:
+        log.info(
+            "nothing is shared out over replicas: there is one replica of the model, and no other "
+            "rank to share parameters or the optimizer's state with"
+        )
+        return ShardingStrategy.OPTIM
+    return sharding
 
 
 def _weight_gradients(stage: PipelineStage, pipeline: PipelinePlan) -> WeightGradients | None:

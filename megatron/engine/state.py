@@ -16,14 +16,32 @@ from megatron.engine.amax_history import AmaxHistories
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import init_of, partition_of
 from megatron.optimizer.optimizer import MegatronOptimizer
+from megatron.optimizer.sharded_parameters import ShardedParameters
 
 HISTORY_PREFIX = "fp8/"
 FP8_SCALARS = "fp8"
 
 
-def model_tensors(stage: nn.Module, context: ParallelContext) -> list[ShardedTensor]:
-    """Return the parameters of a stage, as this rank's parts of whole tensors."""
-    return parameter_tensors(stage.named_parameters(), context)
+def model_tensors(
+    stage: nn.Module, context: ParallelContext, weights: ShardedParameters | None = None
+) -> list[ShardedTensor]:
+    """Return the parameters of a stage, as this rank's parts of whole tensors.
+
+    Args:
+        weights: the parameters where replicas share them out.
+    """
+    if weights is None:
+        return parameter_tensors(stage.named_parameters(), context)
+    return [
+        ShardedTensor.of_range(
+            f"model/{name}",
+            weights.values(parameter),
+            start=weights.owned(parameter).start,
+            local_shape=parameter.shape,
+            placement=placement_of(parameter, context),
+        )
+        for name, parameter in stage.named_parameters()
+    ]
 
 
 def parameter_tensors(

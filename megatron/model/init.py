@@ -36,15 +36,18 @@ def residual_init(config: ModelConfig) -> Init:
 
 
 @torch.no_grad()
-def initialize_parameters(model: nn.Module, *, seed: int, ctx: ParallelContext) -> None:
+def initialize_parameters(
+    model: nn.Module, *, seed: int, ctx: ParallelContext, prefix: str = ""
+) -> None:
     """Fill every parameter of a stage from `seed` and its global name, and nothing else.
 
-    Names must be global ones, as `PipelineStage` and `GPTModel` give them.
+    Names must be global ones, as `PipelineStage` and `GPTModel` give them; of a module in one of
+    these they are with its name as `prefix`.
 
     Raises:
         MegatronError: a parameter has no rule for its initial values.
     """
-    for name, parameter in _named_parameters(model):
+    for name, parameter in _named_parameters(model, prefix):
         init = init_of(parameter)
         if init is None:
             raise MegatronError(
@@ -80,6 +83,6 @@ def draw(init: Init, shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
     return whole
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
     # Twice the same parameter (tied within a stage) comes once, under its first name.
-    yield from model.named_parameters(remove_duplicate=True)
+    yield from model.named_parameters(prefix, remove_duplicate=True)

@@ -4,13 +4,30 @@ Names never depend on where the pipeline cuts: layer 17 is `layers.17` on whiche
 in whichever chunk of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from megatron.model.specs import Carry, LayerSpec
+from megatron.mpu.partition import set_sharding_unit
 from megatron.mpu.stage_plan import LayerRange
+
+
+class LayerWeights(Protocol):
+    """Makes the parameters of a layer whole while it runs."""
+
+    def run(
+        self,
+        at: int,
+        module: nn.Module,
+        layer: Callable[[Carry], Carry],
+        carry: Carry,
+        *,
+        is_last: bool,
+    ) -> Carry:
+        """Run `layer`, at place `at` in the whole model, with the parameters of `module`."""
 
 
 class PipelineStage(nn.Module):
@@ -18,16 +35,26 @@ class PipelineStage(nn.Module):
 
     A stage has one contiguous part, a chunk, or several where the pipeline is interleaved; chunk 0
     stands first in the model. None: the whole list as one chunk.
+
+    Args:
+        built: called with each module and its global name as soon as it is built, before the next.
+        weights: runs each layer, where parameters are not always whole.
     """
 
     def __init__(
-        self, specs: Sequence[LayerSpec], ranges: Sequence[LayerRange] | None = None
+        self,
+        specs: Sequence[LayerSpec],
+        ranges: Sequence[LayerRange] | None = None,
+        *,
+        built: Callable[[str, nn.Module], None] | None = None,
+        weights: LayerWeights | None = None,
     ) -> None:
         super().__init__()
         self.ranges = (LayerRange(0, len(specs)),) if ranges is None else tuple(ranges)
         self._chunks = tuple(tuple(specs[start:stop]) for start, stop in self.ranges)
+        self._weights, self._last = weights, len(specs) - 1
         for chunk in self._chunks:
-            assemble(self, chunk)
+            assemble(self, chunk, built)
 
     def forward(self, carry: Carry) -> Carry:
         """Run a stage of one chunk on the output of the previous stage."""
@@ -36,7 +63,18 @@ class PipelineStage(nn.Module):
 
     def run(self, chunk: int, carry: Carry) -> Carry:
         """Run every layer of one chunk on the output of the previous chunk of the model."""
-        return run_layers(self, self._chunks[chunk], carry)
+        start = self.ranges[chunk].start
+        weights = self._weights
+        if weights is None:
+            return run_layers(self, self._chunks[chunk], carry)
+
+        def around(
+            at: int, module: nn.Module, layer: Callable[[Carry], Carry], carry: Carry
+        ) -> Carry:
+            place = start + at
+            return weights.run(place, module, layer, carry, is_last=place == self._last)
+
+        return run_layers(self, self._chunks[chunk], carry, around)
 
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters, by global name, that other stages may hold too."""
@@ -66,34 +104,61 @@ def blocks_of(specs: Sequence[LayerSpec]) -> LayerRange:
     return LayerRange(marked[0], marked[-1] + 1) if marked else LayerRange(0, len(specs))
 
 
-def assemble(root: nn.Module, specs: Sequence[LayerSpec]) -> None:
-    """Build every layer of `specs` below `root` under its global name, each name once."""
+def assemble(
+    root: nn.Module,
+    specs: Sequence[LayerSpec],
+    built: Callable[[str, nn.Module], None] | None = None,
+) -> None:
+    """Build every layer of `specs` below `root` under its global name, each name once.
+
+    The parameters of a layer are a unit, and those of a tied module are one of their own.
+    """
     for spec in specs:
-        if _find(root, spec.name) is None:
-            _put(root, spec.name, spec.build())
+        if _find(root, spec.name) is not None:
+            continue
+        module = spec.build()
+        for name, parameter in module.named_parameters(prefix=spec.name):
+            is_tied = spec.tied is not None and name.startswith(f"{spec.tied}.")
+            set_sharding_unit(parameter, spec.tied if spec.tied and is_tied else spec.name)
+        _put(root, spec.name, module)
+        if built is not None:
+            built(spec.name, module)
 
 
-def run_layers(root: nn.Module, specs: Sequence[LayerSpec], carry: Carry) -> Carry:
+RunLayer = Callable[[int, nn.Module, Callable[[Carry], Carry], Carry], Carry]
+"""Runs one layer: its place among the specs, its module, what is called, and the carry."""
+
+
+def run_layers(
+    root: nn.Module, specs: Sequence[LayerSpec], carry: Carry, around: RunLayer | None = None
+) -> Carry:
     """Run `carry` through the layers that `assemble` put below `root`, in the list's order.
 
     These specs are one virtual stage: layers that are recomputed or offloaded count from its first.
     """
     memory = next((spec.memory for spec in specs if spec.memory is not None), None)
     if memory is None or not root.training:
-        return _run_each(root, specs, carry)
+        return _run_each(root, specs, carry, around)
     return memory.run(
-        lambda start, stop, carry: _run_each(root, specs[start:stop], carry),
+        lambda start, stop, carry: _run_each(root, specs[:stop], carry, around, start),
         carry,
         is_block=[spec.block for spec in specs],
         weights=root.parameters(),
     )
 
 
-def _run_each(root: nn.Module, specs: Sequence[LayerSpec], carry: Carry) -> Carry:
-    for spec in specs:
+def _run_each(
+    root: nn.Module,
+    specs: Sequence[LayerSpec],
+    carry: Carry,
+    around: RunLayer | None,
+    start: int = 0,
+) -> Carry:
+    for at, spec in enumerate(specs[start:], start):
         module = root.get_submodule(spec.name)
         # Through __call__ where possible, so that hooks on a layer run.
-        carry = module(carry) if spec.call == "forward" else getattr(module, spec.call)(carry)
+        layer = module if spec.call == "forward" else getattr(module, spec.call)
+        carry = layer(carry) if around is None else around(at, module, layer, carry)
     return carry
 
 

@@ -26,7 +26,8 @@ class Offload:
     """
 
     def __init__(self, keep: Iterable[Tensor] = ()) -> None:
-        self._kept = frozenset(tensor.untyped_storage().data_ptr() for tensor in keep)
+        # By the storage itself: that of a sharded parameter has memory only for a time.
+        self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in keep)
         # By the address of the storage's own record, which its weak reference keeps from reuse.
         self._stored: dict[tuple[int, int], tuple[StorageWeakRef, _Stored]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
@@ -48,7 +49,7 @@ class Offload:
     def pack(self, tensor: Tensor) -> Packed:
         """Return what the graph stores of a tensor: itself, or a view of its copy on the host."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._kept or storage.nbytes() == 0:
+        if storage._cdata in self._kept or storage.nbytes() == 0:
             return tensor
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = (reference.cdata, tensor._version)

@@ -1,8 +1,9 @@
 """How a parameter is split over a grid axis, and where its values come from: arithmetic only.
 
 Both are attributes of a parameter, `split_by` (absent: every rank holds the whole) and `init`; a
-third, `sequence_parallel`, marks a gradient that is a part of a sum. Initialisation, clipping, the
-optimizer and checkpoints read them here and depend on nothing else of parallel layers.
+third, `sequence_parallel`, marks a gradient that is a part of a sum; `sharding_unit` names the
+parameters that replicas share out together. Initialisation, clipping, the optimizer and checkpoints
+read them here and depend on nothing else of parallel layers.
 `copy.deepcopy` of a parameter loses all of them: build models anew.
 """
 
@@ -95,6 +96,20 @@ def init_of(parameter: Tensor) -> Init | None:
     """Return the values `parameter` starts from; None when it was not set."""
     init: Init | None = getattr(parameter, "init", None)
     return init
+
+
+def set_sharding_unit(parameter: Tensor, name: str) -> None:
+    """Make `parameter` one of the unit `name`: they are gathered and given back together.
+
+    A unit is used by a layer, or by several where it is tied, and by nothing else.
+    """
+    vars(parameter)["sharding_unit"] = name
+
+
+def sharding_unit(parameter: Tensor) -> str | None:
+    """Return the unit of `parameter`; None: the one of all that have no other."""
+    unit: str | None = getattr(parameter, "sharding_unit", None)
+    return unit
 
 
 def is_sequence_parallel(parameter: Tensor) -> bool:

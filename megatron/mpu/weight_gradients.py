@@ -32,11 +32,18 @@ class GradientSum:
     Args:
         total: [out, in], in the dtype of the weight or wider. Its content is of no interest while
             `is_empty`.
+        make_room: called before the first of it is written, where `total` may have no memory.
     """
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, total: Tensor, make_room: Callable[[], object] = lambda: None) -> None:
         self.total, self.is_empty = total, True
+        self._make_room = make_room
         self._arrived: Callable[[], object] = lambda: None
+
+    def begin(self) -> None:
+        """Make sure that `total` can be written; call it before each addition."""
+        if self.is_empty:
+            self._make_room()
 
     def accept_products(self, weight: Tensor, *, arrived: Callable[[], object]) -> None:
         """Let layers add products for `weight`; `arrived` is called after one that was deferred."""
@@ -45,6 +52,7 @@ class GradientSum:
 
     def add_product(self, rows_in: Tensor, rows_out: Tensor) -> None:
         """Add the gradient of an input [.., in] and the gradient of an output [.., out]."""
+        self.begin()
         add_product(self.total, _rows(rows_out), _rows(rows_in), is_first=self.is_empty)
         self.is_empty = False
 

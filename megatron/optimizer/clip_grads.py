@@ -6,7 +6,7 @@ first stage that holds it. Sums are in float64, so that a norm hardly depends on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,15 +81,21 @@ def count_zeros(counted: Sequence[Tensor]) -> Tensor:
 
 
 def parameters_norm(
-    named_parameters: Sequence[tuple[str, Parameter]], ctx: ParallelContext
+    named_parameters: Sequence[tuple[str, Parameter]],
+    ctx: ParallelContext,
+    share: Callable[[Parameter], Tensor] | None = None,
 ) -> float:
-    """Return the L2 norm of all parameters; gathers over pp, sums over all ranks."""
+    """Return the L2 norm of all parameters; gathers over pp, sums over all ranks.
+
+    Args:
+        share: what this rank keeps of a parameter where replicas share them out.
+    """
     counts = owned_by_this_rank(named_parameters, ctx)
     total = sum_of_squares(
         [
-            parameter.detach()
+            parameter.detach() if share is None else share(parameter)
             for (_, parameter), is_own in zip(named_parameters, counts)
-            if is_own and ctx.replicas.of(parameter).is_first
+            if is_own and (share is not None or ctx.replicas.of(parameter).is_first)
         ]
     )
     return math.sqrt(float(all_reduce(total, ctx.world)))

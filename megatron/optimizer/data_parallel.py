@@ -6,15 +6,22 @@ tokens). `check_replicas_agree` verifies the first of the two.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 
+from megatron.config.parallel import ShardingStrategy
 from megatron.mpu.context import ReplicaGroups
 from megatron.optimizer.agreement import check_bitwise_equal
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_buffer import ParameterBuffer
+from megatron.optimizer.sharded_grads import ShardedGradBuffer
+from megatron.optimizer.sharded_parameters import ShardedParameters
+
+Shards: TypeAlias = ParameterBuffer | ShardedParameters
+"""What of the parameters a replica updates."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -27,10 +34,11 @@ class DistributedDataParallel(nn.Module):
         bucket_elements: how many gradients are reduced in one collective, at least.
         fuse_accumulation: linear layers add their products to the buffers themselves.
         overlap_grad_reduce: reduce buckets while the backward pass goes on; the sums are the same.
-        distributed_optimizer: every rank gets the sums of its share of each bucket only, updates
-            that share of the parameters, and gathers the rest: ZeRO stage 1.
         overlap_param_gather: gather parameters while the next forward pass goes on; they may be
             read elsewhere only after `wait_for_parameters`.
+        sharding: what replicas share out: nothing; updates, of which every rank does its share of
+            each bucket and gathers the rest; what is kept of gradients too. Or the parameters of
+            the module, which are shared out already.
     """
 
     def __init__(
@@ -42,23 +50,32 @@ class DistributedDataParallel(nn.Module):
         bucket_elements: int | None = None,
         fuse_accumulation: bool = False,
         overlap_grad_reduce: bool = False,
-        distributed_optimizer: bool = False,
         overlap_param_gather: bool = False,
+        sharding: ShardingStrategy | ShardedParameters = ShardingStrategy.NO_SHARD,
     ) -> None:
         super().__init__()
         self.module = module
         self._replicas = replicas
-        self.gradients = GradBuffer(
+        parameters = sharding if isinstance(sharding, ShardedParameters) else None
+        strategy = (
+            ShardingStrategy.OPTIM_GRADS_PARAMS
+            if isinstance(sharding, ShardedParameters)
+            else sharding
+        )
+        kind = ShardedGradBuffer if strategy.shards_gradients else GradBuffer
+        self.gradients = kind(
             module.named_parameters(),
             replicas,
             gradient_dtype=gradient_dtype,
             bucket_elements=bucket_elements,
             fuse_accumulation=fuse_accumulation,
             overlap=overlap_grad_reduce,
-            sharded=distributed_optimizer,
+            sharded=strategy.shards_state,
         )
-        self.shards: ParameterBuffer | None = None
-        if distributed_optimizer:
+        self.shards: Shards | None = parameters
+        if parameters is not None and isinstance(self.gradients, ShardedGradBuffer):
+            self.gradients.after_unit = parameters.after_gradients
+        elif strategy.shards_state:
             self.shards = ParameterBuffer(
                 module, self.gradients.flats, overlap=overlap_param_gather
             )
@@ -92,6 +109,12 @@ class DistributedDataParallel(nn.Module):
         if self.shards is not None:
             self.shards.wait()
 
+    def values(self, parameter: Parameter) -> Tensor:
+        """Return what this rank keeps of `parameter`: all of it, or its elements of it, flat."""
+        if isinstance(self.shards, ShardedParameters):
+            return self.shards.values(parameter)
+        return parameter.detach()
+
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Do as `start_step`, under torch's name; `set_to_none` has no effect.
 
@@ -108,6 +131,8 @@ class DistributedDataParallel(nn.Module):
         Raises:
             NumericsError: on every rank, naming parameters that differ.
         """
+        if isinstance(self.shards, ShardedParameters):
+            return  # no two of them have the same
         self.wait_for_parameters()
         named = list(self.module.named_parameters())
         for group in dict.fromkeys((self._replicas.dense, self._replicas.experts)):

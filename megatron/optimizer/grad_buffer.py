@@ -9,7 +9,7 @@ same buckets in the same order, during the backward pass or after it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from megatron.optimizer.buckets import (
     default_bucket_elements,
     plan_flat,
 )
+from megatron.optimizer.releasable import ReleasableTensor
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 _NAMES_SHOWN = 5
@@ -37,37 +38,50 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Parameters of one kind in a flat buffer, and the offset of each."""
+    """Parameters of one kind in a flat buffer of their values or gradients, and each one's offset.
+
+    Without `room` it is `data`: [elements]. With it this rank keeps its share of one bucket alone,
+    [elements / ranks], and `room` has memory for all of it for a time.
+    """
 
     parameters: tuple[Parameter, ...]
     plan: FlatPlan
-    data: Tensor  # [elements], the gradients
-    group: Group  # over which they are summed
+    data: Tensor
+    group: Group  # the ranks with the same parameters
+    room: ReleasableTensor | None = None
 
     def place(self, index: int, within: Tensor) -> Tensor:
         """Return parameter `index` in `within`, a buffer of this layout, in its own shape."""
         start, stop = self.plan.places[index]
         return within[start:stop].view(self.parameters[index].shape)
 
+    def views(self, room: ReleasableTensor) -> tuple[Tensor, ...]:
+        """Return each parameter in `room`, which has no memory then, in its own shape."""
+        room.take()  # views of nothing cannot be made
+        views = tuple(self.place(index, room.tensor) for index in range(len(self.parameters)))
+        room.release()
+        return views
+
 
 @dataclass(slots=True)
-class _Reduction:
+class Reduction:
     """The progress of one bucket's reduction in this step."""
 
     flat: Flat
     bucket: Bucket
+    arrivals: list["Arrivals"] = field(default_factory=list)
     waits_for: int = 0  # parameters that have not had all of their gradients
     pending: Pending | None = None
 
 
 @dataclass(slots=True)
-class _Arrivals:
+class Arrivals:
     """The gradients that one parameter has had in this step."""
 
     parameter: Parameter
     name: str
     sum: GradientSum
-    reduction: _Reduction
+    reduction: Reduction
     rows: RowGradients  # of a table, which autograd leaves out
     count: int = 0
 
@@ -109,7 +123,7 @@ class GradBuffer:
         self._num_passes: int | None = None
         self.flats = self._lay_out(gradient_dtype, bucket_elements)
         reductions = [
-            _Reduction(flat, bucket) for flat in self.flats for bucket in flat.plan.buckets
+            Reduction(flat, bucket) for flat in self.flats for bucket in flat.plan.buckets
         ]
         # Promptly reduced ones first, of all flat buffers: this is the order on all ranks.
         self._reductions = sorted(reductions, key=lambda reduction: reduction.bucket.held)
@@ -120,17 +134,24 @@ class GradBuffer:
             for reduction in reductions
             for member in reduction.bucket.members
         }
-        self._arrivals: list[_Arrivals] = []
+        places = {
+            parameter: view
+            for flat in self.flats
+            if flat.room is not None
+            for parameter, view in zip(flat.parameters, flat.views(flat.room))
+        }
+        self._arrivals: list[Arrivals] = []
         for parameter, name in self._names.items():
-            place = GradientSum(_main_grad(parameter))
-            arrivals = _Arrivals(
-                parameter, name, place, reduction_of[parameter], collect_rows(parameter)
-            )
+            reduction = reduction_of[parameter]
+            total: Tensor = places.get(parameter, vars(parameter)["main_grad"])
+            place = GradientSum(total, partial(self._make_room, reduction))
+            arrivals = Arrivals(parameter, name, place, reduction, collect_rows(parameter))
             # Bound once: a lookup by parameter in every hook costs as much as a small gradient.
             hook = partial(self._take, arrivals)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             if fuse_accumulation:
                 place.accept_products(parameter, arrived=partial(hook, parameter))
+            reduction.arrivals.append(arrivals)
             self._arrivals.append(arrivals)
         self.start_step()
 
@@ -185,7 +206,7 @@ class GradBuffer:
             group = self._replicas.of(parameters[0])
             plan = plan_flat(
                 [parameter.numel() for parameter in parameters],
-                [self._turn_of(parameter) for parameter in parameters],
+                [turn_of(parameter) for parameter in parameters],
                 shards=group.size,
                 bucket_elements=bucket_elements or default_bucket_elements(group.size),
             )
@@ -197,18 +218,15 @@ class GradBuffer:
             flats.append(flat)
         return tuple(flats)
 
-    def _turn_of(self, parameter: Parameter) -> ReductionTime:
-        if getattr(parameter, "sequence_parallel", False):
-            return ReductionTime.HELD
-        if getattr(parameter, "reduce_first", False):
-            return ReductionTime.ALONE
-        return ReductionTime.PROMPT
+    def _make_room(self, reduction: Reduction) -> None:
+        """Make sure that the gradients of a bucket have memory."""
 
-    def _take(self, arrivals: _Arrivals, parameter: Parameter) -> None:
+    def _take(self, arrivals: Arrivals, parameter: Parameter) -> None:
         """Add one more gradient of `parameter`; called by autograd."""
         if comes_later(parameter):
             return
-        place, reduction, gradient = arrivals.sum, arrivals.reduction, parameter.grad
+        place, gradient = arrivals.sum, parameter.grad
+        place.begin()
         # Autograd calls this also where a layer gave it nothing, and where it has added itself.
         if gradient is not None and gradient is not place.total:
             place.total.copy_(gradient) if place.is_empty else place.total.add_(gradient)
@@ -218,6 +236,11 @@ class GradBuffer:
         parameter.grad = place.total if place.total.dtype == parameter.dtype else None
         arrivals.rows.add_to(place.total)
         arrivals.count += 1
+        self._arrived(arrivals)
+
+    def _arrived(self, arrivals: Arrivals) -> None:
+        """Reduce a bucket early if this was its last gradient and that is wanted."""
+        reduction = arrivals.reduction
         if reduction.pending is not None:
             raise ConfigError(
                 "a gradient came after its sum over data-parallel ranks had begun",
@@ -243,15 +266,15 @@ class GradBuffer:
             reduction.pending = self._start(reduction)
         self._started = max(self._started, stop)
 
-    def _start(self, reduction: _Reduction) -> Pending:
+    def _start(self, reduction: Reduction) -> Pending:
         # On CUDA a collective waits for what the current stream was given so far; autograd runs
         # hooks on the stream of the gradients.
         flat, group = reduction.flat, reduction.flat.group
-        whole = _cut(flat.data, reduction.bucket.range)
+        whole = cut(flat.data, reduction.bucket.range)
         if not self._sharded:
             return start_all_reduce(whole, group)
         share = reduction.bucket.share(group.rank, group.size)
-        return start_reduce_scatter(whole, group, out=_cut(flat.data, share))
+        return start_reduce_scatter(whole, group, out=cut(flat.data, share))
 
     def _check_all_arrived(self) -> None:
         missing = [arrivals.name for arrivals in self._arrivals if not arrivals.count]
@@ -264,10 +287,15 @@ class GradBuffer:
             )
 
 
-def _main_grad(parameter: Parameter) -> Tensor:
-    view: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # set by _lay_out
-    return view
+def turn_of(parameter: Parameter) -> ReductionTime:
+    """Return when the gradient of `parameter` may be reduced."""
+    if getattr(parameter, "sequence_parallel", False):
+        return ReductionTime.HELD
+    if getattr(parameter, "reduce_first", False):
+        return ReductionTime.ALONE
+    return ReductionTime.PROMPT
 
 
-def _cut(flat: Tensor, range_: ElementRange) -> Tensor:
+def cut(flat: Tensor, range_: ElementRange) -> Tensor:
+    """Return the elements of `range_` in a flat buffer, as a view."""
     return flat[range_.start : range_.stop]

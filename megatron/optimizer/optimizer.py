@@ -34,10 +34,9 @@ from megatron.optimizer.clip_grads import (
     owned_by_this_rank,
     sum_of_squares,
 )
-from megatron.optimizer.data_parallel import DistributedDataParallel
+from megatron.optimizer.data_parallel import DistributedDataParallel, Shards
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
-from megatron.optimizer.param_buffer import ParameterBuffer
 from megatron.optimizer.param_groups import ParamGroup, param_groups
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
@@ -120,7 +119,7 @@ class MegatronOptimizer(ABC):
         config: OptimizerConfig,
         scaler: GradScaler,
         ctx: ParallelContext,
-        shards: ParameterBuffer | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._shards = shards
@@ -348,7 +347,7 @@ class MegatronOptimizer(ABC):
             owned = self._shards.owned(parameter)
             if not owned.size:
                 return None
-            values = parameter.detach().view(-1)[owned.start : owned.stop]
+            values = self._shards.values(parameter)
         weight = self._weight_of(values)
         state = fresh_state(weight, self._config)
         state.pop("step", None)  # of each weight; here one count serves all
@@ -365,7 +364,9 @@ class MegatronOptimizer(ABC):
                 fix="run backward first, and use every parameter in the loss",
             )
         if slot.owned is not None:
-            gradient = gradient.view(-1)[slot.owned.start : slot.owned.stop]
+            gradient = gradient.view(-1)
+            if gradient.numel() != slot.owned.size:  # the buffer keeps more than these elements
+                gradient = gradient[slot.owned.start : slot.owned.stop]
         if self._is_adam:
             return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients

@@ -67,6 +67,10 @@ class ParameterBuffer:
         """Return the flattened elements of `parameter` that this rank updates; may be none."""
         return self._owned[parameter]
 
+    def values(self, parameter: Parameter) -> Tensor:
+        """Return those elements: [owned], a view."""
+        return parameter.detach().view(-1)[slice(*self._owned[parameter])]
+
     def gather(self) -> None:
         """Send every rank's share to all others after an update; may return early."""
         for gather in self._gathers:

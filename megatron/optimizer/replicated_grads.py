@@ -6,7 +6,7 @@ heads are applied to a rank's own heads in any case. The gradients of all others
 construction, and nothing here may touch them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -38,15 +38,22 @@ def reduce_replicated(parameters: Iterable[Parameter], tp: Group) -> None:
             gradient.view(-1).copy_(total)
 
 
-def check_replicated_agree(named_parameters: Iterable[tuple[str, Parameter]], tp: Group) -> None:
+def check_replicated_agree(
+    named_parameters: Iterable[tuple[str, Parameter]],
+    tp: Group,
+    values: Callable[[Parameter], Tensor] = Tensor.detach,
+) -> None:
     """Compare the parameters that are not split over `tp` bit by bit.
+
+    Args:
+        values: what a rank keeps of a parameter.
 
     Raises:
         NumericsError: on every rank, naming parameters that differ.
     """
     check_bitwise_equal(
         (
-            (name, parameter)
+            (name, values(parameter))
             for name, parameter in named_parameters
             if partition_of(parameter) is None
         ),

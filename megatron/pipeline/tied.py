@@ -4,7 +4,7 @@ Initial values are equal by name, and equal gradients keep them so. The sum is t
 over data-parallel ranks, in the order of the stages, so that every holder gets the same bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -62,13 +62,16 @@ class TiedParameters:
                 total = total + part
             gradient.copy_(total)
 
-    def check_equal(self) -> None:
+    def check_equal(self, values: Callable[[Parameter], Tensor] = Tensor.detach) -> None:
         """Compare tied weights bit by bit over the stages that hold them.
+
+        Args:
+            values: what a rank keeps of a parameter.
 
         Raises:
             NumericsError: on every stage, naming the weights that differ.
         """
-        weights = [shared.parameter.detach() for shared in self._shared]
+        weights = [values(shared.parameter) for shared in self._shared]
         differing = [
             shared.name
             for shared, parts in zip(self._shared, self._from_all_holders(self._shared, weights))

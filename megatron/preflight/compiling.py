@@ -70,6 +70,10 @@ def _refused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not training.gradient_accumulation_fusion:
         given = "--no-gradient-accumulation-fusion"
         yield given, "gradients of weights are added where they are computed", f"leave {given} out"
+    sharding = config.parallel.sharding
+    if sharding.shards_parameters:
+        given = f"--data-parallel-sharding-strategy {sharding}"
+        yield given, "memory of parameters comes and goes", "use optim_grads"
     if config.parallel.pipeline_schedule is PipelineSchedule.ZERO_BUBBLE:
         given = f"--pipeline-schedule {config.parallel.pipeline_schedule}"
         yield given, "graphs reuse what late gradients of weights need", "use 1f1b"

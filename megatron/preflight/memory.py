@@ -5,10 +5,11 @@ activations. What a reader would get wrong: ranks on CPUs share the memory of th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron import device, host
 from megatron.config.optimizer import StateDtype
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.config.runtime import DeviceKind
 from megatron.errors import ConfigError, MachineError, MegatronError
@@ -38,17 +39,20 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
 
     Weights in the model's dtype and gradients in the accumulation dtype; the optimizer has its
     state, and in half precision an fp32 copy of the weights, of those that are `updated` (None:
-    all).
+    all). Weights and gradients are of these alone where replicas share them out.
     """
     width = config.precision.precision.num_bytes
     half = config.precision.precision.is_half
     kinds = state_kinds(config.optimizer).values()
     own = 4 if half else width
     state = sum(2 if kind is StateDtype.BF16 else own for kind in kinds) + (4 if half else 0)
+    share = parameters if updated is None else updated
+    sharding = config.parallel.sharding
+    gradients = share if sharding.shards_gradients else parameters
     return KeptBytes(
-        weights=parameters * width,
-        gradients=parameters * config.precision.gradient_precision.num_bytes,
-        optimizer=(parameters if updated is None else updated) * state,
+        weights=(share if sharding.shards_parameters else parameters) * width,
+        gradients=gradients * config.precision.gradient_precision.num_bytes,
+        optimizer=share * state,
     )
 
 
@@ -79,13 +83,13 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     experts_of_rank = experts // parallel.expert_model_parallel_size
     parameters_of_rank = (parameters - experts) // plan.model_ranks
     parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
-    shared = parallel.use_distributed_optimizer
     # Of a stage each rank then updates equally many, experts or not.
     updated = parameters // plan.launch.world_size
-    kept = kept_bytes(config, parameters_of_rank, updated=updated if shared else None)
+    shares = parallel.sharding.shards_state
+    kept = kept_bytes(config, parameters_of_rank, updated=updated if shares else None)
     if ranks * kept.total <= room:
         return
-    least = kept_bytes(config, parameters_of_rank, updated=updated)
+    flags_that_fit = _sharding_that_fits(config, parameters_of_rank, updated, room // ranks)
     enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",
@@ -93,8 +97,22 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
         f"{in_gib(kept.gradients)}, optimizer {in_gib(kept.optimizer)})"
         + (f" on each of {ranks} ranks of this host" if ranks > 1 else "")
         + f"; {in_gib(room)} are there",
-        fix="add --use-distributed-optimizer"
-        if not shared and ranks * least.total <= room
+        fix=f"add {flags_that_fit}"
+        if flags_that_fit is not None
         else f"spread the model over at least {enough} ranks with as much memory for each "
         "(--tensor-model-parallel-size x --pipeline-model-parallel-size), or train a smaller one",
     )
+
+
+def _sharding_that_fits(config: RunConfig, parameters: int, updated: int, room: int) -> str | None:
+    """Return the flags of the least that replicas have to share out more, if that is enough."""
+    full = ShardingStrategy.OPTIM_GRADS_PARAMS
+    for flags, sharding in (
+        ("--use-distributed-optimizer", ShardingStrategy.OPTIM),
+        (f"--data-parallel-sharding-strategy {full}", full),
+    ):
+        parallel = replace(config.parallel, data_parallel_sharding_strategy=sharding)
+        kept = kept_bytes(replace(config, parallel=parallel), parameters, updated=updated)
+        if kept.total <= room:
+            return flags
+    return None

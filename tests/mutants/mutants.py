@@ -11,6 +11,7 @@ from tests.mutants import (
     parallelism,
     programs,
     samples,
+    sharding,
     training,
     wiring,
 )
@@ -36,8 +37,8 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 
 MODULES = (
-    *(parallelism, context_parallel, expert_parallel, training, checkpoints, formats),
-    *(samples, programs, wiring),
+    *(parallelism, context_parallel, expert_parallel, sharding, training, checkpoints),
+    *(formats, samples, programs, wiring),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

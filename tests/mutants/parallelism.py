@@ -261,7 +261,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "shares of gradients are summed over replicas",
             "megatron/optimizer/grad_buffer.py",
-            "return start_reduce_scatter(whole, group, out=_cut(flat.data, share))",
+            "return start_reduce_scatter(whole, group, out=cut(flat.data, share))",
             "return Pending(share and whole, None)",
             "tests/distributed/optimizer/test_grad_buffer.py::"
             "test_overlap_and_sharding_change_no_bit_of_the_sums[2]",
@@ -356,7 +356,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a check of replicas compares unsplit weights over ranks",
             "megatron/engine/native.py",
-            "        check_replicated_agree(self.stage.named_parameters(), self._context.tp)\n",
+            "        check_replicated_agree(named, self._context.tp, values)\n",
             "",
             "tests/distributed/engine/test_native.py::"
             "test_what_is_not_split_stays_equal_over_tensor_parallel_ranks",
@@ -364,7 +364,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a check of replicas compares tied weights",
             "megatron/engine/native.py",
-            "        self._tied.check_equal()\n",
+            "        self._tied.check_equal(values)\n",
             "",
             "tests/distributed/engine/test_native.py::test_what_stages_share_stays_equal_over_them",
         ),

@@ -65,7 +65,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "Megatron's files hold no shared optimizer",
             "megatron/checkpoint/formats/megatron/format.py",
-            "if config.parallel.use_distributed_optimizer:",
+            "if config.parallel.sharding.shards_state:",
             "if config.parallel.use_distributed_optimizer and config.engine.deepspeed:",
             "tests/unit/checkpoint/formats/megatron/test_format.py::"
             "test_what_its_files_cannot_hold_is_refused_by_its_flag",

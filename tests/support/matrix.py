@@ -47,6 +47,7 @@ class Grid(NamedTuple):
         return self.tp * self.pp * self.cp * self.dp
 
 
+_SHARDED = ("sharded-gradients", "fully-sharded", "fully-prefetched")
 GRID_AXES: Mapping[str, Sequence[Any]] = {
     "tp": (1, 2, 4),
     "sequence": ("no-sp", "sp"),
@@ -56,7 +57,10 @@ GRID_AXES: Mapping[str, Sequence[Any]] = {
     "cp": (1, 2, 4),
     "exchange": ("no-cp", "p2p", "all_gather", "a2a"),
     "dp": (1, 2, 4),
-    "optimizer_state": ("replicated", "distributed", "gather-overlapped"),
+    "optimizer_state": (
+        *("replicated", "distributed", "gather-overlapped"),
+        *_SHARDED,
+    ),
     "reduction": ("at-end", "overlapped"),
     "recompute": ("keep", "uniform", "split-uniform", "block", "selective", "offload"),
 }
@@ -73,6 +77,7 @@ _SIZES = ("tp", "pp", "cp", "dp")
 # The words of a case leave out what it does not use.
 _SILENT = frozenset({"no-sp", "no-pipeline", "even", "no-cp", "replicated", "at-end", "keep"})
 
+_FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "sp": {"sequence_parallel": True},
     "gpipe": {"pipeline_schedule": "gpipe"},
@@ -87,6 +92,9 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "a2a": {"cp_comm_type": "a2a"},
     "distributed": {"use_distributed_optimizer": True},
     "gather-overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    "sharded-gradients": {"data_parallel_sharding_strategy": "optim_grads"},
+    "fully-sharded": _FULLY_SHARDED,
+    "fully-prefetched": {**_FULLY_SHARDED, "overlap_param_gather": True},
     # Buckets small enough that there are several, of which some wait for others.
     "overlapped": {"overlap_grad_reduce": True, "ddp_bucket_size": 1000},
     "uniform": {
@@ -236,6 +244,8 @@ def is_feasible(grid: Grid) -> bool:
         and (grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved"))
         and (grid.exchange == "no-cp") == (grid.cp == 1)
         and (grid.dp * grid.cp > 1 or replicated)
+        # There gradients of weights come long after their use.
+        and (grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED)
         # What is split over tp already cannot be split again.
         and (grid.recompute != "split-uniform" or (grid.tp > 1 and grid.sequence == "no-sp"))
     )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import Partition, local_slice
@@ -18,6 +19,8 @@ from megatron.optimizer.clip_grads import parameters_norm
 from megatron.optimizer.data_parallel import DistributedDataParallel
 from megatron.optimizer.optimizer import OptimizerReport, build_optimizer
 from tests.support.ranks import run_on_ranks
+
+NO_SHARD, OPTIM = ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM
 
 GRIDS = [(2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4)]
 CONFIG = OptimizerConfig(clip_grad=0.5)
@@ -86,7 +89,10 @@ def steps(ctx: ParallelContext, *, distributed: bool = False) -> Steps:
     part = Part(ctx)
     norm = parameters_norm(part.named(), ctx)
     ddp = DistributedDataParallel(
-        part, ctx.replicas, distributed_optimizer=distributed, bucket_elements=100
+        part,
+        ctx.replicas,
+        sharding=OPTIM if distributed else NO_SHARD,
+        bucket_elements=100,
     )
     precision = PrecisionConfig(fp64=True)
     optimizer = build_optimizer(
@@ -187,7 +193,7 @@ def one_bad_replica(tp: int, dp: int, bad_rank: int) -> list[float]:
     """One rank's summand of a gradient is infinite; the sum is seen by one rank, its owner."""
     ctx = ParallelContext.build(Topology(tp=tp, dp=dp))
     part = Part(ctx, torch.float16)
-    ddp = DistributedDataParallel(part, ctx.replicas, distributed_optimizer=True, bucket_elements=1)
+    ddp = DistributedDataParallel(part, ctx.replicas, sharding=OPTIM, bucket_elements=1)
     precision = PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=1)
     optimizer = build_optimizer(
         part.named(), optimizer=CONFIG, precision=precision, ctx=ctx, replica=ddp
@@ -222,7 +228,7 @@ def a_rank_without_work() -> list[int]:
         module = nn.Linear(2, 2).to(getattr(torch, precision.precision.value))
         nn.init.ones_(module.weight)
         nn.init.zeros_(module.bias)
-        ddp = DistributedDataParallel(module, ctx.replicas, distributed_optimizer=True)
+        ddp = DistributedDataParallel(module, ctx.replicas, sharding=OPTIM)
         optimizer = build_optimizer(ddp, optimizer=CONFIG, precision=precision, ctx=ctx)
         for _ in range(2):
             ddp.start_step(1)

@@ -15,7 +15,7 @@ from megatron.config.run import RunConfig
 from megatron.mpu.collectives import Pending, start_all_gather
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.topology import Topology
-from megatron.optimizer import param_buffer
+from megatron.optimizer import param_buffer, sharded_parameters
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_buffer import ParameterBuffer
 from tests.support.ranks import run_on_ranks
@@ -81,7 +81,8 @@ def test_a_module_that_is_called_has_its_parameters(overlap: bool, held: bool) -
 
 
 def train_with_late_gathers(configs: list[RunConfig]) -> list[Record]:
-    param_buffer.start_all_gather = late_gather  # type: ignore[assignment]  # in this process only
+    for module in (param_buffer, sharded_parameters):  # in this process only
+        module.start_all_gather = late_gather  # type: ignore[assignment]
     return [train(config) for config in configs]
 
 
@@ -105,6 +106,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero-bubble": {"pipeline_schedule": "zero-bubble"},
 }
 IN_TURN = list(zip(ALL_MODELS, WAYS, strict=True))
+FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
+MORE_WAYS = WAYS | {"fully sharded": {**FULLY_SHARDED, "recompute_granularity": "full"}}
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +126,8 @@ def alone(corpus: str) -> dict[str, Record]:
 @pytest.mark.parametrize(
     ("pp", "cases"),
     [
-        (1, [(model, "recomputed") for model in ALL_MODELS]),
-        (2, IN_TURN),
+        (1, [*((model, "recomputed") for model in ALL_MODELS), ("gpt2", "fully sharded")]),
+        (2, [*IN_TURN, ("gpt2", "fully sharded")]),
         pytest.param(
             2,
             [pair for pair in itertools.product(ALL_MODELS, WAYS) if pair not in IN_TURN],
@@ -146,7 +149,7 @@ def test_nothing_of_a_run_reads_parameters_that_are_still_to_come(
             corpus,
             **MODELS[model],
             **SHARDED,
-            **WAYS[way],
+            **MORE_WAYS[way],
             pipeline_model_parallel_size=pp,
             save=str(tmp_path / str(at)),
         )

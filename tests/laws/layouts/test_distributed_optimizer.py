@@ -33,6 +33,11 @@ SHARDED: dict[str, Any] = {
     "overlap_param_gather": True,
 }
 PLAIN: dict[str, Any] = {"ddp_bucket_size": 500}
+FULLY_SHARDED: dict[str, Any] = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
 ADAM: dict[str, Any] = {"weight_decay": 0.1}
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05}
 SAVED_AT, ALL = 2, 4
@@ -151,6 +156,28 @@ def test_no_bit_differs_from_work_that_every_replica_does(corpus: str, dp: int) 
             assert all(torch.equal(tensors[key], expected[key]) for key in expected), name
 
 
+def test_gradients_and_parameters_that_are_shared_out_change_no_bit(corpus: str) -> None:
+    """Of one micro-batch and two replicas: sums of others are taken in another order."""
+    batch = {"global_batch_size": 4, "micro_batch_size": 2, "clip_grad": 0.0, **MODELS["llama"]}
+    ways = [PLAIN, {"data_parallel_sharding_strategy": "optim_grads"}, FULLY_SHARDED]
+    ways.append({**FULLY_SHARDED, "reshard_after_forward": False})
+    configs = [
+        tiny_run(corpus, **batch, **precision, **way)
+        for precision in PRECISIONS.values()
+        for way in ways
+    ]
+    by_rank = run_on_ranks(2, train_all, configs, timeout_s=120)
+    for at, name in enumerate(PRECISIONS):
+        found = [[of_rank[len(ways) * at + way] for of_rank in by_rank] for way in range(len(ways))]
+        expected = whole(found[0])
+        for records in found[1:]:
+            assert records[0].losses == found[0][0].losses, name
+            assert records[0].scalars == found[0][0].scalars, name
+            tensors = whole(records)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[key], expected[key]) for key in expected), name
+
+
 def test_narrow_state_stays_within_its_band(corpus: str) -> None:
     narrow = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "adam_beta2": 0.95}
     runs = [{"bf16": True, "adam_beta2": 0.95}, {"bf16": True, **SHARDED, **narrow}]
@@ -199,13 +226,21 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "sharding", "names"),
+    [
+        (1, 2, SHARDED, [*RESUMED]),
+        (2, 2, SHARDED, ["bf16", "fp16"]),
+        (1, 2, FULLY_SHARDED, ["fp32", "bf16, narrow"]),
+    ],
+    ids=["dp 2", "tp 2, dp 2", "dp 2, fully sharded"],
+)
 def test_a_resumed_run_is_the_uninterrupted_run(
-    corpus: str, tmp_path: Path, tp: int, dp: int
+    corpus: str, tmp_path: Path, tp: int, dp: int, sharding: dict[str, Any], names: list[str]
 ) -> None:
-    common = {**SHARDED, "tensor_model_parallel_size": tp, "train_iters": 5, "micro_batch_size": 2}
+    common = {**sharding, "tensor_model_parallel_size": tp, "train_iters": 5, "micro_batch_size": 2}
     common |= {"eval_iters": 1, "eval_interval": 2}
-    runs = RESUMED if tp == 1 else {name: RESUMED[name] for name in ("bf16", "fp16")}
+    runs = {name: RESUMED[name] for name in names}
     plain, saving, loading = [], [], []
     for name, flags in runs.items():
         both = {**flags, **common}
@@ -221,12 +256,12 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 
 
 class Layout(NamedTuple):
-    """A grid of ranks, and whether the optimizer's work is shared out."""
+    """A grid of ranks, and what replicas share out."""
 
     tp: int
     pp: int
     dp: int
-    shared_out: bool
+    sharding: dict[str, Any]
 
     @property
     def world_size(self) -> int:
@@ -238,13 +273,14 @@ class Layout(NamedTuple):
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
         }
-        return {**sizes, **(SHARDED if self.shared_out else PLAIN)}
+        return {**sizes, **self.sharding}
 
 
-ON, OFF = True, False
+ON, OFF, FULL = SHARDED, PLAIN, FULLY_SHARDED
 # What saves, and what goes on from that.
 RESHARDS = [
-    ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, ON), (2, 1, 1, ON), (1, 2, 2, ON)]),
+    ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, FULL), (2, 1, 1, ON), (1, 2, 2, ON)]),
+    ((2, 1, 2, FULL), [(1, 1, 1, OFF), (1, 2, 2, FULL), (1, 1, 3, ON)]),
     pytest.param((1, 1, 2, OFF), [(1, 1, 3, ON), (2, 1, 2, ON)], marks=pytest.mark.wide),
     ((2, 1, 2, ON), [(1, 1, 1, ON), (1, 2, 1, OFF)]),
     ((1, 2, 2, ON), [(1, 1, 3, ON), (2, 1, 1, OFF)]),
@@ -255,8 +291,8 @@ RESHARDS = [
 def test_a_checkpoint_goes_on_at_any_layout(
     corpus: str,
     tmp_path: Path,
-    saved_at: tuple[int, int, int, bool],
-    loaded_at: list[tuple[int, int, int, bool]],
+    saved_at: tuple[int, int, int, dict[str, Any]],
+    loaded_at: list[tuple[int, int, int, dict[str, Any]]],
 ) -> None:
     """Values of the state at once after the load, and where two more steps lead."""
     models = [{**MODELS["llama"], **ADAM}, {**MODELS["gpt2"], "optimizer": "sgd"}]

@@ -136,6 +136,15 @@ RANKS = {
             "overlap_param_gather": True,
         },
     ),
+    "fully sharded": Rank(
+        *(2, 1, 4, 5),
+        {
+            "bf16": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
     "recomputation": Rank(
         *(2, 1, 1, 1),
         {"bf16": True, "recompute_granularity": "full", "recompute_method": "uniform"},

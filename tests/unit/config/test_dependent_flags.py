@@ -9,6 +9,7 @@ from megatron.config.dependent_flags import DEPENDENT, EXPLAINED, OTHER_DEFAULTS
 from megatron.config.fields import to_plain
 from megatron.config.fp8 import AmaxAlgorithm, Fp8Config, Fp8Recipe
 from megatron.config.model import Activation, PositionEmbedding
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
 from megatron.config.training import TrainingConfig
@@ -173,6 +174,16 @@ def test_presets_count_as_given() -> None:
     base = [*COMMAND[6:], "--model-preset", "mixtral-8x7b"]
     words = ["--no-position-embedding", "--group-query-attention", "--no-bias-gelu-fusion"]
     assert parse_args([*base, *words]) == parse_args(base)
+
+
+@pytest.mark.parametrize("word", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
+def test_a_switch_of_full_sharding_is_its_strategy(word: str) -> None:
+    full = ShardingStrategy.OPTIM_GRADS_PARAMS
+    assert parse_args([*COMMAND, word]).parallel.sharding is full
+    given = [*COMMAND, "--data-parallel-sharding-strategy", "optim_grads"]
+    assert parse_args([*given, word]) == parse_args(given)
+    kept = parse_args([*COMMAND, word, "--torch-fsdp2-no-reshard-after-forward"])
+    assert not kept.parallel.reshard_after_forward
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from megatron.config.parallel import ParallelConfig, PipelineBalance
+from megatron.config.parallel import (
+    ParallelConfig,
+    PipelineBalance,
+    PipelineSchedule,
+    ShardingStrategy,
+)
 from megatron.errors import ConfigError
 
 
@@ -77,7 +82,7 @@ def test_nothing_about_a_pipeline_is_said_twice(flags: dict[str, Any], words: st
 
 
 def test_parameters_are_gathered_by_the_distributed_optimizer_alone() -> None:
-    with pytest.raises(ConfigError, match="gathered by the distributed optimizer alone") as caught:
+    with pytest.raises(ConfigError, match="gathered only where replicas share") as caught:
         ParallelConfig(overlap_param_gather=True)
     assert caught.value.found == "--overlap-param-gather without --use-distributed-optimizer"
     ParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True)
@@ -95,3 +100,45 @@ def test_ranks_compare_their_calls_when_asked_to_and_wait_a_moment() -> None:
     with pytest.raises(ConfigError, match="for no time at all") as caught:
         ParallelConfig(check_collectives_seconds=0.0)
     assert caught.value.found == "--check-collectives-seconds 0.0"
+
+
+def test_what_replicas_share_out_is_said_by_either_flag() -> None:
+    assert ParallelConfig().sharding is ShardingStrategy.NO_SHARD
+    assert ParallelConfig(use_distributed_optimizer=True).sharding is ShardingStrategy.OPTIM
+    full = ShardingStrategy.OPTIM_GRADS_PARAMS
+    for shared in (False, True):
+        both = ParallelConfig(
+            use_distributed_optimizer=shared, data_parallel_sharding_strategy=full
+        )
+        assert both.sharding is full
+    taken = [
+        (one.shards_state, one.shards_gradients, one.shards_parameters) for one in ShardingStrategy
+    ]
+    assert taken == [(False,) * 3, (True, False, False), (True, True, False), (True,) * 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},
+            "nothing is",
+        ),
+        ({"reshard_after_forward": False}, "are whole all the time"),
+        (
+            {
+                "pipeline_schedule": PipelineSchedule.ZERO_BUBBLE,
+                "data_parallel_sharding_strategy": "optim_grads",
+            },
+            "use --pipeline-schedule 1f1b, or --data-parallel-sharding-strategy optim",
+        ),
+    ],
+)
+def test_sharding_that_contradicts_other_flags_is_refused(
+    flags: dict[str, Any], words: str
+) -> None:
+    if "data_parallel_sharding_strategy" in flags:
+        strategy = ShardingStrategy(flags["data_parallel_sharding_strategy"])
+        flags = flags | {"data_parallel_sharding_strategy": strategy}
+    with pytest.raises(ConfigError, match=words):
+        ParallelConfig(**flags)

@@ -231,7 +231,7 @@ def test_weights_alone_reach_the_masters() -> None:
 
 
 def test_state_that_nobody_shares_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    note = "--use-distributed-optimizer has no effect with one replica"
+    note = "nothing is shared out over replicas: there is one replica"
     plain = tiny_engine()
     assert note not in capsys.readouterr().out
     sharded = tiny_engine(use_distributed_optimizer=True, overlap_param_gather=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig, OptimizerKind, StateDtype
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, NumericsError
 from megatron.mpu.context import ParallelContext
@@ -21,6 +22,8 @@ from megatron.optimizer.optimizer import (
     MixedPrecisionOptimizer,
     build_optimizer,
 )
+
+NO_SHARD, OPTIM = ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM
 
 SINGLE = ParallelContext.single()
 ADAM = OptimizerConfig(clip_grad=0.0)
@@ -69,7 +72,7 @@ class Run:
             self.module,
             SINGLE.replicas,
             gradient_dtype=getattr(torch, precision.gradient_precision.value),
-            distributed_optimizer=distributed,
+            sharding=OPTIM if distributed else NO_SHARD,
         )
         self.optimizer = build_optimizer(
             self.ddp, optimizer=config, precision=precision, ctx=SINGLE

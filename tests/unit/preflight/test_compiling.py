@@ -44,6 +44,10 @@ def test_a_good_plan_passes(check: Any) -> None:
         ),
         ({"gradient_accumulation_fusion": False}, ["--no-gradient-accumulation-fusion"]),
         (
+            {"data_parallel_sharding_strategy": "optim_grads_params"},
+            ["--data-parallel-sharding-strategy optim_grads_params", "use optim_grads"],
+        ),
+        (
             {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"},
             ["--pipeline-schedule zero-bubble", "use 1f1b"],
         ),

@@ -49,6 +49,30 @@ def test_replicas_share_the_optimizer_s_state_alone() -> None:
     assert shared.optimizer == whole.optimizer // 4
 
 
+def test_replicas_share_gradients_and_weights_too_if_asked() -> None:
+    whole = kept_bytes(tiny_run("nowhere"), 100)
+    for strategy, shared in (
+        ("optim_grads", ["gradients", "optimizer"]),
+        ("optim_grads_params", ["weights", "gradients", "optimizer"]),
+    ):
+        config = tiny_run("nowhere", data_parallel_sharding_strategy=strategy)
+        kept = kept_bytes(config, 100, updated=25)
+        for part in ("weights", "gradients", "optimizer"):
+            share = 4 if part in shared else 1
+            assert getattr(kept, part) == getattr(whole, part) // share, (strategy, part)
+
+
+def test_the_least_that_fits_is_what_should_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 32 bytes a parameter, 24 with the optimizer shared out over two ranks, and 16 with all.
+    for of_whole, fix in (
+        (24 / 32 + 0.01, "add --use-distributed-optimizer"),
+        (16 / 32 + 0.01, "add --data-parallel-sharding-strategy optim_grads_params"),
+        (16 / 32 - 0.01, "over at least"),
+    ):
+        monkeypatch.setattr(host, "available_memory_bytes", lambda f=of_whole: int(needed(2) * f))
+        only(found(CHECK, plan(world_size=2)), f"fix: {fix}" if "add" in fix else fix)
+
+
 def test_a_rank_holds_its_share_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"num_experts": 8, "add_bias_linear": False, "moe_ffn_hidden_size": 64}
     alone = plan(world_size=4, **flags)

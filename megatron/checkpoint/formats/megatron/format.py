@@ -28,7 +28,7 @@ def _refuse_run(run: PlannedRun) -> ConfigError | None:
     """Return the error for a run whose ranks do not hold the content of Megatron's files."""
     config = run.config
     found = []
-    if config.parallel.use_distributed_optimizer:
+    if config.parallel.sharding.shards_state:
         found.append("--use-distributed-optimizer")  # state partitioned over replicas
     if config.engine.deepspeed:
         found.append("--deepspeed")
