@@ -291,10 +291,11 @@ def _of_grids(combination: Iterable[tuple[str, Any]]) -> Combination:
 
 @cache
 def _grids_with(wanted: Combination, largest: int) -> tuple[Grid, ...]:
+    if not wanted:
+        return grids(largest)
+    *before, (axis, value) = wanted
     return tuple(
-        grid
-        for grid in grids(largest)
-        if all(getattr(grid, axis) == value for axis, value in wanted)
+        grid for grid in _grids_with(tuple(before), largest) if getattr(grid, axis) == value
     )
 
 
@@ -317,6 +318,7 @@ class Precision(NamedTuple):
     tolerance: float  # of losses and gradient norms, relative
     parameters: float  # relative to the largest value of each
     is_narrow: bool = True
+    alone: tuple[str, ...] = ()  # in what one process trains, of which the nearest counts; (): this
 
 
 # A bias begins at zero, so at the end it is nothing but the gradients of three steps, which passed
@@ -327,7 +329,11 @@ BF16_PARAMETERS = 5e-2
 PRECISIONS = {
     "fp64": Precision("fp64", {}, FP64, FP64, is_narrow=False),
     "fp32": Precision("fp32", {"fp64": False}, FP32, FP32),
-    "bf16": Precision("bf16", {"fp64": False, "bf16": True}, BF16, BF16_PARAMETERS),
+    # The band is that of a number beside the truth, and one process is beside it too: after a step
+    # of AdamW up to 2.1e-2 in a gradient norm. Ranks may be nearer to the one or to the other.
+    "bf16": Precision(
+        "bf16", {"fp64": False, "bf16": True}, BF16, BF16_PARAMETERS, alone=("bf16", "fp64")
+    ),
 }
 TRUTH = PRECISIONS["fp64"]
 # Below float64 AdamW turns a gradient that is nothing but rounding (that of the keys' biases) into
@@ -378,10 +384,12 @@ class Difference(NamedTuple):
 
 
 def compare(
-    case: Case, precision: Precision, records: Sequence[Record], alone: Record
+    case: Case, precision: Precision, records: Sequence[Record], alone: Sequence[Record]
 ) -> "Verdict":
-    """All ranks of a case beside one process that trained the same model."""
-    return Verdict(case, precision.name, tuple(_differences(case, precision, records, alone)))
+    """All ranks of a case beside one process with the same model, or the nearest of several."""
+    beside = [_differences(case, precision, records, one) for one in alone]
+    nearest = (min(of_one, key=lambda one: one.size) for of_one in zip(*beside, strict=True))
+    return Verdict(case, precision.name, tuple(nearest))
 
 
 class Verdict(NamedTuple):

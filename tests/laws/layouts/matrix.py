@@ -43,7 +43,7 @@ STRENGTH = {"fp64": 3, "fp32": 2, "bf16": 2}
 BATCH = 8  # cases that share a start of processes
 START_S, CASE_S = 60.0, 30.0  # allowed for a start, and for each case, on a busy machine
 
-Alone = Mapping[Model, Record]
+Alone = Mapping[Model, Sequence[Record]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cases = [flags.case] if flags.case else cover(flags.strength or STRENGTH[name])
             print(f"{name}: {len(cases)} compositions", flush=True)
             models = sorted({case.model for case in cases})
-            alone = train_alone(models, corpus, precision)
+            alone = train_alone(models, corpus, precision.alone or (name,))
             for verdict in run_cases(cases, precision, corpus, alone):
                 verdicts.append(verdict)
                 print(f"{time.monotonic() - started:6.0f} s {verdict}", flush=True)
@@ -75,11 +75,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(1 if wrong else 0)
 
 
-def train_alone(models: Sequence[Model], corpus: str, precision: Precision = TRUTH) -> Alone:
-    """What one process makes of each model."""
-    runs = [(str(m), run) for m, run in zip(models, runs_alone(models, corpus, precision))]
-    (records,) = run_on_ranks(1, train_named, runs, timeout_s=START_S + CASE_S * len(runs))
-    return dict(zip(models, records))
+def train_alone(
+    models: Sequence[Model], corpus: str, precisions: Sequence[str] = (TRUTH.name,)
+) -> Alone:
+    """What one process makes of each model, in each precision."""
+    by_precision = []
+    for name in precisions:
+        configs = runs_alone(models, corpus, PRECISIONS[name])
+        runs = [(str(model), config) for model, config in zip(models, configs)]
+        (records,) = run_on_ranks(1, train_named, runs, timeout_s=START_S + CASE_S * len(runs))
+        by_precision.append(records)
+    return dict(zip(models, zip(*by_precision)))
 
 
 def run_cases(
