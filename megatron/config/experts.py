@@ -52,6 +52,14 @@ class _Flags(Protocol):
     @property
     def moe_router_topk_scaling_factor(self) -> float: ...
     @property
+    def moe_router_num_groups(self) -> int | None: ...
+    @property
+    def moe_router_group_topk(self) -> int | None: ...
+    @property
+    def moe_router_enable_expert_bias(self) -> bool: ...
+    @property
+    def moe_router_bias_update_rate(self) -> float: ...
+    @property
     def moe_router_load_balancing_type(self) -> str: ...
     @property
     def moe_aux_loss_coeff(self) -> float: ...
@@ -94,6 +102,21 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
         problem="it is not a positive number",
         fix="use a number above 0, such as the default 1.0",
     )
+    yield from _group_problems(flags)
+    if flags.moe_router_enable_expert_bias and not sigmoid:
+        yield ConfigError(
+            "a bias is added to sigmoids of scores alone, which are between 0 and 1 as it is",
+            found="--moe-router-enable-expert-bias without --moe-router-score-function sigmoid",
+            fix="add --moe-router-score-function sigmoid",
+        )
+    rate = flags.moe_router_bias_update_rate
+    yield from check_field(
+        0 < rate < math.inf,
+        "moe_router_bias_update_rate",
+        rate,
+        problem="it is not a positive number",
+        fix="use a number above 0, such as the default 0.001",
+    )
     if flags.add_bias_linear:
         yield ConfigError(
             "experts have no biases here",
@@ -102,6 +125,42 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             "(and --add-qkv-bias if attention shall have one)",
         )
     yield from _balance_problems(flags)
+
+
+def _group_problems(flags: _Flags) -> Iterator[ConfigError]:
+    groups, chosen = flags.moe_router_num_groups, flags.moe_router_group_topk
+    if groups is None and chosen is None:
+        return
+    experts, taken = flags.num_experts or 0, flags.moe_router_topk
+    given = (
+        f"--moe-router-num-groups {groups}, --moe-router-group-topk {chosen}, --num-experts "
+        f"{experts}, --moe-router-topk {taken}"
+    )
+    if groups is None or chosen is None:
+        yield ConfigError(
+            "groups of experts were asked for by half",
+            found=given,
+            fix="give --moe-router-num-groups and --moe-router-group-topk, or neither",
+        )
+    elif groups < 1 or experts % groups:
+        yield ConfigError(
+            "experts do not divide into equal groups",
+            found=given,
+            fix=f"use a --moe-router-num-groups that divides {experts}",
+        )
+    elif not 1 <= chosen <= groups:
+        yield ConfigError(
+            "a token cannot choose as many groups of experts as it should",
+            found=given,
+            fix=f"use --moe-router-group-topk from 1 to {groups}",
+        )
+    elif taken % chosen or taken // chosen > experts // groups:
+        yield ConfigError(
+            "a token cannot take equally many experts of each group that it chooses",
+            found=given,
+            fix=f"use a --moe-router-topk that {chosen} divides, at most "
+            f"{chosen * (experts // groups)}",
+        )
 
 
 def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:

@@ -184,6 +184,22 @@ class ModelConfig:
     moe_router_topk_scaling_factor: float = flag(
         1.0, help="factor of all shares, as in DeepSeek-V3"
     )
+    moe_router_num_groups: int | None = flag(
+        None,
+        help="equal groups of experts, of which a token takes those of the best "
+        "moe-router-group-topk alone, as in DeepSeek-V3; when not set of all",
+    )
+    moe_router_group_topk: int | None = flag(
+        None, help="groups whose experts a token may take; a group's score is the sum of its best"
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False,
+        help="experts are chosen by their sigmoid and a bias, which each step moves towards equal "
+        "loads: balance without a loss (arXiv 2412.19437, section 2.1.2)",
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3, help="how far a step moves the biases of experts"
+    )
     moe_router_load_balancing_type: str = flag(
         NO_BALANCE,
         help=f"what keeps experts equally busy: {NO_BALANCE}, or {PER_SEQUENCE}, a loss of each "
@@ -421,7 +437,7 @@ class ModelConfig:
     def _meaning_of_experts(self, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if not self.has_experts:
             return {n: v for n, v in fields.items() if n not in _EXPERT_FLAGS}
-        for name in (*_ROUTER_LOSSES, "ffn_hidden_size"):
+        for name in (*_ROUTER_TRAINING, "ffn_hidden_size"):
             del fields[name]
         return fields | {"moe_ffn_hidden_size": self.expert_width}
 
@@ -447,11 +463,15 @@ class ModelConfig:
 
 _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
 # Used in training only: they do not change the output for given weights.
-_ROUTER_LOSSES = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+_ROUTER_TRAINING = (
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    "moe_router_bias_update_rate",
+)
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor"),
-    *_ROUTER_LOSSES,
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+    *_ROUTER_TRAINING,
 )
 
 

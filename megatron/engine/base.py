@@ -124,6 +124,9 @@ class StepReport:
     means: tuple[float, ...] = ()  # of each loss, where there are several
     # Mean over sequences and layers, without its weight: 1 where experts are equally busy.
     load_balancing_loss: float | None = None
+    # Tokens of an expert over the mean of its layer's experts: the largest of all.
+    most_loaded_expert: float | None = None
+    idle_experts: int | None = None  # that no token of the global batch took, over all layers
     # Mean of log^2 Z over the tokens that the first loss counts, without its weight.
     z_loss: float | None = None
     signals: tuple[bool, ...] = ()  # for each that was given to the step: did any rank set it

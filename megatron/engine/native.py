@@ -28,6 +28,7 @@ from megatron.engine.base import (
     StepReport,
 )
 from megatron.engine.cuts import stage_ranges
+from megatron.engine.expert_load import ExpertLoads
 from megatron.engine.fp8 import FirstStep, amax_histories
 from megatron.engine.state import FP8_SCALARS, history_tensors, model_tensors, optimizer_tensors
 from megatron.engine.tally import (
@@ -107,6 +108,8 @@ class NativeEngine:
                 weights=self._weights,
             )
         self._histories = amax_histories(build, specs, self.stage)
+        has_experts = config.model.has_experts
+        self._loads = ExpertLoads(self.stage, config.model, build.ctx) if has_experts else None
         # Before the buffers, which put tied parameters into separate buckets.
         self._tied = TiedParameters(self.stage.tied_parameters(), build.ctx.pp)
         self._executor = Executor(
@@ -181,6 +184,9 @@ class NativeEngine:
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
         sums = step_sums(losses, self._task, self._build, signals)
+        if self._loads is not None:
+            split = self._build.sequence_parallel
+            self._loads.add_to(sums, sequence_parallel=split)
         with self._timers("optimizer"):
             gradients = self.optimizer.add_to(
                 sums, with_zeros=self._config.logging.log_num_zeros_in_grad
@@ -196,6 +202,8 @@ class NativeEngine:
             )
             if self._histories is not None:
                 self._histories.advance(outcome[APPLIED])
+            if self._loads is not None:
+                outcome |= self._loads.finish(reduced, outcome[APPLIED])
         return partial(self._report, HostScalars(outcome | divisors), plan)
 
     @torch.no_grad()

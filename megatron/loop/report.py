@@ -265,6 +265,10 @@ class StepLog:
             parts.append(f"num zeros: {report.num_zeros:.1f}")
         if report.load_balancing_loss is not None:
             parts.append(f"load_balancing_loss: {report.load_balancing_loss:.6E}")
+        if report.most_loaded_expert is not None:
+            parts.append(f"most loaded expert: {report.most_loaded_expert:.2f}")
+        if report.idle_experts is not None:
+            parts.append(f"idle experts: {report.idle_experts}")
         if report.z_loss is not None:
             parts.append(f"z_loss: {report.z_loss:.6E}")
         parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
@@ -311,6 +315,10 @@ class StepLog:
             numbers["num-zeros/num-zeros"] = report.num_zeros
         if report.load_balancing_loss is not None:
             numbers["load-balancing-loss/load-balancing-loss"] = report.load_balancing_loss
+        if report.most_loaded_expert is not None:
+            numbers["expert-load/most-loaded"] = report.most_loaded_expert
+        if report.idle_experts is not None:
+            numbers["expert-load/idle"] = report.idle_experts
         if report.z_loss is not None:
             numbers["z-loss/z-loss"] = report.z_loss
         for name, value in extra.items():

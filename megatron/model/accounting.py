@@ -337,6 +337,8 @@ def _block_parameters(config: ModelConfig, *, active: bool = False) -> int:
         biases += queries + 2 * keys
     if config.add_bias_linear:
         biases += h + fc1 + h
+    if config.has_experts and config.moe_router_enable_expert_bias:
+        biases += config.num_experts or 1
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
     return weights + biases + head_norms + 2 * _norm(config)
 

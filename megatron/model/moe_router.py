@@ -5,6 +5,7 @@ nothing of it travels through the pipeline and no split of a batch changes it.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +16,10 @@ from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
 from megatron.model.init import weight_init
-from megatron.model.specs import ModelBuild, RouterLoss
+from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.mappings import reduce_from_tp
-from megatron.mpu.partition import set_parameter_metadata
+from megatron.mpu.partition import Init, InitKind, set_parameter_metadata
 
 
 class Router(nn.Module):
@@ -28,7 +29,12 @@ class Router(nn.Module):
     a sum of 1 (Mixtral, arXiv 2401.04088, section 2.1); or before the choice, unscaled (Switch,
     arXiv 2101.03961, eq. 2). With the sigmoid, shares are the sigmoids of the scores of those
     taken, scaled to a sum of 1 if there are several (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 15).
-    All are multiplied by `moe_router_topk_scaling_factor`. In fp32 or wider.
+    All are multiplied by `moe_router_topk_scaling_factor`. In fp32 or wider. With groups of experts
+    see `best_experts`.
+
+    With `moe_router_enable_expert_bias` experts are chosen by sigmoid and bias, and the bias has no
+    part in the shares (eq. 16). It is a parameter that is not trained: whoever trains moves it by
+    what `taken_load` counts.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
@@ -37,13 +43,21 @@ class Router(nn.Module):
         self.taken, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
         self._sigmoid = config.moe_router_score_function is RouterScoreFunction.SIGMOID
         self._scaling = config.moe_router_topk_scaling_factor
+        self._groups = Groups(config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
-        self._has_loss, self._router_loss = config.has_router_loss, build.router_loss
+        self._has_loss, self.router_loss = config.has_router_loss, build.router_loss
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
         self._cp = build.ctx.cp
         # Whole on every tp rank: [experts, h].
         self.weight = nn.Parameter(torch.empty(self._experts, self._width, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=weight_init(config), sequence_parallel=self._split)
+        self.expert_bias: nn.Parameter | None = None
+        if config.moe_router_enable_expert_bias:
+            dtype = torch.promote_types(build.dtype, torch.float32)
+            bias = torch.empty(self._experts, dtype=dtype)
+            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+            set_parameter_metadata(self.expert_bias, init=Init(InitKind.ZEROS))
+        self._load: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return shares and experts of every token, [s, b, k] each, best first, for [s, b, h].
@@ -55,17 +69,40 @@ class Router(nn.Module):
         # The softmax over logs of sigmoids is the sigmoids over their sum, which may underflow.
         logits = F.logsigmoid(scores) if self._sigmoid else scores
         if self._pre_softmax:
-            shares, chosen = torch.softmax(scores, dim=-1).topk(self.taken, dim=-1)
+            likely = torch.softmax(scores, dim=-1)
+            chosen = best_experts(likely, self.taken, self._groups)
+            shares = likely.gather(-1, chosen)
         else:
-            best, chosen = logits.topk(self.taken, dim=-1)
-            shares = torch.softmax(best, dim=-1)
-            if self.taken == 1:  # with the sigmoid alone, see `expert_problems`
-                shares = best.exp()
+            chosen = best_experts(self._affinity(logits), self.taken, self._groups)
+            best = logits.gather(-1, chosen)
+            # Of one expert with the sigmoid alone, see `expert_problems`.
+            shares = best.exp() if self.taken == 1 else torch.softmax(best, dim=-1)
         if self._scaling != 1.0:
             shares = shares * self._scaling
-        if self._has_loss and self.training and torch.is_grad_enabled():
-            shares = _WITH_LOSS(shares, *self._losses(scores, logits, chosen), self._router_loss)
+        if self.training and torch.is_grad_enabled():
+            load = counts_of(chosen, self._experts).sum(0)
+            loss = balance = None
+            if self._has_loss:
+                loss, balance = self._losses(scores, logits, chosen)
+            shares = _WITH_LOSS(shares, loss, balance, load, self)
         return shares, chosen
+
+    def note(self, balance: Tensor | None, load: Tensor) -> None:
+        """Add what one backward pass has gone through: a loss, and the tokens of each expert."""
+        if balance is not None:
+            self.router_loss.note(balance)
+        self._load = load if self._load is None else self._load + load
+
+    def taken_load(self) -> Tensor:
+        """Return the tokens of each expert in all backward passes since the last call: [experts].
+
+        Int64, of this rank's tokens; those of tensor-parallel ranks are the same without sequence
+        parallelism.
+        """
+        load, self._load = self._load, None
+        if load is None:
+            return torch.zeros(self._experts, dtype=torch.int64, device=self.weight.device)
+        return load
 
     def _losses(self, scores: Tensor, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return each loss summed over the sequences, or this rank's summand of it.
@@ -77,7 +114,10 @@ class Router(nn.Module):
         length = scores.shape[0] * self._cp.size * (self._tp.size if self._split else 1)
         loss = balance = scores.new_zeros(())
         if self._balance > 0:
-            busy = counts_of(chosen, scores.shape[-1]).to(scores.dtype)
+            # As in the paper, of the best experts of all, whatever else has a say in the choice.
+            is_best = self._groups.number == 1 and self.expert_bias is None
+            best = chosen if is_best else logits.topk(self.taken, dim=-1).indices
+            busy = counts_of(best, scores.shape[-1]).to(scores.dtype)
             if self._split:
                 busy = reduce_from_tp(busy, self._tp)
             busy = reduce_from_tp(busy, self._cp)
@@ -87,9 +127,41 @@ class Router(nn.Module):
             loss = loss + self._z * z_loss(scores, length)
         return loss, balance.detach()
 
+    def _affinity(self, logits: Tensor) -> Tensor:
+        """Return what experts are chosen by; what is added up are sigmoids, not their logs."""
+        if self.expert_bias is not None:
+            return logits.detach().exp() + self.expert_bias
+        return logits.exp() if self._sigmoid and self._groups.number > 1 else logits
+
     def extra_repr(self) -> str:
         """Return the whole sizes, for `print(model)`."""
         return f"{self._width}, {self._experts}, taken={self.taken}"
+
+
+class Groups(NamedTuple):
+    """The groups that experts are in, and how many of them a token takes experts of."""
+
+    number: int = 1
+    chosen: int = 1
+
+
+def best_experts(affinity: Tensor, taken: int, groups: Groups) -> Tensor:
+    """Return the experts of every token, [.., k] int64, best first.
+
+    Those of the best groups alone, where the score of a group is the sum of the `k / chosen` best
+    of its experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: nodes are the groups).
+
+    Args:
+        affinity: [.., experts], of which neighbours are a group.
+        taken: k.
+    """
+    if groups.number > 1:
+        by_group = affinity.detach().view(*affinity.shape[:-1], groups.number, -1)
+        of_groups = by_group.topk(taken // groups.chosen, dim=-1).values.sum(-1)
+        best = torch.zeros_like(of_groups, dtype=torch.bool)
+        best.scatter_(-1, of_groups.topk(groups.chosen, dim=-1).indices, True)
+        affinity = by_group.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(-2)
+    return affinity.topk(taken, dim=-1).indices
 
 
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
@@ -124,36 +196,50 @@ def z_loss(scores: Tensor, length: int) -> Tensor:
 
 
 class _RouterContext(FunctionContext):
-    router_loss: RouterLoss
-    balance: Tensor
+    router: Router
+    balance: Tensor | None
+    load: Tensor
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes `shares` on; backward gives `loss` the gradient that the engine has set.
+    """Passes `shares` on; backward gives `loss`, if there is one, the gradient that is set.
 
-    It notes `balance` there, since a recomputed layer too has only one backward pass.
+    It notes `balance` and `load` there, since a recomputed layer too has only one backward pass.
     """
 
     @staticmethod
     def forward(
-        ctx: _RouterContext, shares: Tensor, loss: Tensor, balance: Tensor, router_loss: RouterLoss
+        ctx: _RouterContext,
+        shares: Tensor,
+        loss: Tensor | None,
+        balance: Tensor | None,
+        load: Tensor,
+        router: Router,
     ) -> Tensor:
-        ctx.router_loss, ctx.balance = router_loss, balance
+        del loss
+        ctx.router, ctx.balance, ctx.load = router, balance, load
         return shares.view_as(shares)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-    def backward(ctx: _RouterContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        value, balance = ctx.router_loss.value, ctx.balance
+    def backward(
+        ctx: _RouterContext, grad: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        router, balance = ctx.router, ctx.balance
+        router.note(balance, ctx.load)
+        if balance is None:
+            return grad, None, None, None, None
+        value = router.router_loss.value
         if value is None:
             raise MegatronError(
                 "internal error: the weight of a router's loss was not set for this step",
                 found="a backward pass with --moe-aux-loss-coeff or --moe-z-loss-coeff",
                 fix="set ModelBuild.router_loss.value before it, as the engines do",
             )
-        ctx.router_loss.note(balance)
         # `value` may be a float64 scalar on the device.
-        return grad, (torch.ones_like(balance) * value).to(balance.dtype), None, None
+        return grad, (torch.ones_like(balance) * value).to(balance.dtype), None, None, None
 
 
-_WITH_LOSS: Callable[[Tensor, Tensor, Tensor, RouterLoss], Tensor] = _WithLoss.apply
+_WITH_LOSS: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Router], Tensor] = (
+    _WithLoss.apply
+)

@@ -90,12 +90,16 @@ def parameters_norm(
     Args:
         share: what this rank keeps of a parameter where replicas share them out.
     """
+
+    def is_shared_out(parameter: Parameter) -> bool:
+        return share is not None and parameter.requires_grad
+
     counts = owned_by_this_rank(named_parameters, ctx)
     total = sum_of_squares(
         [
             parameter.detach() if share is None else share(parameter)
             for (_, parameter), is_own in zip(named_parameters, counts)
-            if is_own and (share is not None or ctx.replicas.of(parameter).is_first)
+            if is_own and (is_shared_out(parameter) or ctx.replicas.of(parameter).is_first)
         ]
     )
     return math.sqrt(float(all_reduce(total, ctx.world)))

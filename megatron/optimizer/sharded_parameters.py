@@ -92,12 +92,16 @@ class ShardedParameters:
             self._values |= zip(flat.parameters, own_elements(flat))
 
     def owned(self, parameter: Parameter) -> ElementRange:
-        """Return the flattened elements of `parameter` that this rank keeps; may be none."""
-        return self._owned[parameter]
+        """Return the flattened elements of `parameter` that this rank keeps; may be none.
+
+        All of them where it is not trained.
+        """
+        return self._owned.get(parameter, ElementRange(0, parameter.numel()))
 
     def values(self, parameter: Parameter) -> Tensor:
         """Return those elements: [owned], the kept ones themselves."""
-        return self._values[parameter]
+        kept = self._values.get(parameter)
+        return parameter.detach().view(-1) if kept is None else kept
 
     def run(
         self,

@@ -58,4 +58,20 @@ def engine_can_share_experts_out(plan: RunPlan) -> Iterator[MegatronError]:
             )
 
 
-CHECKS = (experts_can_be_shared_out, experts_are_split_as_asked, engine_can_share_experts_out)
+def engine_can_balance_experts_by_biases(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that the engine that trains moves the biases of experts."""
+    model = plan.config.model
+    if model.has_experts and model.moe_router_enable_expert_bias and plan.config.engine.deepspeed:
+        yield ConfigError(
+            "only the native engine moves the biases of experts",
+            found="--moe-router-enable-expert-bias, --deepspeed",
+            fix="leave --deepspeed out, or use --moe-router-load-balancing-type seq_aux_loss",
+        )
+
+
+CHECKS = (
+    experts_can_be_shared_out,
+    experts_are_split_as_asked,
+    engine_can_share_experts_out,
+    engine_can_balance_experts_by_biases,
+)

@@ -44,7 +44,9 @@ def meaningful_lines(source: Source) -> list[Line]:
     """Lines of code without imports, docstrings, comments and blank lines."""
     passed_over: set[int] = set()
     for node in ast.walk(source.tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        value = node.value if isinstance(node, ast.Expr) else None
+        # Not the ellipsis of a protocol, without which all of its lines would be alike.
+        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
         if is_text or isinstance(node, ast.Import | ast.ImportFrom):
             passed_over.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return [

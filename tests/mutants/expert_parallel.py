@@ -7,7 +7,73 @@ _ROWS = "tests/unit/model/test_moe.py::test_every_row_meets_its_expert_and_comes
 _LAW = "tests/laws/layouts/test_experts.py::"
 _FOUR = f"{_LAW}test_every_layout_trains_the_same_experts[4]"
 
+_ROUTER = "tests/unit/model/test_moe_router.py::"
+_BIASES = f"{_LAW}test_biases_follow_the_loads_of_the_whole_batch"
+_MOVED = (
+    "tests/unit/engine/test_expert_load.py::"
+    "test_busy_experts_are_moved_down_and_idle_ones_up_if_the_step_counts"
+)
+
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "choice of experts": (
+        Mutant(
+            "a group is as good as the sum of its best experts",
+            "megatron/model/moe_router.py",
+            "by_group.topk(taken // groups.chosen, dim=-1).values.sum(-1)",
+            "by_group.sum(-1)",
+            f"{_ROUTER}test_experts_are_the_best_of_the_best_groups",
+        ),
+        Mutant(
+            "a bias has a say in the choice",
+            "megatron/model/moe_router.py",
+            "return logits.detach().exp() + self.expert_bias",
+            "return logits.detach().exp()",
+            f"{_ROUTER}test_a_bias_has_a_say_in_the_choice_and_none_in_the_shares",
+        ),
+        Mutant(
+            "the loss of balance looks at the best experts of all",
+            "megatron/model/moe_router.py",
+            "is_best = self._groups.number == 1 and self.expert_bias is None",
+            "is_best = True",
+            f"{_ROUTER}test_the_balance_is_of_the_best_experts_of_all[flags1]",
+        ),
+        Mutant(
+            "tokens that tensor-parallel ranks split are all counted",
+            "megatron/engine/expert_load.py",
+            "contributes=sequence_parallel or self._ctx.tp.is_first",
+            "contributes=self._ctx.tp.is_first",
+            f"{_BIASES}[2]",
+        ),
+        Mutant(
+            "a step that is void moves no bias",
+            "megatron/engine/expert_load.py",
+            " * self._rate * applied",
+            " * self._rate",
+            _MOVED,
+        ),
+        Mutant(
+            "busy experts are moved down",
+            "megatron/engine/expert_load.py",
+            "means[layer] - loads[layer]",
+            "loads[layer] - means[layer]",
+            _MOVED,
+        ),
+        Mutant(
+            "loads are of one step",
+            "megatron/model/moe_router.py",
+            "        load, self._load = self._load, None\n",
+            "        load = self._load\n",
+            "tests/unit/engine/test_expert_load.py::test_what_was_counted_is_counted_once",
+        ),
+        Mutant(
+            "the norm counts what is not trained once, where replicas share parameters out",
+            "megatron/optimizer/clip_grads.py",
+            "return share is not None and parameter.requires_grad",
+            "return share is not None",
+            "tests/distributed/optimizer/test_clip_grads.py::"
+            "test_the_norm_of_parameters_counts_each_once",
+        ),
+    ),
     "expert parallelism": (
         Mutant(
             "ranks that share experts out are neighbours",

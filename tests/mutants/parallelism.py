@@ -786,8 +786,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "shares of the chosen experts sum to one",
             "megatron/model/moe_router.py",
-            "shares = torch.softmax(best, dim=-1)",
-            "shares = torch.softmax(scores, dim=-1).gather(-1, chosen)",
+            "else torch.softmax(best, dim=-1)",
+            "else torch.softmax(scores, dim=-1).gather(-1, chosen)",
             "tests/unit/model/test_moe_router.py::"
             "test_shares_of_the_best_are_their_probabilities_scaled_or_not",
         ),

@@ -54,6 +54,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "swiglu": False,
         "moe_router_topk": 5,
         "num_experts": 6,
+        "moe_router_num_groups": 6,
+        "moe_router_group_topk": 5,
         "moe_router_score_function": RouterScoreFunction.SIGMOID,
         "moe_router_topk_scaling_factor": 2.5,
         "init_method_xavier_uniform": True,
@@ -198,6 +200,74 @@ def test_other_ways_of_choosing_are_split_as_well(corpus: str, other: str) -> No
     check_equal([records[0] for records in by_rank], alone)
 
 
+BIASED: dict[str, Any] = {
+    "moe_router_score_function": RouterScoreFunction.SIGMOID,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+}
+# Ways in which tokens could be counted twice, or not at all.
+COUNTED: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"recomputed": {"recompute_granularity": "full", "micro_batch_size": 4}},
+    2: {
+        "the same tokens on tp ranks": TP2,
+        "tokens split over tp ranks": {**TP2, **SP},
+        "other layers": {**PP2, "pipeline_schedule": "zero-bubble"},
+        "tokens split over cp ranks": {"context_parallel_size": 2, "micro_batch_size": 2},
+        "experts elsewhere": SHARED_OUT,
+        "fully sharded": {
+            "micro_batch_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "log_params_norm": True,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", COUNTED)
+def test_biases_follow_the_loads_of_the_whole_batch(corpus: str, world_size: int) -> None:
+    (alone,) = train_alone([run_of(corpus, **BIASED)])
+    expected = whole([alone], prefix="model/")
+    biases = {name: one for name, one in expected.items() if name.endswith("expert_bias")}
+    assert len(biases) == 2
+    for bias in biases.values():  # as far as steps are long, and not all one way
+        assert len(set(bias.tolist())) > 1
+        assert set(bias.div(0.05).round(decimals=9).abs().tolist()) <= {0.0, 1.0, 2.0, 3.0}
+    layouts = COUNTED[world_size]
+    configs = [run_of(corpus, **{**BIASED, **flags}) for flags in layouts.values()]
+    by_rank = run_on_ranks(world_size, train_all, configs, timeout_s=150)
+    for at, name in enumerate(layouts):
+        records = [of_rank[at] for of_rank in by_rank]
+        found = whole(records, prefix="model/")
+        assert all(torch.equal(found[key], biases[key]) for key in biases), name
+        assert_close(records[0].losses, alone.losses, FP64)
+        assert_all_close(found, expected, FP64)
+        loads = [(step.most_loaded_expert, step.idle_experts) for step in records[0].steps]
+        assert loads == [(step.most_loaded_expert, step.idle_experts) for step in alone.steps]
+
+
+def test_a_step_that_is_void_moves_no_bias(corpus: str, tmp_path: Path) -> None:
+    """And a run that goes on has the biases of the one that it goes on from."""
+    scaled = {"fp64": False, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1}
+    flags = {**BIASED, **scaled, "train_iters": 6}
+    straight, saved = train_alone(
+        [run_of(corpus, **flags), run_of(corpus, **flags, exit_interval=4, save=str(tmp_path))]
+    )
+    (resumed,) = train_alone([run_of(corpus, **flags, load=str(tmp_path))])
+    skipped = [step.skipped for step in straight.steps]
+    assert 0 < sum(skipped) < len(skipped)
+    first, tensors = whole([saved]), whole([straight])
+    (name, *_) = (name for name in tensors if name.endswith("expert_bias"))
+    longest = float(tensors[name].abs().max()) / 0.05
+    assert longest <= len(skipped) - sum(skipped) + 1e-3
+    assert first[name].dtype == torch.float32
+    again = whole([resumed])
+    assert all(torch.equal(again[key], tensors[key]) for key in tensors)
+
+
 def test_the_losses_of_a_router_train_another_model(corpus: str) -> None:
     """Each of the two does something, and half a weight does less."""
     flags: dict[str, Any] = LOSSES | {"moe_z_loss_coeff": 0.0}
@@ -279,7 +349,7 @@ def train_counting_tokens(configs: Sequence[RunConfig]) -> list[Record]:
     def with_nominal(self: NativeEngine, *given: Any) -> Any:
         for module in self.stage.modules():
             if isinstance(module, moe_router.Router):
-                module._router_loss = Nominal(1.0)
+                module.router_loss = Nominal(1.0)
         return start_step(self, *given)
 
     NativeEngine.start_step = with_nominal  # type: ignore[method-assign]

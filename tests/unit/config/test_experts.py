@@ -33,6 +33,32 @@ def model(**changes: Any) -> ModelConfig:
             ({"moe_router_topk_scaling_factor": f}, "not a positive number", f"scaling-factor {f}")
             for f in (0.0, -1.0, float("inf"), float("nan"))
         ),
+        (
+            {"moe_router_enable_expert_bias": True},
+            "added to sigmoids of scores alone",
+            "without --moe-router-score-function sigmoid",
+        ),
+        *(
+            ({"moe_router_bias_update_rate": rate}, "not a positive number", f"update-rate {rate}")
+            for rate in (0.0, -1.0, float("inf"), float("nan"))
+        ),
+        ({"moe_router_num_groups": 2}, "by half", "num-groups 2, --moe-router-group-topk None"),
+        ({"moe_router_group_topk": 2}, "by half", "num-groups None, --moe-router-group-topk 2"),
+        *(
+            (
+                {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} | more,
+                problem,
+                f"--moe-router-num-groups {groups}, --moe-router-group-topk {chosen}",
+            )
+            for groups, chosen, more, problem in (
+                (3, 1, {}, "do not divide into equal groups"),
+                (0, 1, {}, "do not divide into equal groups"),
+                (2, 3, {}, "as many groups of experts as it should"),
+                (2, 0, {}, "as many groups of experts as it should"),
+                (2, 2, {"moe_router_topk": 3}, "equally many experts of each group"),
+                (4, 1, {}, "equally many experts of each group"),
+            )
+        ),
         ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
         ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
         ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),
@@ -98,6 +124,13 @@ def test_what_makes_another_network_is_named() -> None:
     assert one.fields_that_differ(sigmoid) == ["moe_router_score_function"]
     scaled = model(ffn_hidden_size=48, moe_router_topk_scaling_factor=2.5)
     assert one.fields_that_differ(scaled) == ["moe_router_topk_scaling_factor"]
+    groups = model(ffn_hidden_size=48, moe_router_num_groups=2, moe_router_group_topk=1)
+    assert one.fields_that_differ(groups) == ["moe_router_group_topk", "moe_router_num_groups"]
+    biased = {"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True}
+    found = sigmoid.fields_that_differ(model(ffn_hidden_size=48, **biased))
+    assert found == ["moe_router_enable_expert_bias"]
     # What is added to the loss is of the training alone.
     assert one.fields_that_differ(model(ffn_hidden_size=48, **BALANCED)) == []
+    slow = model(ffn_hidden_size=48, moe_router_bias_update_rate=1e-4)
+    assert one.fields_that_differ(slow) == []
     assert "num_experts" in a_model().fields_that_differ(model())

@@ -45,6 +45,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all": {"moe_router_topk": 4, "glu_activation": GluActivation.GEGLU},
     "three, unscaled": {"moe_router_topk": 3, "moe_router_pre_softmax": True},
     "sigmoid": {"moe_router_score_function": SIGMOID, "moe_router_topk_scaling_factor": 2.5},
+    "of one group of two": {
+        "moe_router_score_function": SIGMOID,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+    },
     "one sigmoid": {"moe_router_topk": 1, "moe_router_score_function": SIGMOID},
 }
 
@@ -73,7 +78,11 @@ def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> 
         sigmoid = config.moe_router_score_function is SIGMOID
         scores = layer.router.weight @ token
         likely = torch.sigmoid(scores) if sigmoid else torch.softmax(scores, dim=0)
-        taken = likely.sort(descending=True).indices[: config.moe_router_topk]
+        best = likely.clone()
+        if config.moe_router_num_groups is not None:
+            first, second = best[:2], best[2:]
+            (second if first.sum() > second.sum() else first).fill_(-1.0)
+        taken = best.sort(descending=True).indices[: config.moe_router_topk]
         own = config.moe_router_pre_softmax or config.moe_router_topk == 1
         whole = (1 if own else likely[taken].sum()) / config.moe_router_topk_scaling_factor
         row = torch.zeros_like(token)

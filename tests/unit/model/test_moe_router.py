@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.experts import PER_SEQUENCE, RouterScoreFunction
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import MegatronError
-from megatron.model.moe_router import Router, balance_loss, counts_of, z_loss
+from megatron.model.moe_router import Groups, Router, balance_loss, best_experts, counts_of, z_loss
 from megatron.model.specs import ModelBuild
+from tests.support.examples import examples
 from tests.support.models import roughen, tiny_build, tiny_config, tiny_model, tiny_tokens
 
 ROUNDING = 1e-12
@@ -56,6 +59,27 @@ def test_sigmoids_far_below_zero_still_give_shares() -> None:
     torch.testing.assert_close(shares[0, 0, 0], torch.tensor(1.0), rtol=1e-6, atol=0)
 
 
+@examples(60)
+@given(
+    groups=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (3, 3), (6, 2)]),
+    each=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+def test_experts_are_the_best_of_the_best_groups(
+    groups: tuple[int, int], each: int, seed: int
+) -> None:
+    number, chosen = groups
+    size, taken = 12 // number, each * chosen
+    affinity = torch.rand(4, 12, generator=torch.Generator().manual_seed(seed))
+    found = best_experts(affinity, taken, Groups(number, chosen))
+    for token, experts in zip(affinity.tolist(), found.tolist()):
+        members = [range(group * size, (group + 1) * size) for group in range(number)]
+        scores = [sum(sorted((token[e] for e in of), reverse=True)[:each]) for of in members]
+        best = sorted(range(number), key=lambda group: -scores[group])[:chosen]
+        allowed = [expert for group in best for expert in members[group]]
+        assert experts == sorted(allowed, key=lambda expert: -token[expert])[:taken]
+
+
 def test_the_balance_has_shares_of_sigmoids_where_the_router_has() -> None:
     build, hidden = tiny_build(), some_hidden()
     flags = {"moe_router_score_function": RouterScoreFunction.SIGMOID}
@@ -68,6 +92,53 @@ def test_the_balance_has_shares_of_sigmoids_where_the_router_has() -> None:
     # By eq. 19 affinities are divided by their sum; a softmax over their logs does the same.
     expected = by_the_paper(likely.log(), chosen)
     torch.testing.assert_close(found, expected.detach(), rtol=ROUNDING, atol=0)
+
+
+def test_a_bias_has_a_say_in_the_choice_and_none_in_the_shares() -> None:
+    flags = {"moe_router_score_function": RouterScoreFunction.SIGMOID}
+    plain, hidden = router_of(**flags), some_hidden()
+    router = router_of(**flags, moe_router_enable_expert_bias=True)
+    assert router.expert_bias is not None
+    with torch.no_grad():
+        router.weight.copy_(plain.weight)
+        router.expert_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0, -5.0]))
+    shares, chosen = router(hidden)
+    assert bool((chosen[..., 0] == 2).all())
+    assert not bool((chosen == 4).any())
+    likely = torch.sigmoid(hidden @ router.weight.t()).gather(-1, chosen)
+    expected = likely / likely.sum(-1, keepdim=True)
+    torch.testing.assert_close(shares, expected, rtol=ROUNDING, atol=0)
+    with torch.no_grad():
+        router.expert_bias.zero_()
+    assert all(map(torch.equal, router(hidden), plain(hidden)))
+
+
+@pytest.mark.parametrize("flags", [{"moe_router_num_groups": 5, "moe_router_group_topk": 2}, {}])
+def test_the_balance_is_of_the_best_experts_of_all(flags: dict[str, int]) -> None:
+    """Whatever groups and biases make of the choice (arXiv 2412.19437, eq. 18)."""
+    build, hidden = tiny_build(), some_hidden()
+    sigmoid = {"moe_router_score_function": RouterScoreFunction.SIGMOID}
+    router = router_of(build, **BALANCED, **sigmoid, **flags, moe_router_enable_expert_bias=True)
+    assert router.expert_bias is not None
+    with torch.no_grad():
+        router.expert_bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0, -5.0]))
+    build.router_loss.value = 1.0
+    router(hidden)[0].sum().backward()
+    likely = torch.sigmoid(hidden @ router.weight.t())
+    expected = by_the_paper(likely.log(), likely.topk(2, dim=-1).indices)
+    found = build.router_loss.taken()
+    torch.testing.assert_close(found, expected.detach(), rtol=ROUNDING, atol=0)
+
+
+def test_tokens_are_counted_where_there_is_a_backward_pass() -> None:
+    router, hidden = router_of(), some_hidden()
+    with torch.no_grad():
+        router(hidden)
+    assert not router.taken_load().any()
+    shares, chosen = router(hidden)
+    assert not router.taken_load().any()
+    shares.sum().backward()
+    assert router.taken_load().tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
 
 
 def test_counts_are_of_each_sequence() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.experts import RouterScoreFunction
 from megatron.preflight import experts
 from tests.unit.preflight.plans import found, only, plan
 
@@ -78,3 +79,15 @@ def test_engines_that_cannot_share_experts_out_refuse_it(flags: dict[str, Any], 
     check = experts.engine_can_share_experts_out
     only(found(check, plan(world_size=2, **SHARED_OUT, **flags)), "cannot be shared out", given)
     assert found(check, plan(world_size=2, **EXPERTS, **flags)) == []
+
+
+def test_an_engine_that_moves_no_biases_is_refused_with_them() -> None:
+    biased = {
+        **EXPERTS,
+        "moe_router_score_function": RouterScoreFunction.SIGMOID,
+        "moe_router_enable_expert_bias": True,
+    }
+    check = experts.engine_can_balance_experts_by_biases
+    only(found(check, plan(**biased, deepspeed=True)), "moves the biases", "--deepspeed")
+    assert found(check, plan(**biased)) == []
+    assert found(check, plan(**EXPERTS, deepspeed=True)) == []

@@ -68,6 +68,8 @@ MIXTRAL = Family(
         "moe_router_pre_softmax": (False,),
         "moe_router_score_function": (RouterScoreFunction.SOFTMAX,),
         "moe_router_topk_scaling_factor": (1.0,),
+        "moe_router_num_groups": (None,),
+        "moe_router_enable_expert_bias": (False,),
     },
     tensors=_tensors(),
     buffers=llama.BUFFERS,
