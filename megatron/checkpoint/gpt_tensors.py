@@ -54,8 +54,16 @@ def _block(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.has_experts:
         experts, width = config.num_experts or 1, config.expert_width
         yield "mlp.router.weight", (experts, hidden)
+        if config.moe_router_enable_expert_bias:
+            yield "mlp.router.expert_bias", (experts,)
         yield "mlp.experts.fc1.weight", (experts, halves * width, hidden)
         yield "mlp.experts.fc2.weight", (experts, hidden, width)
+        shared = config.moe_shared_expert_intermediate_size
+        if config.moe_shared_expert_gate:
+            yield "mlp.shared_expert.gate", (1, hidden)
+        if shared is not None:
+            yield from linear_shapes("mlp.shared_expert.fc1", halves * shared, hidden, bias=False)
+            yield from linear_shapes("mlp.shared_expert.fc2", hidden, shared, bias=False)
         return
     yield from linear_shapes("mlp.fc1", halves * config.ffn_width, hidden, bias=bias)
     yield from linear_shapes("mlp.fc2", hidden, config.ffn_width, bias=bias)

@@ -66,6 +66,10 @@ class _Flags(Protocol):
     @property
     def moe_z_loss_coeff(self) -> float: ...
     @property
+    def moe_shared_expert_intermediate_size(self) -> int | None: ...
+    @property
+    def moe_shared_expert_gate(self) -> bool: ...
+    @property
     def add_bias_linear(self) -> bool: ...
 
 
@@ -123,6 +127,12 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             found=f"--num-experts {experts} without --disable-bias-linear",
             fix="add --disable-bias-linear, with a flag that names the activation such as --swiglu "
             "(and --add-qkv-bias if attention shall have one)",
+        )
+    if flags.moe_shared_expert_gate and flags.moe_shared_expert_intermediate_size is None:
+        yield ConfigError(
+            "there is no shared expert whose output a gate could multiply",
+            found="--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
+            fix="give the width of the shared expert, or leave the gate out",
         )
     yield from _balance_problems(flags)
 

@@ -171,6 +171,15 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = flag(
         None, help="width of an expert; when not set as the MLP of a dense model"
     )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None,
+        help="width of an MLP that all tokens take beside their experts, as in DeepSeek-V3; not "
+        "set: none",
+    )
+    moe_shared_expert_gate: bool = flag(
+        False,
+        help="multiply the output of the shared expert by a sigmoid of the token, as in Qwen2-MoE",
+    )
     moe_router_pre_softmax: bool = flag(
         False,
         help="shares of a token's experts are their probabilities among all experts, which sum to "
@@ -227,6 +236,7 @@ class ModelConfig:
             "rope_scaling_original_length",
             "num_experts",
             "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
         ):
             if getattr(self, name) is not None:
                 yield from _positive(name, getattr(self, name))
@@ -381,6 +391,17 @@ class ModelConfig:
         return self.moe_ffn_hidden_size or self.ffn_width
 
     @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Widths of the middles of all kinds of MLPs, by the flag of each."""
+        if not self.has_experts:
+            return {"--ffn-hidden-size": self.ffn_width}
+        widths = {"--moe-ffn-hidden-size": self.expert_width}
+        if self.moe_shared_expert_intermediate_size is not None:
+            shared = self.moe_shared_expert_intermediate_size
+            widths["--moe-shared-expert-intermediate-size"] = shared
+        return widths
+
+    @property
     def balance_weight(self) -> float:
         """Weight of the balancing loss of each sequence by itself, 0 if there is none."""
         balanced = self.moe_router_load_balancing_type == PER_SEQUENCE
@@ -471,6 +492,7 @@ _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *_ROUTER_TRAINING,
 )
 

@@ -106,6 +106,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, _GROUPED),
     "--moe-permute-fusion": NoEffect(0, _FUSED),
     "--moe-router-fusion": NoEffect(0, _FUSED),
+    "--moe-shared-expert-overlap": NoEffect(0, "overlap does not change results"),
     "--moe-per-layer-logging": NoEffect(0, "load_balancing_loss is logged over all layers"),
     **dict.fromkeys(
         ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity"),
@@ -207,8 +208,6 @@ NOT_YET: Mapping[str, str] = {
     "--moe-token-drop-policy": "no capacity: experts take every token; leave it out",
     "--moe-input-jitter-eps": "a router without noise; leave it out",
     "--moe-router-force-load-balancing": "a choice by the router; leave it out",
-    "--moe-shared-expert-intermediate-size": "experts that tokens choose; leave it out",
-    "--moe-shared-expert-overlap": "experts that tokens choose; leave it out",
     "--moe-use-upcycling": "a checkpoint of a model with experts; leave it out",
     "--ds-sequence-parallel-fpdt": "--sequence-parallel",
     "--create-moe-param-group": "one learning rate for all weights; leave it out",

@@ -292,10 +292,11 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
         gathered = 2 * taken * config.hidden_size * size
         if share.ep > 1:
             gathered = 2 * gathered // share.tp
-        split += taken * kept * config.expert_width
+        if config.moe_shared_expert_gate:  # which multiplies the output of the shared expert
+            whole += config.hidden_size * size
     else:
-        split += kept * config.ffn_width
         gathered = 0
+    split += kept * _middle_width(config)
     whole //= share.tp if share.sequence_parallel else 1
     return whole + gathered + split * size // share.tp
 
@@ -316,8 +317,15 @@ def _middle_again(config: ModelConfig, size: int, share: RankShare) -> int:
         again = _middles(config, share)
     elif RecomputeModule.ACTIVATION in share.modules:
         again = 1
-    width = config.moe_router_topk * config.expert_width if config.has_experts else config.ffn_width
-    return again * width * size // share.tp
+    return again * _middle_width(config) * size // share.tp
+
+
+def _middle_width(config: ModelConfig) -> int:
+    """Return the width of the middles of all MLPs of a block that a token takes."""
+    if not config.has_experts:
+        return config.ffn_width
+    shared = config.moe_shared_expert_intermediate_size or 0
+    return config.moe_router_topk * config.expert_width + shared
 
 
 def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int) -> int:
@@ -356,7 +364,9 @@ def _feed_forward_weights(config: ModelConfig, *, active: bool) -> int:
         return _mlp_weights(config, config.ffn_width)
     experts = config.num_experts or 1
     met = config.moe_router_topk if active else experts
-    return experts * config.hidden_size + met * _mlp_weights(config, config.expert_width)
+    shared = _mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
+    gates = experts + config.moe_shared_expert_gate
+    return gates * config.hidden_size + met * _mlp_weights(config, config.expert_width) + shared
 
 
 def _mlp_weights(config: ModelConfig, width: int) -> int:

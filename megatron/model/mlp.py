@@ -23,10 +23,14 @@ class MLP(nn.Module):
     The gate is the first half of fc1 (Shazeer 2020, arXiv 2002.05202, eq. 6 order as in LLaMA);
     bigscience's GLU has the activation on the second half. fc1 is one matrix of two blocks, each
     split evenly over tp, so every rank holds matching parts of gate and up.
+
+    Args:
+        width: of the middle; None: that of the config's MLPs.
     """
 
-    def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, width: int | None = None) -> None:
         super().__init__()
+        width = config.ffn_width if width is None else width
         self._activate = unit_of(config, fused=build.fuse_gated_units)
         modules = build.activations.modules
         # Recomputed with all of the MLP, it would keep its input for nothing.
@@ -36,7 +40,7 @@ class MLP(nn.Module):
         halves = 1 if config.glu is None else 2
         self.fc1 = ColumnParallelLinear(
             config.hidden_size,
-            halves * config.ffn_width,
+            halves * width,
             ctx=build.ctx,
             bias=config.add_bias_linear,
             init=weight_init(config),
@@ -45,7 +49,7 @@ class MLP(nn.Module):
             dtype=build.dtype,
         ).in_fp8(build.fp8)
         self.fc2 = RowParallelLinear(
-            config.ffn_width,
+            width,
             config.hidden_size,
             ctx=build.ctx,
             bias=config.add_bias_linear,

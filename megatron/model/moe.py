@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -40,7 +41,10 @@ def build_feed_forward(config: ModelConfig, build: ModelBuild) -> nn.Module:
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum over a token's experts of share times expert(x) (Shazeer et al. 2017, 1701.06538)."""
+    """The sum over a token's experts of share times expert(x) (Shazeer et al. 2017, 1701.06538).
+
+    To it a shared expert adds what it makes of all tokens.
+    """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
@@ -50,9 +54,18 @@ class MixtureOfExperts(nn.Module):
             check_sharing_out(config, build.ctx.topology, sequence_parallel=self._split)
         self.router = Router(config, build)
         self.experts = Experts(config, build)
+        shared = config.moe_shared_expert_intermediate_size
+        self.shared_expert = None if shared is None else SharedExpert(config, build, width=shared)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
+        if self.shared_expert is None:
+            return self._routed(hidden)
+        # An accelerator computes it while the host waits for the sizes of the others' matrices.
+        shared: Tensor = self.shared_expert(hidden)
+        return shared + self._routed(hidden)
+
+    def _routed(self, hidden: Tensor) -> Tensor:
         shares, chosen = self.router(hidden)
         if self._ep.size > 1:
             # Every rank has other tokens, and an expert is whole where it is.
@@ -65,6 +78,33 @@ class MixtureOfExperts(nn.Module):
         partial = self.experts(hidden, shares, chosen)
         leave = reduce_scatter_to_sequence if self._split else reduce_from_tp
         return leave(partial, self._tp)
+
+
+class SharedExpert(MLP):
+    """An MLP that all tokens take (DeepSeekMoE, arXiv 2401.06066, section 3.2), split over tp.
+
+    With a gate its output is multiplied by the sigmoid of a product with the token, as in
+    Qwen1.5-MoE; that share is fp32 or wider.
+    """
+
+    def __init__(self, config: ModelConfig, build: ModelBuild, *, width: int) -> None:
+        super().__init__(config, build, width=width)
+        self.gate = None
+        if config.moe_shared_expert_gate:
+            # Whole on every tp rank: [1, h].
+            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, dtype=build.dtype))
+            set_parameter_metadata(
+                self.gate, init=weight_init(config), sequence_parallel=build.sequence_parallel
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
+        output = super().forward(hidden)
+        if self.gate is None:
+            return output
+        scores = F.linear(hidden, self.gate)  # [s, b, 1]
+        share = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+        return (output * share).to(output.dtype)
 
 
 def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel: bool) -> None:

@@ -69,15 +69,13 @@ def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronEr
 def mlp_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that the width of the MLP divides over the tensor-parallel ranks."""
     model, tp = plan.config.model, plan.config.parallel.tensor_model_parallel_size
-    width, flag = model.ffn_width, "--ffn-hidden-size"
-    if model.has_experts:
-        width, flag = model.expert_width, "--moe-ffn-hidden-size"
-    if width % tp:
-        yield ConfigError(
-            "the MLP cannot be shared out evenly over the tensor-parallel ranks",
-            found=f"{flag} {width}, --tensor-model-parallel-size {tp}",
-            fix=f"use {flag} {width // tp * tp or tp}",
-        )
+    for flag, width in model.mlp_widths.items():
+        if width % tp:
+            yield ConfigError(
+                "the MLP cannot be shared out evenly over the tensor-parallel ranks",
+                found=f"{flag} {width}, --tensor-model-parallel-size {tp}",
+                fix=f"use {flag} {width // tp * tp or tp}",
+            )
 
 
 def sequence_splits_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:

@@ -99,10 +99,8 @@ def _sizes(config: RunConfig) -> Iterator[tuple[str, int]]:
     yield "--hidden-size", model.hidden_size
     yield "queries, keys and values", (heads + 2 * groups) * width // tp
     yield "attention heads", heads * width // tp
-    if model.has_experts:
-        yield "--moe-ffn-hidden-size", model.expert_width // tp
-    else:
-        yield "--ffn-hidden-size", model.ffn_width // tp
+    for flag, mlp_width in model.mlp_widths.items():
+        yield flag, mlp_width // tp
 
 
 CHECKS = (

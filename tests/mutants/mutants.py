@@ -7,6 +7,7 @@ from tests.mutants import (
     checkpoints,
     context_parallel,
     expert_parallel,
+    experts,
     formats,
     parallelism,
     programs,
@@ -37,7 +38,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 
 MODULES = (
-    *(parallelism, context_parallel, expert_parallel, sharding, training, checkpoints),
+    *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
     *(formats, samples, programs, wiring),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {

@@ -36,8 +36,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "experts' own width has to split",
             "megatron/preflight/config.py",
-            "    if model.has_experts:\n        width",
-            "    if not model.has_experts:\n        width",
+            "for flag, width in model.mlp_widths.items():",
+            'for flag, width in {"--ffn-hidden-size": model.ffn_width}.items():',
             "tests/unit/preflight/test_config.py::test_each_expert_is_shared_out_evenly",
         ),
         Mutant(

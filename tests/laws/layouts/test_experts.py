@@ -33,7 +33,12 @@ from tests.support.tiny import (
     write_tiny_corpus,
 )
 
-EXPERTS: dict[str, Any] = {**MODELS["mixtral"], "weight_decay": 0.1}
+EXPERTS: dict[str, Any] = {
+    **MODELS["mixtral"],
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True,
+    "weight_decay": 0.1,
+}
 # Far from what a run would have, so that their gradients are a good part of the whole.
 LOSSES = {
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -319,6 +324,15 @@ def train_router_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
     return train_all(configs)
 
 
+def train_gate_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
+    """The same of the gate of the shared expert."""
+    set_parameter_metadata = moe.set_parameter_metadata
+    moe.set_parameter_metadata = lambda p, **given: set_parameter_metadata(  # type: ignore[attr-defined]
+        p, **{name: value for name, value in given.items() if name != "sequence_parallel"}
+    )
+    return train_all(configs)
+
+
 def train_busy_not_summed(configs: Sequence[RunConfig]) -> list[Record]:
     """How busy an expert is, each tp rank takes from its own part of a sequence."""
     moe_router.reduce_from_tp = lambda busy, tp: busy  # type: ignore[attr-defined]
@@ -378,6 +392,7 @@ def train_sorted_by_source(configs: Sequence[RunConfig]) -> list[Record]:
 WRONG: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "shares": (train_shares_not_summed, 2, TP2),
     "router": (train_router_not_summed, 2, {**TP2, **SP}),
+    "gate": (train_gate_not_summed, 2, {**TP2, **SP}),
     "busy": (train_busy_not_summed, 2, {**TP2, **SP}),
     "micro-batch": (train_by_microbatch, 1, {"micro_batch_size": 8}),
     "counted": (train_counting_tokens, 1, {}),

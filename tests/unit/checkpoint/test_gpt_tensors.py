@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.gpt_tensors import gpt_tensors
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import GluActivation, Normalization, PositionEmbedding
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
@@ -36,6 +37,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
     },
     "plain experts": {"num_experts": 2, "add_bias_linear": False},
+    "shared expert": {
+        "num_experts": 2,
+        "moe_shared_expert_intermediate_size": 10,
+        "swiglu": True,
+        "add_bias_linear": False,
+    },
+    "shared expert with a gate": {
+        "num_experts": 2,
+        "moe_shared_expert_intermediate_size": 10,
+        "moe_shared_expert_gate": True,
+        "moe_router_score_function": RouterScoreFunction.SIGMOID,
+        "moe_router_enable_expert_bias": True,
+        "add_bias_linear": False,
+    },
     "norms with biases": {"qk_layernorm": True, "glu_activation": GluActivation.GEGLU},
 }
 

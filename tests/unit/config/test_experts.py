@@ -1,5 +1,6 @@
 """Flags about experts: what makes no sense, what would depend on micro-batches, what is dense."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,16 @@ def model(**changes: Any) -> ModelConfig:
         ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
         ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
         ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),
+        (
+            {"moe_shared_expert_intermediate_size": 0},
+            "a size is not positive",
+            "--moe-shared-expert-intermediate-size 0",
+        ),
+        (
+            {"moe_shared_expert_gate": True},
+            "no shared expert whose output",
+            "without --moe-shared-expert-intermediate-size",
+        ),
         ({"moe_z_loss_coeff": -1.0}, "is not a number from 0", "--moe-z-loss-coeff -1.0"),
         (
             {**BALANCED, "moe_aux_loss_coeff": float("nan")},
@@ -129,6 +140,10 @@ def test_what_makes_another_network_is_named() -> None:
     biased = {"moe_router_score_function": SIGMOID, "moe_router_enable_expert_bias": True}
     found = sigmoid.fields_that_differ(model(ffn_hidden_size=48, **biased))
     assert found == ["moe_router_enable_expert_bias"]
+    shared = model(ffn_hidden_size=48, moe_shared_expert_intermediate_size=8)
+    assert one.fields_that_differ(shared) == ["moe_shared_expert_intermediate_size"]
+    gated = dataclasses.replace(shared, moe_shared_expert_gate=True)
+    assert shared.fields_that_differ(gated) == ["moe_shared_expert_gate"]
     # What is added to the loss is of the training alone.
     assert one.fields_that_differ(model(ffn_hidden_size=48, **BALANCED)) == []
     slow = model(ffn_hidden_size=48, moe_router_bias_update_rate=1e-4)

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
@@ -60,6 +61,16 @@ CONFIGS = {
     ),
     "plain experts": tiny_config(
         add_bias_linear=False, num_experts=5, moe_router_topk=3, moe_aux_loss_coeff=0.0
+    ),
+    "shared expert": tiny_config(
+        swiglu=True,
+        add_bias_linear=False,
+        num_experts=4,
+        moe_ffn_hidden_size=12,
+        moe_shared_expert_intermediate_size=40,
+        moe_shared_expert_gate=True,
+        moe_router_score_function=RouterScoreFunction.SIGMOID,
+        moe_router_enable_expert_bias=True,
     ),
     "odd": tiny_config(
         kv_channels=6,

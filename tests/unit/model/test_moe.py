@@ -51,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 1,
     },
     "one sigmoid": {"moe_router_topk": 1, "moe_router_score_function": SIGMOID},
+    "shared": {"moe_shared_expert_intermediate_size": 20},
+    "shared, with a gate": {
+        "moe_shared_expert_intermediate_size": 6,
+        "moe_shared_expert_gate": True,
+        "swiglu": True,
+    },
 }
 
 
@@ -87,15 +93,21 @@ def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> 
         whole = (1 if own else likely[taken].sum()) / config.moe_router_topk_scaling_factor
         row = torch.zeros_like(token)
         for expert in taken:
-            middle = fc1[expert] @ token
-            if config.glu is not None:
-                gate, up = middle.chunk(2)
-                middle = ACTIVATIONS[config.activation](gate) * up
-            else:
-                middle = ACTIVATIONS[config.activation](middle)
-            row = row + likely[expert] / whole * (fc2[expert] @ middle)
+            row = row + likely[expert] / whole * mlp(config, token, fc1[expert], fc2[expert])
+        shared = layer.shared_expert
+        if shared is not None:
+            output = mlp(config, token, shared.fc1.weight, shared.fc2.weight)
+            row = row + output * (1 if shared.gate is None else torch.sigmoid(shared.gate @ token))
         rows.append(row)
     return torch.stack(rows).view(hidden.shape)
+
+
+def mlp(config: ModelConfig, token: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    middle = fc1 @ token
+    if config.glu is None:
+        return fc2 @ ACTIVATIONS[config.activation](middle)
+    gate, up = middle.chunk(2)
+    return fc2 @ (ACTIVATIONS[config.activation](gate) * up)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -202,14 +214,20 @@ def test_in_fp8_every_matrix_is_a_linear_layer_in_fp8(recipe: Fp8Recipe) -> None
 
 
 def test_every_tensor_parallel_rank_has_a_part_of_every_expert() -> None:
-    config = tiny_config(**EXPERTS, swiglu=True)
+    config = config_of("shared, with a gate")
     layer = MixtureOfExperts(config, tiny_build(second_of_two(), sequence_parallel=True))
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes == {
         "router.weight": (4, 16),
         "experts.fc1.weight": (4, 12, 16),
         "experts.fc2.weight": (4, 16, 6),
+        "shared_expert.gate": (1, 16),
+        "shared_expert.fc1.weight": (6, 16),
+        "shared_expert.fc2.weight": (16, 3),
     }
+    assert layer.shared_expert is not None
+    assert layer.shared_expert.gate is not None
+    assert is_sequence_parallel(layer.shared_expert.gate)
     assert partition_of(layer.router.weight) is None
     assert is_sequence_parallel(layer.router.weight)
     assert partition_of(layer.experts.fc1.weight) == Partition("tp", dim=1, blocks=2)
@@ -279,13 +297,13 @@ def test_experts_that_cannot_be_shared_out_are_refused(grid: Topology, words: st
 
 
 def test_all_of_its_matrices_are_decayed() -> None:
-    layer = layer_of(config_of("mixtral"))
+    layer = layer_of(config_of("shared, with a gate"))
     assert all(is_decayed(name, parameter) for name, parameter in layer.named_parameters())
 
 
 def test_shares_are_computed_in_fp32_in_half_precision() -> None:
     build = tiny_build(precision=PrecisionConfig(bf16=True))
-    layer = MixtureOfExperts(config_of("mixtral"), build)
+    layer = MixtureOfExperts(config_of("shared, with a gate"), build)
     roughen(layer, build.ctx)
     hidden = some_hidden().to(torch.bfloat16)
     shares, _ = layer.router(hidden)

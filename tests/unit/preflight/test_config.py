@@ -110,6 +110,11 @@ def test_each_expert_is_shared_out_evenly() -> None:
         "--moe-ffn-hidden-size 7, --tensor-model-parallel-size 2",
         "use --moe-ffn-hidden-size 6",
     )
+    shared = {"moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 5}
+    only(
+        found(check, plan(world_size=2, **shared, **flags)),
+        "--moe-shared-expert-intermediate-size 5, --tensor-model-parallel-size 2",
+    )
     # The width of a dense MLP is not used then.
     nothing = plan(world_size=2, ffn_hidden_size=7, moe_ffn_hidden_size=8, **flags)
     assert list(check(nothing)) == []

@@ -57,6 +57,10 @@ def test_a_pattern_that_leaves_no_layer_is_refused() -> None:
             {"num_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 40, **SPLIT},
             ["--moe-ffn-hidden-size 20"],
         ),
+        (
+            {"num_experts": 4, "add_bias_linear": False, "moe_shared_expert_intermediate_size": 40},
+            ["--moe-shared-expert-intermediate-size 40"],
+        ),
         ({"fp8_recipe": "blockwise"}, ["multiples of 128", "--hidden-size 64"]),
         (
             {"fp8_recipe": "mxfp8", "ffn_hidden_size": 80},

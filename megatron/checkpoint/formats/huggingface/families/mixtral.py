@@ -70,6 +70,7 @@ MIXTRAL = Family(
         "moe_router_topk_scaling_factor": (1.0,),
         "moe_router_num_groups": (None,),
         "moe_router_enable_expert_bias": (False,),
+        "moe_shared_expert_intermediate_size": (None,),
     },
     tensors=_tensors(),
     buffers=llama.BUFFERS,

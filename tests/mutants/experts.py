@@ -1,0 +1,54 @@
+"""Errors in what a layer with experts computes and counts."""
+
+from tests.mutants.mutant import Mutant
+
+_VALUES = "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop"
+_ACCOUNTING = "tests/unit/model/test_accounting.py::"
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "layers with experts": (
+        Mutant(
+            "the shared expert has a width of its own",
+            "megatron/model/mlp.py",
+            "width = config.ffn_width if width is None else width",
+            "width = config.ffn_width",
+            "tests/unit/checkpoint/test_gpt_tensors.py::"
+            "test_names_shapes_and_order_are_those_of_the_model",
+        ),
+        Mutant(
+            "the gate of the shared expert is a sigmoid",
+            "megatron/model/moe.py",
+            "share = torch.sigmoid(scores.to(",
+            "share = torch.tanh(scores.to(",
+            _VALUES,
+        ),
+        Mutant(
+            "the gradient of the gate is summed over the ranks that split sequences",
+            "megatron/model/moe.py",
+            "self.gate, init=weight_init(config), sequence_parallel=build.sequence_parallel",
+            "self.gate, init=weight_init(config)",
+            "tests/laws/layouts/test_experts.py::test_every_layout_trains_the_same_experts[2]",
+        ),
+        Mutant(
+            "the shared expert is counted once, whatever a token takes",
+            "megatron/model/accounting.py",
+            "_mlp_weights(config, config.expert_width) + shared",
+            "(_mlp_weights(config, config.expert_width) + shared)",
+            f"{_ACCOUNTING}test_parameters_are_counted_exactly",
+        ),
+        Mutant(
+            "the gate of the shared expert is counted",
+            "megatron/model/accounting.py",
+            "gates = experts + config.moe_shared_expert_gate",
+            "gates = experts",
+            f"{_ACCOUNTING}test_parameters_are_counted_exactly",
+        ),
+        Mutant(
+            "the shared expert splits over tensor-parallel ranks",
+            "megatron/config/model.py",
+            'widths["--moe-shared-expert-intermediate-size"] = shared',
+            "pass",
+            "tests/unit/preflight/test_config.py::test_each_expert_is_shared_out_evenly",
+        ),
+    ),
+}
