@@ -18,13 +18,17 @@ from torch import Tensor
 import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
+from megatron.model import moe
 from megatron.mpu import collectives
+from megatron.mpu.context import ReplicaGroups
 from megatron.mpu.context_parallel import attention as over_ranks
 from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import partition_of
 from megatron.mpu.topology import Topology
 from megatron.optimizer import replicated_grads
+from megatron.optimizer.sharded_grads import ShardedGradBuffer
+from megatron.optimizer.sharded_parameters import ShardedParameters
 from megatron.pipeline.tied import TiedParameters
 from tests.support.matrix import Case
 from tests.support.tiny import Record, train
@@ -48,7 +52,8 @@ def train_with_faults(runs: Sequence[tuple[str | None, RunConfig]]) -> list[Reco
             records.append(train(config))
             continue
         grid = Case.of(FAULTS[name].case).grid
-        with FAULTS[name].put_in(Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp, cp=grid.cp)):
+        ranks = Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp, cp=grid.cp, ep=grid.ep)
+        with FAULTS[name].put_in(ranks):
             records.append(train(config))
     return records
 
@@ -261,6 +266,50 @@ def _key_gradients_one_step_short(grid: Topology) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _experts_summed_over_all(grid: Topology) -> Iterator[None]:
+    """Gradients of experts are summed over the replicas of all else, which hold other experts."""
+    with patch.object(ReplicaGroups, "of", lambda self, parameter: self.dense):
+        yield
+
+
+@contextmanager
+def _rows_as_they_arrived(grid: Topology) -> Iterator[None]:
+    """A rank computes with the rows of the first source, and then with those of the next."""
+    real: Any = moe.dispatch_plan
+
+    def dispatch_plan(*args: Any) -> Any:
+        plan = real(*args)
+        arrived = torch.arange(len(plan.order))
+        return plan._replace(order=arrived, back=arrived)
+
+    with patch.object(moe, "dispatch_plan", dispatch_plan):
+        yield
+
+
+@contextmanager
+def _last_micro_batch_kept(grid: Topology) -> Iterator[None]:
+    """A share of a micro-batch takes the place of the sum over those before."""
+    real = ShardedGradBuffer._complete
+
+    def complete(self: ShardedGradBuffer) -> None:
+        self._kept.clear()
+        real(self)
+
+    with patch.object(ShardedGradBuffer, "_complete", complete):
+        yield
+
+
+@contextmanager
+def _stale_parameters(grid: Topology) -> Iterator[None]:
+    """What was gathered before an update is used after it."""
+    with (
+        patch.object(ShardedParameters, "after_gradients", lambda self, parameters: None),
+        patch.object(ShardedParameters, "gather", lambda self: None),
+    ):
+        yield
+
+
 _FIRST_LOSS, _FIRST_NORM, _SECOND_LOSS = (
     "loss of step 0",
     "gradient norm of step 0",
@@ -290,6 +339,21 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "gradients of keys are one step short of home": Fault(
         "cp2 p2p", _FIRST_NORM, _key_gradients_one_step_short
+    ),
+    "gradients of experts are summed over all replicas": Fault(
+        "dp2 ep2 experts", _FIRST_NORM, _experts_summed_over_all
+    ),
+    "rows are computed in the order in which they arrived": Fault(
+        "dp2 ep2 experts", _FIRST_LOSS, _rows_as_they_arrived
+    ),
+    "the gradients of a micro-batch take the place of those before": Fault(
+        "dp2 sharded-gradients", _FIRST_NORM, _last_micro_batch_kept
+    ),
+    "parameters that were gathered before an update are used after it": Fault(
+        "dp2 fully-sharded", _SECOND_LOSS, _stale_parameters
+    ),
+    "a replica that shares gradients out keeps its own": Fault(
+        "dp2 sharded-gradients", _FIRST_NORM, _reduce_scatters_dropped
     ),
     "one bucket's sum over dp is dropped, under tp, pp and dp": Fault(
         "tp2 sp pp2 1f1b dp2 overlapped", _FIRST_NORM, _sums("dp", _dropped, only=2)

@@ -36,6 +36,8 @@ class Grid(NamedTuple):
     stages: str
     cp: int
     exchange: str
+    feed_forward: str
+    ep: int
     dp: int
     optimizer_state: str
     reduction: str
@@ -43,7 +45,7 @@ class Grid(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Ranks that it takes."""
+        """Ranks that it takes; those of ep are among them."""
         return self.tp * self.pp * self.cp * self.dp
 
 
@@ -56,6 +58,8 @@ GRID_AXES: Mapping[str, Sequence[Any]] = {
     "stages": ("even", "uneven"),
     "cp": (1, 2, 4),
     "exchange": ("no-cp", "p2p", "all_gather", "a2a"),
+    "feed_forward": ("dense", "experts"),
+    "ep": (1, 2, 4),
     "dp": (1, 2, 4),
     "optimizer_state": (
         *("replicated", "distributed", "gather-overlapped"),
@@ -73,9 +77,11 @@ FREE: Mapping[str, Sequence[str]] = {
     "optimizer": ("adamw", "sgd"),
 }
 AXES = {**GRID_AXES, **FREE}
-_SIZES = ("tp", "pp", "cp", "dp")
+_SIZES = ("tp", "pp", "cp", "dp", "ep")
 # The words of a case leave out what it does not use.
-_SILENT = frozenset({"no-sp", "no-pipeline", "even", "no-cp", "replicated", "at-end", "keep"})
+_SILENT = frozenset(
+    {"no-sp", "no-pipeline", "even", "no-cp", "dense", "replicated", "at-end", "keep"}
+)
 
 _FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _FLAGS: Mapping[Any, Mapping[str, Any]] = {
@@ -90,6 +96,14 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "p2p": {"cp_comm_type": "p2p"},
     "all_gather": {"cp_comm_type": "all_gather"},
     "a2a": {"cp_comm_type": "a2a"},
+    "experts": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "moe_shared_expert_intermediate_size": 8,
+        "add_bias_linear": False,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+    },
     "distributed": {"use_distributed_optimizer": True},
     "gather-overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
     "sharded-gradients": {"data_parallel_sharding_strategy": "optim_grads"},
@@ -128,6 +142,7 @@ class Model(NamedTuple):
     """What is trained: everything of a case that one process trains too."""
 
     layers: int
+    feed_forward: str
     embeddings: str
     attention: str
     mlp: str
@@ -168,7 +183,7 @@ class Case:
         # Two chunks on each of four stages need eight layers, uneven stages more than one each.
         even = self.grid.stages == "even"
         layers = 8 if self.grid.pp == 4 and (self.grid.schedule == "interleaved" or not even) else 4
-        return Model(layers, *self.free)
+        return Model(layers, self.grid.feed_forward, *self.free)
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -181,7 +196,10 @@ class Case:
             "tensor_model_parallel_size": grid.tp,
             "pipeline_model_parallel_size": grid.pp,
             "context_parallel_size": grid.cp,
+            "expert_model_parallel_size": grid.ep,
         }
+        if grid.ep > 1 and grid.tp > 1:
+            flags["expert_tensor_parallel_size"] = 1
         if grid.stages == "uneven":
             flags["pipeline_layer_counts"] = {2: (1, 3), 4: (1, 3, 2, 2)}[grid.pp]
         for value in grid:
@@ -189,7 +207,8 @@ class Case:
         return flags
 
     def __str__(self) -> str:
-        sizes = [f"{axis}{self.values[axis]}" for axis in _SIZES]
+        sizes = [f"{axis}{self.values[axis]}" for axis in _SIZES if axis != "ep"]
+        sizes += [f"ep{self.grid.ep}"] if self.grid.ep > 1 else []
         rest = [value for axis, value in self.values.items() if axis not in _SIZES]
         return " ".join([*sizes, *(value for value in rest if value not in _SILENT)])
 
@@ -222,13 +241,19 @@ def _meaning(word: str) -> tuple[str, Any]:
 
 
 @cache
-def grids(largest: int = LARGEST) -> tuple[Grid, ...]:
-    """Every feasible grid with at most `largest` ranks along an axis, smallest worlds first."""
+def grids(largest: int = LARGEST, *, dense: bool = False) -> tuple[Grid, ...]:
+    """Every feasible grid with at most `largest` ranks along an axis, smallest worlds first.
+
+    Args:
+        dense: without experts.
+    """
     every = itertools.starmap(Grid, itertools.product(*GRID_AXES.values()))
     feasible = (
         grid
         for grid in every
-        if is_feasible(grid) and max(getattr(grid, axis) for axis in _SIZES) <= largest
+        if is_feasible(grid)
+        and max(getattr(grid, axis) for axis in _SIZES) <= largest
+        and not (dense and grid.feed_forward == "experts")
     )
     return tuple(sorted(feasible, key=lambda grid: grid.world_size))
 
@@ -243,6 +268,10 @@ def is_feasible(grid: Grid) -> bool:
         # With chunks every chunk has one layer.
         and (grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved"))
         and (grid.exchange == "no-cp") == (grid.cp == 1)
+        and (grid.ep == 1 or grid.feed_forward == "experts")
+        # The ranks of ep are ranks of a stage, and take other tokens.
+        and (grid.tp * grid.cp * grid.dp) % grid.ep == 0
+        and (grid.ep == 1 or grid.tp == 1 or grid.sequence == "sp")
         and (grid.dp * grid.cp > 1 or replicated)
         # There gradients of weights come long after their use.
         and (grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED)
@@ -255,14 +284,16 @@ Combination = tuple[tuple[str, Any], ...]
 
 
 @cache
-def cover(strength: int, *, largest: int = LARGEST, seed: int = 0) -> tuple[Case, ...]:
-    """Few cases that together hold every combination of `strength` values of `grids(largest)`."""
+def cover(
+    strength: int, *, largest: int = LARGEST, dense: bool = False, seed: int = 0
+) -> tuple[Case, ...]:
+    """Few cases that together hold every combination of `strength` values of some `grids`."""
     draw = random.Random(seed)
-    missing = dict.fromkeys(combinations(strength, largest))
+    missing = dict.fromkeys(combinations(strength, largest, dense=dense))
     cases: list[Case] = []
     while missing:
         wanted = dict(next(iter(missing)))
-        feasible = _grids_with(_of_grids(wanted.items()), largest)
+        feasible = _grids_with(_of_grids(wanted.items()), largest, dense)
         candidates = [_random_case(feasible, wanted, draw) for _ in range(_CANDIDATES)]
         best = max(candidates, key=lambda case: _gain(case, strength, missing))
         cases.append(best)
@@ -271,12 +302,14 @@ def cover(strength: int, *, largest: int = LARGEST, seed: int = 0) -> tuple[Case
     return tuple(cases)
 
 
-def combinations(strength: int, largest: int = LARGEST) -> Iterator[Combination]:
-    """Every choice of a value for each of `strength` axes that one of `grids(largest)` has."""
+def combinations(
+    strength: int, largest: int = LARGEST, *, dense: bool = False
+) -> Iterator[Combination]:
+    """Every choice of a value for each of `strength` axes that one of some `grids` has."""
     for axes in itertools.combinations(AXES, strength):
         for chosen in itertools.product(*(AXES[axis] for axis in axes)):
             combination = tuple(zip(axes, chosen))
-            if _grids_with(_of_grids(combination), largest):
+            if _grids_with(_of_grids(combination), largest, dense):
                 yield combination
 
 
@@ -290,13 +323,12 @@ def _of_grids(combination: Iterable[tuple[str, Any]]) -> Combination:
 
 
 @cache
-def _grids_with(wanted: Combination, largest: int) -> tuple[Grid, ...]:
+def _grids_with(wanted: Combination, largest: int, dense: bool) -> tuple[Grid, ...]:
     if not wanted:
-        return grids(largest)
+        return grids(largest, dense=dense)
     *before, (axis, value) = wanted
-    return tuple(
-        grid for grid in _grids_with(tuple(before), largest) if getattr(grid, axis) == value
-    )
+    fewer = _grids_with(tuple(before), largest, dense)
+    return tuple(grid for grid in fewer if getattr(grid, axis) == value)
 
 
 def _random_case(feasible: Sequence[Grid], wanted: Mapping[str, Any], draw: random.Random) -> Case:
@@ -318,6 +350,7 @@ class Precision(NamedTuple):
     tolerance: float  # of losses and gradient norms, relative
     parameters: float  # relative to the largest value of each
     is_narrow: bool = True
+    dense: bool = False  # without experts, whose choice rounding changes
     alone: tuple[str, ...] = ()  # in what one process trains, of which the nearest counts; (): this
 
 
@@ -332,7 +365,9 @@ PRECISIONS = {
     # The band is that of a number beside the truth, and one process is beside it too: after a step
     # of AdamW up to 2.1e-2 in a gradient norm. Ranks may be nearer to the one or to the other.
     "bf16": Precision(
-        "bf16", {"fp64": False, "bf16": True}, BF16, BF16_PARAMETERS, alone=("bf16", "fp64")
+        *("bf16", {"fp64": False, "bf16": True}, BF16, BF16_PARAMETERS),
+        dense=True,
+        alone=("bf16", "fp64"),
     ),
 }
 TRUTH = PRECISIONS["fp64"]

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         corpus = write_tiny_corpus(Path(folder))
         for name in flags.precision:
             precision = PRECISIONS[name]
-            cases = [flags.case] if flags.case else cover(flags.strength or STRENGTH[name])
+            strength = flags.strength or STRENGTH[name]
+            cases = [flags.case] if flags.case else cover(strength, dense=precision.dense)
             print(f"{name}: {len(cases)} compositions", flush=True)
             models = sorted({case.model for case in cases})
             alone = train_alone(models, corpus, precision.alone or (name,))
