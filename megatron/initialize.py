@@ -279,6 +279,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
         context_parallel_size=config.parallel.context_parallel_size,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         pp_before_dp=config.parallel.use_tp_pp_dp_mapping,
+        instances=config.parallel.num_distributed_optimizer_instances,
         timeout=timeout,
         check_seconds=config.parallel.check_seconds,
     )

@@ -141,6 +141,11 @@ class ParallelConfig:
         "gradients too (optim_grads), and parameters too (optim_grads_params), which are then "
         "whole one layer at a time; results are equal",
     )
+    num_distributed_optimizer_instances: int = flag(
+        1,
+        help="parts of the replicas, each of which shares state, gradients or parameters out by "
+        "itself: more memory, and gathers over fewer ranks (hybrid sharding)",
+    )
     reshard_after_forward: bool = flag(
         True,
         help="under optim_grads_params give the parameters of a layer back after its forward pass; "
@@ -200,6 +205,7 @@ class ParallelConfig:
             "pipeline_model_parallel_size",
             "context_parallel_size",
             "expert_model_parallel_size",
+            "num_distributed_optimizer_instances",
         ):
             value = getattr(self, name)
             yield from check_field(
@@ -251,6 +257,14 @@ class ParallelConfig:
                 found=f"--no-reshard-after-forward without --data-parallel-sharding-strategy "
                 f"{ShardingStrategy.OPTIM_GRADS_PARAMS}",
                 fix="add it, or drop --no-reshard-after-forward",
+            )
+        parts = self.num_distributed_optimizer_instances
+        if parts > 1 and not self.sharding.shards_state:
+            yield ConfigError(
+                "replicas share nothing out, and cannot do so in parts",
+                found=f"--num-distributed-optimizer-instances {parts} without "
+                "--use-distributed-optimizer",
+                fix="add --use-distributed-optimizer or a --data-parallel-sharding-strategy",
             )
         zero_bubble = self.pipeline_schedule is PipelineSchedule.ZERO_BUBBLE
         if self.sharding.shards_gradients and zero_bubble:

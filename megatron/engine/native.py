@@ -320,7 +320,7 @@ def _loss_of(
 def _sharding(parallel: ParallelConfig, ctx: ParallelContext) -> ShardingStrategy:
     """Return what replicas share out: updates at most where there is one, which does them all."""
     sharding = parallel.sharding
-    if sharding.shards_state and ctx.replicas.dense.size == ctx.replicas.experts.size == 1:
+    if sharding.shards_state and max(group.size for group in ctx.replicas.groups) == 1:
         log.info(
             "nothing is shared out over replicas: there is one replica of the model, and no other "
             "rank to share parameters or the optimizer's state with"

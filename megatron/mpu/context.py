@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.collective_checks import CollectiveChecks
 from megatron.mpu.partition import Partition, is_split_over
-from megatron.mpu.topology import Coord, Topology
+from megatron.mpu.topology import Coord, Groups, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
 
@@ -50,18 +50,43 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """Ranks that hold the same parameters: gradients are summed over all of them.
+
+    Where they share out what they keep, those of `sharing` do; several such parts have equal shares
+    `across` them (None: there is one part).
+    """
+
+    all: Group
+    sharing: Group
+    across: Group | None = None
+
+    @property
+    def counts_share(self) -> bool:
+        """Whether this rank counts its share where those of all parts are equal."""
+        return self.across is None or self.across.is_first
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaGroups:
     """Over which ranks the gradients of a parameter are summed."""
 
-    dense: Group
-    experts: Group  # of parameters that are split over ep
+    dense: Replicas
+    experts: Replicas  # of parameters that are split over ep
 
     @classmethod
     def one(cls, group: Group) -> "ReplicaGroups":
         """Return the same group for all parameters."""
-        return cls(group, group)
+        return cls(Replicas(group, group), Replicas(group, group))
 
-    def of(self, parameter: Tensor) -> Group:
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, some of them several times."""
+        both = (self.dense, self.experts)
+        parts = [group for one in both for group in (one.all, one.sharing, one.across)]
+        return tuple(group for group in parts if group is not None)
+
+    def of(self, parameter: Tensor) -> Replicas:
         """Return the ranks that hold the same part of `parameter`."""
         return self.experts if is_split_over(parameter, "ep") else self.dense
 
@@ -81,13 +106,14 @@ class ParallelContext:
     ep: Group  # shares the experts of a layer out
     edp: Group  # the ranks with the same experts
     model: Group  # tp x pp: the whole weights once, but for experts that are shared out
+    replicas: ReplicaGroups  # dp_cp and edp, and the parts of them that share state out
     gloo_tp_cp: Group | None = None  # tp_cp again, where that sends tensors of GPUs alone
 
     @classmethod
     def single(cls) -> "ParallelContext":
         """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), *(alone,) * 10)
+        return cls(Topology(), *(alone,) * 10, replicas=ReplicaGroups.one(alone))
 
     @classmethod
     def build(
@@ -125,6 +151,8 @@ class ParallelContext:
             checks = CollectiveChecks(store, dist.get_rank(), seconds=check_seconds)
         maker = _GroupMaker(timeout, checks)
         everyone = tuple(range(topology.world_size))
+        dp_cp = maker.make(topology.groups("dp", "cp"))
+        edp = maker.make(topology.expert_replica_groups())
         ctx = cls(
             topology,
             world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks),
@@ -132,11 +160,15 @@ class ParallelContext:
             pp=maker.make(topology.groups("pp")),
             dp=maker.make(topology.groups("dp")),
             cp=maker.make(topology.groups("cp")),
-            dp_cp=maker.make(topology.groups("dp", "cp")),
+            dp_cp=dp_cp,
             tp_cp=maker.make(topology.groups("cp", "tp")),
             ep=maker.make(topology.expert_groups()),
-            edp=maker.make(topology.expert_replica_groups()),
+            edp=edp,
             model=maker.make(topology.groups("pp", "tp")),
+            replicas=ReplicaGroups(
+                maker.parts(dp_cp, topology.groups("dp", "cp"), topology),
+                maker.parts(edp, topology.expert_replica_groups(), topology),
+            ),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
             by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO)
@@ -184,11 +216,6 @@ class ParallelContext:
         group = self.axis(partition.axis)
         return group.rank, group.size
 
-    @property
-    def replicas(self) -> ReplicaGroups:
-        """The ranks that hold the same parameters as this one."""
-        return ReplicaGroups(self.dp_cp, self.edp)
-
     def counts(self, partition: Partition | None) -> bool:
         """Return whether this rank counts its part when a replica's parameters are summed up.
 
@@ -222,3 +249,10 @@ class _GroupMaker:
                 )
         own_ranks = next(ranks for ranks in groups if me in ranks)
         return Group(own_ranks, own_ranks.index(me), self._handles[own_ranks], self._checks)
+
+    def parts(self, whole: Group, groups: Groups, topology: Topology) -> Replicas:
+        """Return `whole`, this process's group of replicas, with the parts that share state out."""
+        if topology.instances == 1:
+            return Replicas(whole, whole)
+        sharing, across = topology.sharing_groups(groups)
+        return Replicas(whole, self.make(sharing), self.make(across))

@@ -31,6 +31,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     pp_before_dp: bool = False,
+    instances: int = 1,
     timeout: timedelta = DEFAULT_TIMEOUT,
     check_seconds: float | None = None,
 ) -> ParallelContext:
@@ -61,6 +62,7 @@ def initialize_model_parallel(
         cp=context_parallel_size,
         ep=expert_model_parallel_size,
         pp_before_dp=pp_before_dp,
+        instances=instances,
     )
     caller = traceback.extract_stack(limit=2)[0]
     context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)
@@ -85,6 +87,7 @@ def destroy_model_parallel() -> None:
         context.edp,
         context.model,
         context.host_tp_cp,
+        *context.replicas.groups,
     )
     # One handle can serve several groups (see context._GroupMaker).
     for handle in {id(group.handle): group.handle for group in groups}.values():

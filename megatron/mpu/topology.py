@@ -6,11 +6,15 @@ here depends on the number of axes. Expert parallelism has a grid of its own ove
 stage.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 from megatron.errors import ConfigError
+
+Groups = tuple[tuple[int, ...], ...]
+"""Sets of ranks, each in order, that together hold every rank once."""
 
 
 class Coord(NamedTuple):
@@ -37,6 +41,7 @@ class Topology:
     cp: int = 1
     ep: int = 1
     pp_before_dp: bool = False  # stages are neighbours, and replicas far apart
+    instances: int = 1  # parts of the replicas, each of which shares everything out by itself
 
     def __post_init__(self) -> None:
         if any(self.size(axis) < 1 for axis in (*Coord._fields, "ep")):
@@ -52,6 +57,16 @@ class Topology:
                 f"--expert-model-parallel-size {self.ep}",
                 fix=f"use an expert-parallel size that divides {self.stage_size}",
             )
+        dense = self.dp * self.cp
+        replicas = (dense, dense if self.ep == 1 else self.stage_size // self.ep)
+        if self.instances < 1 or any(size % self.instances for size in replicas):
+            of_experts = f", {replicas[1]} of experts" if self.ep > 1 else ""
+            raise ConfigError(
+                "the replicas do not divide into equal parts that share optimizer state out",
+                found=f"{replicas[0]} replicas{of_experts}, "
+                f"--num-distributed-optimizer-instances {self.instances}",
+                fix=f"use a number that divides {math.gcd(*replicas)}",
+            )
 
     @classmethod
     def fill(
@@ -63,6 +78,7 @@ class Topology:
         cp: int = 1,
         ep: int = 1,
         pp_before_dp: bool = False,
+        instances: int = 1,
     ) -> "Topology":
         """Return the grid whose data-parallel size uses all ranks that the other sizes leave.
 
@@ -79,7 +95,9 @@ class Topology:
                 fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
             )
         dp = world_size // replica
-        return cls(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, pp_before_dp=pp_before_dp)
+        return cls(
+            tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, pp_before_dp=pp_before_dp, instances=instances
+        )
 
     @property
     def world_size(self) -> int:
@@ -145,6 +163,14 @@ class Topology:
             for stage in self.groups("dp", "cp", "tp")
             for first in range(self.ep)
         )
+
+    def sharing_groups(self, replicas: Groups) -> tuple[Groups, Groups]:
+        """Return the parts of `replicas` that share state out, and the sets with equal shares."""
+        size = len(replicas[0]) // self.instances
+        firsts = range(0, len(replicas[0]), size)
+        sharing = [group[first : first + size] for group in replicas for first in firsts]
+        across = [group[first::size] for group in replicas for first in range(size)]
+        return tuple(sharing), tuple(across)
 
     @property
     def _slowest_first(self) -> tuple[str, ...]:

@@ -91,15 +91,17 @@ def parameters_norm(
         share: what this rank keeps of a parameter where replicas share them out.
     """
 
-    def is_shared_out(parameter: Parameter) -> bool:
-        return share is not None and parameter.requires_grad
+    def is_counted(parameter: Parameter) -> bool:
+        replicas = ctx.replicas.of(parameter)
+        is_shared_out = share is not None and parameter.requires_grad
+        return replicas.counts_share if is_shared_out else replicas.all.is_first
 
     counts = owned_by_this_rank(named_parameters, ctx)
     total = sum_of_squares(
         [
             parameter.detach() if share is None else share(parameter)
             for (_, parameter), is_own in zip(named_parameters, counts)
-            if is_own and (is_shared_out(parameter) or ctx.replicas.of(parameter).is_first)
+            if is_own and is_counted(parameter)
         ]
     )
     return math.sqrt(float(all_reduce(total, ctx.world)))

@@ -131,13 +131,17 @@ class DistributedDataParallel(nn.Module):
         Raises:
             NumericsError: on every rank, naming parameters that differ.
         """
-        if isinstance(self.shards, ShardedParameters):
-            return  # no two of them have the same
         self.wait_for_parameters()
         named = list(self.module.named_parameters())
-        for group in dict.fromkeys((self._replicas.dense, self._replicas.experts)):
-            held = [pair for pair in named if self._replicas.of(pair[1]) == group]
-            if held:
+        shared_out = isinstance(self.shards, ShardedParameters)
+        for replicas in dict.fromkeys((self._replicas.dense, self._replicas.experts)):
+            group = replicas.across if shared_out else replicas.all
+            held = [
+                (name, self.values(parameter))
+                for name, parameter in named
+                if self._replicas.of(parameter) == replicas
+            ]
+            if held and group is not None:
                 check_bitwise_equal(
                     held, group, problem="the data-parallel replicas hold different weights"
                 )

@@ -47,7 +47,8 @@ class Flat:
     parameters: tuple[Parameter, ...]
     plan: FlatPlan
     data: Tensor
-    group: Group  # the ranks with the same parameters
+    group: Group  # the ranks with the same parameters, or those that share them out
+    across: Group | None = None  # the ranks with the same share
     room: ReleasableTensor | None = None
 
     def place(self, index: int, within: Tensor) -> Tensor:
@@ -189,9 +190,14 @@ class GradBuffer:
         if before is not None:
             before()
         self._start_until(len(self._reductions))
+        shares: list[Pending] = []
         for reduction in self._reductions:
             if reduction.pending is not None:
-                reduction.pending.wait()
+                share = reduction.pending.wait()
+                if reduction.flat.across is not None:
+                    shares.append(start_all_reduce(share, reduction.flat.across))
+        for pending in shares:
+            pending.wait()
 
     def _lay_out(
         self, gradient_dtype: torch.dtype, bucket_elements: int | None
@@ -203,7 +209,9 @@ class GradBuffer:
             by_kind.setdefault(kind, []).append(parameter)
         flats = []
         for (_, dtype, device), parameters in by_kind.items():
-            group = self._replicas.of(parameters[0])
+            replicas = self._replicas.of(parameters[0])
+            group = replicas.sharing if self._sharded else replicas.all
+            across = replicas.across if self._sharded else None
             plan = plan_flat(
                 [parameter.numel() for parameter in parameters],
                 [turn_of(parameter) for parameter in parameters],
@@ -212,7 +220,7 @@ class GradBuffer:
             )
             stored_dtype = gradient_dtype if dtype in HALF_DTYPES else dtype
             data = torch.zeros(plan.elements, dtype=stored_dtype, device=device)
-            flat = Flat(tuple(parameters), plan, data, group)
+            flat = Flat(tuple(parameters), plan, data, group, across)
             for index, parameter in enumerate(parameters):
                 parameter.main_grad = flat.place(index, data)  # type: ignore[attr-defined]
             flats.append(flat)

@@ -24,7 +24,7 @@ from megatron.config.optimizer import OptimizerConfig, OptimizerKind
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
-from megatron.mpu.context import Group, ParallelContext
+from megatron.mpu.context import ParallelContext, Replicas
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
 from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
 from megatron.optimizer.buckets import ElementRange
@@ -138,13 +138,13 @@ class MegatronOptimizer(ABC):
         ]
         self._by_group = by_group
         self._slots = [slot for slots in by_group for slot in slots]
-        # By the group that holds the same gradients, or shares of them: those that count here.
-        self._counted: dict[Group, list[bool]] = {
-            group: [
-                slot.name in counted and ctx.replicas.of(slot.parameter) == group
+        # By the ranks that hold the same gradients, or shares of them: those that count here.
+        self._counted: dict[Replicas, list[bool]] = {
+            replicas: [
+                slot.name in counted and ctx.replicas.of(slot.parameter) == replicas
                 for slot in self._slots
             ]
-            for group in (ctx.replicas.dense, ctx.replicas.experts)
+            for replicas in (ctx.replicas.dense, ctx.replicas.experts)
         }
         # AdamW is stepped here. torch's rules load its compiler as soon as they are made, with
         # which a rank takes 70 MB more.
@@ -196,12 +196,13 @@ class MegatronOptimizer(ABC):
         """
         gradients = [self._gradient(slot) for slot in self._slots]
         squares = zeros = seen = torch.zeros((), dtype=torch.float64, device=device.current())
-        for group, counts in self._counted.items():
+        for replicas, counts in self._counted.items():
             counted = list(compress(gradients, counts))
             of_group = sum_of_squares(counted)
             seen = seen + of_group
             # Replicas have equal gradients, or shares of them.
-            if self._shards is not None or group.is_first:
+            shared_out = self._shards is not None
+            if replicas.counts_share if shared_out else replicas.all.is_first:
                 squares = squares + of_group
                 zeros = zeros + count_zeros(counted) if with_zeros else zeros
         sums.add(_SQUARES, squares)

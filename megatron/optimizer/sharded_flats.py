@@ -41,7 +41,8 @@ def _flat(
     replicas: ReplicaGroups,
     dtype_of: Callable[[Parameter], torch.dtype],
 ) -> Flat:
-    first, group = members[0], replicas.of(members[0])
+    first, own = members[0], replicas.of(members[0])
+    group = own.sharing
     counts = [parameter.numel() for parameter in members]
     # All have one turn, and so one bucket.
     held = any(turn_of(parameter) is ReductionTime.ALONE for parameter in members)
@@ -50,7 +51,7 @@ def _flat(
     dtype, device = dtype_of(first), first.device
     share = torch.zeros(plan.elements // group.size, dtype=dtype, device=device)
     room = ReleasableTensor(plan.elements, dtype=dtype, device=device)
-    return Flat(members, plan, share, group, room)
+    return Flat(members, plan, share, group, own.across, room)
 
 
 def own_ranges(flat: Flat) -> tuple[ElementRange, ...]:

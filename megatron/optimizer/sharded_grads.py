@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import Parameter
 
-from megatron.mpu.collectives import start_reduce_scatter
+from megatron.mpu.collectives import start_all_reduce, start_reduce_scatter
 from megatron.optimizer.grad_buffer import HALF_DTYPES, Arrivals, Flat, GradBuffer, Reduction, cut
 from megatron.optimizer.releasable import ReleasableTensor
 from megatron.optimizer.sharded_flats import own_elements, sharded_flats
@@ -44,6 +44,13 @@ class ShardedGradBuffer(GradBuffer):
         """
         self._check_all_arrived()
         self._complete()
+        sums = [
+            start_all_reduce(flat.data, flat.across)
+            for flat in self.flats
+            if flat.across is not None
+        ]
+        for pending in sums:
+            pending.wait()
         if before is not None:
             before()
 

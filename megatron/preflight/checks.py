@@ -32,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     *compiling.CHECKS,
     *context_parallel.CHECKS,
     *experts.CHECKS,
+    config.replicas_share_out_in_equal_parts,
     config.pipeline_fits_the_model_and_the_batch,
     config.sequence_splits_over_tensor_parallel_ranks,
     config.activations_can_be_recomputed_as_asked,

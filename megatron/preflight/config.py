@@ -13,6 +13,7 @@ from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
 from megatron.lengths import batch_schedule, curriculum, duration
 from megatron.model_build import vocabulary
+from megatron.mpu.topology import Topology
 from megatron.optimizer.schedule import learning_rate_problems
 from megatron.pipeline.plan import plan_problems
 from megatron.preflight.run import RunPlan
@@ -48,6 +49,21 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
         num_layers=plan.config.model.num_layers,
         fewest_microbatches=fewest,
     )
+
+
+def replicas_share_out_in_equal_parts(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that the replicas, and those of experts, divide into the parts that share state out."""
+    parallel, dp = plan.config.parallel, plan.data_parallel_size
+    parts = parallel.num_distributed_optimizer_instances
+    if parts == 1 or dp is None:
+        return
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep = parallel.expert_model_parallel_size
+    try:
+        # Another check says it where experts cannot be shared out.
+        Topology(tp=tp, cp=cp, dp=dp, ep=1 if tp * cp * dp % ep else ep, instances=parts)
+    except ConfigError as error:
+        yield error
 
 
 def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:

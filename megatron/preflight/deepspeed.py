@@ -24,6 +24,7 @@ from megatron.preflight.run import RunPlan
 _NATIVE_ALONE = {
     "use_distributed_optimizer": "--zero-stage 1, which shares the same state out",
     "data_parallel_sharding_strategy": "--zero-stage 1, 2 or 3",
+    "num_distributed_optimizer_instances": "one part, which is what DeepSpeed has",
     "reshard_after_forward": "--zero-stage 3, which does so",
     "overlap_param_gather": "zero_optimization.overlap_comm in the JSON",
     "overlap_grad_reduce": "zero_optimization.overlap_comm in the JSON",

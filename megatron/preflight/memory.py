@@ -84,7 +84,7 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     parameters_of_rank = (parameters - experts) // plan.model_ranks
     parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
     # Of a stage each rank then updates equally many, experts or not.
-    updated = parameters // plan.launch.world_size
+    updated = parallel.num_distributed_optimizer_instances * parameters // plan.launch.world_size
     shares = parallel.sharding.shards_state
     kept = kept_bytes(config, parameters_of_rank, updated=updated if shares else None)
     if ranks * kept.total <= room:

@@ -55,8 +55,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are summed over ranks that share sequences",
             "megatron/mpu/context.py",
-            "return ReplicaGroups(self.dp_cp, self.edp)",
-            "return ReplicaGroups(self.dp, self.edp)",
+            'dp_cp = maker.make(topology.groups("dp", "cp"))',
+            'dp_cp = maker.make(topology.groups("dp"))',
             _MIXTRAL,
         ),
         Mutant(

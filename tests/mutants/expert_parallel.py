@@ -68,8 +68,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the norm counts what is not trained once, where replicas share parameters out",
             "megatron/optimizer/clip_grads.py",
-            "return share is not None and parameter.requires_grad",
-            "return share is not None",
+            "is_shared_out = share is not None and parameter.requires_grad",
+            "is_shared_out = share is not None",
             "tests/distributed/optimizer/test_clip_grads.py::"
             "test_the_norm_of_parameters_counts_each_once",
         ),

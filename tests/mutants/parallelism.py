@@ -511,23 +511,23 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a norm of shares is summed over replicas",
             "megatron/optimizer/optimizer.py",
-            "if self._shards is not None or group.is_first:",
-            "if group.is_first:",
+            "if replicas.counts_share if shared_out else replicas.all.is_first:",
+            "if replicas.all.is_first:",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
         Mutant(
             "a norm counts equal gradients of replicas once",
             "megatron/optimizer/optimizer.py",
-            "if self._shards is not None or group.is_first:",
+            "if replicas.counts_share if shared_out else replicas.all.is_first:",
             "if True:",
             "tests/distributed/optimizer/test_optimizer.py::"
             "test_every_grid_takes_the_step_of_one_process_and_counts_everything_once",
         ),
         Mutant(
-            "a norm is summed over the ranks of a model",
+            "a norm of parameters is summed over the ranks of a model",
             "megatron/optimizer/clip_grads.py",
-            "all_reduce(total, ctx.model)",
+            "all_reduce(total, ctx.world)",
             "all_reduce(total, ctx.pp)",
             "tests/distributed/engine/test_native.py::"
             "test_a_norm_counts_replicated_parameters_once",
@@ -538,7 +538,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "start, shape = owned[name].start, parameter.shape",
             "start, shape = 0, parameter.shape",
             "tests/laws/layouts/test_distributed_optimizer.py::"
-            "test_a_resumed_run_is_the_uninterrupted_run[1-2]",
+            "test_a_resumed_run_is_the_uninterrupted_run[dp 2]",
         ),
         Mutant(
             "padding rows are left out of checkpoints",

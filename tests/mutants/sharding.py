@@ -9,6 +9,10 @@ _MEMORY = (
     "tests/distributed/optimizer/test_sharded_parameters.py::"
     "test_a_rank_keeps_its_share_and_has_a_few_layers_at_a_time"
 )
+_PARTS = (
+    "tests/laws/layouts/test_distributed_optimizer.py::"
+    "test_parts_of_the_replicas_share_out_by_themselves"
+)
 _LAYER = f"{_WEIGHTS}test_a_layer_is_whole_while_it_runs_and_while_its_gradients_are_computed"
 _SUM = f"{_GRADS}test_what_is_kept_is_the_sum_over_micro_batches[False-dtype0]"
 
@@ -31,8 +35,9 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "sums over other ranks come after those over replicas",
             "megatron/optimizer/sharded_grads.py",
-            "        self._complete()\n        if before is not None:\n            before()\n",
-            "        if before is not None:\n            before()\n        self._complete()\n",
+            "        self._check_all_arrived()\n        self._complete()\n",
+            "        if before is not None:\n            before()\n        self._complete()\n"
+            "        before = None\n",
             f"{_GRADS}test_held_gradients_are_summed_over_other_ranks_after_those_of_replicas",
         ),
         Mutant(
@@ -90,6 +95,36 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "if self._prefetch and then is not None",
             "if False",
             f"{_WEIGHTS}test_the_next_layer_is_gathered_meanwhile_if_that_is_asked_for",
+        ),
+        Mutant(
+            "shares of gradients are summed over the parts of the replicas",
+            "megatron/optimizer/sharded_grads.py",
+            "            if flat.across is not None\n",
+            "            if False\n",
+            f"{_PARTS}[gpt2]",
+        ),
+        Mutant(
+            "sums of shares are summed over the parts of the replicas",
+            "megatron/optimizer/grad_buffer.py",
+            "                if reduction.flat.across is not None:\n",
+            "                if False:\n",
+            f"{_PARTS}[gpt2]",
+        ),
+        Mutant(
+            "a norm counts the shares of one part",
+            "megatron/mpu/context.py",
+            "return self.across is None or self.across.is_first",
+            "return True",
+            f"{_PARTS}[gpt2]",
+        ),
+        Mutant(
+            "parts are neighbours, and equal shares far apart",
+            "megatron/mpu/topology.py",
+            "group[first::size] for group in replicas for first in range(size)",
+            "group[first : first + self.instances] for group in replicas "
+            "for first in range(0, len(group), self.instances)",
+            "tests/unit/mpu/test_topology.py::"
+            "test_parts_of_replicas_cross_the_sets_with_equal_shares",
         ),
         Mutant(
             "no rank keeps more than its share of the parameters",

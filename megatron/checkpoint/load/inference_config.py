@@ -31,7 +31,7 @@ PRECISIONS = ("fp16", "bf16", "fp64")
 _TRAINING_ONLY_PARALLELISM = frozenset(
     {
         *("use_distributed_optimizer", "data_parallel_sharding_strategy", "reshard_after_forward"),
-        *("overlap_param_gather", "overlap_grad_reduce"),
+        *("overlap_param_gather", "overlap_grad_reduce", "num_distributed_optimizer_instances"),
         *("ddp_bucket_size", "context_parallel_size", "cp_comm_type"),
         "use_tp_pp_dp_mapping",
         *("expert_model_parallel_size", "expert_tensor_parallel_size"),

@@ -38,6 +38,7 @@ FULLY_SHARDED: dict[str, Any] = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
 }
+IN_PARTS: dict[str, Any] = {**FULLY_SHARDED, "num_distributed_optimizer_instances": 2}
 ADAM: dict[str, Any] = {"weight_decay": 0.1}
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05}
 SAVED_AT, ALL = 2, 4
@@ -112,6 +113,32 @@ def test_shared_out_work_is_the_work_of_one_process(
         assert_close(records[0].losses, reference.losses, FP64)
         assert_close(records[0].grad_norms, reference.grad_norms, FP64)
         assert_all_close(whole(records), whole([reference]), FP64)
+
+
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
+def test_parts_of_the_replicas_share_out_by_themselves(corpus: str, model: str) -> None:
+    """With experts that other ranks hold, whose replicas are parted too."""
+    shape = {**MODELS[model], "global_batch_size": 8, "micro_batch_size": 1, **ADAM}
+    apart = {"num_distributed_optimizer_instances": 2, "log_params_norm": True}
+    if model == "mixtral":
+        apart["expert_model_parallel_size"] = 2
+    (alone,) = run_on_ranks(1, train_all, [tiny_run(corpus, **shape)])[0]
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 500}
+    runs = [
+        tiny_run(corpus, **shape, **apart, **way, data_parallel_sharding_strategy=strategy)
+        for strategy in STRATEGIES
+        for way in ({}, overlapped)
+    ]
+    for records in zip(*run_on_ranks(4, train_all, runs)):
+        assert_close(records[0].losses, alone.losses, FP64)
+        assert_close(records[0].grad_norms, alone.grad_norms, FP64)
+        assert_all_close(whole(records), whole([alone]), FP64)
+        # Two ranks have a half each, and so have the two others.
+        kept = [state_elements(record) for record in records]
+        assert sum(kept) == 2 * state_elements(alone)
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -276,10 +303,10 @@ class Layout(NamedTuple):
         return {**sizes, **self.sharding}
 
 
-ON, OFF, FULL = SHARDED, PLAIN, FULLY_SHARDED
+ON, OFF, FULL, PARTS = SHARDED, PLAIN, FULLY_SHARDED, IN_PARTS
 # What saves, and what goes on from that.
 RESHARDS = [
-    ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, FULL), (2, 1, 1, ON), (1, 2, 2, ON)]),
+    ((1, 1, 2, ON), [(1, 1, 1, OFF), (1, 1, 4, PARTS), (2, 1, 1, ON), (1, 2, 2, ON)]),
     ((2, 1, 2, FULL), [(1, 1, 1, OFF), (1, 2, 2, FULL), (1, 1, 3, ON)]),
     pytest.param((1, 1, 2, OFF), [(1, 1, 3, ON), (2, 1, 2, ON)], marks=pytest.mark.wide),
     ((2, 1, 2, ON), [(1, 1, 1, ON), (1, 2, 1, OFF)]),

@@ -125,6 +125,8 @@ def test_what_replicas_share_out_is_said_by_either_flag() -> None:
             "nothing is",
         ),
         ({"reshard_after_forward": False}, "are whole all the time"),
+        ({"num_distributed_optimizer_instances": 2}, "cannot do so in parts"),
+        ({"num_distributed_optimizer_instances": 0}, "a parallel size is not positive"),
         (
             {
                 "pipeline_schedule": PipelineSchedule.ZERO_BUBBLE,

@@ -1,5 +1,6 @@
 """Tests of the rank grid: bijection, Megatron's order, refusals."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,31 @@ def test_peers_are_the_ranks_with_equal_other_coordinates(grid: Topology, axes: 
             if all(getattr(grid.coord(other), axis) == getattr(here, axis) for axis in fixed)
         )
         assert grid.peers(rank, *axes) == expected
+
+
+@given(grids, st.integers(1, 4), st.integers(1, 4))
+def test_parts_of_replicas_cross_the_sets_with_equal_shares(
+    grid: Topology, ep: int, instances: int
+) -> None:
+    ep = math.gcd(ep, grid.stage_size)
+    dense = grid.dp * grid.cp
+    of_experts = dense if ep == 1 else grid.stage_size // ep
+    if dense % instances or of_experts % instances:
+        with pytest.raises(ConfigError, match="equal parts that share optimizer state") as caught:
+            replace(grid, ep=ep, instances=instances)
+        assert f"divides {math.gcd(dense, of_experts)}" in caught.value.fix
+        return
+    grid = replace(grid, ep=ep, instances=instances)
+    for replicas in (grid.groups("dp", "cp"), grid.expert_replica_groups()):
+        sharing, across = grid.sharing_groups(replicas)
+        for groups in (sharing, across):
+            assert sorted(rank for group in groups for rank in group) == [*range(grid.world_size)]
+        assert {len(group) for group in across} == {instances}
+        for whole in replicas:
+            parts = [group for group in sharing if set(group) <= set(whole)]
+            assert len(parts) == instances
+            # Part i of each is held by ranks that are one set across.
+            assert set(zip(*parts)) <= set(across)
 
 
 def test_tp_varies_fastest_then_cp_then_dp_then_pp() -> None:

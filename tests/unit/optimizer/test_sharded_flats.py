@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from megatron.mpu.context import Group, ReplicaGroups
+from megatron.mpu.context import Group, ReplicaGroups, Replicas
 from megatron.mpu.partition import (
     Init,
     InitKind,
@@ -63,9 +63,10 @@ def test_over_all_ranks_every_element_is_owned_once(
 def test_experts_that_are_shared_out_lie_apart_over_their_own_replicas() -> None:
     dense, expert = parameters_of([3, 4], ["layers.0", "layers.0"])
     set_parameter_metadata(expert, init=Init(InitKind.ZEROS), partition=Partition("ep"))
-    groups = ReplicaGroups(dense=Group((0, 1), 0), experts=Group((0, 2), 0))
+    whole, parts, across = Group((0, 1, 2, 3), 0), Group((0, 1), 0), Group((0, 2), 0)
+    groups = ReplicaGroups(Replicas(whole, parts, across), Replicas(across, across))
     flats = sharded_flats([dense, expert], groups, lambda parameter: parameter.dtype)
-    assert [flat.group for flat in flats] == [groups.dense, groups.experts]
+    assert [(flat.group, flat.across) for flat in flats] == [(parts, across), (across, None)]
 
 
 def test_tied_weights_are_held_back_where_gathers_overlap() -> None:

@@ -14,6 +14,7 @@ from tests.unit.preflight.plans import found, only, plan
 
 ALL = [
     rules.ranks_divide_into_model_replicas,
+    rules.replicas_share_out_in_equal_parts,
     rules.pipeline_fits_the_model_and_the_batch,
     rules.heads_split_over_tensor_parallel_ranks,
     rules.mlp_splits_over_tensor_parallel_ranks,
@@ -275,3 +276,28 @@ def test_a_curriculum_that_does_not_fit_is_refused(
 def test_samples_of_bert_are_not_cut() -> None:
     run_plan = dataclasses.replace(plan(**CURRICULUM), reads=BERT_DATA)
     only(found(rules.curriculum_fits_the_samples, run_plan), "two segments with words to guess")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, ["4 replicas, --num-distributed-optimizer-instances 3", "divides 4"]),
+        ({"context_parallel_size": 2}, ["4 replicas"]),
+        ({"tensor_model_parallel_size": 2}, ["2 replicas", "divides 2"]),
+        (
+            {"num_experts": 4, "add_bias_linear": False, "expert_model_parallel_size": 2},
+            ["4 replicas, 2 of experts", "divides 2"],
+        ),
+    ],
+    ids=str,
+)
+def test_replicas_that_do_not_divide_into_parts_are_refused(
+    flags: dict[str, Any], words: list[str]
+) -> None:
+    check = rules.replicas_share_out_in_equal_parts
+    flags = flags | {"use_distributed_optimizer": True}
+    asked = plan(world_size=4, **flags, num_distributed_optimizer_instances=3)
+    only(found(check, asked), "equal parts that share optimizer state", *words)
+    assert found(check, plan(world_size=4, **flags)) == []
+    fits = plan(world_size=8, **flags, num_distributed_optimizer_instances=2)
+    assert found(check, fits) == []
