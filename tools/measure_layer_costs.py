@@ -89,11 +89,15 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
     """
     specs = gpt_layers(config.model, build)
     blocks = blocks_of(specs)
-    timed = range(blocks.start, min(blocks.start + BLOCKS_TIMED, blocks.stop))
+    # Blocks of one kind differ by noise alone: their first ones are timed together.
+    kinds: dict[bool, list[int]] = {}
+    for at, has_experts in enumerate(config.model.expert_layers, blocks.start):
+        kinds.setdefault(has_experts, []).append(at)
+    timed = {at for alike in kinds.values() for at in alike[:BLOCKS_TIMED]}
     carry, labels = _first_carry(config, build)
     passes: dict[int, list[tuple[float, float]]] = {}
     build.router_loss.value = 1.0  # as good as any: how long it takes does not depend on it
-    for at in [*range(timed.stop), *range(blocks.stop, len(specs))]:
+    for at in sorted(timed | set(range(len(specs))) - set(range(*blocks))):
         with torch.device(device.current()):
             layer = PipelineStage(specs, [LayerRange(at, at + 1)])
         initialize_parameters(layer, seed=config.training.seed, ctx=build.ctx)
@@ -102,14 +106,10 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
         passes[at] = [_timed(layer, build, carry, targets) for _ in range(repeats + 1)][1:]
         with torch.no_grad():
             carry = layer(carry)
-    of_blocks = _slowest([one for at in timed for one in passes[at]], build)
-    return [
-        LayerTime(
-            spec.name,
-            *(of_blocks if blocks.start <= at < blocks.stop else _slowest(passes[at], build)),
-        )
-        for at, spec in enumerate(specs)
-    ]
+    for alike in kinds.values():
+        of_all = [one for at in alike for one in passes.get(at, ())]
+        passes |= dict.fromkeys(alike, of_all)
+    return [LayerTime(spec.name, *_slowest(passes[at], build)) for at, spec in enumerate(specs)]
 
 
 def report(config: RunConfig, specs: Sequence[LayerSpec], times: Sequence[LayerTime]) -> str:

@@ -29,15 +29,16 @@ def gpt_tensors(config: ModelConfig, *, vocab_rows: int, positions: int | None) 
     if config.position_embedding_type is PositionEmbedding.LEARNED:
         assert positions is not None  # noqa: S101  # invariant: callers read the table's rows
         shapes[POSITION_TABLE] = (positions, hidden)
-    for layer in range(config.num_layers):
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _block(config)}
+    for layer, has_experts in enumerate(config.expert_layers):
+        tensors = _block(config, has_experts=has_experts)
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in tensors}
     shapes |= norm_shapes("final_norm", hidden, config)
     if not config.tied:
         shapes[HEAD] = (vocab_rows, hidden)
     return shapes
 
 
-def _block(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, width = config.hidden_size, config.head_width
     heads, groups = config.num_attention_heads, config.query_groups
     bias = config.add_bias_linear
@@ -51,7 +52,7 @@ def _block(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from norm_shapes("attention.key_norm", width, config).items()
     yield from linear_shapes("attention.output", hidden, heads * width, bias=bias)
     yield from norm_shapes("post_attention_norm", hidden, config).items()
-    if config.has_experts:
+    if has_experts:
         experts, width = config.num_experts or 1, config.expert_width
         yield "mlp.router.weight", (experts, hidden)
         if config.moe_router_enable_expert_bias:

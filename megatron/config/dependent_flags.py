@@ -152,12 +152,12 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
             fix="add --moe-loss-coeff 0, or --moe-loss-coeff 0.1 "
             "--moe-router-load-balancing-type seq_aux_loss",
         )
-    if deepspeed_flags and "--expert-interval" not in given.words:
+    if deepspeed_flags and "expert_interval" not in given.values:
         yield ConfigError(
             "Megatron-DeepSpeed gives experts to every second layer unless a flag says otherwise, "
             "and here every layer has them",
             found=f"{deepspeed_flags[0]} without --expert-interval",
-            fix="add --expert-interval 1",
+            fix="add --expert-interval 2, or --expert-interval 1 for every layer",
         )
 
 
@@ -222,7 +222,7 @@ DEPENDENT: tuple[DependentFlag, ...] = (
     DependentFlag(
         "--num-experts",
         "above 1 refused without `--moe-router-topk`, and beside a flag that only "
-        "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval 1`: its defaults "
+        "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval`: its defaults "
         "are 1, 0.1 and 2",
         _num_experts,
     ),

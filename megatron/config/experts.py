@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from megatron.config.fields import check_field, check_loss_weight
+from megatron.config.layer_pattern import EVERY_LAYER, example
 from megatron.errors import ConfigError
 
 NO_BALANCE = "none"
@@ -40,7 +41,15 @@ class _Flags(Protocol):
     """The fields of `ModelConfig` that are about experts, and what they are combined with."""
 
     @property
+    def num_layers(self) -> int: ...
+    @property
     def num_experts(self) -> int | None: ...
+    @property
+    def moe_layer_freq(self) -> str: ...
+    @property
+    def expert_interval(self) -> int | None: ...
+    @property
+    def expert_layers(self) -> tuple[bool, ...]: ...
     @property
     def has_experts(self) -> bool: ...
     @property
@@ -134,6 +143,7 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             found="--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
             fix="give the width of the shared expert, or leave the gate out",
         )
+    yield from _layer_problems(flags)
     yield from _balance_problems(flags)
 
 
@@ -171,6 +181,30 @@ def _group_problems(flags: _Flags) -> Iterator[ConfigError]:
             fix=f"use a --moe-router-topk that {chosen} divides, at most "
             f"{chosen * (experts // groups)}",
         )
+
+
+def _layer_problems(flags: _Flags) -> Iterator[ConfigError]:
+    layers, interval = flags.num_layers, flags.expert_interval
+    given = f"--moe-layer-freq {flags.moe_layer_freq}"
+    if interval is not None:
+        if flags.moe_layer_freq != EVERY_LAYER:
+            yield ConfigError(
+                "layers with experts were named twice",
+                found=f"{given}, --expert-interval {interval}",
+                fix="leave one of the two out",
+            )
+        given = f"--expert-interval {interval}"
+    if layers < 1 or (interval is not None and interval < 1):
+        return  # an error of its own
+    try:
+        if not any(flags.expert_layers):
+            yield ConfigError(
+                "there are experts, and no layer has them",
+                found=f"--num-experts {flags.num_experts}, {given}, --num-layers {layers}",
+                fix=f"leave --num-experts out, or use --moe-layer-freq {example(layers)}",
+            )
+    except ConfigError as problem:
+        yield problem
 
 
 def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:

@@ -15,6 +15,7 @@ from megatron.config.experts import (
     expert_problems,
 )
 from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
+from megatron.config.layer_pattern import EVERY_LAYER, layers_of_pattern
 from megatron.errors import ConfigError
 from megatron.json_values import JsonValue
 
@@ -164,8 +165,18 @@ class ModelConfig:
     init_method_xavier_uniform: bool = flag(False, help="draw initial weights from Xavier uniform")
     num_experts: int | None = flag(
         None,
-        help="MLPs in every layer, of which each token takes moe-router-topk; not set or 1: one "
+        help="MLPs in a layer, of which each token takes moe-router-topk; not set or 1: one "
         "that all tokens take",
+    )
+    moe_layer_freq: str = flag(
+        EVERY_LAYER,
+        help="layers that have experts, while the others have an MLP: N for every N-th from the "
+        "first on, or a list of 0 and 1 for all layers, such as ([0]*1+[1]*26)",
+    )
+    expert_interval: int | None = flag(
+        None,
+        help="every N-th layer has experts, the N-th as the first of them, as Megatron-DeepSpeed "
+        "counts; not set: see moe-layer-freq",
     )
     moe_router_topk: int = flag(2, help="experts that each token takes", aliases=("--topk",))
     moe_ffn_hidden_size: int | None = flag(
@@ -237,6 +248,7 @@ class ModelConfig:
             "num_experts",
             "moe_ffn_hidden_size",
             "moe_shared_expert_intermediate_size",
+            "expert_interval",
         ):
             if getattr(self, name) is not None:
                 yield from _positive(name, getattr(self, name))
@@ -382,8 +394,18 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether every layer has several MLPs, of which each token uses some."""
+        """Whether there are layers with several MLPs, of which each token uses some."""
         return self.num_experts is not None and self.num_experts > 1
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has experts."""
+        layers, interval = self.num_layers, self.expert_interval
+        if not self.has_experts:
+            return (False,) * layers
+        if interval is not None:
+            return tuple(number % interval == 0 for number in range(1, layers + 1))
+        return layers_of_pattern(self.moe_layer_freq, layers)
 
     @property
     def expert_width(self) -> int:
@@ -393,9 +415,12 @@ class ModelConfig:
     @property
     def mlp_widths(self) -> dict[str, int]:
         """Widths of the middles of all kinds of MLPs, by the flag of each."""
+        widths = {}
+        if not all(self.expert_layers):
+            widths["--ffn-hidden-size"] = self.ffn_width
         if not self.has_experts:
-            return {"--ffn-hidden-size": self.ffn_width}
-        widths = {"--moe-ffn-hidden-size": self.expert_width}
+            return widths
+        widths["--moe-ffn-hidden-size"] = self.expert_width
         if self.moe_shared_expert_intermediate_size is not None:
             shared = self.moe_shared_expert_intermediate_size
             widths["--moe-shared-expert-intermediate-size"] = shared
@@ -458,9 +483,12 @@ class ModelConfig:
     def _meaning_of_experts(self, fields: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if not self.has_experts:
             return {n: v for n, v in fields.items() if n not in _EXPERT_FLAGS}
-        for name in (*_ROUTER_TRAINING, "ffn_hidden_size"):
+        for name in (*_ROUTER_TRAINING, *_LAYER_FLAGS):
             del fields[name]
-        return fields | {"moe_ffn_hidden_size": self.expert_width}
+        if all(self.expert_layers):
+            del fields["ffn_hidden_size"]
+        layers: list[JsonValue] = [*self.expert_layers]
+        return fields | {"moe_ffn_hidden_size": self.expert_width, "expert_layers": layers}
 
     def fields_that_differ(self, other: "ModelConfig") -> list[str]:
         """Return the names of the fields that make `other` a different network."""
@@ -474,6 +502,8 @@ class ModelConfig:
             names |= set(_ACTIVATION_FLAGS)
         if names & {"ffn_hidden_size", "moe_ffn_hidden_size"}:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
+        if "expert_layers" in names:
+            names |= set(_LAYER_FLAGS)
         own_fields, other_fields = to_plain(self), to_plain(other)
         return [
             name
@@ -488,11 +518,13 @@ _ROUTER_TRAINING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     "moe_router_bias_update_rate",
 )
+_LAYER_FLAGS = ("moe_layer_freq", "expert_interval")
 _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *_LAYER_FLAGS,
     *_ROUTER_TRAINING,
 )
 

@@ -30,14 +30,16 @@ class ExpertLoads:
             for name, module in stage.named_modules()
             if isinstance(module, Router)
         }
-        self._shape = (config.num_layers, config.num_experts or 1)
+        # Of the layers that have experts, in order.
+        self._rows = {layer: row for row, layer in enumerate(_layers_with_experts(config))}
+        self._shape = (len(self._rows), config.num_experts or 1)
         self._rate, self._ctx = config.moe_router_bias_update_rate, ctx
 
     def add_to(self, sums: ScalarSums, *, sequence_parallel: bool) -> None:
         """Add the tokens of every expert of every layer that this rank has counted."""
         loads = torch.zeros(self._shape, dtype=torch.float64, device=device.current())
         for layer, router in self._routers.items():
-            loads[layer] = router.taken_load()
+            loads[self._rows[layer]] = router.taken_load()
         # Without sequence parallelism tensor-parallel ranks have counted the same tokens.
         sums.add(_LOADS, loads, contributes=sequence_parallel or self._ctx.tp.is_first)
 
@@ -47,13 +49,18 @@ class ExpertLoads:
         loads = sums[_LOADS].view(self._shape)
         means = loads.mean(dim=1, keepdim=True)
         for layer, router in self._routers.items():
+            row = self._rows[layer]
             if router.expert_bias is not None:
-                step = torch.sign(means[layer] - loads[layer]) * self._rate * applied
+                step = torch.sign(means[row] - loads[row]) * self._rate * applied
                 router.expert_bias.add_(step)
         return {
             MOST_LOADED: (loads.amax(dim=1, keepdim=True) / means).max(),
             IDLE: (loads == 0).sum(),
         }
+
+
+def _layers_with_experts(config: ModelConfig) -> list[int]:
+    return [layer for layer, has_experts in enumerate(config.expert_layers) if has_experts]
 
 
 def _layer_of(name: str) -> int:

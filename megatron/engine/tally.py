@@ -107,8 +107,8 @@ def step_report(
     means = tuple(total / count for total, count in zip(scalars[_TOTALS], scalars[COUNTS]))
     balance = None
     if config.balance_weight:
-        # A mean over sequences and layers.
-        balance = scalars[_BALANCE][0] / (plan.global_batch_size * config.num_layers)
+        # A mean over sequences and layers that have experts.
+        balance = scalars[_BALANCE][0] / (plan.global_batch_size * sum(config.expert_layers))
     return StepReport(
         loss=sum(means),
         grad_norm=done.grad_norm,

@@ -4,7 +4,9 @@ Nothing is built. The parameter count is exact; FLOPs follow a named convention;
 estimate for people and preflight, which leaves out what a framework and fragmentation add.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
@@ -26,15 +28,21 @@ def parameter_count(
     those experts count that one token takes.
     """
     head = 0 if config.tied else vocab_rows * config.hidden_size
-    blocks = config.num_layers * _block_parameters(config, active=active)
+    blocks = sum(
+        _block_parameters(config, experts=experts, active=active)
+        for experts in config.expert_layers
+    )
     return _embedding_parameters(config, vocab_rows, seq_length) + blocks + _norm(config) + head
 
 
 def expert_parameters(config: ModelConfig) -> int:
     """Return those parameters of the whole model that expert parallelism shares out."""
-    if not config.has_experts:
-        return 0
-    return config.num_layers * (config.num_experts or 1) * _mlp_weights(config, config.expert_width)
+    return _expert_parameters(config, config.expert_layers)
+
+
+def _expert_parameters(config: ModelConfig, layers: Iterable[bool]) -> int:
+    of_layer = (config.num_experts or 1) * _mlp_weights(config, config.expert_width)
+    return sum(layers) * of_layer
 
 
 def flops_per_token(
@@ -56,20 +64,30 @@ def flops_per_token(
     Args:
         recompute: what is computed again. Of a block all is counted, also its last product, which
             torch leaves out of the second pass where nothing needs it.
-        virtual_stages: of the whole pipeline, each of which recomputes its own first layers.
+        virtual_stages: of the whole pipeline, each of which recomputes its own first layers; taken
+            to have as many layers as each other.
     """
-    layers, forward = config.num_layers, _block_forward(config, seq_length)
+    layers = config.num_layers
+    forward = [
+        2 * _block_weights(config, experts=experts, active=True) + _scores(config, seq_length)
+        for experts in config.expert_layers
+    ]
     head = 3 * 2 * config.hidden_size * vocab_padded
     again = 0
     if recompute.method is RecomputeMethod.UNIFORM:
-        again = layers * forward
+        again = sum(forward)
     elif recompute.method is RecomputeMethod.BLOCK:
-        again = min(layers, virtual_stages * recompute.num_layers) * forward
+        cuts = [stage * layers // virtual_stages for stage in range(virtual_stages + 1)]
+        for start, stop in pairwise(cuts):
+            again += sum(forward[start : min(stop, start + recompute.num_layers)])
     if RecomputeModule.CORE_ATTN in recompute.modules:
         again += layers * _scores(config, seq_length)
     if RecomputeModule.MLP in recompute.modules:
-        again += layers * 2 * _feed_forward_weights(config, active=True)
-    model = 3 * layers * forward + head
+        again += 2 * sum(
+            _feed_forward_weights(config, experts=experts, active=True)
+            for experts in config.expert_layers
+        )
+    model = 3 * sum(forward) + head
     masked = 3 * layers * _scores(config, seq_length) * (1 - _seen_share(config, seq_length))
     return TokenFlops(model, model - round(masked), model + again)
 
@@ -91,10 +109,6 @@ def bert_flops_per_token(
     )
     dense = 3 * 2 * config.hidden_size**2
     return TokenFlops(flops.model + dense, flops.model + dense, flops.hardware + dense)
-
-
-def _block_forward(config: ModelConfig, seq_length: int) -> int:
-    return 2 * _block_weights(config, active=True) + _scores(config, seq_length)
 
 
 def _scores(config: ModelConfig, seq_length: int) -> int:
@@ -153,19 +167,17 @@ class MemoryEstimate:
 def memory_bytes(
     config: ModelConfig, vocab: VocabSize, precision: PrecisionConfig, share: RankShare
 ) -> MemoryEstimate:
-    """Estimate the bytes under Adam on the first or the last stage, whichever needs more.
+    """Estimate the bytes under Adam on the stage that needs most.
 
     Weights are in the model's dtype and gradients in the accumulation dtype; the optimizer keeps
     two moments, and in half precision an fp32 copy of the weights. Activations are what our
     layers keep for backward (see `_block_activations`), once per microbatch in flight: `pp` on
-    the first stage under 1F1B, one on the last, which also holds the logits and their gradient;
-    with a fused loss the logits of a chunk of tokens, and the gradients of the projection (unless
-    it adds to the buffer) and its input.
+    the first stage under 1F1B, one less on each that follows. The last also holds the logits and
+    their gradient; with a fused loss the logits of a chunk of tokens, and the gradients of the
+    projection (unless it adds to the buffer) and its input.
     """
-    ends = [_stage_bytes(config, vocab, precision, share, first=True)]
-    if share.pp > 1:
-        ends.append(_stage_bytes(config, vocab, precision, share, first=False))
-    return max(ends, key=lambda end: end.total)
+    stages = (_stage_bytes(config, vocab, precision, share, stage) for stage in range(share.pp))
+    return max(stages, key=lambda stage: stage.total)
 
 
 def forward_bytes(
@@ -180,7 +192,11 @@ def forward_bytes(
     tokens = share.tokens
     stream = config.hidden_size * (4 if precision.fp32_residual_connection else size)
     stream //= share.tp if share.sequence_parallel else 1
-    block = _block_activations(replace(config, hidden_dropout=0.0), size, share)
+    undropped = replace(config, hidden_dropout=0.0)
+    block = max(
+        _block_activations(undropped, size, share, experts=experts)
+        for experts in set(config.expert_layers)
+    )
     scores = vocab.padded // share.tp * (size + max(size, 4))
     return tokens * (2 * stream + max(block, scores))
 
@@ -190,19 +206,20 @@ def _stage_bytes(
     vocab: VocabSize,
     precision: PrecisionConfig,
     share: RankShare,
-    *,
-    first: bool,
+    stage: int,
 ) -> MemoryEstimate:
-    last = share.pp == 1 or not first
-    layers = -(-config.num_layers // share.pp)
-    parameters = layers * _block_parameters(config)
+    first, last = stage == 0, stage == share.pp - 1
+    length = -(-config.num_layers // share.pp)
+    start = min(stage * length, config.num_layers - length)
+    layers = config.expert_layers[start : start + length]
+    parameters = sum(_block_parameters(config, experts=experts) for experts in layers)
     if first:
         parameters += _embedding_parameters(config, vocab.padded, share.seq_length)
     if last:
         parameters += _norm(config)
     if last and not (first and config.tied):  # a tied last stage has a copy of the table
         parameters += vocab.padded * config.hidden_size
-    experts = expert_parameters(config) * layers // config.num_layers if share.ep > 1 else 0
+    experts = _expert_parameters(config, layers) if share.ep > 1 else 0
     # Norms and row biases are whole on every rank, and negligible.
     parameters = (parameters - experts) // share.tp + experts // share.ep
 
@@ -210,15 +227,16 @@ def _stage_bytes(
     size = precision.precision.num_bytes
     state = 2 * (4 if half else size) + (4 if half else 0)
     tokens = share.tokens
-    in_flight = share.pp if first else 1
-    kept = tokens * _block_activations(config, size, share)
+    in_flight = share.pp - stage
+    kept = [tokens * _block_activations(config, size, share, experts=experts) for experts in layers]
     stream = tokens * config.hidden_size * (4 if precision.fp32_residual_connection else size)
     stream //= share.tp if share.sequence_parallel else 1
-    activations = in_flight * layers * (stream if share.recompute else kept)
+    activations = in_flight * (length * stream if share.recompute else sum(kept))
     if share.recompute:
-        activations += kept  # the block being computed again
+        activations += max(kept)  # the block being computed again
     else:
-        activations += tokens * _middle_again(config, size, share)
+        again = (_middle_again(config, size, share, experts=experts) for experts in set(layers))
+        activations += tokens * max(again)
     if last:
         activations += _loss_bytes(config, vocab.padded // share.tp, size, share)
     return MemoryEstimate(
@@ -255,7 +273,7 @@ def _loss_bytes(config: ModelConfig, columns: int, size: int, share: RankShare) 
     return tokens * config.hidden_size * size + of_weight
 
 
-def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
+def _block_activations(config: ModelConfig, size: int, share: RankShare, *, experts: bool) -> int:
     """Return bytes per token that one block saves for backward with fused attention.
 
     Fused attention saves no score matrix, so that recomputing it leaves out next to nothing. Norms
@@ -283,7 +301,7 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
     masks = 2 * config.hidden_size if has_masks else 0  # one byte each
     stays = 2 if RecomputeModule.LAYERNORM in share.modules else 4
     whole = stays * config.hidden_size * size + masks
-    if config.has_experts:
+    if experts:
         taken = config.moe_router_topk
         # A token's rows, sorted by expert, and what each of its experts made of it. Where experts
         # are split over tp both are whole on every rank, sequence parallelism or not; where they
@@ -296,7 +314,7 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare) -> int:
             whole += config.hidden_size * size
     else:
         gathered = 0
-    split += kept * _middle_width(config)
+    split += kept * _middle_width(config, experts=experts)
     whole //= share.tp if share.sequence_parallel else 1
     return whole + gathered + split * size // share.tp
 
@@ -310,19 +328,19 @@ def _middles(config: ModelConfig, share: RankShare) -> int:
     return 3 if fused else 4
 
 
-def _middle_again(config: ModelConfig, size: int, share: RankShare) -> int:
+def _middle_again(config: ModelConfig, size: int, share: RankShare, *, experts: bool) -> int:
     """Return bytes per token of the middle of one MLP while it is computed again."""
     again = 0
     if RecomputeModule.MLP in share.modules:
         again = _middles(config, share)
     elif RecomputeModule.ACTIVATION in share.modules:
         again = 1
-    return again * _middle_width(config) * size // share.tp
+    return again * _middle_width(config, experts=experts) * size // share.tp
 
 
-def _middle_width(config: ModelConfig) -> int:
+def _middle_width(config: ModelConfig, *, experts: bool) -> int:
     """Return the width of the middles of all MLPs of a block that a token takes."""
-    if not config.has_experts:
+    if not experts:
         return config.ffn_width
     shared = config.moe_shared_expert_intermediate_size or 0
     return config.moe_router_topk * config.expert_width + shared
@@ -335,37 +353,37 @@ def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int)
     return count + (_norm(config) if config.embed_layernorm else 0)
 
 
-def _block_parameters(config: ModelConfig, *, active: bool = False) -> int:
+def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = False) -> int:
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     fc1 = (2 if config.glu is not None else 1) * config.ffn_width
-    weights = _block_weights(config, active=active)
+    weights = _block_weights(config, experts=experts, active=active)
     biases = 0
     if config.add_bias_linear or config.add_qkv_bias:
         biases += queries + 2 * keys
     if config.add_bias_linear:
         biases += h + fc1 + h
-    if config.has_experts and config.moe_router_enable_expert_bias:
+    if experts and config.moe_router_enable_expert_bias:
         biases += config.num_experts or 1
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
     return weights + biases + head_norms + 2 * _norm(config)
 
 
-def _block_weights(config: ModelConfig, *, active: bool = False) -> int:
+def _block_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
     """Return the elements of a block's matrices; with `active` those used by one token."""
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
     attention = h * (queries + 2 * keys) + queries * h
-    return attention + _feed_forward_weights(config, active=active)
+    return attention + _feed_forward_weights(config, experts=experts, active=active)
 
 
-def _feed_forward_weights(config: ModelConfig, *, active: bool) -> int:
-    if not config.has_experts:
+def _feed_forward_weights(config: ModelConfig, *, experts: bool, active: bool) -> int:
+    if not experts:
         return _mlp_weights(config, config.ffn_width)
-    experts = config.num_experts or 1
-    met = config.moe_router_topk if active else experts
+    scored = config.num_experts or 1
+    met = config.moe_router_topk if active else scored
     shared = _mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
-    gates = experts + config.moe_shared_expert_gate
+    gates = scored + config.moe_shared_expert_gate
     return gates * config.hidden_size + met * _mlp_weights(config, config.expert_width) + shared
 
 

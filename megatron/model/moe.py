@@ -35,9 +35,9 @@ from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
 
 
-def build_feed_forward(config: ModelConfig, build: ModelBuild) -> nn.Module:
-    """Return the feed-forward half of a block that the config asks for; [s, b, h] to the same."""
-    return MixtureOfExperts(config, build) if config.has_experts else MLP(config, build)
+def build_feed_forward(config: ModelConfig, build: ModelBuild, *, layer: int) -> nn.Module:
+    """Return the feed-forward half that the config gives a block; [s, b, h] to the same."""
+    return (MixtureOfExperts if config.expert_layers[layer] else MLP)(config, build)
 
 
 class MixtureOfExperts(nn.Module):

@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.input_norm = build_norm(config, build)
         self.attention = SelfAttention(config, build, layer=layer)
         self.post_attention_norm = build_norm(config, build)
-        self.mlp = build_feed_forward(config, build)
+        self.mlp = build_feed_forward(config, build, layer=layer)
         self.dropout = HiddenDropout(
             config.hidden_dropout,
             build.streams,

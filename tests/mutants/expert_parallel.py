@@ -54,8 +54,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "busy experts are moved down",
             "megatron/engine/expert_load.py",
-            "means[layer] - loads[layer]",
-            "loads[layer] - means[layer]",
+            "means[row] - loads[row]",
+            "loads[row] - means[row]",
             _MOVED,
         ),
         Mutant(

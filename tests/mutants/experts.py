@@ -39,8 +39,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gate of the shared expert is counted",
             "megatron/model/accounting.py",
-            "gates = experts + config.moe_shared_expert_gate",
-            "gates = experts",
+            "gates = scored + config.moe_shared_expert_gate",
+            "gates = scored",
             f"{_ACCOUNTING}test_parameters_are_counted_exactly",
         ),
         Mutant(
@@ -49,6 +49,42 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             'widths["--moe-shared-expert-intermediate-size"] = shared',
             "pass",
             "tests/unit/preflight/test_config.py::test_each_expert_is_shared_out_evenly",
+        ),
+        Mutant(
+            "the first of every N layers has experts",
+            "megatron/config/layer_pattern.py",
+            "tuple(layer % value == 0 for layer in range(layers))",
+            "tuple((layer + 1) % value == 0 for layer in range(layers))",
+            "tests/unit/config/test_layer_pattern.py::test_a_pattern_is_what_megatron_makes_of_it",
+        ),
+        Mutant(
+            "a pattern is of all layers",
+            "megatron/config/layer_pattern.py",
+            "if len(value) != layers:",
+            "if len(value) > layers:",
+            "tests/unit/config/test_layer_pattern.py::test_other_steps_and_lengths_are_refused",
+        ),
+        Mutant(
+            "Megatron-DeepSpeed counts layers from 1",
+            "megatron/config/model.py",
+            "number % interval == 0 for number in range(1, layers + 1)",
+            "number % interval == 0 for number in range(layers)",
+            "tests/unit/config/test_experts.py::test_what_makes_another_network_is_named",
+        ),
+        Mutant(
+            "the balance of experts is a mean over layers that have them",
+            "megatron/engine/tally.py",
+            "plan.global_batch_size * sum(config.expert_layers)",
+            "plan.global_batch_size * config.num_layers",
+            "tests/unit/engine/test_tally.py::"
+            "test_the_balance_of_experts_is_a_mean_over_sequences_and_layers",
+        ),
+        Mutant(
+            "memory is that of the fullest stage",
+            "megatron/model/accounting.py",
+            "for stage in range(share.pp))",
+            "for stage in {0, share.pp - 1})",
+            f"{_ACCOUNTING}test_ranks_that_share_sequences_or_experts_divide_what_they_share",
         ),
     ),
 }

@@ -96,10 +96,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "recompute_granularity": "full",
             "distribute_saved_activations": True,
         },
-        "pp, zero bubble": {**PP2, "pipeline_schedule": "zero-bubble"},
+        "pp, zero bubble, a stage without experts": {
+            **PP2,
+            "pipeline_schedule": "zero-bubble",
+            "moe_layer_freq": "[0,1]",
+        },
         "pp, interleaved": {
             **PP2,
             "num_layers": 4,
+            "moe_layer_freq": "[0]*1+[1]*2+[0]",
             "pipeline_schedule": "interleaved",
             "num_virtual_stages_per_pipeline_rank": 2,
         },
@@ -110,7 +115,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "overlap_grad_reduce": True,
             "ddp_bucket_size": 1000,
         },
-        "shared out": SHARED_OUT,
+        "shared out, a dense layer": {**SHARED_OUT, "moe_layer_freq": "2"},
         "shared out over tp": {
             **TP2,
             **SP,
@@ -139,8 +144,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "expert_model_parallel_size": 4,
             "expert_tensor_parallel_size": 1,
         },
-        "shared out, pp": {
+        "shared out, pp, a stage without experts": {
             **PP2,
+            "moe_layer_freq": "[1,0]",
+            "use_distributed_optimizer": True,
             "pipeline_schedule": "zero-bubble",
             "expert_model_parallel_size": 2,
             "use_tp_pp_dp_mapping": True,
@@ -185,7 +192,8 @@ def check_equal(found: Sequence[Record], alone: Record) -> None:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_layout_trains_the_same_experts(corpus: str, world_size: int) -> None:
     layouts = LAYOUTS[world_size]
-    shapes = [{"num_layers": flags.get("num_layers", 2)} for flags in layouts.values()]
+    names = ("num_layers", "moe_layer_freq")
+    shapes = [{n: flags[n] for n in names if n in flags} for flags in layouts.values()]
     alone = train_alone([run_of(corpus, **LOSSES, **shape) for shape in shapes])
     configs = [run_of(corpus, **LOSSES, **flags) for flags in layouts.values()]
     by_rank = run_on_ranks(world_size, train_all, configs, timeout_s=150)
@@ -438,7 +446,7 @@ RESHARDED = {
 @pytest.mark.parametrize("pair", RESHARDED)
 def test_any_layout_loads_any_other(corpus: str, tmp_path: Path, pair: str) -> None:
     from_size, from_flags, to_size, to_flags = RESHARDED[pair]
-    flags = LOSSES | {"train_iters": 4}
+    flags = LOSSES | {"train_iters": 4, "moe_layer_freq": "[0,1]"}
     (straight,) = train_alone([run_of(corpus, **flags)])
     saving = run_of(corpus, **flags, **from_flags, exit_interval=2, save=str(tmp_path))
     saved = [records[0] for records in run_on_ranks(from_size, train_all, [saving])]
@@ -465,7 +473,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
 
 
 def test_deepspeed_trains_the_same_experts(corpus: str) -> None:
-    flags = LOSSES | {"fp64": False, "adam_eps": 1e-4}
+    flags = LOSSES | {"fp64": False, "adam_eps": 1e-4, "expert_interval": 2}
     (alone,) = train_alone([run_of(corpus, **flags)])
     configs = [run_of(corpus, **flags, deepspeed=True, **layout) for layout in DEEPSPEED.values()]
     by_rank = run_on_ranks(2, train_all, configs, timeout_s=200, deepspeed=True)

@@ -37,6 +37,7 @@ MODEL_OF: dict[str, dict[str, Any]] = {
         **TENSORWISE,
         "fp8_recipe": "delayed",
         "moe_ffn_hidden_size": 96,
+        "moe_shared_expert_intermediate_size": 64,
         "train_iters": 3,
     },
     "rowwise": {**GATED, **TENSORWISE, "fp8_recipe": "rowwise", "fp8_format": "e4m3"},

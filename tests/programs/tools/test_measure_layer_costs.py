@@ -31,8 +31,12 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize("more", ["", EXPERTS])
-def test_what_it_prints_is_taken_by_the_flag_of_a_run(tmp_path: Path, more: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "kinds"), [("", "00000"), (f"{EXPERTS} --moe-layer-freq 2", "10101")]
+)
+def test_what_it_prints_is_taken_by_the_flag_of_a_run(
+    tmp_path: Path, more: str, kinds: str
+) -> None:
     flags = f"{FLAGS} {more} --repeats 2".split()
     words = [sys.executable, "-m", "tools.measure_layer_costs", *flags]
     ended = run_program(words, cwd=ROOT)
@@ -45,7 +49,9 @@ def test_what_it_prints_is_taken_by_the_flag_of_a_run(tmp_path: Path, more: str)
     assert costs is not None
     assert len(costs) == len(NAMES)
     assert all(cost > 0 for cost in costs)
-    assert len(set(costs[1:6])) == 1  # layers that are alike differ by noise alone
+    # Layers that are alike differ by noise alone, others do not.
+    assert set(zip(kinds, costs[1:6])) == set(dict(zip(kinds, costs[1:6])).items())
+    assert len(set(costs[1:6])) == len(set(kinds))
     assert "stages" not in ended.out  # no pipeline was asked for
 
 

@@ -51,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "add_bias_linear": False,
     },
+    "a dense layer": {
+        "num_experts": 2,
+        "moe_layer_freq": "[0]+[1]",
+        "moe_ffn_hidden_size": 10,
+        "add_bias_linear": False,
+    },
     "norms with biases": {"qk_layernorm": True, "glu_activation": GluActivation.GEGLU},
 }
 

@@ -72,7 +72,21 @@ MEANS = [
     ),
     Row(
         f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 1 --mlp-type standard",
-        {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "expert_interval": 1,
+        },
+    ),
+    Row(
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "expert_interval": 2,
+        },
     ),
 ]
 
@@ -92,10 +106,13 @@ REFUSED = [
     ("--num-query-groups 1", "--num-query-groups 1 without", "add --group-query-attention, or"),
     (f"{PLAIN_EXPERTS}", "--num-experts 4 without --moe-router-topk", "add --moe-router-topk 2"),
     (f"{THEIR_EXPERTS} --expert-interval 1", "without --moe-loss-coeff", "--moe-loss-coeff 0"),
-    (f"{THEIR_EXPERTS} --moe-loss-coeff 0", "without --expert-interval", "--expert-interval 1"),
-    ("--expert-interval 2", "--expert-interval 2", "use --expert-interval 1, or leave it out"),
+    (f"{THEIR_EXPERTS} --moe-loss-coeff 0", "without --expert-interval", "--expert-interval 2"),
     ("--mlp-type residual", "--mlp-type residual", "use --mlp-type standard, or leave it out"),
-    ("--moe-layer-freq ([0]+[1]*26)", "--moe-layer-freq ([0]+[1]*26)", "use --moe-layer-freq 1"),
+    (
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-layer-freq ([0]+[1]*26)",
+        "--moe-layer-freq ([0]+[1]*26), --num-layers 2",
+        "such as ([0]*1+[1]*1)",
+    ),
     ("--num-experts 1 8", "8", "put a flag before it"),
     *(
         (

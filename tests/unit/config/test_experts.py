@@ -68,6 +68,15 @@ def model(**changes: Any) -> ModelConfig:
             "a size is not positive",
             "--moe-shared-expert-intermediate-size 0",
         ),
+        ({"expert_interval": 0}, "a size is not positive", "--expert-interval 0"),
+        (
+            {"expert_interval": 2, "moe_layer_freq": "2"},
+            "named twice",
+            "--moe-layer-freq 2, --expert-interval 2",
+        ),
+        ({"expert_interval": 3}, "no layer has them", "--expert-interval 3, --num-layers 2"),
+        ({"moe_layer_freq": "[0]*2"}, "no layer has them", "--num-experts 4, --moe-layer-freq [0]"),
+        ({"moe_layer_freq": "[0]+[1]*2"}, "not of as many layers", "--num-layers 2"),
         (
             {"moe_shared_expert_gate": True},
             "no shared expert whose output",
@@ -142,6 +151,15 @@ def test_what_makes_another_network_is_named() -> None:
     assert found == ["moe_router_enable_expert_bias"]
     shared = model(ffn_hidden_size=48, moe_shared_expert_intermediate_size=8)
     assert one.fields_that_differ(shared) == ["moe_shared_expert_intermediate_size"]
+    assert one.fields_that_differ(model(ffn_hidden_size=48, expert_interval=1)) == []
+    second = model(ffn_hidden_size=48, expert_interval=2)
+    assert second.expert_layers == (False, True)
+    assert one.fields_that_differ(second) == ["expert_interval"]
+    listed = model(ffn_hidden_size=48, moe_layer_freq="[0,1]")
+    assert second.fields_that_differ(listed) == []
+    # Of which the dense layer has the width of an MLP.
+    wider = model(ffn_hidden_size=56, moe_ffn_hidden_size=48, moe_layer_freq="[0, 1]")
+    assert listed.fields_that_differ(wider) == ["ffn_hidden_size", "moe_ffn_hidden_size"]
     gated = dataclasses.replace(shared, moe_shared_expert_gate=True)
     assert shared.fields_that_differ(gated) == ["moe_shared_expert_gate"]
     # What is added to the loss is of the training alone.

@@ -1,5 +1,7 @@
 """Loads of experts, and their biases, on one rank; over several in tests/laws/layouts."""
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -73,3 +75,16 @@ def test_what_was_counted_is_counted_once() -> None:
     router.note(None, torch.tensor([1, 0, 0, 0]))
     assert router.taken_load().tolist() == [1, 0, 0, 0]
     assert router.taken_load().tolist() == [0, 0, 0, 0]
+
+
+def test_layers_without_experts_have_no_loads() -> None:
+    config = dataclasses.replace(CONFIG, moe_layer_freq="[0,0,1]")
+    stage = stage_of(2)
+    (router,) = routers_of(stage)
+    router.note(None, torch.tensor([2, 2, 4, 0]))
+    sums, loads = ScalarSums(SINGLE.world), ExpertLoads(stage, config, SINGLE)
+    loads.add_to(sums, sequence_parallel=False)
+    outcome = loads.finish(sums.reduce(), torch.tensor(True))
+    assert biases_of(stage) == [[0.0, 0.0, -0.25, 0.25]]
+    assert float(outcome[MOST_LOADED]) == 2.0
+    assert int(outcome[IDLE]) == 1

@@ -64,7 +64,9 @@ def test_a_report_has_means_over_what_was_counted() -> None:
 def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
     build = tiny_build()
     config = tiny_config(
+        num_layers=3,
         num_experts=3,
+        moe_layer_freq="[0,1,1]",
         add_bias_linear=False,
         moe_router_load_balancing_type="seq_aux_loss",
         moe_aux_loss_coeff=0.5,

@@ -72,6 +72,15 @@ CONFIGS = {
         moe_router_score_function=RouterScoreFunction.SIGMOID,
         moe_router_enable_expert_bias=True,
     ),
+    "experts in every second layer": tiny_config(
+        swiglu=True,
+        add_bias_linear=False,
+        num_layers=3,
+        num_experts=4,
+        expert_interval=2,
+        ffn_hidden_size=40,
+        moe_ffn_hidden_size=12,
+    ),
     "odd": tiny_config(
         kv_channels=6,
         add_bias_linear=False,
@@ -141,10 +150,12 @@ def test_flops_are_those_that_torch_counts(name: str, recomputed: str) -> None:
     assert flops.hardware - flops.model > 0 or recomputed in ("nothing", "norms")
     # PyTorch stops recomputing once it has all it needs: not the last product, which is fc2, or
     # probabilities times v. Of experts it needs fc2 too, since its rows are multiplied by shares.
-    fc2 = 0 if config.has_experts else 2 * config.ffn_width * config.hidden_size
+    fc2 = 2 * config.ffn_width * config.hidden_size
     values = 2 * 12 * config.num_attention_heads * config.head_width
-    layers = {"one layer": 1}.get(recomputed, config.num_layers)
-    spared = layers * {"nothing": 0, "norms": 0, "attention": values}.get(recomputed, fc2)
+    layers = config.expert_layers[: {"one layer": 1}.get(recomputed)]
+    spared = layers.count(False) * {"nothing": 0, "norms": 0}.get(recomputed, fc2)
+    if recomputed == "attention":
+        spared = len(layers) * values
     assert counter.get_total_flops() == (flops.hardware - spared) * tokens.numel()
 
 
@@ -215,6 +226,12 @@ def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
     # With the distributed optimizer every rank of a stage updates equally many of all.
     of_eight = estimate(ep=4, optimizer_shards=8)
     assert of_eight.optimizer == 12 * ((count - experts) // 8 + experts // 4 // 2)
+    # Experts in some layers alone, in those of the middle stage here.
+    assert expert_parameters(dataclasses.replace(config, moe_layer_freq="4")) == experts // 4
+    some = dataclasses.replace(config, num_layers=6, moe_layer_freq="[0,0,1,1,0,0]")
+    fullest = memory_bytes(some, vocab, PrecisionConfig(bf16=True), share(pp=3))
+    two = parameter_count(dataclasses.replace(config, num_layers=2), 0, 32768) - 4096
+    assert fullest.weights == 2 * two  # without the final norm, which is of another stage
     assert estimate(cp=2, seq_length=64).activations == estimate(seq_length=32).activations
 
 

@@ -313,8 +313,10 @@ def test_shares_are_computed_in_fp32_in_half_precision() -> None:
 
 def test_a_block_has_what_the_config_asks_for() -> None:
     build = tiny_build()
-    assert isinstance(build_feed_forward(tiny_config(), build), MLP)
-    assert isinstance(build_feed_forward(tiny_config(num_experts=1), build), MLP)
-    assert isinstance(build_feed_forward(config_of("plain"), build), MixtureOfExperts)
-    model = tiny_model(config_of("mixtral"))
-    assert all(isinstance(m.mlp, MixtureOfExperts) for m in model.modules() if isinstance(m, Block))
+    assert isinstance(build_feed_forward(tiny_config(), build, layer=0), MLP)
+    assert isinstance(build_feed_forward(tiny_config(num_experts=1), build, layer=1), MLP)
+    assert isinstance(build_feed_forward(config_of("plain"), build, layer=1), MixtureOfExperts)
+    some = dataclasses.replace(config_of("mixtral"), num_layers=4, moe_layer_freq="[1,0,1,1]")
+    blocks = [m for m in tiny_model(some).modules() if isinstance(m, Block)]
+    has_experts = [isinstance(block.mlp, MixtureOfExperts) for block in blocks]
+    assert has_experts == [True, False, True, True]

@@ -116,7 +116,9 @@ def test_each_expert_is_shared_out_evenly() -> None:
         found(check, plan(world_size=2, **shared, **flags)),
         "--moe-shared-expert-intermediate-size 5, --tensor-model-parallel-size 2",
     )
-    # The width of a dense MLP is not used then.
+    # The width of a dense MLP is used where a layer has one.
+    some = plan(world_size=2, ffn_hidden_size=7, moe_ffn_hidden_size=8, moe_layer_freq="2", **flags)
+    only(found(check, some), "--ffn-hidden-size 7, --tensor-model-parallel-size 2")
     nothing = plan(world_size=2, ffn_hidden_size=7, moe_ffn_hidden_size=8, **flags)
     assert list(check(nothing)) == []
 

@@ -79,6 +79,9 @@ class Family:
             if value not in allowed:
                 supported = " or ".join(str(one) for one in allowed)
                 yield f"{_spelled(name)} {value} ({self.model_type} has {supported})"
+        if self.experts and config.has_experts and not all(config.expert_layers):
+            dense = config.expert_layers.index(False)
+            yield f"layer {dense} without experts ({self.model_type} has them in every layer)"
         if config.has_experts != self.experts:
             supported = "experts" if self.experts else "one MLP in a layer"
             yield f"--num-experts {config.num_experts} ({self.model_type} has {supported})"

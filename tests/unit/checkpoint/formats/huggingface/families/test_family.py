@@ -50,6 +50,14 @@ def test_experts_are_held_by_families_that_have_them() -> None:
     assert list(FAMILIES["mixtral"].lacks(dense)) == ["--num-experts None (mixtral has experts)"]
     # One expert is a dense model.
     assert list(FAMILIES["llama"].lacks(tiny_config(**LLAMA, num_experts=1))) == []
+    some = dataclasses.replace(several, moe_layer_freq="[1,0]")
+    assert list(FAMILIES["mixtral"].lacks(some)) == [
+        "layer 1 without experts (mixtral has them in every layer)"
+    ]
+    shared = dataclasses.replace(several, moe_shared_expert_intermediate_size=8)
+    assert list(FAMILIES["mixtral"].lacks(shared)) == [
+        "--moe-shared-expert-intermediate-size 8 (mixtral has None)"
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
