@@ -206,7 +206,7 @@ NOT_YET: Mapping[str, str] = {
     "--moe-token-drop-policy": "no capacity: experts take every token; leave it out",
     "--moe-input-jitter-eps": "a router without noise; leave it out",
     "--moe-router-force-load-balancing": "a choice by the router; leave it out",
-    "--moe-use-upcycling": "a checkpoint of a model with experts; leave it out",
+    "--moe-use-upcycling": "tools/upcycle_checkpoint.py, and --load of what it writes",
     "--ds-sequence-parallel-fpdt": "--sequence-parallel",
     "--create-moe-param-group": "one learning rate for all weights; leave it out",
     "--force-ds-sequence-parallel": "--sequence-parallel",

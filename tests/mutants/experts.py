@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _VALUES = "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop"
+_UPCYCLE = "tests/unit/checkpoint/test_upcycle.py::"
 _ACCOUNTING = "tests/unit/model/test_accounting.py::"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -78,6 +79,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "plan.global_batch_size * config.num_layers",
             "tests/unit/engine/test_tally.py::"
             "test_the_balance_of_experts_is_a_mean_over_sequences_and_layers",
+        ),
+        Mutant(
+            "shares of copies of an MLP sum to 1",
+            "megatron/checkpoint/upcycle.py",
+            '"moe_router_topk_scaling_factor": 1.0,',
+            "",
+            f"{_UPCYCLE}test_it_computes_what_the_dense_model_does",
+        ),
+        Mutant(
+            "a part of an expert is that part of the MLP",
+            "megatron/checkpoint/upcycle.py",
+            "Box(box.offset[1:], box.shape[1:])",
+            "Box((0,) * (len(box.offset) - 1), box.shape[1:])",
+            f"{_UPCYCLE}test_every_expert_is_the_mlp_and_all_else_stays",
         ),
         Mutant(
             "memory is that of the fullest stage",

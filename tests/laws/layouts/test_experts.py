@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.formats.native.source import write_sharded
+from megatron.checkpoint.formats.registry import open_source
+from megatron.checkpoint.upcycle import UpcycledSource
 from megatron.config.experts import RouterScoreFunction
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.model import moe, moe_router
+from megatron.model.init import draw, weight_init
 from megatron.model.specs import RouterLoss
 from megatron.mpu.context import ReplicaGroups
 from tests.support.ranks import run_on_ranks
@@ -463,6 +468,30 @@ def test_any_layout_loads_any_other(corpus: str, tmp_path: Path, pair: str) -> N
     assert_close(records[0].losses, straight.losses[2:], FP64)
     assert_close(records[0].grad_norms, straight.grad_norms[2:], FP64)
     assert_all_close(whole(records), whole([straight]), FP64)
+
+
+def test_a_model_made_of_a_dense_one_begins_as_it(corpus: str, tmp_path: Path) -> None:
+    """Its first loss is that of the dense model, in the layout in which it is trained."""
+    model: dict[str, Any] = {**MODELS["llama"], "train_iters": 2}
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": "[0,1]"}
+    (saved,) = train_alone([tiny_run(corpus, **model, save=str(tmp_path / "dense"))])
+
+    def router(config: ModelConfig, name: str, shape: tuple[int, ...]) -> Tensor:
+        return draw(weight_init(config), shape, seed=1, name=name)
+
+    with open_source(tmp_path / "dense") as dense:
+        write_sharded(UpcycledSource(dense, experts, router), tmp_path / "experts")
+    flags = model | {"finetune": True}
+    (straight,) = train_alone([tiny_run(corpus, **flags, load=str(tmp_path / "dense"))])
+    layouts = [SHARED_OUT, {**TP2, **SP}]
+    loading = [
+        tiny_run(corpus, **{**flags, **experts, **one}, load=str(tmp_path / "experts"))
+        for one in layouts
+    ]
+    for record in run_on_ranks(2, train_all, loading)[0]:
+        assert_close(record.losses[:1], straight.losses[:1], FP64)
+        assert abs(record.losses[1] - straight.losses[1]) > 1e-6, "then it is trained otherwise"
+    assert straight.losses[0] < saved.losses[0]
 
 
 DEEPSPEED: dict[str, dict[str, Any]] = {
