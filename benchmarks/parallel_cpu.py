@@ -1,6 +1,6 @@
 """Data parallelism on a CPU: two ranks of a thread each, against one process of two threads.
 
-`python benchmarks/parallel_cpu.py`: ours in four ways, and torch's DistributedDataParallel around a
+`python benchmarks/parallel_cpu.py`: ours in six ways, and torch's DistributedDataParallel around a
 plain GPT of the same shape, from the same weights on the same batches, in turns. What is compared
 is each one's own ratio, so that what two cores share (memory, clock) falls on both. How to read
 what it prints is in benchmarks/README.md.
@@ -34,6 +34,7 @@ BYTES = 4  # of a gradient and of a parameter in fp32
 # As torch's DDP has it, in which buckets are of 25 MB.
 BUCKET_ELEMENTS = 25 * 2**20 // BYTES
 ALONE, PLAIN_ALONE, DDP = "ours, 1 process", "plain, 1 process", "plain, DDP"
+_FULLY = ("--data-parallel-sharding-strategy", "optim_grads_params")
 OURS: Mapping[str, tuple[str, ...]] = {
     "ours": (),
     "ours, overlap": ("--overlap-grad-reduce",),
@@ -43,6 +44,8 @@ OURS: Mapping[str, tuple[str, ...]] = {
         "--overlap-grad-reduce",
         "--overlap-param-gather",
     ),
+    "ours, fully sharded": _FULLY,
+    "ours, fully sharded, overlap": (*_FULLY, "--overlap-grad-reduce", "--overlap-param-gather"),
 }
 TARGETED = ("ours", "ours, overlap")  # those that do what DDP does
 QUICK = Shape(layers=2, hidden=32, heads=2, seq_length=16, vocab=96, micro_batch=4)
@@ -250,6 +253,8 @@ def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]
         if row.who in (ALONE, PLAIN_ALONE):
             continue
         formula = ring_bytes("all-reduce", whole, RANKS)  # or the two halves of one
+        if OURS.get(row.who, ())[:2] == _FULLY:  # gathered for the backward pass once more
+            formula += ring_bytes("all-gather", whole, RANKS)
         measured = median(turn["loopback_bytes"] for turn in row.turns) / RANKS
         found[row.who] = {"formula": formula, "loopback": measured}
         if row.who != DDP:  # which communicates in C++, where nothing can be counted
