@@ -7,7 +7,8 @@ never a silent fallback.
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,16 @@ import torch
 from megatron import host
 from megatron.errors import MachineError
 
+# Stands in for the values of a tensor on `meta`: from what they are, and a tensor of their shape.
+Answer = Callable[[str, torch.Tensor], torch.Tensor]
+
 
 @dataclass(slots=True)
 class _Current:
     device: torch.device = torch.device("cpu")
     copying: torch.cuda.Stream | None = None  # made at the first copy to host memory
     uploading: torch.cuda.Stream | None = None  # made at the first copy from there
+    answer: Answer | None = None  # while on `meta`
 
 
 _CURRENT = _Current()
@@ -61,6 +66,32 @@ def select(kind: str, local_rank: int = 0) -> torch.device:
 def current() -> torch.device:
     """Return the device of this process; the CPU until `select` sets another."""
     return _CURRENT.device
+
+
+@contextmanager
+def on_meta(answer: Answer) -> Iterator[None]:
+    """Make `meta`, which has shapes and no values, the device of this process within the block.
+
+    Args:
+        answer: returns what the host has to know of a tensor (`values_for_host`).
+    """
+    before = (_CURRENT.device, _CURRENT.answer)
+    _CURRENT.device, _CURRENT.answer = torch.device("meta"), answer
+    try:
+        yield
+    finally:
+        _CURRENT.device, _CURRENT.answer = before
+
+
+def values_for_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a tensor in host memory, without which a step cannot go on; wait until it is there.
+
+    Args:
+        what: the values are, by which they are answered on `meta`.
+    """
+    if tensor.is_meta and _CURRENT.answer is not None:
+        return _CURRENT.answer(what, tensor)
+    return tensor.cpu()
 
 
 def synchronize() -> None:

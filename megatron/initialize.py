@@ -122,7 +122,7 @@ def initialize_megatron(
         _warn_of_order(connections)
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.
-        agree_on_launch(_facts(config, context.dp.size), replace(context.world, checks=None))
+        agree_on_launch(_facts(config, context.dp.size), replace(context.world, observer=None))
         streams = _seeded(config.training.seed, context)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
         timers = Timers(synchronize=logging.log_timers_to_tensorboard)

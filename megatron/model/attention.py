@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -27,7 +26,7 @@ from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
-from megatron.ops.attention import attend, for_each_head
+from megatron.ops.attention import attend, attend_by_torch, for_each_head
 from megatron.ops.rotary import rotate, rotate_reference
 
 # On a CPU flash is torch's own kernel.
@@ -136,22 +135,19 @@ class SelfAttention(nn.Module):
         if mask is None and dropout == 0 and not is_chosen:
             return attend(q, k, v, causal=causal)
         # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
-        grouped = q.shape[1] > k.shape[1]
-        if grouped and mask is not None:
+        if mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
             # back to the one that stores all scores.
             k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
-            grouped = False
         # Heads are split over tp: every rank must drop other scores.
         drawing: AbstractContextManager[None] = (
             self._streams.fork("tensor") if dropout > 0 else nullcontext()
         )
         with drawing, sdpa_kernel(_KERNELS[self._backend]) if is_chosen else nullcontext():
             try:
-                return F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, dropout_p=dropout,
-                    is_causal=causal and mask is None, enable_gqa=grouped,
-                )  # fmt: skip
+                return attend_by_torch(
+                    q, k, v, causal=causal and mask is None, mask=mask, dropout=dropout
+                )
             except RuntimeError as error:
                 if not str(error).startswith(_NO_KERNEL):
                     raise

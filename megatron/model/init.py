@@ -56,6 +56,8 @@ def initialize_parameters(
                 fix="give it an Init with megatron.mpu.partition.set_parameter_metadata() where "
                 "it is made",
             )
+        if parameter.is_meta:
+            continue  # it has no values
         partition = partition_of(parameter)
         index, size = ctx.share(partition)
         if init.kind in (InitKind.ZEROS, InitKind.ONES):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron import device
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.init import residual_init, weight_init
@@ -33,6 +34,8 @@ from megatron.mpu.mappings import (
 from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_metadata
 from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
+
+ROW_COUNTS = "rows of each expert"  # what the host has to know of every layer
 
 
 def build_feed_forward(config: ModelConfig, build: ModelBuild, *, layer: int) -> nn.Module:
@@ -170,7 +173,7 @@ class Experts(nn.Module):
         counts = counts_of(chosen, self._experts).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
         if self._ep.size == 1:
-            rows = self._compute(rows, counts.tolist())
+            rows = self._compute(rows, device.values_for_host(counts, ROW_COUNTS).tolist())
         else:
             plan = dispatch_plan(gather_counts(counts, self._ep), self._ep.rank, rows.device)
             here = _TAKE(_TO_EXPERTS(rows, plan, self._ep), plan.order, plan.back, 1)
@@ -242,7 +245,7 @@ class DispatchPlan(NamedTuple):
 def gather_counts(counts: Tensor, ep: Group) -> Tensor:
     """Return on the host how many rows each rank of `ep` has for each expert: [ep, experts]."""
     # On an accelerator this waits for it: sizes of messages are known to the host.
-    return all_gather(counts.unsqueeze(0), ep).cpu()
+    return device.values_for_host(all_gather(counts.unsqueeze(0), ep), ROW_COUNTS)
 
 
 def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPlan:

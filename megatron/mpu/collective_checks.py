@@ -88,13 +88,21 @@ class CollectiveChecks:
         self._done: Counter[str] = Counter()
         self._forgotten: Counter[str] = Counter()
 
-    def collective(self, operation: str, tensor: Tensor | None, ranks: Sequence[int]) -> None:
+    def collective(
+        self, operation: str, tensor: Tensor | None, ranks: Sequence[int], *, is_equal: bool = True
+    ) -> None:
         """Return once all `ranks` are about to make an equal call.
+
+        Args:
+            operation: with everything that has to be equal.
+            tensor: whose dtype has to be equal and, if `is_equal`, its shape; else that of a row.
 
         Raises:
             CollectiveError: on each of them: they are not, or one has not come in time.
             PeerError: the store is gone.
         """
+        if tensor is not None and not is_equal:
+            tensor = tensor[:0]
         called = " ".join(map(str, ranks))
         self._compare(
             [self._announce(f"the group of ranks {called}", ranks, Call.of(operation, tensor))]
@@ -117,6 +125,9 @@ class CollectiveChecks:
                 )
             )
         self._compare(arrived)
+
+    def objects_of_absent(self, obj: object, ranks: Sequence[int]) -> None:
+        """Return None: all ranks are there."""
 
     def _announce(self, channel: str, ranks: Sequence[int], own: Call) -> "_CheckedCall":
         number = self._calls[channel]

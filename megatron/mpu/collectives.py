@@ -6,7 +6,7 @@ own tensor back, not a copy, and works with torch.distributed uninitialised.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ def all_to_all_rows(
         return rows
     dense = rows.contiguous()
     arrives = dense.new_empty((sum(receives), *dense.shape[1:]))
-    checked("all_to_all_rows", None, group)  # shapes are not equal
+    checked("all_to_all_rows", dense, group, is_equal=False)
     dist.all_to_all_single(arrives, dense, list(receives), list(sends), group=group.handle)
     return arrives
 
@@ -202,8 +202,12 @@ def all_gather_object(obj: T, group: Group) -> list[T]:
     """Return every rank's picklable `obj`, in group order."""
     if group.size == 1:
         return [obj]
-    objects = [obj] * group.size
     checked("all_gather_object", None, group)
+    if group.observer is not None:
+        answered = group.observer.objects_of_absent(obj, group.ranks)
+        if answered is not None:
+            return cast("list[T]", answered)
+    objects = [obj] * group.size
     dist.all_gather_object(objects, obj, group=group.handle)
     return objects
 
@@ -230,17 +234,18 @@ def barrier(group: Group) -> None:
         dist.barrier(group=group.handle)
 
 
-def checked(operation: str, tensor: Tensor | None, group: Group) -> None:
+def checked(operation: str, tensor: Tensor | None, group: Group, *, is_equal: bool = True) -> None:
     """Return once all ranks of `group` are about to make this call, under --check-collectives.
 
     Every function that calls torch.distributed itself calls this, or `checked_messages`, before.
 
     Args:
         operation: with everything that has to be equal: "all_reduce(sum)".
-        tensor: whose shape and dtype have to be equal, if there is one.
+        tensor: what is sent; its shape and dtype have to be equal, if there is one.
+        is_equal: of its shape that is so; else of that of its rows alone.
     """
-    if group.checks is not None:
-        group.checks.collective(operation, tensor, group.ranks)
+    if group.observer is not None:
+        group.observer.collective(operation, tensor, group.ranks, is_equal=is_equal)
 
 
 def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group) -> None:
@@ -248,8 +253,8 @@ def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group)
 
     Messages of two ranks are matched in the order of batches, and of messages in a batch.
     """
-    if group.checks is not None:
-        group.checks.messages(
+    if group.observer is not None:
+        group.observer.messages(
             [MessageRecord(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
         )
 

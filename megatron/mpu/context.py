@@ -7,16 +7,38 @@ once processes exist every group here has a real handle, groups of one included.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.errors import ConfigError, NotInitialisedError
-from megatron.mpu.collective_checks import CollectiveChecks
+from megatron.mpu.collective_checks import CollectiveChecks, MessageRecord
 from megatron.mpu.partition import Partition, is_split_over
 from megatron.mpu.topology import Coord, Groups, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
+
+
+class CallObserver(Protocol):
+    """What is told of every communication of a rank before it is made."""
+
+    def collective(
+        self, operation: str, tensor: Tensor | None, ranks: Sequence[int], *, is_equal: bool = True
+    ) -> None:
+        """Be told of a call of all `ranks`, and of what this one sends.
+
+        Args:
+            operation: with everything that has to be equal on all of them.
+            tensor: None for objects.
+            is_equal: whether its shape is, apart from its dtype and the shape of a row.
+        """
+
+    def messages(self, messages: Sequence[MessageRecord]) -> None:
+        """Be told of messages that are posted together."""
+
+    def objects_of_absent(self, obj: object, ranks: Sequence[int]) -> list[object] | None:
+        """Return what each of `ranks` has where others give `obj`; None: ask the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +47,14 @@ class Group:
 
     `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
-    return at once. `checks` compares calls before they are made; None unless the run asks for it.
+    return at once. `observer` is told of calls before they are made: under --check-collectives it
+    compares them.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
-    checks: CollectiveChecks | None = field(default=None, repr=False, compare=False)
+    observer: CallObserver | None = field(default=None, repr=False, compare=False)
 
     @property
     def size(self) -> int:

@@ -33,10 +33,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         causal: a row sees keys up to its own position.
     """
     if not _is_faster_by_products(q, k):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=k.shape[1] < q.shape[1]
-        )
+        return attend_by_torch(q, k, v, causal=causal)
     return attend_by_products(q, k, v, causal)
+
+
+def attend_by_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the same by the kernels of torch, also under a mask and with dropout.
+
+    On `meta`, where torch computes and keeps all scores, an operator that keeps none stands in for
+    its fused kernels.
+    """
+    if q.is_meta and torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return attend_by_products(q, k, v, causal)
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        enable_gqa=k.shape[1] < q.shape[1],
+    )
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

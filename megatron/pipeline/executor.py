@@ -29,6 +29,7 @@ from megatron.pipeline.action import (
 from megatron.pipeline.p2p import Exchanger, GroupExchanger, PipelineMessage
 from megatron.pipeline.schedule import ScheduleName, build_batches, build_evaluation_batches
 from megatron.pipeline.signature import (
+    HEADER,
     HEADER_NUMBERS,
     Signature,
     decode_signature,
@@ -239,7 +240,7 @@ class Executor:
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
             if message is not None and action.kind is ActionKind.RECV_FORWARD:
-                numbers = message.tensors[0].tolist()
+                numbers = device.values_for_host(message.tensors[0], HEADER).tolist()
                 self._incoming[self._edge(action, step)] = decode_signature(numbers)
         messages = [self._message(action, step) for action in actions]
         self._exchanger.exchange(messages)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.errors import MegatronError
 
 HEADER_NUMBERS = 128
+HEADER = "header of a message between stages"  # what its numbers are
 _DTYPES = (
     torch.float32,
     torch.float64,

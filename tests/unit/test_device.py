@@ -191,3 +191,21 @@ def test_host_memory_is_pinned_for_a_gpu(
     device.host_empty(3, torch.int64)
     expected = {"dtype": torch.int64, "device": "cpu", "pin_memory": kind == "cuda"}
     assert asked == expected
+
+
+def test_on_meta_values_that_the_host_needs_are_answered() -> None:
+    asked = []
+
+    def answer(what: str, tensor: torch.Tensor) -> torch.Tensor:
+        asked.append((what, tensor.shape))
+        return torch.tensor([1, 2])
+
+    with device.on_meta(answer):
+        assert device.current().type == "meta"
+        counts = torch.empty(2, dtype=torch.int64, device=device.current())
+        assert device.values_for_host(counts, "counts").tolist() == [1, 2]
+        assert device.values_for_host(torch.tensor([3]), "others").tolist() == [3]
+    assert asked == [("counts", (2,))]
+    assert device.current().type == "cpu"
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        device.values_for_host(counts, "counts")

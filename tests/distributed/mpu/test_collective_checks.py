@@ -50,6 +50,11 @@ def one_skips(group: Group, odd: bool) -> None:
     c.all_gather_object("x", group)
 
 
+def other_rows(group: Group, odd: bool) -> None:
+    rows = torch.ones(3 if odd else 6, 4 if odd else 3)
+    c.all_to_all_rows(rows, [len(rows) // 3] * 3, [2, 1, 2], group)
+
+
 def order_swapped(group: Group, odd: bool) -> None:
     calls = [partial(c.barrier, group), partial(c.broadcast_object, "x", group)]
     for call in reversed(calls) if odd else calls:
@@ -119,6 +124,7 @@ SCENARIOS: dict[str, Scenario] = {
         another_source,
         one_skips,
         order_swapped,
+        other_rows,
         in_a_layer,
         one_never_comes,
         one_comes_too_late,
@@ -161,6 +167,7 @@ HERE = "tests/distributed/mpu/test_collective_checks.py:"
         ("another_source", "broadcast(source=0) of [3]", "broadcast(source=1) of [3]"),
         ("one_skips", "all_reduce(sum) of [4]", "all_gather_object at"),
         ("order_swapped", "barrier at", "broadcast_object(source=0) at"),
+        ("other_rows", "all_to_all_rows of [0, 3]", "all_to_all_rows of [0, 4]"),
         ("in_a_layer", "all_reduce(sum) of [2, 6]", "all_reduce(sum) of [2, 7]"),
     ],
 )
@@ -228,11 +235,11 @@ def test_both_ends_of_a_message_hear_that_they_differ(
 
 
 def test_nothing_is_asked_of_the_store_without_the_flag() -> None:
-    assert ParallelContext.single().tp.checks is None
+    assert ParallelContext.single().tp.observer is None
     assert run_on_ranks(2, unchecked) == [True, True]
 
 
 def unchecked() -> bool:
     ctx = ParallelContext.build(Topology(tp=2))
     groups = (ctx.world, ctx.tp, ctx.pp, ctx.dp, ctx.model)
-    return all(group.checks is None for group in groups)
+    return all(group.observer is None for group in groups)

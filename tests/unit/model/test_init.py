@@ -111,3 +111,15 @@ def test_a_parameter_without_a_rule_is_an_error_that_names_it() -> None:
     with pytest.raises(MegatronError, match="has no rule for its initial values") as raised:
         initialize_parameters(model, seed=1, ctx=CTX)
     assert "stray.weight" in str(raised.value)
+
+
+def test_nothing_is_drawn_for_a_tensor_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("a whole tensor was drawn")
+
+    monkeypatch.setattr("megatron.model.init.draw", drawn)
+    with torch.device("meta"):
+        model = GPTModel(tiny_config(), tiny_build())
+    initialize_parameters(model, seed=1, ctx=CTX)
+    with pytest.raises(AssertionError, match="drawn"):
+        values()

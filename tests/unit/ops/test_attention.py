@@ -1,11 +1,14 @@
 """Which blocks the gradient of attention is computed in; the law of kernels is in tests/laws."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.ops.attention import _blocks, _by_position, _with_columns
+from megatron.ops.attention import _blocks, _by_position, _with_columns, attend_by_torch
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -37,3 +40,25 @@ def test_columns_subtract_a_number_that_has_more_digits_than_its_factor() -> Non
     torch.testing.assert_close(found[0, :, 0], -column[0], rtol=2**-14, atol=0.0)
     assert torch.equal(rows[..., :8], factor)
     assert not rows[..., 10:].any()
+
+
+@pytest.mark.parametrize("kernels", ["those of torch's choice", "the one that stores scores"])
+def test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere(kernels: str) -> None:
+    b, groups, heads, length, width = 1, 2, 4, 64, 8
+    shapes = [(b, heads, length, width), *[(b, groups, length, width)] * 2]
+    q, k, v = (torch.empty(shape, device="meta", requires_grad=True) for shape in shapes)
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    fused = kernels == "those of torch's choice"
+    chosen = nullcontext() if fused else sdpa_kernel(SDPBackend.MATH)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), chosen:
+        out = attend_by_torch(q, k, v, causal=True)
+    assert out.shape == q.shape
+    assert any(shape[-2:] == (length, length) for shape in kept) != fused
+    out.sum().backward()
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
