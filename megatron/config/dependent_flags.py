@@ -8,6 +8,7 @@ apply to command lines only; the config in a checkpoint is never reinterpreted.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from megatron.config.experts import RouterScoreFunction
 from megatron.config.model import PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
 from megatron.errors import ConfigError
@@ -161,6 +162,13 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
         )
 
 
+def _pre_softmax(given: GivenFlags) -> Iterator[Meaning]:
+    score = given.values.get("moe_router_score_function")
+    if given.values.get("moe_router_pre_softmax") and score == RouterScoreFunction.SIGMOID:
+        because = "Megatron-LM looks at it for the softmax alone, and shares are sigmoids"
+        yield FlagValue("moe_router_pre_softmax", False, because)
+
+
 _FULLY_SHARDED = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 
 
@@ -225,6 +233,11 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval`: its defaults "
         "are 1, 0.1 and 2",
         _num_experts,
+    ),
+    DependentFlag(
+        "--moe-router-pre-softmax",
+        "no effect beside `--moe-router-score-function sigmoid`, as in Megatron-LM",
+        _pre_softmax,
     ),
 )
 

@@ -79,6 +79,17 @@ MEANS = [
             "expert_interval": 1,
         },
     ),
+    # Scripts of DeepSeek-V3 and its like give both; there the second one is not looked at.
+    Row(
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-pre-softmax",
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "moe_router_score_function": "sigmoid",
+        },
+    ),
     Row(
         f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
         {
