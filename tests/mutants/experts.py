@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _VALUES = "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop"
 _UPCYCLE = "tests/unit/checkpoint/test_upcycle.py::"
+_QWEN = "tests/unit/checkpoint/formats/huggingface/families/test_qwen_moe.py::"
 _ACCOUNTING = "tests/unit/model/test_accounting.py::"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
@@ -93,6 +94,20 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "Box(box.offset[1:], box.shape[1:])",
             "Box((0,) * (len(box.offset) - 1), box.shape[1:])",
             f"{_UPCYCLE}test_every_expert_is_the_mlp_and_all_else_stays",
+        ),
+        Mutant(
+            "Qwen counts layers with experts from 1",
+            "megatron/checkpoint/formats/huggingface/families/qwen_moe.py",
+            "(at + 1) % step == 0",
+            "at % step == 0",
+            f"{_QWEN}test_families_have_experts_in_some_layers",
+        ),
+        Mutant(
+            "shares of Qwen's experts sum to 1 only where its config says so",
+            "megatron/checkpoint/formats/huggingface/families/qwen_moe.py",
+            '"moe_router_pre_softmax": not fields.boolean("norm_topk_prob", False)',
+            '"moe_router_pre_softmax": fields.boolean("norm_topk_prob", False)',
+            f"{_QWEN}test_the_first_release",
         ),
         Mutant(
             "memory is that of the fullest stage",

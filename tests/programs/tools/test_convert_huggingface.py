@@ -88,7 +88,7 @@ def test_flags_of_the_export(folder: Path, tmp_path: Path) -> None:
     ("words", "message", "status"),
     [
         (("--family", "llama"), "the family llama does not compute what this model does", 66),
-        (("--family", "qwen3_moe"), "has no model here yet: a mixture of experts", 66),
+        (("--family", "roberta"), "has no model here yet: a bidirectional encoder", 66),
         (("--max-shard-size", "5 gigs"), "a size of files cannot be read", 64),
         (("--true-vocab-size", "300"), "add --true-vocab-size 320", 66),
     ],

@@ -40,6 +40,12 @@ _SHAPE = {
     "max_position_embeddings": POSITIONS,
 }
 _EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -110,6 +116,35 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "sliding_window": 6,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_SHAPE,
+            **_QWEN_EXPERTS,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen2_moe, shares of sum 1": (
+        "Qwen2MoeConfig",
+        {
+            **_SHAPE,
+            **_QWEN_EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **_SHAPE,
+            **_QWEN_EXPERTS,
+            "mlp_only_layers": [0],
+            "head_dim": 16,
+            "norm_topk_prob": True,
         },
     ),
 }

@@ -43,6 +43,7 @@ class Family:
             stands for the layer before, `{last}` for the last one.
         buffers: patterns of keys that hold no weights: masks and frequencies of old releases.
         experts: its layers have experts; all others are dense.
+        dense_layers: beside such layers it may have others.
         plain_heads: it has no groups of queries, and heads that together are as wide as the
             hidden states.
         read_config: fields of `ModelConfig` as plain values.
@@ -66,6 +67,7 @@ class Family:
     write_config: Callable[[ModelConfig, Sizes], dict[str, JsonValue]]
     plain_heads: bool = False
     experts: bool = False
+    dense_layers: bool = False
     kinds: tuple[str, ...] = (model_kind.GPT,)
     above: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +81,8 @@ class Family:
             if value not in allowed:
                 supported = " or ".join(str(one) for one in allowed)
                 yield f"{_spelled(name)} {value} ({self.model_type} has {supported})"
-        if self.experts and config.has_experts and not all(config.expert_layers):
+        has_all = self.dense_layers or all(config.expert_layers)
+        if self.experts and config.has_experts and not has_all:
             dense = config.expert_layers.index(False)
             yield f"layer {dense} without experts ({self.model_type} has them in every layer)"
         if config.has_experts != self.experts:

@@ -14,17 +14,17 @@ _QWEN3_HEAD_WIDTH = 128  # the default of transformers
 
 def _read_qwen2(fields: Fields) -> dict[str, object]:
     fields.get("num_key_value_heads")  # absent would mean 32 there, and as many as heads here
-    return llama.read_shape(fields) | {"add_qkv_bias": True, "sliding_window": _window(fields)}
+    return llama.read_shape(fields) | {"add_qkv_bias": True, "sliding_window": read_window(fields)}
 
 
 def _read_qwen3(fields: Fields) -> dict[str, object]:
     fields.must_be("attention_bias", False, False, why="biases in attention alone")
     fields.get("num_key_value_heads")
     shape = llama.read_shape(fields, head_width=_QWEN3_HEAD_WIDTH)
-    return shape | {"qk_layernorm": True, "sliding_window": _window(fields)}
+    return shape | {"qk_layernorm": True, "sliding_window": read_window(fields)}
 
 
-def _window(fields: Fields) -> int | None:
+def read_window(fields: Fields) -> int | None:
     """Return the window that all layers have, or None; a window in some of them is refused."""
     used = fields.boolean("use_sliding_window", False)
     window = fields.integer("sliding_window", 4096) if used else fields.get("sliding_window", None)

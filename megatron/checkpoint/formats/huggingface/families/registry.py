@@ -15,6 +15,7 @@ from megatron.checkpoint.formats.huggingface.families.megatron_bert import MEGAT
 from megatron.checkpoint.formats.huggingface.families.mistral import MISTRAL
 from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
+from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -23,15 +24,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            *(GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL),
+            *(GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3),
+            *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
             *(BERT, MEGATRON_BERT),
         )
     }
 )
 WITHOUT_MODEL: Mapping[str, str] = MappingProxyType(
     {
-        "qwen2_moe": "mixture of experts",
-        "qwen3_moe": "mixture of experts",
         "roberta": "bidirectional encoder",
         "t5": "encoder and decoder",
     }

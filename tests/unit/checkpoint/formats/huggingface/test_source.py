@@ -156,6 +156,11 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("mixtral", changed_weights("experts.fc1.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc2.weight", _experts_turned_round)),
         ("mixtral", changed_weights("experts.fc1.weight", _halves_of_experts_swapped)),
+        ("qwen2_moe", changed_config(moe_router_pre_softmax=False)),
+        ("qwen2_moe", changed_weights("shared_expert.gate", torch.zeros_like)),
+        ("qwen2_moe", changed_weights("shared_expert.fc1.weight", _halves_swapped)),
+        ("qwen3_moe", changed_config(moe_router_pre_softmax=True)),
+        ("qwen3_moe", changed_weights("experts.fc2.weight", _experts_turned_round)),
     ],
 )
 def test_what_is_read_wrongly_shows_in_the_logits(

@@ -115,6 +115,9 @@ def test_what_config_says_is_what_transformers_said(case: str, tmp_path: Path) -
     ours |= {"_name_or_path", "n_inner", "max_window_layers"}
     if case == GELU_FAST:
         assert (one.pop("hidden_act"), other["hidden_act"]) == ("gelu_fast", "gelu_new")
+    if case == "qwen2_moe":  # every second layer, which is written as a list of the others
+        assert (one.pop("decoder_sparse_step"), one.pop("mlp_only_layers")) == (2, [])
+        assert (other["decoder_sparse_step"], other["mlp_only_layers"]) == (1, [0, 2])
     assert {key: one[key] for key in one if key not in ours and one[key] != other.get(key)} == {}
 
 
@@ -151,6 +154,24 @@ OURS = {
         "moe_router_topk": 3,
         "moe_ffn_hidden_size": 24,
         "kv_channels": 12,
+    },
+    "qwen2_moe": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "num_experts": 3,
+        "moe_router_pre_softmax": True,
+        "moe_layer_freq": "2",
+        "moe_shared_expert_intermediate_size": 12,
+        "moe_shared_expert_gate": True,
+    },
+    "qwen3_moe": {
+        **LLAMA,
+        "qk_layernorm": True,
+        "kv_channels": 12,
+        "num_experts": 5,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 24,
+        "expert_interval": 2,
     },
 }
 

@@ -30,6 +30,18 @@ HELD = {
         {**LLAMA, "num_experts": 3},
         {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
     ],
+    "qwen2_moe": [
+        {
+            **LLAMA,
+            "add_qkv_bias": True,
+            "num_experts": 3,
+            "moe_router_pre_softmax": pre_softmax,
+            "moe_shared_expert_intermediate_size": 12,
+            "moe_shared_expert_gate": True,
+        }
+        for pre_softmax in (False, True)
+    ],
+    "qwen3_moe": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6, "num_experts": 3}],
     "bert": [
         {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
         {"apply_residual_connection_post_layernorm": True},
@@ -54,6 +66,7 @@ def test_experts_are_held_by_families_that_have_them() -> None:
     assert list(FAMILIES["mixtral"].lacks(some)) == [
         "layer 1 without experts (mixtral has them in every layer)"
     ]
+    assert list(FAMILIES["qwen3_moe"].lacks(dataclasses.replace(some, qk_layernorm=True))) == []
     shared = dataclasses.replace(several, moe_shared_expert_intermediate_size=8)
     assert list(FAMILIES["mixtral"].lacks(shared)) == [
         "--moe-shared-expert-intermediate-size 8 (mixtral has None)"

@@ -50,6 +50,8 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         (HELD["qwen2"][0], "qwen2"),
         (HELD["qwen3"][0], "qwen3"),
         (HELD["mixtral"][0], "mixtral"),
+        (HELD["qwen2_moe"][0], "qwen2_moe"),
+        (HELD["qwen3_moe"][0], "qwen3_moe"),
     ],
 )
 def test_a_model_finds_its_family(changes: dict[str, Any], name: str) -> None:
