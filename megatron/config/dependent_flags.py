@@ -8,7 +8,7 @@ apply to command lines only; the config in a checkpoint is never reinterpreted.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from megatron.config.experts import RouterScoreFunction
+from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, RouterScoreFunction
 from megatron.config.model import PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
 from megatron.errors import ConfigError
@@ -162,6 +162,14 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
         )
 
 
+def _balance_without_weight(given: GivenFlags) -> Iterator[Meaning]:
+    kind = given.values.get("moe_router_load_balancing_type")
+    # A weight that was left out may have been forgotten.
+    if kind == PER_SEQUENCE and given.values.get("moe_aux_loss_coeff") == 0:
+        because = "a loss of weight 0 balances nothing"
+        yield FlagValue("moe_router_load_balancing_type", NO_BALANCE, because)
+
+
 def _pre_softmax(given: GivenFlags) -> Iterator[Meaning]:
     score = given.values.get("moe_router_score_function")
     if given.values.get("moe_router_pre_softmax") and score == RouterScoreFunction.SIGMOID:
@@ -233,6 +241,11 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval`: its defaults "
         "are 1, 0.1 and 2",
         _num_experts,
+    ),
+    DependentFlag(
+        "--moe-router-load-balancing-type",
+        f"`{NO_BALANCE}` beside `--moe-aux-loss-coeff 0`",
+        _balance_without_weight,
     ),
     DependentFlag(
         "--moe-router-pre-softmax",

@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # World size: what each run of it adds to the flags of one process.
 GRIDS: dict[int, list[dict[str, Any]]] = {
     2: [
-        {"micro_batch_size": 2},
+        {"micro_batch_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
         {"tensor_model_parallel_size": 2, "micro_batch_size": 4},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "micro_batch_size": 4},
         {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},

@@ -79,6 +79,12 @@ MEANS = [
             "expert_interval": 1,
         },
     ),
+    # So do those of Moonlight, which balances by biases.
+    Row(
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 0",
+        {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
+    ),
     # Scripts of DeepSeek-V3 and its like give both; there the second one is not looked at.
     Row(
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-router-score-function sigmoid "
