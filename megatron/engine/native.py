@@ -252,6 +252,10 @@ class NativeEngine:
     def live(self) -> None:
         """Return None: only DeepSpeed's engine saves in DeepSpeed's layout."""
 
+    def values(self, parameter: nn.Parameter) -> Tensor:
+        """Return what this rank keeps of a parameter of its stage: all, or its elements, flat."""
+        return self._replica.values(parameter)
+
     def params_norm(self) -> float:
         """Return the L2 norm of all parameters of the model, each counted once.
 

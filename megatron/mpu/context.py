@@ -21,12 +21,12 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own def
 
 
 class CallObserver(Protocol):
-    """What is told of every communication of a rank before it is made."""
+    """Notified of every communication of a rank before it is made."""
 
     def collective(
         self, operation: str, tensor: Tensor | None, ranks: Sequence[int], *, is_equal: bool = True
     ) -> None:
-        """Be told of a call of all `ranks`, and of what this one sends.
+        """Record a call of all `ranks`, and what this one sends.
 
         Args:
             operation: with everything that has to be equal on all of them.
@@ -35,10 +35,10 @@ class CallObserver(Protocol):
         """
 
     def messages(self, messages: Sequence[MessageRecord]) -> None:
-        """Be told of messages that are posted together."""
+        """Record messages that are posted together."""
 
     def objects_of_absent(self, obj: object, ranks: Sequence[int]) -> list[object] | None:
-        """Return what each of `ranks` has where others give `obj`; None: ask the ranks."""
+        """Return the objects of `ranks` where they are not there; None: gather them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Group:
 
     `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
-    return at once. `observer` is told of calls before they are made: under --check-collectives it
-    compares them.
+    return at once. `observer` is notified of calls before they are made; that of
+    --check-collectives compares them.
     """
 
     ranks: tuple[int, ...]

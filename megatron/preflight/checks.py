@@ -55,3 +55,9 @@ CHECKS: tuple[Check, ...] = (
     checkpoint.checkpoint_format_can_hold_the_run,
     checkpoint.best_checkpoints_can_be_told,
 )
+
+# Those of flags that depend on neither machines nor files, for a run that is only planned.
+_MODULES = {part.__name__ for part in (config, context_parallel, experts, fp8)}
+_OF_FLAGS = [check for check in CHECKS if check.__module__ in _MODULES]
+_OF_DEVICE = fp8.device_multiplies_fp8
+LAYOUT_CHECKS: tuple[Check, ...] = tuple(c for c in _OF_FLAGS if c is not _OF_DEVICE)

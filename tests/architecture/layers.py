@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"model", "optimizer", "pipeline", "checkpoint"}),
     frozenset({"model_build"}),
     frozenset({"engine", "preflight", "generation"}),
-    frozenset({"loop"}),
+    frozenset({"loop", "planning"}),
     frozenset({"program"}),
     frozenset({"arguments"}),
     frozenset({"global_vars"}),

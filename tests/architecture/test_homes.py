@@ -74,11 +74,12 @@ HOMES = (
     Home(
         "joining and leaving the job",
         ("torch.distributed.init_process_group", "torch.distributed.destroy_process_group"),
-        # one benchmark has stages that compute nothing, and no run to initialise; megatron-core
-        # wants a job also of one process
+        # a plan joins ranks that are not there; one benchmark has stages that compute nothing, and
+        # no run to initialise; megatron-core wants a job also of one process
         (
             "megatron/initialize.py",
             "megatron/mpu/initialize.py",
+            "megatron/planning/rehearsal.py",
             "benchmarks/pipeline_bubble.py",
             "benchmarks/peers/packages.py",
         ),

@@ -10,6 +10,7 @@ from tests.mutants import (
     experts,
     formats,
     parallelism,
+    planning,
     programs,
     samples,
     sharding,
@@ -39,7 +40,7 @@ def removed_checks(root: Path) -> tuple[Mutant, ...]:
 
 MODULES = (
     *(parallelism, context_parallel, expert_parallel, experts, sharding, training, checkpoints),
-    *(formats, samples, programs, wiring),
+    *(formats, samples, programs, wiring, planning),
 )
 MUTANTS: dict[str, tuple[Mutant, ...]] = {
     subject: mutants for module in MODULES for subject, mutants in module.SUBJECTS.items()

@@ -15,7 +15,7 @@ from megatron.preflight import (
     machine,
     memory,
 )
-from megatron.preflight.checks import CHECKS, MODEL_CHECKS
+from megatron.preflight.checks import CHECKS, LAYOUT_CHECKS, MODEL_CHECKS
 from megatron.preflight.run import collect_findings
 from tests.support.tiny import write_tiny_corpus
 from tests.unit.preflight.plans import plan
@@ -36,6 +36,15 @@ def test_every_check_that_is_written_is_run_once() -> None:
     assert set(CHECKS) == written
     assert len(CHECKS) == len(written)
     assert set(MODEL_CHECKS) < set(CHECKS)
+
+
+def test_a_layout_is_checked_without_machines_and_files() -> None:
+    modules = {check.__module__.rpartition(".")[2] for check in LAYOUT_CHECKS}
+    assert modules == {"config", "context_parallel", "experts", "fp8"}
+    assert config.heads_split_over_tensor_parallel_ranks in LAYOUT_CHECKS
+    assert experts.experts_can_be_shared_out in LAYOUT_CHECKS
+    assert fp8.fp8_has_layers in LAYOUT_CHECKS
+    assert fp8.device_multiplies_fp8 not in LAYOUT_CHECKS
 
 
 def test_a_good_run_passes_every_check(tmp_path: Path) -> None:

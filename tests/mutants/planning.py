@@ -1,0 +1,97 @@
+"""Errors in plans of steps of ranks that are not there."""
+
+from tests.mutants.mutant import Mutant
+
+_UNIT = "tests/unit/planning/"
+_REAL = "tests/distributed/planning/test_rehearsal.py::test_a_plan_is_what_ranks_send_and_keep"
+_REHEARSAL = f"{_UNIT}test_rehearsal.py::"
+
+SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "planning": (
+        Mutant(
+            "a plan counts the messages that a rank sends",
+            "megatron/planning/calls.py",
+            "        if message.sends:\n            self.add",
+            "        if not message.sends:\n            self.add",
+            f"{_UNIT}test_calls.py::test_of_messages_those_count_that_are_sent",
+        ),
+        Mutant(
+            "a planned rank knows which stages share a weight",
+            "megatron/planning/calls.py",
+            "return [stage[at] for stage in self._stages] or [obj] * len(ranks)",
+            "return [obj] * len(ranks)",
+            f"{_UNIT}test_calls.py::test_stages_that_are_not_there_gather_what_they_gave_before",
+        ),
+        Mutant(
+            "memory of a tensor that is gone does not count",
+            "megatron/planning/meter.py",
+            "self._live -= self._held.pop(key)[1]",
+            "self._held.pop(key)",
+            f"{_UNIT}test_meter.py::test_bytes_count_while_a_tensor_is_alive_and_views_do_not[meta]",
+        ),
+        Mutant(
+            "memory that a storage gets back counts",
+            "megatron/planning/meter.py",
+            "        for key in self._resized:\n            self._measure(key)\n",
+            "",
+            f"{_UNIT}test_meter.py::test_memory_that_comes_and_goes_is_followed",
+        ),
+        Mutant(
+            "further micro-batches add as much as the last ones",
+            "megatron/planning/rehearsal.py",
+            "return first + int(times) * (second - first)",
+            "return second + int(times) * (second - first)",
+            f"{_REHEARSAL}test_few_microbatches_tell_of_all[1f1b]",
+        ),
+        Mutant(
+            "a plan divides the tokens of experts over tensor-parallel ranks",
+            "megatron/planning/rehearsal.py",
+            "            tokens //= grid.tp\n",
+            "            pass\n",
+            f"{_REAL}[experts shared out, sequence parallel]",
+        ),
+        Mutant(
+            "a plan starts from a step that has sent its headers",
+            "megatron/planning/rehearsal.py",
+            "run_step(engine, world, 1)  # the first step makes",
+            "pass  # the first step makes",
+            f"{_REAL}[zero-bubble]",
+        ),
+        Mutant(
+            "stages that hand over different carries are not planned",
+            "megatron/planning/rehearsal.py",
+            "    if other:\n",
+            "    if False:\n",
+            f"{_REHEARSAL}test_stages_that_hand_over_something_else_are_refused",
+        ),
+        Mutant(
+            "a gather moves the parts of all ranks",
+            "megatron/planning/hardware.py",
+            'whole = size * count if operation == "all_gather" else size',
+            "whole = size",
+            f"{_UNIT}test_hardware.py::test_the_time_of_a_call",
+        ),
+        Mutant(
+            "reductions of replicas hide behind one micro-batch",
+            "megatron/planning/step_time.py",
+            "window = compute if every else compute / world.microbatches",
+            "window = compute",
+            f"{_UNIT}test_step_time.py::test_what_replicas_overlap_hides_behind_computation",
+        ),
+        Mutant(
+            "on meta attention keeps no scores unless a kernel that does is chosen",
+            "megatron/ops/attention.py",
+            "    if q.is_meta and torch.backends.cuda.flash_sdp_enabled():",
+            "    if q.is_meta:",
+            "tests/unit/ops/test_attention.py::"
+            "test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere",
+        ),
+        Mutant(
+            "nothing is drawn for a parameter on meta",
+            "megatron/model/init.py",
+            "        if parameter.is_meta:\n            continue  # it has no values\n",
+            "",
+            "tests/unit/model/test_init.py::test_nothing_is_drawn_for_a_tensor_without_values",
+        ),
+    ),
+}

@@ -1,0 +1,144 @@
+"""Steps of ranks that are not there; that plans are what real ranks do is in tests/distributed."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.engine.base import PretrainTask
+from megatron.errors import ConfigError, MegatronError
+from megatron.initialize import tokenizer_of
+from megatron.mpu.topology import Coord
+from megatron.planning import rehearsal
+from megatron.planning.rehearsal import World, flops_of_model, rehearse
+from pretrain_bert import bert_task
+from pretrain_gpt import gpt_task
+from tests.support.tiny import tiny_run
+
+PIPELINE: dict[str, Any] = {
+    "bf16": True,
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": 9,
+}
+
+
+def world_of(size: int, *, task: PretrainTask | None = None, **flags: Any) -> World:
+    config = tiny_run("nowhere", **flags)
+    return World.of(config, task or gpt_task(), tokenizer_of(config), size)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        {"pipeline_schedule": "gpipe"},
+        {"pipeline_schedule": "zero-bubble"},
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+    ],
+    ids=["1f1b", "interleaved", "gpipe", "zero-bubble", "recomputation"],
+)
+def test_few_microbatches_tell_of_all(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of(2, **PIPELINE, **flags)
+    few = rehearse(world, world.representatives())
+    assert len(rehearsal._few(world)) == 2
+    monkeypatch.setattr(rehearsal, "_few", lambda of: (of.microbatches,))
+    assert few == rehearse(world, world.representatives())
+
+
+def test_groups_are_those_of_the_grid_in_a_world_of_512() -> None:
+    flags = {
+        **{"bf16": True, "num_layers": 8, "num_attention_heads": 8, "global_batch_size": 32},
+        **{"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8},
+        **{"context_parallel_size": 2, "sequence_parallel": True},
+        **{"use_distributed_optimizer": True},
+    }
+    world = world_of(512, **flags)
+    rank = world.topology.rank(Coord(pp=3, dp=5, cp=1, tp=2))
+    (plan,) = rehearse(world, [rank])
+    groups = {kind.axis: kind.ranks for kind in plan.calls if kind.operation != "send"}
+    assert groups["tp"] == world.topology.peers(rank, "tp")
+    assert groups["dp_cp"] == world.topology.peers(rank, "dp", "cp")
+    assert groups["world"] == tuple(range(512))
+    sent = {(kind.axis, kind.ranks) for kind in plan.calls if kind.operation == "send"}
+    ring, stages = world.topology.peers(rank, "cp"), world.topology.peers(rank, "pp")
+    assert ("cp", (rank, next(other for other in ring if other != rank))) in sent
+    assert {ranks for axis, ranks in sent if axis == "pp"} == {
+        (rank, stages[2]),
+        (rank, stages[4]),
+    }
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"swiglu": True, "position_embedding_type": "rope", "tensor_model_parallel_size": 2},
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False},
+        {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+        {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    ],
+)
+def test_counted_flops_are_those_of_the_formula(flags: dict[str, Any]) -> None:
+    world = world_of(4, bf16=True, **flags)
+    (plan,) = rehearse(world, world.representatives())
+    tokens = world.samples * world.config.data.seq_length
+    counted = sum(plan.flops.values()) * world.topology.stage_size
+    assert counted == tokens * flops_of_model(world)[1]
+
+
+def test_a_plan_of_a_bert() -> None:
+    world = world_of(4, task=bert_task(), bf16=True, tensor_model_parallel_size=2)
+    (plan,) = rehearse(world, [3])
+    assert plan.coord == Coord(pp=0, dp=1, cp=0, tp=1)
+    assert {kind.axis for kind in plan.calls} >= {"tp", "dp_cp", "dp", "world"}
+
+
+def test_packed_rows_are_planned_too() -> None:
+    plain, packed = (world_of(1, bf16=True, sft=sft) for sft in (False, True))
+    (of_text,), (of_rows,) = (rehearse(world, [0]) for world in (plain, packed))
+    assert of_rows.flops == of_text.flops
+    assert of_rows.bytes.peak > of_text.bytes.peak  # masks by document
+
+
+def test_samples_of_a_kind_that_is_not_planned_are_refused() -> None:
+    with pytest.raises(ConfigError, match="samples of this kind are not planned") as raised:
+        rehearse(world_of(1, noise_density=0.15), [0])
+    assert raised.value.found == "windows of text with spans to write"
+
+
+def test_ranks_that_there_are_not_are_named() -> None:
+    with pytest.raises(ConfigError, match="no such ranks") as raised:
+        rehearse(world_of(4), [0, 4, -1])
+    assert raised.value.found == "rank 4, -1 of 4 ranks"
+    assert raised.value.fix == "choose among 0 to 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"tensor_model_parallel_size": 3}, "ranks do not divide into whole model replicas"),
+        ({"optimizer": "sgd"}, "the native engine and AdamW alone"),
+        ({"deepspeed": True}, "the native engine and AdamW alone"),
+        ({"global_batch_size": 6}, "global batch"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(flags: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        world_of(4, **flags)
+
+
+def test_stages_that_hand_over_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = rehearsal._survey
+
+    def narrower(world: World) -> Any:
+        objects, carry = survey(world)
+        return objects, tuple(one._replace(shape=(*one.shape[:-1], 8)) for one in carry)
+
+    monkeypatch.setattr(rehearsal, "_survey", narrower)
+    with pytest.raises(MegatronError, match="hand over different carries"):
+        rehearse(world_of(2, **PIPELINE), [0])

@@ -1,0 +1,214 @@
+"""Plan a training on ranks that are not there: bytes, FLOPs, communication, bubble and time.
+
+`python -m tools.plan --world-size N <the flags of the launch of pretrain_gpt.py>`. The code of the
+run itself does a step on `meta`, in this process; nothing is read but the tokenizer. See
+docs/planning.md.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if importlib.util.find_spec("megatron") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.arguments import parse_args
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.initialize import tokenizer_of
+from megatron.launch import Launch
+from megatron.planning.calls import sums_by
+from megatron.planning.hardware import Hardware, read_hardware
+from megatron.planning.rehearsal import RankPlan, World, flops_of_model, rehearse
+from megatron.planning.step_time import StepTime, bubble, model_flops_share, step_time
+from megatron.preflight.checks import LAYOUT_CHECKS
+from megatron.preflight.run import RunPlan, run_preflight
+from megatron.program import run_program
+from pretrain_bert import bert_task
+from pretrain_gpt import gpt_task
+
+GIB, MIB = 2**30, 2**20
+
+
+class Plan(NamedTuple):
+    """The result for the chosen ranks, and what is known of the whole world."""
+
+    world: World
+    ranks: tuple[RankPlan, ...]
+    model_flops: tuple[int, int]  # of a token, by formula: of the model; with what is recomputed
+    bubble_share: float  # if forward and backward take as long as their FLOPs, and messages no time
+    hardware: Hardware | None
+    time: StepTime | None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the flags, rehearse the step, and print the plan."""
+    plan = plan_of(argv)
+    if plan.world.config.extra["json"]:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        print("\n".join(as_text(plan)))
+
+
+def plan_of(argv: Sequence[str] | None = None) -> Plan:
+    """Return the plan that a command line asks for.
+
+    Raises:
+        PreflightError: with all that is wrong with the flags and the layout.
+        ConfigError: there is no such rank, or the hardware is not described well.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    is_bert = "bert" in given[given.index("--task") + 1 :][:1] if "--task" in given else False
+    config = parse_args(
+        argv,
+        extra_args_provider=_own_flags,
+        args_defaults={
+            "tokenizer_type": "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
+        },
+    )
+    extra = config.extra
+    size, hardware = int(extra["world_size"]), _hardware(extra["hardware"], config)
+    if size < 1:
+        raise ConfigError("a world has no ranks", found=f"--world-size {size}", fix="use 1 or more")
+    tokenizer = tokenizer_of(config)
+    launch = Launch(world_size=size, local_world_size=size)
+    run_preflight(RunPlan(config, launch, tokenizer), LAYOUT_CHECKS)
+    world = World.of(config, _task(config, is_bert), tokenizer, size)
+    ranks = rehearse(world, extra["ranks"] or world.representatives())
+    time = None if hardware is None else step_time(world, ranks, hardware)
+    share = bubble(world).bubble_share
+    return Plan(world, ranks, flops_of_model(world), share, hardware, time)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON values: bytes, FLOPs and seconds."""
+    grid = plan.world.topology
+    found: dict[str, Any] = {
+        "layout": {axis: grid.size(axis) for axis in ("tp", "pp", "dp", "cp", "ep")},
+        "microbatches": plan.world.microbatches,
+        "samples": plan.world.samples,
+        "bubble_share": plan.bubble_share,
+        "flops_by_formula": _flops_by_formula(plan),
+        "ranks": [_rank_as_json(rank) for rank in plan.ranks],
+    }
+    if plan.time is not None:
+        found["seconds"] = plan.time._asdict()
+        found["tokens_per_second_per_rank"] = _tokens_per_second(plan) / grid.world_size
+        found["mfu"] = _mfu(plan)
+    return found
+
+
+def as_text(plan: Plan) -> Iterator[str]:
+    """Yield the lines of the tables."""
+    world = plan.world
+    sizes = " x ".join(f"{axis} {world.topology.size(axis)}" for axis in ("tp", "pp", "dp", "cp"))
+    yield f"{world.topology.world_size} ranks: {sizes}, ep {world.topology.ep}"
+    yield f"a step: {world.samples} samples, {world.microbatches} micro-batches of each replica"
+    yield ""
+    yield "GiB on a rank, and its FLOPs of a step"
+    names = ("weights", "gradients", "optimizer", "in a step", "peak")
+    yield f"{'rank':>6} {'stage':>6}" + "".join(f"{name:>11}" for name in names) + f"{'FLOPs':>12}"
+    for rank in plan.ranks:
+        held = rank.bytes
+        sizes_of_rank = (held.weights, held.gradients, held.optimizer, held.step, held.peak)
+        columns = "".join(f"{size / GIB:11.3f}" for size in sizes_of_rank)
+        yield f"{rank.rank:>6} {rank.coord.pp:>6}{columns}{sum(rank.flops.values()):12.4g}"
+    if plan.world.representatives() == tuple(rank.rank for rank in plan.ranks):
+        share = _flops_counted(plan) / _flops_by_formula(plan)
+        yield f"counted FLOPs of all ranks: {share:.4%} of those by formula"
+    yield ""
+    for rank in plan.ranks:
+        yield f"rank {rank.rank} sends in a step"
+        yield f"  {'axis':<7}{'ranks':>6}  {'operation':<16}{'calls':>9}{'MiB':>14}  in"
+        rows = sums_by(rank.calls, "axis", "operation", "phase", "ranks")
+        for (axis, operation, phase, ranks), one in rows.items():
+            sent = f"{one.calls:>9}{one.bytes / MIB:>14.3f}"
+            yield f"  {axis:<7}{len(ranks):>6}  {operation:<16}{sent}  {phase}"
+    yield ""
+    yield f"bubble: {plan.bubble_share:.2%} of the passes, if messages take no time"
+    if plan.time is not None:
+        yield from _time_as_text(plan, plan.time)
+
+
+def _own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("the plan")
+    add = group.add_argument
+    add("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
+    add("--task", choices=("gpt", "bert"), default="gpt", help="whose flags they are [gpt]")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        metavar="RANK",
+        help="ranks to plan; one of every pipeline stage if not given",
+    )
+    add("--hardware", metavar="FILE", help="JSON about the machines, for a time")
+    add("--json", action="store_true", help="print JSON for programs")
+    return parser
+
+
+def _hardware(path: str | None, config: RunConfig) -> Hardware | None:
+    if path is None:
+        return None
+    hardware = read_hardware(Path(path))
+    hardware.peak(config)  # raises at once where it is missing
+    return hardware
+
+
+def _task(config: RunConfig, is_bert: bool) -> Any:
+    return bert_task(order_head=config.data.bert_binary_head) if is_bert else gpt_task()
+
+
+def _rank_as_json(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "coordinate": rank.coord._asdict(),
+        "bytes": rank.bytes._asdict(),
+        "flops": rank.flops,
+        "calls": [
+            {**kind._asdict(), "calls": one.calls, "bytes": one.bytes}
+            for kind, one in rank.calls.items()
+        ],
+    }
+
+
+def _flops_counted(plan: Plan) -> int:
+    """Return those of all ranks: of a stage all have as many, but for a rest of rows of experts."""
+    ranks_of_stage = plan.world.topology.stage_size
+    return ranks_of_stage * sum(sum(rank.flops.values()) for rank in plan.ranks)
+
+
+def _flops_by_formula(plan: Plan) -> int:
+    return plan.model_flops[1] * plan.world.samples * plan.world.config.data.seq_length
+
+
+def _tokens_per_second(plan: Plan) -> float:
+    assert plan.time is not None  # noqa: S101  # invariant: callers have asked
+    return plan.world.samples * plan.world.config.data.seq_length / plan.time.total
+
+
+def _mfu(plan: Plan) -> float:
+    assert plan.hardware is not None  # noqa: S101  # invariant: there is a time
+    return model_flops_share(
+        _tokens_per_second(plan), plan.model_flops[0], plan.world, plan.hardware
+    )
+
+
+def _time_as_text(plan: Plan, time: StepTime) -> Iterator[str]:
+    yield ""
+    yield f"a step takes about {time.total:.3f} s:"
+    parts = {"computation": time.compute}
+    parts |= {f"communication over {axis}": seconds for axis, seconds in time.exposed.items()}
+    parts |= {"idle between stages": time.bubble, "update": time.update}
+    for name, seconds in parts.items():
+        yield f"  {name:<28}{seconds:>10.4f} s {seconds / time.total:>8.2%}"
+    each = _tokens_per_second(plan) / plan.world.topology.world_size
+    yield f"{each:.1f} tokens/s on each rank, MFU {_mfu(plan):.2%}"
+
+
+if __name__ == "__main__":
+    run_program(main)
