@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of
 from megatron.launch import Launch
-from megatron.planning.calls import sums_by
+from megatron.planning.calls import CallSum
 from megatron.planning.hardware import Hardware, read_hardware
 from megatron.planning.rehearsal import RankPlan, World, flops_of_model, rehearse
 from megatron.planning.step_time import StepTime, bubble, model_flops_share, step_time
@@ -121,17 +121,28 @@ def as_text(plan: Plan) -> Iterator[str]:
         share = _flops_counted(plan) / _flops_by_formula(plan)
         yield f"counted FLOPs of all ranks: {share:.4%} of those by formula"
     yield ""
+    senders: dict[tuple[str, ...], list[str]] = {}
     for rank in plan.ranks:
-        yield f"rank {rank.rank} sends in a step"
-        yield f"  {'axis':<7}{'ranks':>6}  {'operation':<16}{'calls':>9}{'MiB':>14}  in"
-        rows = sums_by(rank.calls, "axis", "operation", "phase", "ranks")
-        for (axis, operation, phase, ranks), one in rows.items():
-            sent = f"{one.calls:>9}{one.bytes / MIB:>14.3f}"
-            yield f"  {axis:<7}{len(ranks):>6}  {operation:<16}{sent}  {phase}"
+        senders.setdefault(tuple(_sent_as_text(rank)), []).append(str(rank.rank))
+    for lines, ranks in senders.items():
+        yield f"sent in a step by rank {', '.join(ranks)}"
+        yield from lines
     yield ""
     yield f"bubble: {plan.bubble_share:.2%} of the passes, if messages take no time"
     if plan.time is not None:
         yield from _time_as_text(plan, plan.time)
+
+
+def _sent_as_text(rank: RankPlan) -> Iterator[str]:
+    yield f"  {'axis':<7}{'ranks':>6}  {'operation':<16}{'calls':>9}{'MiB':>14}  in"
+    rows: dict[tuple[str, str, str, int], CallSum] = {}
+    for kind, one in rank.calls.items():
+        row = kind.axis, kind.phase, kind.operation, len(kind.ranks)
+        calls, size = rows.get(row, CallSum(0, 0))
+        rows[row] = CallSum(calls + one.calls, size + one.bytes)
+    for (axis, phase, operation, count), one in sorted(rows.items()):
+        sent = f"{one.calls:>9}{one.bytes / MIB:>14.3f}"
+        yield f"  {axis:<7}{count:>6}  {operation:<16}{sent}  {phase}"
 
 
 def _own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ rank passes to a call; how many of them travel depends on the algorithm.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -157,13 +157,3 @@ class _Axis:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def sums_by(calls: Mapping[CallKind, CallSum], *names: str) -> dict[tuple[str, ...], CallSum]:
-    """Return the sums by these fields of their kind, in the order in which they first occur."""
-    found: dict[tuple[str, ...], CallSum] = {}
-    for kind, one in calls.items():
-        key = tuple(getattr(kind, name) for name in names)
-        before = found.get(key, CallSum(0, 0))
-        found[key] = CallSum(before.calls + one.calls, before.bytes + one.bytes)
-    return found

@@ -33,8 +33,8 @@ def test_a_plan_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert "16 ranks: tp 2 x pp 2 x dp 4 x cp 1, ep 1" in text
     assert "counted FLOPs of all ranks: 100.0000% of those by formula" in text
-    assert "rank 0 sends in a step" in text
-    assert "rank 8 sends in a step" in text
+    assert "sent in a step by rank 0" in text
+    assert "sent in a step by rank 8" in text
     assert "bubble: 20.00% of the passes" in text
     assert "tokens/s on each rank, MFU" in text
     for part in ("computation", "communication over tp", "idle between stages", "update"):

@@ -4,7 +4,7 @@ import torch
 
 from megatron.mpu.collective_checks import MessageRecord
 from megatron.mpu.context import ParallelContext
-from megatron.planning.calls import CallKind, CallLog, CallSum, Phases, sums_by
+from megatron.planning.calls import CallKind, CallLog, CallSum, Phases
 
 
 def test_calls_count_in_the_phase_that_runs_under_the_name_of_their_group() -> None:
@@ -53,12 +53,3 @@ def test_stages_that_are_not_there_gather_what_they_gave_before() -> None:
         assert group.observer is not None
         assert group.observer.objects_of_absent("own", (0, 1)) == ["own", "own"]
     assert log.objects == ["own"]
-
-
-def test_sums_are_by_the_fields_that_are_named() -> None:
-    calls = {
-        CallKind("forward-compute", "tp", "all_gather", (0, 1)): CallSum(2, 10),
-        CallKind("backward-compute", "tp", "all_gather", (0, 1)): CallSum(3, 5),
-        CallKind("optimizer", "world", "all_reduce", (0, 1)): CallSum(1, 8),
-    }
-    assert sums_by(calls, "axis") == {("tp",): CallSum(5, 15), ("world",): CallSum(1, 8)}

@@ -8,12 +8,25 @@ import torch.distributed as dist
 from megatron.engine.base import PretrainTask
 from megatron.errors import ConfigError, MegatronError
 from megatron.initialize import tokenizer_of
+from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Coord
 from megatron.planning import rehearsal
-from megatron.planning.rehearsal import World, flops_of_model, rehearse
+from megatron.planning.calls import Phases
+from megatron.planning.meter import OpMeter
+from megatron.planning.rehearsal import (
+    World,
+    engine_of,
+    flops_of_model,
+    rehearse,
+    run_step,
+)
 from pretrain_bert import bert_task
 from pretrain_gpt import gpt_task
 from tests.support.tiny import tiny_run
+
+# On `meta` torch makes other small tensors within some operations, and on a CPU our loss keeps the
+# memory of its logits.
+PEAK = 0.01
 
 PIPELINE: dict[str, Any] = {
     "bf16": True,
@@ -89,6 +102,29 @@ def test_counted_flops_are_those_of_the_formula(flags: dict[str, Any]) -> None:
     tokens = world.samples * world.config.data.seq_length
     counted = sum(plan.flops.values()) * world.topology.stage_size
     assert counted == tokens * flops_of_model(world)[1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cross_entropy_loss_fusion": False},
+        {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"},
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"num_experts": 4, "moe_router_topk": 4, "add_bias_linear": False},
+    ],
+)
+def test_the_peak_is_that_of_tensors_on_a_cpu(flags: dict[str, Any]) -> None:
+    world = world_of(1, **({"bf16": True, "hidden_size": 64} | flags))
+    (plan,) = rehearse(world, [0])
+    phases = Phases()
+    with OpMeter(phases) as meter:
+        engine = engine_of(world, ParallelContext.single(), phases)
+        run_step(engine, world, 1)
+        meter.reading()
+        run_step(engine, world, world.microbatches)
+        flops, peak = meter.reading()
+    assert plan.flops == flops
+    assert plan.bytes.peak == pytest.approx(peak, rel=PEAK)
 
 
 def test_a_plan_of_a_bert() -> None:
