@@ -65,6 +65,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fully sharded": STEP
     | {
         "data_parallel_sharding_strategy": "optim_grads_params",
+        "num_distributed_optimizer_instances": 2,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     },
