@@ -51,7 +51,7 @@ def attend_by_torch(
     On `meta`, where torch computes and keeps all scores, an operator that keeps none stands in for
     its fused kernels.
     """
-    if q.is_meta and torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+    if q.is_meta and _may_fuse():
         return attend_by_products(q, k, v, causal)
     return F.scaled_dot_product_attention(
         q,
@@ -69,6 +69,12 @@ def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     out: Tensor
     out, _ = torch.ops.megatron.attention(q, k, v, causal)
     return out
+
+
+def _may_fuse() -> bool:
+    """Return whether a kernel that stores no scores may be chosen (`sdpa_kernel`)."""
+    kernels = torch.backends.cuda
+    return bool(kernels.flash_sdp_enabled() or kernels.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 def for_each_head(keys: Tensor, heads: int) -> Tensor:

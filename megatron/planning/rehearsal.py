@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import device
+from megatron.config.optimizer import OptimizerKind
 from megatron.config.run import RunConfig
 from megatron.data.kinds.dataset_kind import DatasetKind
 from megatron.engine.base import BatchOptions, PretrainTask, RawBatch, StepPlan
@@ -101,13 +102,13 @@ class World:
         """
         for flag, is_given in (
             ("--deepspeed", config.engine.deepspeed),
-            ("--optimizer sgd", config.optimizer.optimizer.value == "sgd"),
+            ("--optimizer sgd", config.optimizer.optimizer is OptimizerKind.SGD),
+            ("--checkpoint-in-cpu", config.training.checkpoint_in_cpu),
+            ("--cpu-offloading-num-layers", config.training.cpu_offloading_num_layers > 0),
         ):
             if is_given:
                 raise ConfigError(
-                    "a plan is made of the native engine and AdamW alone",
-                    found=flag,
-                    fix=f"leave out {flag}",
+                    "a plan does not support a flag of the run", found=flag, fix=f"leave out {flag}"
                 )
         parallel = config.parallel
         topology = Topology.fill(

@@ -81,7 +81,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "on meta attention keeps no scores unless a kernel that does is chosen",
             "megatron/ops/attention.py",
-            "    if q.is_meta and torch.backends.cuda.flash_sdp_enabled():",
+            "    if q.is_meta and _may_fuse():",
             "    if q.is_meta:",
             "tests/unit/ops/test_attention.py::"
             "test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere",

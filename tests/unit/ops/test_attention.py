@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.model.attention import _KERNELS
 from megatron.ops.attention import _blocks, _by_position, _with_columns, attend_by_torch
 
 
@@ -42,8 +43,10 @@ def test_columns_subtract_a_number_that_has_more_digits_than_its_factor() -> Non
     assert not rows[..., 10:].any()
 
 
-@pytest.mark.parametrize("kernels", ["those of torch's choice", "the one that stores scores"])
-def test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere(kernels: str) -> None:
+@pytest.mark.parametrize("kernel", [None, *_KERNELS.values()])
+def test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere(
+    kernel: SDPBackend | None,
+) -> None:
     b, groups, heads, length, width = 1, 2, 4, 64, 8
     shapes = [(b, heads, length, width), *[(b, groups, length, width)] * 2]
     q, k, v = (torch.empty(shape, device="meta", requires_grad=True) for shape in shapes)
@@ -53,8 +56,8 @@ def test_scores_are_kept_on_meta_only_where_they_would_be_elsewhere(kernels: str
         kept.append(tensor.shape)
         return tensor
 
-    fused = kernels == "those of torch's choice"
-    chosen = nullcontext() if fused else sdpa_kernel(SDPBackend.MATH)
+    fused = kernel is not SDPBackend.MATH
+    chosen = nullcontext() if kernel is None else sdpa_kernel(kernel)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), chosen:
         out = attend_by_torch(q, k, v, causal=True)
     assert out.shape == q.shape

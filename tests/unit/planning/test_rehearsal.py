@@ -1,12 +1,13 @@
 """Steps of ranks that are not there; that plans are what real ranks do is in tests/distributed."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron.engine.base import PretrainTask
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError, MachineError, MegatronError
 from megatron.initialize import tokenizer_of
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.topology import Coord
@@ -28,6 +29,8 @@ from tests.support.tiny import tiny_run
 # memory of its logits.
 PEAK = 0.01
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
 PIPELINE: dict[str, Any] = {
     "bf16": True,
     "num_layers": 4,
@@ -48,7 +51,7 @@ def world_of(size: int, *, task: PretrainTask | None = None, **flags: Any) -> Wo
         {"num_virtual_stages_per_pipeline_rank": 2},
         {"pipeline_schedule": "gpipe"},
         {"pipeline_schedule": "zero-bubble"},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        RECOMPUTED,
     ],
     ids=["1f1b", "interleaved", "gpipe", "zero-bubble", "recomputation"],
 )
@@ -90,7 +93,7 @@ def test_groups_are_those_of_the_grid_in_a_world_of_512() -> None:
     "flags",
     [
         {"swiglu": True, "position_embedding_type": "rope", "tensor_model_parallel_size": 2},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        RECOMPUTED,
         {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False},
         {"context_parallel_size": 2, "cp_comm_type": "a2a"},
         {"attention_dropout": 0.1, "hidden_dropout": 0.1},
@@ -109,7 +112,7 @@ def test_counted_flops_are_those_of_the_formula(flags: dict[str, Any]) -> None:
     [
         {"cross_entropy_loss_fusion": False},
         {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"},
-        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        RECOMPUTED,
         {"num_experts": 4, "moe_router_topk": 4, "add_bias_linear": False},
     ],
 )
@@ -147,6 +150,12 @@ def test_samples_of_a_kind_that_is_not_planned_are_refused() -> None:
     assert raised.value.found == "windows of text with spans to write"
 
 
+def test_a_torch_without_the_fake_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(MachineError, match="fake process group is not where it is looked for"):
+        rehearse(world_of(1), [0])
+
+
 def test_ranks_that_there_are_not_are_named() -> None:
     with pytest.raises(ConfigError, match="no such ranks") as raised:
         rehearse(world_of(4), [0, 4, -1])
@@ -158,8 +167,10 @@ def test_ranks_that_there_are_not_are_named() -> None:
     ("flags", "problem"),
     [
         ({"tensor_model_parallel_size": 3}, "ranks do not divide into whole model replicas"),
-        ({"optimizer": "sgd"}, "the native engine and AdamW alone"),
-        ({"deepspeed": True}, "the native engine and AdamW alone"),
+        ({"optimizer": "sgd"}, "does not support a flag of the run"),
+        ({"deepspeed": True}, "does not support a flag of the run"),
+        ({"checkpoint_in_cpu": True} | RECOMPUTED, "does not support a flag of the run"),
+        ({"cpu_offloading_num_layers": 1}, "does not support a flag of the run"),
         ({"global_batch_size": 6}, "global batch"),
     ],
 )
