@@ -122,7 +122,7 @@ class ShardedParameters:
             found = {self._unit_of[p]: None for p in module.parameters() if p in self._unit_of}
             self._of_layer[at] = tuple(found)
         units = self._of_layer[at]
-        # A layer that is recomputed in its backward pass runs last of those that are.
+        # Of layers that are recomputed together, the one whose backward pass has begun is the last.
         self._gather(units, then=None if any(unit.in_backward for unit in units) else at + 1)
         carry = layer(carry)
         for tensor in carry:
