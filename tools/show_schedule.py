@@ -17,8 +17,8 @@ if importlib.util.find_spec("megatron") is None:
 from megatron.atomic import publish_file, temporary_name, write_error
 from megatron.errors import ConfigError
 from megatron.pipeline.action import ActionKind
-from megatron.pipeline.schedule import ScheduleName, build_schedule, pipeline_problems
-from megatron.pipeline.simulate import Durations, Simulation, StageTrace, Work, simulate
+from megatron.pipeline.schedule import ScheduleName, pipeline_problems
+from megatron.pipeline.simulate import Durations, Simulation, StageTrace, Work, simulate_schedule
 from megatron.pipeline.theory import bubble_share, peak_activations
 from megatron.program import run_program
 
@@ -52,18 +52,9 @@ class SchedulePlot(NamedTuple):
 
 def simulated(layout: SchedulePlot) -> Simulation:
     """Return one simulated step of all stages."""
-    schedules = [
-        build_schedule(
-            layout.name,
-            stage=stage,
-            num_stages=layout.stages,
-            num_microbatches=layout.microbatches,
-            num_chunks=layout.chunks,
-        )
-        for stage in range(layout.stages)
-    ]
-    return simulate(
-        schedules,
+    return simulate_schedule(
+        layout.name,
+        num_stages=layout.stages,
         num_microbatches=layout.microbatches,
         num_chunks=layout.chunks,
         durations=layout.durations,

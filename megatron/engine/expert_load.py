@@ -45,7 +45,7 @@ class ExpertLoads:
 
     @torch.no_grad()
     def finish(self, sums: Mapping[str, Tensor], applied: Tensor) -> dict[str, Tensor]:
-        """Move the biases if the step was `applied`; return scalars for `load_report`."""
+        """Move the biases if the step was `applied`; return scalars for `step_report`."""
         loads = sums[_LOADS].view(self._shape)
         means = loads.mean(dim=1, keepdim=True)
         for layer, router in self._routers.items():

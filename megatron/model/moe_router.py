@@ -80,11 +80,11 @@ class Router(nn.Module):
         if self._scaling != 1.0:
             shares = shares * self._scaling
         if self.training and torch.is_grad_enabled():
-            load = counts_of(chosen, self._experts).sum(0)
+            counts = counts_of(chosen, self._experts)
             loss = balance = None
             if self._has_loss:
-                loss, balance = self._losses(scores, logits, chosen)
-            shares = _WITH_LOSS(shares, loss, balance, load, self)
+                loss, balance = self._losses(scores, logits, counts)
+            shares = _WITH_LOSS(shares, loss, balance, counts.sum(0), self)
         return shares, chosen
 
     def note(self, balance: Tensor | None, load: Tensor) -> None:
@@ -104,7 +104,7 @@ class Router(nn.Module):
             return torch.zeros(self._experts, dtype=torch.int64, device=self.weight.device)
         return load
 
-    def _losses(self, scores: Tensor, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, scores: Tensor, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return each loss summed over the sequences, or this rank's summand of it.
 
         Ranks that share sequences, over tp or cp, have a summand each.
@@ -116,8 +116,9 @@ class Router(nn.Module):
         if self._balance > 0:
             # As in the paper, of the best experts of all, whatever else has a say in the choice.
             is_best = self._groups.number == 1 and self.expert_bias is None
-            best = chosen if is_best else logits.topk(self.taken, dim=-1).indices
-            busy = counts_of(best, scores.shape[-1]).to(scores.dtype)
+            if not is_best:
+                counts = counts_of(logits.topk(self.taken, dim=-1).indices, self._experts)
+            busy = counts.to(scores.dtype)
             if self._split:
                 busy = reduce_from_tp(busy, self._tp)
             busy = reduce_from_tp(busy, self._cp)

@@ -174,8 +174,9 @@ class ParallelContext:
             checks = CollectiveChecks(store, dist.get_rank(), seconds=check_seconds)
         maker = _GroupMaker(timeout, checks)
         everyone = tuple(range(topology.world_size))
-        dp_cp = maker.make(topology.groups("dp", "cp"))
-        edp = maker.make(topology.expert_replica_groups())
+        # Enumerated once: a world may have thousands of ranks.
+        dense, experts = topology.groups("dp", "cp"), topology.expert_replica_groups()
+        dp_cp, edp = maker.make(dense), maker.make(experts)
         ctx = cls(
             topology,
             world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks),
@@ -189,8 +190,7 @@ class ParallelContext:
             edp=edp,
             model=maker.make(topology.groups("pp", "tp")),
             replicas=ReplicaGroups(
-                maker.parts(dp_cp, topology.groups("dp", "cp"), topology),
-                maker.parts(edp, topology.expert_replica_groups(), topology),
+                maker.parts(dp_cp, dense, topology), maker.parts(edp, experts, topology)
             ),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:

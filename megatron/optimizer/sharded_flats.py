@@ -54,6 +54,12 @@ def _flat(
     return Flat(members, plan, share, group, own.across, room)
 
 
+def own_share(flat: Flat) -> ElementRange:
+    """Return the elements of a sharded `flat` that this rank keeps."""
+    (bucket,) = flat.plan.buckets
+    return bucket.share(flat.group.rank, flat.group.size)
+
+
 def own_ranges(flat: Flat) -> tuple[ElementRange, ...]:
     """Return for each parameter of `flat` its flattened elements that this rank owns."""
     return owned_ranges(flat.plan, flat.group.rank, flat.group.size)
@@ -61,8 +67,7 @@ def own_ranges(flat: Flat) -> tuple[ElementRange, ...]:
 
 def own_elements(flat: Flat) -> tuple[Tensor, ...]:
     """Return for each parameter of a sharded `flat` those elements in its share: [owned] each."""
-    (bucket,) = flat.plan.buckets
-    share = bucket.share(flat.group.rank, flat.group.size)
+    share = own_share(flat)
     return tuple(
         flat.data[max(place.start - share.start, 0) :][: owned.size]
         for place, owned in zip(flat.plan.places, own_ranges(flat))

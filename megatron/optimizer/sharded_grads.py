@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from megatron.mpu.collectives import start_all_reduce, start_reduce_scatter
 from megatron.optimizer.grad_buffer import HALF_DTYPES, Arrivals, Flat, GradBuffer, Reduction, cut
 from megatron.optimizer.releasable import ReleasableTensor
-from megatron.optimizer.sharded_flats import own_elements, sharded_flats
+from megatron.optimizer.sharded_flats import own_elements, own_share, sharded_flats
 
 
 class ShardedGradBuffer(GradBuffer):
@@ -85,9 +85,9 @@ class ShardedGradBuffer(GradBuffer):
         reduction.waits_for = len(flat.parameters)
         for member in reduction.arrivals:
             member.sum.is_empty = True
-        share = reduction.bucket.share(flat.group.rank, flat.group.size)
         whole = _room(flat).tensor
-        reduction.pending = start_reduce_scatter(whole, flat.group, out=cut(whole, share))
+        own = cut(whole, own_share(flat))
+        reduction.pending = start_reduce_scatter(whole, flat.group, out=own)
         self._running = reduction
         if not self._overlap:
             self._complete()

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from megatron.mpu.collectives import Pending, start_all_gather
 from megatron.mpu.context import ReplicaGroups
 from megatron.optimizer.buckets import ElementRange
-from megatron.optimizer.grad_buffer import Flat
+from megatron.optimizer.grad_buffer import Flat, cut
 from megatron.optimizer.releasable import ReleasableTensor
-from megatron.optimizer.sharded_flats import own_elements, own_ranges, sharded_flats
+from megatron.optimizer.sharded_flats import own_elements, own_ranges, own_share, sharded_flats
 
 Tensors = tuple[Tensor, ...]
 
@@ -82,8 +82,7 @@ class ShardedParameters:
             for parameter, view in zip(flat.parameters, views):
                 view.copy_(parameter.detach())
                 parameter.data = view
-            (bucket,) = flat.plan.buckets
-            flat.data.copy_(room.tensor[slice(*bucket.share(flat.group.rank, flat.group.size))])
+            flat.data.copy_(cut(room.tensor, own_share(flat)))
             room.release()
             unit = _Unit(flat, room)
             self._units.append(unit)

@@ -21,6 +21,7 @@ from megatron.pipeline.action import (
     peer_of,
     virtual_stage,
 )
+from megatron.pipeline.schedule import build_schedule
 
 _FORWARD_MESSAGES = frozenset({ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD})
 
@@ -67,6 +68,30 @@ class Simulation(NamedTuple):
         """The part of the step, from 0 to 1, in which stages are idle."""
         busy = sum(work.stop - work.start for stage in self.stages for work in stage.work)
         return 1.0 - busy / (self.makespan * len(self.stages))
+
+
+def simulate_schedule(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    durations: Durations = Durations(),  # noqa: B008  # immutable
+) -> Simulation:
+    """Return the times of one step of all stages under the schedule `name`; see `simulate`."""
+    schedules = [
+        build_schedule(
+            name,
+            stage=stage,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+        )
+        for stage in range(num_stages)
+    ]
+    return simulate(
+        schedules, num_microbatches=num_microbatches, num_chunks=num_chunks, durations=durations
+    )
 
 
 def simulate(

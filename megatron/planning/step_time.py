@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.pipeline.plan import pipeline_plan
-from megatron.pipeline.schedule import build_schedule
-from megatron.pipeline.simulate import Durations, Simulation, simulate
+from megatron.pipeline.simulate import Durations, Simulation, simulate_schedule
 from megatron.planning.hardware import Hardware
 from megatron.planning.rehearsal import RankPlan, World
 
@@ -31,18 +30,9 @@ class StepTime(NamedTuple):
 def bubble(world: World, durations: Durations = Durations()) -> Simulation:  # noqa: B008  # immutable
     """Return the simulated passes of all stages, of such durations for one chunk."""
     plan = pipeline_plan(world.config.parallel, world.config.model.num_layers)
-    schedules = [
-        build_schedule(
-            plan.schedule,
-            stage=stage,
-            num_stages=plan.num_stages,
-            num_microbatches=world.microbatches,
-            num_chunks=plan.num_chunks,
-        )
-        for stage in range(plan.num_stages)
-    ]
-    return simulate(
-        schedules,
+    return simulate_schedule(
+        plan.schedule,
+        num_stages=plan.num_stages,
         num_microbatches=world.microbatches,
         num_chunks=plan.num_chunks,
         durations=durations,

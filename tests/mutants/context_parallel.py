@@ -55,8 +55,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients are summed over ranks that share sequences",
             "megatron/mpu/context.py",
-            'dp_cp = maker.make(topology.groups("dp", "cp"))',
-            'dp_cp = maker.make(topology.groups("dp"))',
+            'dense, experts = topology.groups("dp", "cp")',
+            'dense, experts = topology.groups("dp")',
             _MIXTRAL,
         ),
         Mutant(
