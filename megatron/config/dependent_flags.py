@@ -161,6 +161,45 @@ def _num_experts(given: GivenFlags) -> Iterator[Meaning]:
             fix="add --expert-interval 2, or --expert-interval 1 for every layer",
         )
 
+    drops = "moe_expert_capacity_factor" in given.values
+    if deepspeed_flags and not drops and _DROPLESS not in given.words:
+        yield ConfigError(
+            "Megatron-DeepSpeed drops the tokens beyond a capacity of 1.0 unless a flag says "
+            "otherwise",
+            found=f"{deepspeed_flags[0]} without --moe-train-capacity-factor",
+            fix=f"add {_DROPLESS}, or --moe-train-capacity-factor 1.0, of each sequence here",
+        )
+
+
+_DROPLESS = "--disable-moe-token-dropping"
+
+
+def _without_dropping(given: GivenFlags) -> Iterator[Meaning]:
+    if _DROPLESS not in given.words:
+        return
+    factor = given.values.get("moe_expert_capacity_factor")
+    if factor is None:
+        yield NoChange("without --moe-expert-capacity-factor no token is dropped")
+    else:
+        yield ConfigError(
+            "experts have a capacity, and no token beyond it is to be dropped",
+            found=f"--moe-expert-capacity-factor {factor}, {_DROPLESS}",
+            fix="leave one of the two out",
+        )
+
+
+def _padded_to_capacity(given: GivenFlags) -> Iterator[Meaning]:
+    if "--moe-pad-expert-input-to-capacity" not in given.words:
+        return
+    if given.values.get("moe_expert_capacity_factor") is None:
+        yield ConfigError(
+            "there is no capacity to which the tokens of an expert could be padded",
+            found="--moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor",
+            fix="leave it out, or give --moe-expert-capacity-factor, such as 1.25",
+        )
+    else:
+        yield NoChange("padding changes no number, and takes time")
+
 
 def _balance_without_weight(given: GivenFlags) -> Iterator[Meaning]:
     kind = given.values.get("moe_router_load_balancing_type")
@@ -238,9 +277,22 @@ DEPENDENT: tuple[DependentFlag, ...] = (
     DependentFlag(
         "--num-experts",
         "above 1 refused without `--moe-router-topk`, and beside a flag that only "
-        "Megatron-DeepSpeed has without `--moe-loss-coeff` and `--expert-interval`: its defaults "
-        "are 1, 0.1 and 2",
+        "Megatron-DeepSpeed has without `--moe-loss-coeff`, `--expert-interval` and "
+        "`--moe-train-capacity-factor` (or `--disable-moe-token-dropping`): its defaults are 1, "
+        "0.1, 2 and 1.0",
         _num_experts,
+    ),
+    DependentFlag(
+        _DROPLESS,
+        "no effect; refused beside `--moe-expert-capacity-factor`",
+        _without_dropping,
+        is_ours=False,
+    ),
+    DependentFlag(
+        "--moe-pad-expert-input-to-capacity",
+        "no effect beside `--moe-expert-capacity-factor`; refused without it, as in Megatron-LM",
+        _padded_to_capacity,
+        is_ours=False,
     ),
     DependentFlag(
         "--moe-router-load-balancing-type",

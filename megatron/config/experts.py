@@ -24,6 +24,13 @@ class RouterScoreFunction(StrEnum):
     SIGMOID = "sigmoid"
 
 
+class TokenDropPolicy(StrEnum):
+    """Which tokens an expert takes of those that are more than its capacity."""
+
+    PROBS = "probs"  # those with the largest shares
+    POSITION = "position"  # the first in the sequence
+
+
 _ASSIGNS_TOGETHER = (
     "it assigns the tokens of a micro-batch together, so that its size would change the model"
 )
@@ -68,6 +75,12 @@ class _Flags(Protocol):
     def moe_router_enable_expert_bias(self) -> bool: ...
     @property
     def moe_router_bias_update_rate(self) -> float: ...
+    @property
+    def moe_expert_capacity_factor(self) -> float | None: ...
+    @property
+    def moe_eval_capacity_factor(self) -> float | None: ...
+    @property
+    def moe_min_capacity(self) -> int: ...
     @property
     def moe_router_load_balancing_type(self) -> str: ...
     @property
@@ -143,6 +156,7 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             found="--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
             fix="give the width of the shared expert, or leave the gate out",
         )
+    yield from _capacity_problems(flags)
     yield from _layer_problems(flags)
     yield from _balance_problems(flags)
 
@@ -181,6 +195,32 @@ def _group_problems(flags: _Flags) -> Iterator[ConfigError]:
             fix=f"use a --moe-router-topk that {chosen} divides, at most "
             f"{chosen * (experts // groups)}",
         )
+
+
+def _capacity_problems(flags: _Flags) -> Iterator[ConfigError]:
+    for name in ("moe_expert_capacity_factor", "moe_eval_capacity_factor"):
+        factor: float | None = getattr(flags, name)
+        yield from check_field(
+            factor is None or 0 < factor < math.inf,
+            name,
+            factor,
+            problem="it is not a positive number",
+            fix="use a number such as 1.25, or leave it out, and no token is dropped",
+        )
+    if flags.moe_expert_capacity_factor is None and flags.moe_eval_capacity_factor is not None:
+        yield ConfigError(
+            "tokens would be dropped in evaluations alone",
+            found=f"--moe-eval-capacity-factor {flags.moe_eval_capacity_factor} without "
+            "--moe-expert-capacity-factor",
+            fix="give both, or neither",
+        )
+    yield from check_field(
+        flags.moe_min_capacity >= 1,
+        "moe_min_capacity",
+        flags.moe_min_capacity,
+        problem="an expert takes at least one token of a sequence",
+        fix="use a whole number above 0, such as the default 1",
+    )
 
 
 def _layer_problems(flags: _Flags) -> Iterator[ConfigError]:

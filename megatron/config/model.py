@@ -12,6 +12,7 @@ from megatron.config.experts import (
     NO_BALANCE,
     PER_SEQUENCE,
     RouterScoreFunction,
+    TokenDropPolicy,
     expert_problems,
 )
 from megatron.config.fields import check_field, default_of, flag, raise_all, to_plain
@@ -219,6 +220,23 @@ class ModelConfig:
     )
     moe_router_bias_update_rate: float = flag(
         1e-3, help="how far a step moves the biases of experts"
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        help="most tokens of a sequence that an expert takes, over those that it would take if all "
+        "experts were alike; what is more is dropped; not set: none is",
+        aliases=("--moe-train-capacity-factor",),
+    )
+    moe_eval_capacity_factor: float | None = flag(
+        None, help="the same in evaluations; when not set as in training"
+    )
+    moe_min_capacity: int = flag(
+        1, help="least number of tokens of a sequence that a capacity comes to"
+    )
+    moe_token_drop_policy: TokenDropPolicy = flag(
+        TokenDropPolicy.PROBS,
+        help="tokens that an expert takes up to its capacity: those with the largest shares "
+        "(probs), or the first in the sequence (position)",
     )
     moe_router_load_balancing_type: str = flag(
         NO_BALANCE,
@@ -516,7 +534,8 @@ _ACTIVATION_FLAGS = ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")
 # Used in training only: they do not change the output for given weights.
 _ROUTER_TRAINING = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    "moe_router_bias_update_rate",
+    *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_eval_capacity_factor"),
+    *("moe_min_capacity", "moe_token_drop_policy"),
 )
 _LAYER_FLAGS = ("moe_layer_freq", "expert_interval")
 _EXPERT_FLAGS = (

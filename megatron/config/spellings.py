@@ -18,7 +18,6 @@ class NoEffect(NamedTuple):
 
 _FUSED = "the arithmetic is the same with and without fused kernels"
 _FAST = "attention always uses the fastest kernel torch offers"
-_DROPLESS = "experts take every token that chose them, so there is no capacity to give"
 _GROUPED = "the tokens of each expert are one matrix already"
 _TILES = "it saves memory and changes no result; ZeRO stage 3 gathers whole matrices"
 
@@ -106,11 +105,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--moe-router-fusion": NoEffect(0, _FUSED),
     "--moe-shared-expert-overlap": NoEffect(0, "overlap does not change results"),
     "--moe-per-layer-logging": NoEffect(0, "load_balancing_loss is logged over all layers"),
-    **dict.fromkeys(
-        ("--moe-train-capacity-factor", "--moe-eval-capacity-factor", "--moe-min-capacity"),
-        NoEffect(1, _DROPLESS),
-    ),
-    "--disable-moe-token-dropping": NoEffect(0, _DROPLESS),
     "--disable-moe-top2-2nd-expert-sampling": NoEffect(0, "experts are never drawn at random"),
     "--enable-expert-tensor-parallelism": NoEffect(
         0, "experts are split over tensor-parallel ranks unless they are shared out"
@@ -201,9 +195,6 @@ NOT_YET: Mapping[str, str] = {
     "--apply-layernorm-1p": "--normalization LayerNorm",
     "--embedding-weights-in-fp32": "--fp32-residual-connection",
     "--num-experts-switch": "--num-experts with --moe-router-topk 1 and --moe-router-pre-softmax",
-    "--moe-expert-capacity-factor": "no capacity: experts take every token; leave it out",
-    "--moe-pad-expert-input-to-capacity": "no capacity: experts take every token; leave it out",
-    "--moe-token-drop-policy": "no capacity: experts take every token; leave it out",
     "--moe-input-jitter-eps": "a router without noise; leave it out",
     "--moe-router-force-load-balancing": "a choice by the router; leave it out",
     "--moe-use-upcycling": "tools/upcycle_checkpoint.py, and --load of what it writes",

@@ -126,7 +126,8 @@ class StepReport:
     load_balancing_loss: float | None = None
     # Tokens of an expert over the mean of its layer's experts: the largest of all.
     most_loaded_expert: float | None = None
-    idle_experts: int | None = None  # that no token of the global batch took, over all layers
+    idle_experts: int | None = None  # that no token of the global batch chose, over all layers
+    dropped_tokens: float | None = None  # with a capacity, the dropped share of all choices
     # Mean of log^2 Z over the tokens that the first loss counts, without its weight.
     z_loss: float | None = None
     signals: tuple[bool, ...] = ()  # for each that was given to the step: did any rank set it

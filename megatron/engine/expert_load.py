@@ -18,7 +18,8 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import ScalarSums
 
 _LOADS = "tokens of experts"
-MOST_LOADED, IDLE = "most loaded expert", "idle experts"  # among the scalars of a step
+# Among the scalars of a step.
+MOST_LOADED, IDLE, DROPPED = "most loaded expert", "idle experts", "dropped tokens"
 
 
 class ExpertLoads:
@@ -32,7 +33,8 @@ class ExpertLoads:
         }
         # Of the layers that have experts, in order.
         self._rows = {layer: row for row, layer in enumerate(_layers_with_experts(config))}
-        self._shape = (len(self._rows), config.num_experts or 1)
+        self._shape = (len(self._rows), (config.num_experts or 1) + 1)
+        self._drops = config.moe_expert_capacity_factor is not None
         self._rate, self._ctx = config.moe_router_bias_update_rate, ctx
 
     def add_to(self, sums: ScalarSums, *, sequence_parallel: bool) -> None:
@@ -46,14 +48,16 @@ class ExpertLoads:
     @torch.no_grad()
     def finish(self, sums: Mapping[str, Tensor], applied: Tensor) -> dict[str, Tensor]:
         """Move the biases if the step was `applied`; return scalars for `step_report`."""
-        loads = sums[_LOADS].view(self._shape)
+        found = sums[_LOADS].view(self._shape)
+        loads, dropped = found[:, :-1], found[:, -1]
         means = loads.mean(dim=1, keepdim=True)
         for layer, router in self._routers.items():
             row = self._rows[layer]
             if router.expert_bias is not None:
                 step = torch.sign(means[row] - loads[row]) * self._rate * applied
                 router.expert_bias.add_(step)
-        return {
+        drops = {DROPPED: dropped.sum() / loads.sum()} if self._drops else {}
+        return drops | {
             MOST_LOADED: (loads.amax(dim=1, keepdim=True) / means).max(),
             IDLE: (loads == 0).sum(),
         }

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron import device
 from megatron.config.model import ModelConfig
 from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepPlan, StepReport
-from megatron.engine.expert_load import IDLE, MOST_LOADED
+from megatron.engine.expert_load import DROPPED, IDLE, MOST_LOADED
 from megatron.errors import DataError
 from megatron.model.specs import ModelBuild
 from megatron.mpu.collectives import all_reduce
@@ -121,6 +121,7 @@ def step_report(
         z_loss=scalars[_LOG_Z][0] / scalars[COUNTS][0] if _LOG_Z in scalars else None,
         most_loaded_expert=scalars[MOST_LOADED][0] if MOST_LOADED in scalars else None,
         idle_experts=round(scalars[IDLE][0]) if IDLE in scalars else None,
+        dropped_tokens=scalars[DROPPED][0] if DROPPED in scalars else None,
         signals=tuple(count > 0 for count in scalars[_SIGNALS]),
     )
 

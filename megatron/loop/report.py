@@ -269,6 +269,8 @@ class StepLog:
             parts.append(f"most loaded expert: {report.most_loaded_expert:.2f}")
         if report.idle_experts is not None:
             parts.append(f"idle experts: {report.idle_experts}")
+        if report.dropped_tokens is not None:
+            parts.append(f"dropped tokens: {report.dropped_tokens:.2%}")
         if report.z_loss is not None:
             parts.append(f"z_loss: {report.z_loss:.6E}")
         parts += [f"{name.replace('_', ' ')}: {value:.3f}" for name, value in extra.items()]
@@ -319,6 +321,8 @@ class StepLog:
             numbers["expert-load/most-loaded"] = report.most_loaded_expert
         if report.idle_experts is not None:
             numbers["expert-load/idle"] = report.idle_experts
+        if report.dropped_tokens is not None:
+            numbers["expert-load/dropped"] = report.dropped_tokens
         if report.z_loss is not None:
             numbers["z-loss/z-loss"] = report.z_loss
         for name, value in extra.items():

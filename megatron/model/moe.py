@@ -1,4 +1,4 @@
-"""A feed-forward half with several experts, of which each token takes some; none is dropped.
+"""A feed-forward half with several experts, of which each token takes some.
 
 All tokens of an expert are one matrix. Each expert is split over tp as a dense MLP is: what is
 summed over tp in backward is then the gradient of the input and of the shares, since both are
@@ -163,7 +163,8 @@ class Experts(nn.Module):
         Args:
             hidden: [s, b, h]; whole where experts are split over tp.
             shares: [s, b, k], fp32 or wider.
-            chosen: [s, b, k] int64, the experts that they are the shares of.
+            chosen: [s, b, k] int64, the experts that they are the shares of; the number of experts
+                for a choice that was dropped, which adds nothing.
         """
         taken, width = chosen.shape[-1], hidden.shape[-1]
         order = chosen.reshape(-1).argsort(stable=True)
@@ -173,12 +174,16 @@ class Experts(nn.Module):
         counts = counts_of(chosen, self._experts).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
         if self._ep.size == 1:
-            rows = self._compute(rows, device.values_for_host(counts, ROW_COUNTS).tolist())
+            on_host = device.values_for_host(counts, ROW_COUNTS).tolist()
+            rows = self._compute(_first(rows, sum(on_host)), on_host)
         else:
             plan = dispatch_plan(gather_counts(counts, self._ep), self._ep.rank, rows.device)
+            rows = _first(rows, sum(plan.sends))
             here = _TAKE(_TO_EXPERTS(rows, plan, self._ep), plan.order, plan.back, 1)
             here = _TAKE(self._compute(here, plan.counts), plan.back, plan.order, 1)
             rows = _TO_EXPERTS(here, plan.reversed(), self._ep)
+        if (dropped := len(order) - len(rows)) > 0:  # the last ones in this order
+            rows = F.pad(rows, (0, 0, 0, dropped))
         rows = _TAKE(rows, back, order, 1)
         output = (rows.view(*chosen.shape, width) * shares.unsqueeze(-1)).sum(dim=-2)
         return output.to(hidden.dtype)
@@ -186,6 +191,11 @@ class Experts(nn.Module):
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the experts of this rank to rows that are sorted by expert."""
         return self.fc2(self._activate(self.fc1(rows, counts)), counts)  # type: ignore[no-any-return]
+
+
+def _first(rows: Tensor, number: int) -> Tensor:
+    """Return the first rows; all of them without the copy that the gradient of a part takes."""
+    return rows if number == len(rows) else rows[:number]
 
 
 class GroupedLinear(nn.Module):

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.experts import RouterScoreFunction
+from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
+from megatron.model.expert_capacity import WholeSequences, capacity_of, within_capacity
 from megatron.model.init import weight_init
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
@@ -35,6 +36,10 @@ class Router(nn.Module):
     With `moe_router_enable_expert_bias` experts are chosen by sigmoid and bias, and the bias has no
     part in the shares (eq. 16). It is a parameter that is not trained: whoever trains moves it by
     what `taken_load` counts.
+
+    With `moe_expert_capacity_factor` an expert takes so many tokens of a sequence at most. What is
+    dropped has the index after the last expert, and no share is scaled up for it. Loads, losses and
+    biases are of what was chosen.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
@@ -45,6 +50,8 @@ class Router(nn.Module):
         self._scaling = config.moe_router_topk_scaling_factor
         self._groups = Groups(config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
+        self._capacity = _Capacity.of(config)
+        self._sequences = WholeSequences(build)
         self._has_loss, self.router_loss = config.has_router_loss, build.router_loss
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
         self._cp = build.ctx.cp
@@ -62,7 +69,8 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return shares and experts of every token, [s, b, k] each, best first, for [s, b, h].
 
-        Under sequence parallelism all of them are of this rank's part of the sequence.
+        Under sequence parallelism all of them are of this rank's part of the sequence. A choice
+        that was dropped is the number of experts.
         """
         scores = F.linear(hidden, self.weight)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -79,29 +87,46 @@ class Router(nn.Module):
             shares = best.exp() if self.taken == 1 else torch.softmax(best, dim=-1)
         if self._scaling != 1.0:
             shares = shares * self._scaling
+        taken = self._within_capacity(chosen, shares)
         if self.training and torch.is_grad_enabled():
             counts = counts_of(chosen, self._experts)
             loss = balance = None
             if self._has_loss:
                 loss, balance = self._losses(scores, logits, counts)
-            shares = _WITH_LOSS(shares, loss, balance, counts.sum(0), self)
-        return shares, chosen
+            dropped = (taken == self._experts).sum().view(1)
+            load = torch.cat([counts.sum(0), dropped])
+            shares = _WITH_LOSS(shares, loss, balance, load, self)
+        return shares, taken
+
+    def _within_capacity(self, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return `chosen` with the number of experts for each choice that is dropped."""
+        if self._capacity is None:
+            return chosen
+        whole = self._sequences.gather(chosen)
+        kept = within_capacity(
+            whole,
+            self._sequences.gather(shares.detach()),
+            self._capacity.tokens(whole.shape[0], training=self.training),
+            self._capacity.policy,
+            experts=self._experts,
+        )
+        return chosen.masked_fill(~self._sequences.own(kept), self._experts)
 
     def note(self, balance: Tensor | None, load: Tensor) -> None:
-        """Add what one backward pass has gone through: a loss, and the tokens of each expert."""
+        """Add what one backward pass has gone through: a loss, and a load (`taken_load`)."""
         if balance is not None:
             self.router_loss.note(balance)
         self._load = load if self._load is None else self._load + load
 
     def taken_load(self) -> Tensor:
-        """Return the tokens of each expert in all backward passes since the last call: [experts].
+        """Return what all backward passes since the last call went through: [experts + 1] int64.
 
-        Int64, of this rank's tokens; those of tensor-parallel ranks are the same without sequence
-        parallelism.
+        How many tokens chose each expert, and how many choices were dropped, of this rank's tokens;
+        those of tensor-parallel ranks are the same without sequence parallelism.
         """
         load, self._load = self._load, None
         if load is None:
-            return torch.zeros(self._experts, dtype=torch.int64, device=self.weight.device)
+            return torch.zeros(self._experts + 1, dtype=torch.int64, device=self.weight.device)
         return load
 
     def _losses(self, scores: Tensor, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +164,35 @@ class Router(nn.Module):
         return f"{self._width}, {self._experts}, taken={self.taken}"
 
 
+class _Capacity(NamedTuple):
+    """The capacity that the flags give an expert, by the length of a sequence."""
+
+    taken: int
+    experts: int
+    factor: float
+    eval_factor: float
+    least: int
+    policy: TokenDropPolicy
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "_Capacity | None":
+        factor, in_evaluation = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
+        if factor is None:
+            return None
+        return cls(
+            config.moe_router_topk,
+            config.num_experts or 1,
+            factor,
+            factor if in_evaluation is None else in_evaluation,
+            config.moe_min_capacity,
+            config.moe_token_drop_policy,
+        )
+
+    def tokens(self, length: int, *, training: bool) -> int:
+        factor = self.factor if training else self.eval_factor
+        return capacity_of(length, self.taken, self.experts, factor, self.least)
+
+
 class Groups(NamedTuple):
     """The groups that experts are in, and how many of them a token takes experts of."""
 
@@ -166,8 +220,11 @@ def best_experts(affinity: Tensor, taken: int, groups: Groups) -> Tensor:
 
 
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
-    """Count the tokens of each sequence per expert, [b, experts], from indices [s, b, k]."""
-    return F.one_hot(chosen, experts).sum(dim=(0, 2))
+    """Count the tokens of each sequence per expert, [b, experts], from indices [s, b, k].
+
+    Choices that were dropped, of index `experts`, do not count.
+    """
+    return F.one_hot(chosen, experts + 1).sum(dim=(0, 2))[:, :experts]
 
 
 def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tensor:

@@ -279,7 +279,8 @@ class _Answers:
         tokens = config.training.micro_batch_size * config.data.seq_length // grid.cp
         if grid.ep > 1 and config.parallel.sequence_parallel:
             tokens //= grid.tp
-        self._rows = tokens * config.model.moe_router_topk
+        dropped_beyond = config.model.moe_expert_capacity_factor or 1.0
+        self._rows = int(tokens * config.model.moe_router_topk * min(1.0, dropped_beyond))
 
     def __call__(self, what: str, tensor: Tensor) -> Tensor:
         if what == HEADER:

@@ -25,7 +25,11 @@ Values = Mapping[str, Any]  # flags that were given, by the names of their field
 
 # Fields of the model for training or initialisation, without effect on what its weights mean.
 TRAINING_ONLY_FIELDS = frozenset(
-    {"hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"}
+    {
+        *("hidden_dropout", "attention_dropout", "init_method_std", "init_method_xavier_uniform"),
+        *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
+        "moe_token_drop_policy",
+    }
 )
 PRECISIONS = ("fp16", "bf16", "fp64")
 _TRAINING_ONLY_PARALLELISM = frozenset(
@@ -95,6 +99,9 @@ def inference_config(stored: RunConfig, given: Values, *, load: str) -> Inferenc
         )
     if stored.fp8.fp8_format is not None:
         notes.append("computing without FP8: scales would depend on what else is in the batch")
+    if model.moe_expert_capacity_factor is not None:
+        model = replace(model, moe_expert_capacity_factor=None, moe_eval_capacity_factor=None)
+        notes.append("no token is dropped: later ones would change what is made of earlier ones")
     ignored = {name: value for name, value in given.items() if name not in INFERENCE_FIELDS}
     notes += _note("without effect, as nothing is trained", ignored)
     launch = replace(stored.launch, distributed_backend=None)

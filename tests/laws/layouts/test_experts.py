@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.formats.registry import open_source
 from megatron.checkpoint.upcycle import UpcycledSource
-from megatron.config.experts import RouterScoreFunction
+from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
@@ -216,6 +216,62 @@ def test_other_ways_of_choosing_are_split_as_well(corpus: str, other: str) -> No
     (alone,) = train_alone([run_of(corpus, **flags)])
     by_rank = run_on_ranks(2, train_all, [run_of(corpus, **{**flags, **TP2, **SP})])
     check_equal([records[0] for records in by_rank], alone)
+
+
+# Of 8 tokens, 2 of 4 experts each: at least an eighth of the choices is dropped.
+DROPPING: dict[str, Any] = {**LOSSES, "moe_expert_capacity_factor": 0.75}
+DROPPED: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"recomputed": {"recompute_granularity": "full", "micro_batch_size": 4}},
+    2: {
+        "tp": TP2,
+        "tp, split sequences": {**TP2, **SP},
+        "pp, zero bubble": {**PP2, "pipeline_schedule": "zero-bubble"},
+        "cp, two chunks of each rank": {"context_parallel_size": 2, "micro_batch_size": 2},
+        "cp, one chunk": {
+            "context_parallel_size": 2,
+            "cp_comm_type": "a2a",
+            "micro_batch_size": 2,
+        },
+        "shared out": SHARED_OUT,
+    },
+    4: {
+        "shared out over tp, cp": {
+            **TP2,
+            **SP,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("policy", TokenDropPolicy)
+def test_a_capacity_drops_the_same_tokens_in_every_layout(
+    corpus: str, policy: TokenDropPolicy
+) -> None:
+    flags = {**DROPPING, "moe_token_drop_policy": policy, "moe_eval_capacity_factor": 1.0}
+    others = [
+        {"moe_eval_capacity_factor": None},
+        {"moe_expert_capacity_factor": 4.0, "moe_eval_capacity_factor": None},
+        {"moe_expert_capacity_factor": None, "moe_eval_capacity_factor": None},
+    ]
+    alone, same_in_evaluation, roomy, unlimited = train_alone(
+        [run_of(corpus, **(flags | other)) for other in ({}, *others)]
+    )
+    dropped = [step.dropped_tokens for step in alone.steps]
+    assert all(one is not None and 1 / 8 <= one < 1 / 2 for one in dropped), dropped
+    assert alone.losses == same_in_evaluation.losses
+    assert alone.evaluations != same_in_evaluation.evaluations
+    assert {step.dropped_tokens for step in roomy.steps} == {0.0}
+    assert roomy.losses == unlimited.losses != alone.losses
+    for world_size, layouts in DROPPED.items():
+        configs = [run_of(corpus, **flags, **layout) for layout in layouts.values()]
+        by_rank = run_on_ranks(world_size, train_all, configs, timeout_s=150)
+        for at, name in enumerate(layouts):
+            records = [of_rank[at] for of_rank in by_rank]
+            assert [step.dropped_tokens for step in records[0].steps] == dropped, name
+            check_equal(records, alone)
 
 
 BIASED: dict[str, Any] = {

@@ -71,7 +71,8 @@ MEANS = [
         {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
     ),
     Row(
-        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 1 --mlp-type standard",
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 1 --mlp-type standard "
+        "--disable-moe-token-dropping",
         {
             "num_experts": 4,
             "add_bias_linear": False,
@@ -97,12 +98,16 @@ MEANS = [
         },
     ),
     Row(
-        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2 --moe-train-capacity-factor 1.0 "
+        "--moe-eval-capacity-factor 2 --moe-min-capacity 4 --moe-pad-expert-input-to-capacity",
         {
             "num_experts": 4,
             "add_bias_linear": False,
             "openai_gelu": True,
             "expert_interval": 2,
+            "moe_expert_capacity_factor": 1.0,
+            "moe_eval_capacity_factor": 2.0,
+            "moe_min_capacity": 4,
         },
     ),
 ]
@@ -122,8 +127,32 @@ REFUSED = [
     ("--disable-bias-linear", "without a flag that names the activation", "--openai-gelu for"),
     ("--num-query-groups 1", "--num-query-groups 1 without", "add --group-query-attention, or"),
     (f"{PLAIN_EXPERTS}", "--num-experts 4 without --moe-router-topk", "add --moe-router-topk 2"),
-    (f"{THEIR_EXPERTS} --expert-interval 1", "without --moe-loss-coeff", "--moe-loss-coeff 0"),
-    (f"{THEIR_EXPERTS} --moe-loss-coeff 0", "without --expert-interval", "--expert-interval 2"),
+    (
+        f"{THEIR_EXPERTS} --expert-interval 1 --disable-moe-token-dropping",
+        "without --moe-loss-coeff",
+        "--moe-loss-coeff 0",
+    ),
+    (
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --disable-moe-token-dropping",
+        "without --expert-interval",
+        "--expert-interval 2",
+    ),
+    (
+        f"{THEIR_EXPERTS} --moe-loss-coeff 0 --expert-interval 2",
+        "without --moe-train-capacity-factor",
+        "add --disable-moe-token-dropping, or --moe-train-capacity-factor 1.0",
+    ),
+    (
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-expert-capacity-factor 2 --expert-interval 2 "
+        "--moe-loss-coeff 0 --disable-moe-token-dropping",
+        "--moe-expert-capacity-factor 2.0, --disable-moe-token-dropping",
+        "leave one of the two out",
+    ),
+    (
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-pad-expert-input-to-capacity",
+        "--moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor",
+        "leave it out, or give",
+    ),
     ("--mlp-type residual", "--mlp-type residual", "use --mlp-type standard, or leave it out"),
     (
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-layer-freq ([0]+[1]*26)",

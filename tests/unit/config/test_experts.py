@@ -43,6 +43,16 @@ def model(**changes: Any) -> ModelConfig:
             ({"moe_router_bias_update_rate": rate}, "not a positive number", f"update-rate {rate}")
             for rate in (0.0, -1.0, float("inf"), float("nan"))
         ),
+        *(
+            ({"moe_expert_capacity_factor": f}, "not a positive number", f"capacity-factor {f}")
+            for f in (0.0, -1.0, float("inf"), float("nan"))
+        ),
+        (
+            {"moe_eval_capacity_factor": 1.0},
+            "dropped in evaluations alone",
+            "--moe-eval-capacity-factor 1.0 without --moe-expert-capacity-factor",
+        ),
+        ({"moe_min_capacity": 0}, "at least one token", "--moe-min-capacity 0"),
         ({"moe_router_num_groups": 2}, "by half", "num-groups 2, --moe-router-group-topk None"),
         ({"moe_router_group_topk": 2}, "by half", "num-groups None, --moe-router-group-topk 2"),
         *(

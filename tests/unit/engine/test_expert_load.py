@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.config.experts import RouterScoreFunction
-from megatron.engine.expert_load import IDLE, MOST_LOADED, ExpertLoads
+from megatron.engine.expert_load import DROPPED, IDLE, MOST_LOADED, ExpertLoads
 from megatron.model.moe_router import Router
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import ScalarSums
@@ -54,37 +54,39 @@ def test_busy_experts_are_moved_down_and_idle_ones_up_if_the_step_counts() -> No
     ):
         first, second = routers_of(stage)
         for _ in range(2):  # micro-batches
-            first.note(None, torch.tensor([3, 0, 0, 1]))
-        first.note(None, torch.tensor([2, 1, 0, 1]))  # 8, 1, 0 and 3 in all
-        second.note(None, torch.tensor([3, 3, 3, 3]))
+            first.note(None, torch.tensor([3, 0, 0, 1, 0]))
+        first.note(None, torch.tensor([2, 1, 0, 1, 0]))  # 8, 1, 0 and 3 in all
+        second.note(None, torch.tensor([3, 3, 3, 3, 0]))
         sums = ScalarSums(SINGLE.world)
         loads.add_to(sums, sequence_parallel=False)
         reduced = sums.reduce()
         # The layer of another stage has sent its own: as busy as can be.
         (vector,) = reduced.values()
-        vector[4:8] = torch.tensor([12.0, 0, 0, 0])
+        vector[5:10] = torch.tensor([12.0, 0, 0, 0, 0])
         outcome = loads.finish(reduced, torch.tensor(applied))
         assert biases_of(stage) == expected
         assert float(outcome[MOST_LOADED]) == 4.0
         assert int(outcome[IDLE]) == 3 + 1
+        assert DROPPED not in outcome
 
 
 def test_what_was_counted_is_counted_once() -> None:
     stage = stage_of(1)
     (router,) = routers_of(stage)
-    router.note(None, torch.tensor([1, 0, 0, 0]))
-    assert router.taken_load().tolist() == [1, 0, 0, 0]
-    assert router.taken_load().tolist() == [0, 0, 0, 0]
+    router.note(None, torch.tensor([1, 0, 0, 0, 5]))
+    assert router.taken_load().tolist() == [1, 0, 0, 0, 5]
+    assert router.taken_load().tolist() == [0, 0, 0, 0, 0]
 
 
 def test_layers_without_experts_have_no_loads() -> None:
-    config = dataclasses.replace(CONFIG, moe_layer_freq="[0,0,1]")
+    config = dataclasses.replace(CONFIG, moe_layer_freq="[0,0,1]", moe_expert_capacity_factor=1.0)
     stage = stage_of(2)
     (router,) = routers_of(stage)
-    router.note(None, torch.tensor([2, 2, 4, 0]))
+    router.note(None, torch.tensor([2, 2, 4, 0, 2]))
     sums, loads = ScalarSums(SINGLE.world), ExpertLoads(stage, config, SINGLE)
     loads.add_to(sums, sequence_parallel=False)
     outcome = loads.finish(sums.reduce(), torch.tensor(True))
     assert biases_of(stage) == [[0.0, 0.0, -0.25, 0.25]]
     assert float(outcome[MOST_LOADED]) == 2.0
     assert int(outcome[IDLE]) == 1
+    assert float(outcome[DROPPED]) == 2 / 8

@@ -190,10 +190,10 @@ def test_losses_without_a_value_of_their_own_are_said_where_there_are_some(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with step_log(tensorboard_dir=str(tmp_path), log_interval=1) as log:
-        loads = {"most_loaded_expert": 1.5, "idle_experts": 2}
+        loads = {"most_loaded_expert": 1.5, "idle_experts": 2, "dropped_tokens": 0.0125}
         log.step(at(1), PLAN, StepReport(4.0, 1.0, load_balancing_loss=1.25, z_loss=9.5, **loads))
         words = "| grad norm: 1.000 | load_balancing_loss: 1.250000E+00 | most loaded expert: 1.50 "
-        words += "| idle experts: 2 | z_loss: 9.500000E+00 |"
+        words += "| idle experts: 2 | dropped tokens: 1.25% | z_loss: 9.500000E+00 |"
         assert words in capsys.readouterr().out
         log.step(at(2), PLAN, StepReport(4.0, 1.0))
         line = capsys.readouterr().out

@@ -124,6 +124,22 @@ def test_values_and_gradients_are_those_of_a_loop(name: str) -> None:
         torch.testing.assert_close(grad, truth, rtol=1e-9, atol=ROUNDING * 100)
 
 
+def test_a_dropped_choice_adds_nothing() -> None:
+    """Nor has it a gradient; those that are left stay as they are."""
+    config = config_of("mixtral")
+    layer, hidden = layer_of(config), some_hidden()
+    shares, chosen = layer.router(hidden)
+    dropped = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    found = layer.experts(hidden, shares, chosen.masked_fill(dropped, 4))
+    expected = layer.experts(hidden, shares.masked_fill(dropped, 0.0), chosen)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+    weights = [hidden, *layer.router.parameters(), *layer.experts.parameters()]
+    grads = torch.autograd.grad(found.square().sum(), weights, retain_graph=True)
+    truths = torch.autograd.grad(expected.square().sum(), weights)
+    for grad, truth in zip(grads, truths):
+        torch.testing.assert_close(grad, truth, rtol=1e-9, atol=ROUNDING * 100)
+
+
 def test_an_expert_that_no_token_takes_has_a_gradient_of_zero() -> None:
     layer, hidden = layer_of(config_of("mixtral")), some_hidden()
     with torch.no_grad():

@@ -138,7 +138,21 @@ def test_tokens_are_counted_where_there_is_a_backward_pass() -> None:
     shares, chosen = router(hidden)
     assert not router.taken_load().any()
     shares.sum().backward()
-    assert router.taken_load().tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
+    assert router.taken_load().tolist() == torch.bincount(chosen.flatten(), minlength=6).tolist()
+
+
+def test_what_is_beyond_the_capacity_is_dropped_and_counted_beside_the_loads() -> None:
+    """Six tokens that are alike take the same two of five experts, at most three each."""
+    flags = {"moe_expert_capacity_factor": 1.0, "moe_eval_capacity_factor": 2.0}
+    router, alike = router_of(**flags), some_hidden()[:1].expand(LENGTH, BATCH, 16)
+    shares, taken = router(alike)
+    assert torch.equal(taken[:3], router_of()(alike)[1][:3])
+    assert taken[3:].eq(5).all()
+    shares.sum().backward()
+    *loads, dropped = router.taken_load().tolist()
+    assert (sum(loads), dropped) == (LENGTH * BATCH * 2, 3 * BATCH * 2)
+    assert router.eval()(alike)[1][:5].lt(5).all()
+    assert router(alike)[1][5:].eq(5).all()
 
 
 def test_counts_are_of_each_sequence() -> None:

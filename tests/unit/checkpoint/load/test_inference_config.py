@@ -53,6 +53,17 @@ def test_a_script_of_megatron_says_the_same_as_the_checkpoint() -> None:
     )
 
 
+def test_experts_of_a_model_in_use_take_all_tokens() -> None:
+    capacity = {"moe_expert_capacity_factor": 1.0, "moe_eval_capacity_factor": 2.0}
+    experts = {"num_experts": 4, "add_bias_linear": False, "swiglu": True}
+    stored = tiny_run("corpus", **experts, **capacity)
+    use = used("--moe-expert-capacity-factor 3", stored)
+    assert use.config.model == tiny_run("corpus", **experts).model
+    dropless, ignored = use.notes
+    assert "no token is dropped" in dropless
+    assert "--moe-expert-capacity-factor 3.0" in ignored
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
