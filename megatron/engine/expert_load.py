@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron import device
 from megatron.config.model import ModelConfig
-from megatron.model.moe_router import Router
+from megatron.model.experts.router import Router
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import ScalarSums
 

@@ -13,8 +13,8 @@ from megatron.config.activations import RecomputeModule
 from megatron.config.model import ModelConfig
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import HiddenDropout
+from megatron.model.experts.mixture import build_feed_forward
 from megatron.model.geometry import AttentionGeometry, Geometry
-from megatron.model.moe import build_feed_forward
 from megatron.model.norms import build_norm
 from megatron.model.specs import Carry, ModelBuild
 from megatron.mpu.recompute import forgetting, recompute

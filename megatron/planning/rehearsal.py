@@ -24,7 +24,7 @@ from megatron.engine.base import BatchOptions, PretrainTask, RawBatch, StepPlan
 from megatron.engine.native import NativeEngine
 from megatron.errors import ConfigError, MachineError, MegatronError, NotInitialisedError
 from megatron.lengths import batch_schedule
-from megatron.model.moe import ROW_COUNTS
+from megatron.model.experts.mixture import ROW_COUNTS
 from megatron.model.specs import ModelBuild
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.errors import ConfigError, MegatronError
-from megatron.model.moe import check_sharing_out
+from megatron.model.experts.mixture import check_sharing_out
 from megatron.mpu.topology import Topology
 from megatron.preflight.run import RunPlan
 

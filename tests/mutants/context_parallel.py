@@ -61,7 +61,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the balance of experts is that of whole sequences",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "            busy = reduce_from_tp(busy, self._cp)\n",
             "",
             _MIXTRAL,

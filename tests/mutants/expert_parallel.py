@@ -3,11 +3,11 @@
 from tests.mutants.mutant import Mutant
 
 _TOPOLOGY = "tests/unit/mpu/test_topology.py::"
-_ROWS = "tests/unit/model/test_moe.py::test_every_row_meets_its_expert_and_comes_back"
+_ROWS = "tests/unit/model/experts/test_mixture.py::test_every_row_meets_its_expert_and_comes_back"
 _LAW = "tests/laws/layouts/test_experts.py::"
 _FOUR = f"{_LAW}test_every_layout_trains_the_same_experts[4]"
 
-_ROUTER = "tests/unit/model/test_moe_router.py::"
+_ROUTER = "tests/unit/model/experts/test_router.py::"
 _BIASES = f"{_LAW}test_biases_follow_the_loads_of_the_whole_batch"
 _MOVED = (
     "tests/unit/engine/test_expert_load.py::"
@@ -18,21 +18,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "choice of experts": (
         Mutant(
             "a group is as good as the sum of its best experts",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "by_group.topk(taken // groups.chosen, dim=-1).values.sum(-1)",
             "by_group.sum(-1)",
             f"{_ROUTER}test_experts_are_the_best_of_the_best_groups",
         ),
         Mutant(
             "a bias has a say in the choice",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "return logits.detach().exp() + self.expert_bias",
             "return logits.detach().exp()",
             f"{_ROUTER}test_a_bias_has_a_say_in_the_choice_and_none_in_the_shares",
         ),
         Mutant(
             "the loss of balance looks at the best experts of all",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "is_best = self._groups.number == 1 and self.expert_bias is None",
             "is_best = True",
             f"{_ROUTER}test_the_balance_is_of_the_best_experts_of_all[flags1]",
@@ -60,7 +60,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "loads are of one step",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "        load, self._load = self._load, None\n",
             "        load = self._load\n",
             "tests/unit/engine/test_expert_load.py::test_what_was_counted_is_counted_once",
@@ -91,21 +91,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "rows are computed in the order of experts",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "order = experts_of_rows.argsort(stable=True)",
             "order = torch.arange(len(experts_of_rows))",
             _ROWS,
         ),
         Mutant(
             "rows go back to where they came from",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "self._replace(sends=self.receives, receives=self.sends)",
             "self",
             _ROWS,
         ),
         Mutant(
             "gradients of rows go back to where the rows came from",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.ep)",
             "all_to_all_rows(grad, ctx.plan.sends, ctx.plan.receives, ctx.ep)",
             _FOUR,
@@ -126,7 +126,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "tensor-parallel ranks that would send the same tokens are refused",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "if grid.tp > 1 and not sequence_parallel:",
             "if False:",
             "tests/unit/preflight/test_experts.py::"

@@ -2,50 +2,50 @@
 
 from tests.mutants.mutant import Mutant
 
-_VALUES = "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop"
+_VALUES = "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop"
 _UPCYCLE = "tests/unit/checkpoint/test_upcycle.py::"
 _QWEN = "tests/unit/checkpoint/formats/huggingface/families/test_qwen_moe.py::"
 _ACCOUNTING = "tests/unit/model/test_accounting.py::"
 
-_CAPACITY = "tests/unit/model/test_expert_capacity.py::"
+_CAPACITY = "tests/unit/model/experts/test_capacity.py::"
 _DROPS = "tests/laws/layouts/test_experts.py::test_a_capacity_drops_the_same_tokens_in_every_layout"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "capacity of experts": (
         Mutant(
             "an expert takes as many tokens as its capacity",
-            "megatron/model/expert_capacity.py",
+            "megatron/model/experts/capacity.py",
             "before.gather(1, in_order) < capacity",
             "before.gather(1, in_order) <= capacity",
             f"{_CAPACITY}test_what_is_dropped_is_what_a_slow_reference_drops",
         ),
         Mutant(
             "of equal shares the first in the sequence is taken",
-            "megatron/model/expert_capacity.py",
+            "megatron/model/experts/capacity.py",
             "order = worth.argsort(dim=1, descending=True, stable=True)",
             "order = worth.flip(1).argsort(dim=1, descending=True).neg() + worth.shape[1] - 1",
             f"{_CAPACITY}test_what_is_dropped_is_what_a_slow_reference_drops",
         ),
         Mutant(
             "a capacity is rounded up",
-            "megatron/model/expert_capacity.py",
+            "megatron/model/experts/capacity.py",
             "math.ceil(length * taken / experts * factor)",
             "int(length * taken / experts * factor)",
             f"{_CAPACITY}test_a_capacity_is_rounded_up_and_has_a_least_value",
         ),
         Mutant(
             "tokens of one sequence compete wherever they are",
-            "megatron/model/expert_capacity.py",
+            "megatron/model/experts/capacity.py",
             "return whole.index_select(0, positions.argsort())",
             "return whole",
             f"{_DROPS}[position]",
         ),
         Mutant(
             "a dropped choice adds nothing to its token",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "rows = F.pad(rows, (0, 0, 0, dropped))",
             "rows = F.pad(rows, (0, 0, 0, dropped), value=1.0)",
-            "tests/unit/model/test_moe.py::test_a_dropped_choice_adds_nothing",
+            "tests/unit/model/experts/test_mixture.py::test_a_dropped_choice_adds_nothing",
         ),
         Mutant(
             "a model in use drops nothing",
@@ -67,14 +67,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "the gate of the shared expert is a sigmoid",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "share = torch.sigmoid(scores.to(",
             "share = torch.tanh(scores.to(",
             _VALUES,
         ),
         Mutant(
             "the gradient of the gate is summed over the ranks that split sequences",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "self.gate, init=weight_init(config), sequence_parallel=build.sequence_parallel",
             "self.gate, init=weight_init(config)",
             "tests/laws/layouts/test_experts.py::test_every_layout_trains_the_same_experts[2]",

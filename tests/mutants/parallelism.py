@@ -626,17 +626,17 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "rows come back from experts to their tokens",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "rows = _TAKE(rows, back, order, 1)",
             "rows = _TAKE(rows, order, back, 1)",
-            "tests/unit/model/test_moe.py::test_equal_experts_are_a_dense_mlp",
+            "tests/unit/model/experts/test_mixture.py::test_equal_experts_are_a_dense_mlp",
         ),
         Mutant(
             "gradients of a token's copies are summed",
-            "megatron/model/moe.py",
+            "megatron/model/experts/mixture.py",
             "rows = rows.view(-1, ctx.copies, rows.shape[-1]).sum(dim=1)",
             "rows = rows.view(-1, ctx.copies, rows.shape[-1])[:, 0]",
-            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+            "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
             "the gate of an MLP is activated, not its values",
@@ -665,7 +665,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/model/mlp.py",
             "return activation(gate) * up",
             "return gate * activation(up)",
-            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+            "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
             "parallel branches read the same input",
@@ -785,55 +785,55 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "shares of the chosen experts sum to one",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "else torch.softmax(best, dim=-1)",
             "else torch.softmax(scores, dim=-1).gather(-1, chosen)",
-            "tests/unit/model/test_moe_router.py::"
+            "tests/unit/model/experts/test_router.py::"
             "test_shares_of_the_best_are_their_probabilities_scaled_or_not",
         ),
         Mutant(
             "shares of sigmoids do not underflow",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "F.logsigmoid(scores) if",
             "torch.sigmoid(scores).log() if",
-            "tests/unit/model/test_moe_router.py::test_sigmoids_far_below_zero_still_give_shares",
+            "tests/unit/model/experts/test_router.py::test_sigmoids_far_below_zero_still_give_shares",
         ),
         Mutant(
             "a router of sigmoids is balanced by them",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "balance = balance_loss(logits, busy",
             "balance = balance_loss(scores, busy",
-            "tests/unit/model/test_moe_router.py::"
+            "tests/unit/model/experts/test_router.py::"
             "test_the_balance_has_shares_of_sigmoids_where_the_router_has",
         ),
         Mutant(
             "the share of one expert is its own sigmoid",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "shares = best.exp()",
             "shares = torch.ones_like(best)",
-            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+            "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
             "shares are scaled",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "shares = shares * self._scaling",
             "shares = shares * 1.0",
-            "tests/unit/model/test_moe.py::test_values_and_gradients_are_those_of_a_loop",
+            "tests/unit/model/experts/test_mixture.py::test_values_and_gradients_are_those_of_a_loop",
         ),
         Mutant(
             "a balanced router has a loss of one",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "often = busy * (scores.shape[-1] / (taken * length))",
             "often = busy * (scores.shape[-1] / length)",
-            "tests/unit/model/test_moe_router.py::"
+            "tests/unit/model/experts/test_router.py::"
             "test_the_balance_is_one_where_experts_are_alike_and_more_where_one_takes_all",
         ),
         Mutant(
             "the z-loss is a mean over a sequence's tokens",
-            "megatron/model/moe_router.py",
+            "megatron/model/experts/router.py",
             "torch.logsumexp(scores, dim=-1).square().sum() / length",
             "torch.logsumexp(scores, dim=-1).square().sum()",
-            "tests/unit/model/test_moe_router.py::"
+            "tests/unit/model/experts/test_router.py::"
             "test_the_z_loss_is_the_mean_square_of_log_sum_exp",
         ),
         Mutant(

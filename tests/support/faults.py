@@ -18,7 +18,7 @@ from torch import Tensor
 import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
-from megatron.model import moe
+from megatron.model.experts import mixture as moe
 from megatron.mpu import collectives
 from megatron.mpu.context import ReplicaGroups
 from megatron.mpu.context_parallel import attention as over_ranks

@@ -20,7 +20,8 @@ from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
-from megatron.model import moe, moe_router
+from megatron.model.experts import mixture as moe
+from megatron.model.experts import router as moe_router
 from megatron.model.init import draw, weight_init
 from megatron.model.specs import RouterLoss
 from megatron.mpu.context import ReplicaGroups

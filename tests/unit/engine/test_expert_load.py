@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config.experts import RouterScoreFunction
 from megatron.engine.expert_load import DROPPED, IDLE, MOST_LOADED, ExpertLoads
-from megatron.model.moe_router import Router
+from megatron.model.experts.router import Router
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.scalar_sums import ScalarSums
 from tests.support.models import tiny_build, tiny_config

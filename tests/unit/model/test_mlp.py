@@ -7,8 +7,8 @@ import torch
 
 from megatron.config.activations import ActivationPolicy, RecomputeModule
 from megatron.config.model import Activation, GluActivation
+from megatron.model.experts.mixture import MixtureOfExperts
 from megatron.model.mlp import ACTIVATIONS, MLP, unit_of
-from megatron.model.moe import MixtureOfExperts
 from megatron.mpu.context import ParallelContext
 from megatron.mpu.partition import partition_of
 from tests.support.models import roughen, tiny_build, tiny_config

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
-from megatron.model.expert_capacity import WholeSequences, capacity_of, within_capacity
+from megatron.model.experts.capacity import WholeSequences, capacity_of, within_capacity
 from megatron.model.init import weight_init
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from megatron import device
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
+from megatron.model.experts.router import Router, counts_of
 from megatron.model.init import residual_init, weight_init
 from megatron.model.mlp import MLP, unit_of
-from megatron.model.moe_router import Router, counts_of
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
 from megatron.mpu.collectives import all_gather, all_to_all_rows

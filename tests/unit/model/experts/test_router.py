@@ -12,7 +12,14 @@ from torch import Tensor
 from megatron.config.experts import PER_SEQUENCE, RouterScoreFunction
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import MegatronError
-from megatron.model.moe_router import Groups, Router, balance_loss, best_experts, counts_of, z_loss
+from megatron.model.experts.router import (
+    Groups,
+    Router,
+    balance_loss,
+    best_experts,
+    counts_of,
+    z_loss,
+)
 from megatron.model.specs import ModelBuild
 from tests.support.examples import examples
 from tests.support.models import roughen, tiny_build, tiny_config, tiny_model, tiny_tokens

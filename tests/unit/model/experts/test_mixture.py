@@ -15,8 +15,7 @@ from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
-from megatron.model.mlp import ACTIVATIONS, MLP
-from megatron.model.moe import (
+from megatron.model.experts.mixture import (
     DispatchPlan,
     Experts,
     GroupedLinear,
@@ -25,6 +24,7 @@ from megatron.model.moe import (
     check_sharing_out,
     dispatch_plan,
 )
+from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.transformer import Block
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.experts import TokenDropPolicy
-from megatron.model.expert_capacity import WholeSequences, capacity_of, within_capacity
+from megatron.model.experts.capacity import WholeSequences, capacity_of, within_capacity
 from tests.support.examples import examples
 from tests.support.models import tiny_build
 
