@@ -8,7 +8,7 @@ apply to command lines only; the config in a checkpoint is never reinterpreted.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, RouterScoreFunction
+from megatron.config.experts import LoadBalancing, RouterScoreFunction
 from megatron.config.model import PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
 from megatron.errors import ConfigError
@@ -204,9 +204,22 @@ def _padded_to_capacity(given: GivenFlags) -> Iterator[Meaning]:
 def _balance_without_weight(given: GivenFlags) -> Iterator[Meaning]:
     kind = given.values.get("moe_router_load_balancing_type")
     # A weight that was left out may have been forgotten.
-    if kind == PER_SEQUENCE and given.values.get("moe_aux_loss_coeff") == 0:
+    is_loss = any(kind == one for one in LoadBalancing if one.is_loss)
+    if is_loss and given.values.get("moe_aux_loss_coeff") == 0:
         because = "a loss of weight 0 balances nothing"
-        yield FlagValue("moe_router_load_balancing_type", NO_BALANCE, because)
+        yield FlagValue("moe_router_load_balancing_type", LoadBalancing.NONE, because)
+
+
+def _sinkhorn(given: GivenFlags) -> Iterator[Meaning]:
+    kind = given.values.get("moe_router_load_balancing_type")
+    if kind != LoadBalancing.SINKHORN:
+        return
+    if given.values.get("moe_router_topk") == 1:
+        because = "there the share of the only expert is its sigmoid"
+        yield FlagValue("moe_router_score_function", RouterScoreFunction.SIGMOID, because)
+    else:
+        because = "there shares are probabilities among all experts"
+        yield FlagValue("moe_router_pre_softmax", True, because)
 
 
 def _pre_softmax(given: GivenFlags) -> Iterator[Meaning]:
@@ -296,8 +309,14 @@ DEPENDENT: tuple[DependentFlag, ...] = (
     ),
     DependentFlag(
         "--moe-router-load-balancing-type",
-        f"`{NO_BALANCE}` beside `--moe-aux-loss-coeff 0`",
+        f"`{LoadBalancing.NONE}` beside `--moe-aux-loss-coeff 0`",
         _balance_without_weight,
+    ),
+    DependentFlag(
+        "--moe-router-load-balancing-type",
+        f"`{LoadBalancing.SINKHORN}` also `--moe-router-score-function sigmoid` for one expert of "
+        "a token, `--moe-router-pre-softmax` for several, which is what it means in Megatron-LM",
+        _sinkhorn,
     ),
     DependentFlag(
         "--moe-router-pre-softmax",

@@ -13,9 +13,6 @@ from megatron.config.fields import check_field, check_loss_weight
 from megatron.config.layer_pattern import EVERY_LAYER, example
 from megatron.errors import ConfigError
 
-NO_BALANCE = "none"
-PER_SEQUENCE = "seq_aux_loss"
-
 
 class RouterScoreFunction(StrEnum):
     """How a router turns its scores into shares."""
@@ -31,15 +28,31 @@ class TokenDropPolicy(StrEnum):
     POSITION = "position"  # the first in the sequence
 
 
-_ASSIGNS_TOGETHER = (
-    "it assigns the tokens of a micro-batch together, so that its size would change the model"
-)
-_UNSUPPORTED_BALANCING: Mapping[str, str] = MappingProxyType(
+class LoadBalancing(StrEnum):
+    """What keeps experts equally busy, beside biases; the names are Megatron-LM's."""
+
+    NONE = "none"
+    SEQ_AUX_LOSS = "seq_aux_loss"  # a loss of each sequence by itself
+    AUX_LOSS = "aux_loss"  # of the sequences of a micro-batch together
+    GLOBAL_AUX_LOSS = "global_aux_loss"  # of those of all replicas, so far in a step
+    SINKHORN = "sinkhorn"  # a choice for the tokens of a rank's micro-batch together
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss, which has a weight."""
+        return self not in (LoadBalancing.NONE, LoadBalancing.SINKHORN)
+
+    @property
+    def depends_on(self) -> str | None:
+        """On what results depend that should not matter; None: on nothing of the kind."""
+        return _DEPENDS_ON.get(self)
+
+
+_DEPENDS_ON: Mapping[LoadBalancing, str] = MappingProxyType(
     {
-        "aux_loss": "its loss is of whole micro-batches, so that their size would change the model",
-        "global_aux_loss": "its loss is of what was seen so far, which depends on micro-batches",
-        "sinkhorn": _ASSIGNS_TOGETHER,
-        "quantile_balancing": _ASSIGNS_TOGETHER,
+        LoadBalancing.AUX_LOSS: "the sequences of each micro-batch: their number and replica",
+        LoadBalancing.GLOBAL_AUX_LOSS: "the order in which micro-batches are computed",
+        LoadBalancing.SINKHORN: "the tokens of each micro-batch that a rank holds",
     }
 )
 
@@ -82,7 +95,7 @@ class _Flags(Protocol):
     @property
     def moe_min_capacity(self) -> int: ...
     @property
-    def moe_router_load_balancing_type(self) -> str: ...
+    def moe_router_load_balancing_type(self) -> LoadBalancing: ...
     @property
     def moe_aux_loss_coeff(self) -> float: ...
     @property
@@ -252,17 +265,23 @@ def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
         yield from check_loss_weight(name, getattr(flags, name))
     kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     given = f"--moe-router-load-balancing-type {kind}"
-    if kind not in (NO_BALANCE, PER_SEQUENCE):
-        because = _UNSUPPORTED_BALANCING.get(kind, "there is no such type")
-        yield ConfigError(
-            f"experts cannot be balanced in this way: {because}",
-            found=given,
-            fix=f"use {PER_SEQUENCE}, which looks at each sequence by itself, or {NO_BALANCE}",
-        )
-    elif (kind == PER_SEQUENCE) != (weight > 0):
+    if kind.is_loss != (weight > 0):
         yield ConfigError(
             "a loss that balances experts was asked for by half",
             found=f"{given}, --moe-aux-loss-coeff {weight}",
-            fix=f"give --moe-router-load-balancing-type {PER_SEQUENCE} and a "
+            fix=f"give --moe-router-load-balancing-type {LoadBalancing.SEQ_AUX_LOSS} and a "
             "--moe-aux-loss-coeff such as 0.001, or neither",
         )
+    if kind is not LoadBalancing.SINKHORN:
+        return
+    for name, is_given in (
+        ("--moe-router-num-groups", flags.moe_router_num_groups is not None),
+        ("--moe-router-enable-expert-bias", flags.moe_router_enable_expert_bias),
+        ("--moe-expert-capacity-factor", flags.moe_expert_capacity_factor is not None),
+    ):
+        if is_given:
+            yield ConfigError(
+                "tokens are assigned together, so that nothing else may choose or drop",
+                found=f"{given}, {name}",
+                fix=f"leave {name} out, or use another type",
+            )

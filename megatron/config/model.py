@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron.config.experts import (
-    NO_BALANCE,
-    PER_SEQUENCE,
+    LoadBalancing,
     RouterScoreFunction,
     TokenDropPolicy,
     expert_problems,
@@ -238,10 +237,12 @@ class ModelConfig:
         help="tokens that an expert takes up to its capacity: those with the largest shares "
         "(probs), or the first in the sequence (position)",
     )
-    moe_router_load_balancing_type: str = flag(
-        NO_BALANCE,
-        help=f"what keeps experts equally busy: {NO_BALANCE}, or {PER_SEQUENCE}, a loss of each "
-        "sequence by itself (arXiv 2412.19437, eq. 17)",
+    moe_router_load_balancing_type: LoadBalancing = flag(
+        LoadBalancing.NONE,
+        help="what keeps experts equally busy: a loss of each sequence by itself (seq_aux_loss; "
+        "arXiv 2412.19437, eq. 17), or what depends on the layout: a loss of each micro-batch "
+        "(aux_loss), of all replicas' so far (global_aux_loss), or a choice for all tokens of a "
+        "rank's micro-batch together (sinkhorn)",
     )
     moe_aux_loss_coeff: float = flag(
         0.0, help="weight of the loss that balances experts", aliases=("--moe-loss-coeff",)
@@ -446,8 +447,8 @@ class ModelConfig:
 
     @property
     def balance_weight(self) -> float:
-        """Weight of the balancing loss of each sequence by itself, 0 if there is none."""
-        balanced = self.moe_router_load_balancing_type == PER_SEQUENCE
+        """Weight of the loss that balances experts, 0 if there is none."""
+        balanced = self.moe_router_load_balancing_type.is_loss
         return self.moe_aux_loss_coeff if self.has_experts and balanced else 0.0
 
     @property

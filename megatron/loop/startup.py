@@ -10,6 +10,7 @@ from typing import Any
 from megatron import device, log
 from megatron.checkpoint.folder.shared_view import refuse_separate_disks
 from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json
+from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PretrainTask
 from megatron.launch import Launch
@@ -115,6 +116,12 @@ def announce_run(
     )
     if curriculum:
         log.info(f"curriculum {curriculum}")
+    balancing = config.model.moe_router_load_balancing_type
+    if config.model.has_experts and balancing.depends_on is not None:
+        log.info(
+            f"results depend on the layout: --moe-router-load-balancing-type {balancing} depends "
+            f"on {balancing.depends_on}; {LoadBalancing.SEQ_AUX_LOSS} does not"
+        )
 
 
 def _num_parameters(engine: Engine, stages: Group) -> int:

@@ -10,6 +10,8 @@ _ACCOUNTING = "tests/unit/model/test_accounting.py::"
 _CAPACITY = "tests/unit/model/experts/test_capacity.py::"
 _DROPS = "tests/laws/layouts/test_experts.py::test_a_capacity_drops_the_same_tokens_in_every_layout"
 
+_BALANCE = "tests/unit/model/experts/test_balance.py::"
+
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "capacity of experts": (
         Mutant(
@@ -54,6 +56,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "moe_min_capacity=1)",
             "tests/unit/checkpoint/load/test_inference_config.py::"
             "test_experts_of_a_model_in_use_take_all_tokens",
+        ),
+    ),
+    "balance of experts": (
+        Mutant(
+            "a loss of a micro-batch counts in all of its sequences",
+            "megatron/model/experts/balance.py",
+            "return (mixed / batch).expand_as(counts)",
+            "return counts",
+            f"{_BALANCE}test_a_loss_counts_in_its_sequence_its_micro_batch_or_all_so_far",
+        ),
+        Mutant(
+            "a loss of all sequences counts those of other replicas",
+            "megatron/model/experts/balance.py",
+            "mixed = all_reduce(mixed, self._replicas)",
+            "mixed = mixed * self._replicas.size",
+            "tests/laws/layouts/test_experts.py::test_other_balances_look_at_what_their_names_say",
+        ),
+        Mutant(
+            "a step begins with no count",
+            "megatron/model/experts/router.py",
+            "self._busy.forget()",
+            "pass",
+            "tests/laws/layouts/test_experts.py::test_other_balances_look_at_what_their_names_say",
+        ),
+        Mutant(
+            "Sinkhorn's columns sum up alike",
+            "megatron/model/experts/balance.py",
+            "return of_tokens[:, None] * cost * of_experts",
+            "return of_tokens[:, None] * cost * before",
+            f"{_BALANCE}test_sinkhorn_gives_tokens_and_experts_equal_sums",
+        ),
+        Mutant(
+            "outside of training each token chooses by itself",
+            "megatron/model/experts/router.py",
+            "if self._sinkhorn and self.training:",
+            "if self._sinkhorn:",
+            "tests/unit/model/experts/test_router.py::"
+            "test_tokens_are_assigned_together_in_training_alone",
         ),
     ),
     "layers with experts": (

@@ -801,8 +801,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a router of sigmoids is balanced by them",
             "megatron/model/experts/router.py",
-            "balance = balance_loss(logits, busy",
-            "balance = balance_loss(scores, busy",
+            "balance = balance_loss(logits, self",
+            "balance = balance_loss(scores, self",
             "tests/unit/model/experts/test_router.py::"
             "test_the_balance_has_shares_of_sigmoids_where_the_router_has",
         ),
@@ -822,18 +822,18 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "a balanced router has a loss of one",
-            "megatron/model/experts/router.py",
+            "megatron/model/experts/balance.py",
             "often = busy * (scores.shape[-1] / (taken * length))",
             "often = busy * (scores.shape[-1] / length)",
-            "tests/unit/model/experts/test_router.py::"
+            "tests/unit/model/experts/test_balance.py::"
             "test_the_balance_is_one_where_experts_are_alike_and_more_where_one_takes_all",
         ),
         Mutant(
             "the z-loss is a mean over a sequence's tokens",
-            "megatron/model/experts/router.py",
+            "megatron/model/experts/balance.py",
             "torch.logsumexp(scores, dim=-1).square().sum() / length",
             "torch.logsumexp(scores, dim=-1).square().sum()",
-            "tests/unit/model/experts/test_router.py::"
+            "tests/unit/model/experts/test_balance.py::"
             "test_the_z_loss_is_the_mean_square_of_log_sum_exp",
         ),
         Mutant(

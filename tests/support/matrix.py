@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from tests.support.tiny import BF16, FP32, FP64, Record, tiny_run, train, whole
 
@@ -101,7 +102,7 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
         "moe_ffn_hidden_size": 16,
         "moe_shared_expert_intermediate_size": 8,
         "add_bias_linear": False,
-        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 0.1,
     },
     "distributed": {"use_distributed_optimizer": True},

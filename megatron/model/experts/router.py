@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
+from megatron.config.experts import LoadBalancing, RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.errors import MegatronError
+from megatron.model.experts.balance import BusyExperts, balance_loss, sinkhorn, z_loss
 from megatron.model.experts.capacity import WholeSequences, capacity_of, within_capacity
 from megatron.model.init import weight_init
 from megatron.model.specs import ModelBuild
@@ -50,6 +51,8 @@ class Router(nn.Module):
         self._scaling = config.moe_router_topk_scaling_factor
         self._groups = Groups(config.moe_router_num_groups or 1, config.moe_router_group_topk or 1)
         self._balance, self._z = config.balance_weight, config.moe_z_loss_coeff
+        self._busy = BusyExperts(config.moe_router_load_balancing_type, build.ctx.dp)
+        self._sinkhorn = config.moe_router_load_balancing_type is LoadBalancing.SINKHORN
         self._capacity = _Capacity.of(config)
         self._sequences = WholeSequences(build)
         self._has_loss, self.router_loss = config.has_router_loss, build.router_loss
@@ -78,10 +81,10 @@ class Router(nn.Module):
         logits = F.logsigmoid(scores) if self._sigmoid else scores
         if self._pre_softmax:
             likely = torch.softmax(scores, dim=-1)
-            chosen = best_experts(likely, self.taken, self._groups)
+            chosen = self._choose(likely, scores)
             shares = likely.gather(-1, chosen)
         else:
-            chosen = best_experts(self._affinity(logits), self.taken, self._groups)
+            chosen = self._choose(self._affinity(logits), scores)
             best = logits.gather(-1, chosen)
             # Of one expert with the sigmoid alone, see `expert_problems`.
             shares = best.exp() if self.taken == 1 else torch.softmax(best, dim=-1)
@@ -97,6 +100,11 @@ class Router(nn.Module):
             load = torch.cat([counts.sum(0), dropped])
             shares = _WITH_LOSS(shares, loss, balance, load, self)
         return shares, taken
+
+    def _choose(self, affinity: Tensor, scores: Tensor) -> Tensor:
+        if self._sinkhorn and self.training:
+            affinity = sinkhorn(scores.flatten(0, 1)).view_as(scores)
+        return best_experts(affinity, self.taken, self._groups)
 
     def _within_capacity(self, chosen: Tensor, shares: Tensor) -> Tensor:
         """Return `chosen` with the number of experts for each choice that is dropped."""
@@ -125,6 +133,7 @@ class Router(nn.Module):
         those of tensor-parallel ranks are the same without sequence parallelism.
         """
         load, self._load = self._load, None
+        self._busy.forget()
         if load is None:
             return torch.zeros(self._experts + 1, dtype=torch.int64, device=self.weight.device)
         return load
@@ -147,7 +156,7 @@ class Router(nn.Module):
             if self._split:
                 busy = reduce_from_tp(busy, self._tp)
             busy = reduce_from_tp(busy, self._cp)
-            balance = balance_loss(logits, busy, length, self.taken)
+            balance = balance_loss(logits, self._busy.of(busy), length, self.taken)
             loss = loss + self._balance * balance
         if self._z > 0:
             loss = loss + self._z * z_loss(scores, length)
@@ -225,32 +234,6 @@ def counts_of(chosen: Tensor, experts: int) -> Tensor:
     Choices that were dropped, of index `experts`, do not count.
     """
     return F.one_hot(chosen, experts + 1).sum(dim=(0, 2))[:, :experts]
-
-
-def balance_loss(scores: Tensor, busy: Tensor, length: int, taken: int) -> Tensor:
-    """Return the sum over sequences of sum_i f_i P_i; each is 1 if balanced.
-
-    Its maximum is the number of experts over the number taken.
-
-    DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20): f_i is how often expert i was taken over how often
-    it would be if all were alike, P_i its mean probability, the softmax over `scores`.
-
-    Args:
-        scores: [s, b, experts], or logs of their sigmoids; a part of the sequences gives a summand.
-        busy: [b, experts], of whole sequences.
-        length: tokens of a whole sequence.
-    """
-    often = busy * (scores.shape[-1] / (taken * length))
-    likely = torch.softmax(scores, dim=-1).sum(dim=0) / length
-    return (often * likely).sum()
-
-
-def z_loss(scores: Tensor, length: int) -> Tensor:
-    """Return the sum over sequences of the mean square of log sum exp of a token's scores.
-
-    ST-MoE (Zoph et al. 2022, arXiv 2202.08906, eq. 5).
-    """
-    return torch.logsumexp(scores, dim=-1).square().sum() / length
 
 
 class _RouterContext(FunctionContext):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import MODELS, Record, tiny_run, train_all, write_tiny_corpus
@@ -48,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **MODELS["mixtral"],
         **DROPOUT,
         "bf16": True,
-        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 0.1,
         "moe_z_loss_coeff": 0.01,
         "train_iters": FULL,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from megatron.errors import DataError
 from megatron.model.losses import LossSum
@@ -49,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "ffn_hidden_size": 24,
         "add_bias_linear": False,
-        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 0.5,
     },
 }

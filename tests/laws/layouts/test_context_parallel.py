@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
@@ -22,7 +23,7 @@ from tests.support.tiny import (
 ADDED: dict[str, dict[str, Any]] = {
     "bloom": {"z_loss_coeff": 0.1, "num_query_groups": 1},  # keys that ranks have to repeat
     "mixtral": {
-        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 0.1,
         "moe_z_loss_coeff": 0.1,
     },

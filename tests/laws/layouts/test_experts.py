@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.formats.registry import open_source
 from megatron.checkpoint.upcycle import UpcycledSource
-from megatron.config.experts import RouterScoreFunction, TokenDropPolicy
+from megatron.config.experts import LoadBalancing, RouterScoreFunction, TokenDropPolicy
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
@@ -47,7 +47,7 @@ EXPERTS: dict[str, Any] = {
 }
 # Far from what a run would have, so that their gradients are a good part of the whole.
 LOSSES = {
-    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
     "moe_aux_loss_coeff": 0.5,
     "moe_z_loss_coeff": 0.02,
     "eod_mask_loss": True,
@@ -75,7 +75,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 UNBALANCED = {
-    "moe_router_load_balancing_type": "none",
+    "moe_router_load_balancing_type": LoadBalancing.NONE,
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
 }
@@ -281,7 +281,7 @@ BIASED: dict[str, Any] = {
     "moe_router_group_topk": 1,
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
-    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
     "moe_aux_loss_coeff": 0.1,
 }
 # Ways in which tokens could be counted twice, or not at all.
@@ -551,6 +551,51 @@ def test_a_model_made_of_a_dense_one_begins_as_it(corpus: str, tmp_path: Path) -
     assert straight.losses[0] < saved.losses[0]
 
 
+def balanced_by(kind: LoadBalancing, **flags: Any) -> dict[str, Any]:
+    return {**LOSSES, "moe_router_load_balancing_type": kind, **flags}
+
+
+def test_other_balances_look_at_what_their_names_say(corpus: str) -> None:
+    """A loss of a micro-batch of one sequence is one of that sequence, and so on up."""
+    one, two, whole_batch = (
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 2},
+        {"micro_batch_size": 8},
+    )
+    configs = [
+        balanced_by(LoadBalancing.SEQ_AUX_LOSS),
+        balanced_by(LoadBalancing.AUX_LOSS, **one),
+        balanced_by(LoadBalancing.AUX_LOSS, **two),
+        balanced_by(LoadBalancing.AUX_LOSS, **whole_batch),
+        balanced_by(LoadBalancing.GLOBAL_AUX_LOSS, **whole_batch),
+        balanced_by(LoadBalancing.GLOBAL_AUX_LOSS, **two),
+        balanced_by(LoadBalancing.SINKHORN, **two, **WITHOUT_WEIGHT),
+        balanced_by(LoadBalancing.NONE, **two, **WITHOUT_WEIGHT),
+    ]
+    by_sequence, by_one, by_two, by_all, of_all, so_far, assigned, free = train_alone(
+        [run_of(corpus, **flags) for flags in configs]
+    )
+    check_equal([by_one], by_sequence)
+    check_equal([of_all], by_all)
+    different = [record.losses[-1] for record in (by_sequence, by_two, by_all, so_far)]
+    assert len({round(loss, 7) for loss in different}) == 4, different
+    assert assigned.steps[0].most_loaded_expert < free.steps[0].most_loaded_expert
+    # Two replicas with half of the batch each, at once.
+    halves = run_of(corpus, **balanced_by(LoadBalancing.GLOBAL_AUX_LOSS, micro_batch_size=4))
+    check_equal([records[0] for records in run_on_ranks(2, train_all, [halves])], by_all)
+    # Of equal micro-batches, whatever else is split.
+    same = [{**TP2, **two}, {**TP2, **SP, **two}, {**PP2, **two}]
+    same.append({"context_parallel_size": 2, **two})
+    configs = [balanced_by(LoadBalancing.AUX_LOSS, **layout) for layout in same]
+    configs += [balanced_by(LoadBalancing.GLOBAL_AUX_LOSS, **layout) for layout in same]
+    sinkhorn = balanced_by(LoadBalancing.SINKHORN, **{**PP2, **two}, **WITHOUT_WEIGHT)
+    by_rank = run_on_ranks(2, train_all, [run_of(corpus, **one) for one in [*configs, sinkhorn]])
+    for at, expected in enumerate([by_two] * 4 + [so_far] * 4):
+        check_equal([records[at] for records in by_rank], expected)
+    assert_close(by_rank[0][-1].losses, assigned.losses, FP64)
+
+
+WITHOUT_WEIGHT = {"moe_aux_loss_coeff": 0.0}
 DEEPSPEED: dict[str, dict[str, Any]] = {
     **{f"zero {n}": {"zero_stage": str(n), "micro_batch_size": 2} for n in range(4)},
     "tp": {**TP2, **SP, "zero_stage": "1", "recompute_granularity": "full"},

@@ -86,6 +86,28 @@ MEANS = [
         "--moe-aux-loss-coeff 0",
         {"num_experts": 4, "add_bias_linear": False, "openai_gelu": True},
     ),
+    # Megatron-LM's shares depend on the number of experts of a token there.
+    Row(
+        f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-router-load-balancing-type sinkhorn",
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_pre_softmax": True,
+        },
+    ),
+    Row(
+        f"{PLAIN_EXPERTS} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+        {
+            "num_experts": 4,
+            "add_bias_linear": False,
+            "openai_gelu": True,
+            "moe_router_topk": 1,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_score_function": "sigmoid",
+        },
+    ),
     # Scripts of DeepSeek-V3 and its like give both; there the second one is not looked at.
     Row(
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-router-score-function sigmoid "
@@ -165,9 +187,9 @@ REFUSED = [
             f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
             f"--moe-router-load-balancing-type {kind}",
             f"--moe-router-load-balancing-type {kind}",
-            "use seq_aux_loss",
+            "give one of none, seq_aux_loss",
         )
-        for kind in ("aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")
+        for kind in ("quantile_balancing", "fair")
     ),
     (
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-aux-loss-coeff 0.01",  # there of `aux_loss`

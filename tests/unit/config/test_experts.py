@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
-from megatron.config.experts import NO_BALANCE, PER_SEQUENCE, RouterScoreFunction, expert_problems
+from megatron.config.experts import LoadBalancing, RouterScoreFunction, expert_problems
 from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "add_bias_linear": False}
+SINKHORN = {"moe_router_load_balancing_type": LoadBalancing.SINKHORN}
+SEQ_AUX_LOSS = LoadBalancing.SEQ_AUX_LOSS
 SIGMOID = RouterScoreFunction.SIGMOID
-BALANCED = {"moe_router_load_balancing_type": PER_SEQUENCE, "moe_aux_loss_coeff": 0.01}
+BALANCED = {
+    "moe_router_load_balancing_type": SEQ_AUX_LOSS,
+    "moe_aux_loss_coeff": 0.01,
+}
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -100,17 +105,22 @@ def model(**changes: Any) -> ModelConfig:
         ),
         ({"moe_aux_loss_coeff": 0.1}, "asked for by half", "type none, --moe-aux-loss-coeff 0.1"),
         (
-            {"moe_router_load_balancing_type": PER_SEQUENCE},
+            {"moe_router_load_balancing_type": SEQ_AUX_LOSS},
             "asked for by half",
             "type seq_aux_loss, --moe-aux-loss-coeff 0.0",
         ),
-        (
-            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-            "its loss is of whole micro-batches",
-            "--moe-router-load-balancing-type aux_loss",
+        ({**SINKHORN, "moe_aux_loss_coeff": 0.1}, "asked for by half", "type sinkhorn, --moe-aux"),
+        *(
+            ({**SINKHORN, **flags}, "assigned together", f"type sinkhorn, --moe-{name}")
+            for name, flags in (
+                ("router-num-groups", {"moe_router_num_groups": 2, "moe_router_group_topk": 1}),
+                (
+                    "router-enable-expert-bias",
+                    {"moe_router_enable_expert_bias": True, "moe_router_score_function": SIGMOID},
+                ),
+                ("expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
+            )
         ),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "assigns the tokens of a", "sinkhorn"),
-        ({"moe_router_load_balancing_type": "fair"}, "there is no such type", "fair"),
     ],
 )
 def test_what_makes_no_sense_is_refused(flags: dict[str, Any], problem: str, found: str) -> None:
@@ -127,7 +137,7 @@ def test_what_makes_sense_is_not() -> None:
     assert model(**BALANCED).has_router_loss
     assert model(moe_z_loss_coeff=0.1).has_router_loss
     assert not model().has_router_loss
-    assert model().moe_router_load_balancing_type == NO_BALANCE
+    assert model().moe_router_load_balancing_type is LoadBalancing.NONE
 
 
 @pytest.mark.parametrize("experts", [None, 1])

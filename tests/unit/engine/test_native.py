@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron.config.experts import LoadBalancing
 from megatron.engine.base import StepPlan
 from megatron.engine.native import NativeEngine
 from megatron.errors import DataError
@@ -79,7 +80,7 @@ def test_each_of_several_losses_is_divided_by_what_it_counts_itself() -> None:
 def test_the_losses_of_a_router_are_means_over_sequences() -> None:
     flags = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
     losses = {
-        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 1.0,
         "moe_z_loss_coeff": 1.0,
     }

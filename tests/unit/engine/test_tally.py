@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.experts import LoadBalancing
 from megatron.engine.base import EvaluationSum, MicroBatch, PretrainTask, StepPlan, StepReport
 from megatron.engine.tally import (
     check_counts,
@@ -68,7 +69,7 @@ def test_the_balance_of_experts_is_a_mean_over_sequences_and_layers() -> None:
         num_experts=3,
         moe_layer_freq="[0,1,1]",
         add_bias_linear=False,
-        moe_router_load_balancing_type="seq_aux_loss",
+        moe_router_load_balancing_type=LoadBalancing.SEQ_AUX_LOSS,
         moe_aux_loss_coeff=0.5,
     )
     for of_two_sequences in (2.0, 3.0, 2.5, 2.5):  # two layers in two micro-batches

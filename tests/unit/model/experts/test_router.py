@@ -1,6 +1,5 @@
 """What a router chooses, and the gradients of its own losses against the formulas."""
 
-import math
 from typing import Any
 
 import pytest
@@ -9,24 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.experts import PER_SEQUENCE, RouterScoreFunction
+from megatron.config.experts import LoadBalancing, RouterScoreFunction
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import MegatronError
-from megatron.model.experts.router import (
-    Groups,
-    Router,
-    balance_loss,
-    best_experts,
-    counts_of,
-    z_loss,
-)
+from megatron.model.experts.router import Groups, Router, best_experts, counts_of
 from megatron.model.specs import ModelBuild
 from tests.support.examples import examples
+from tests.support.experts import balance_by_the_paper
 from tests.support.models import roughen, tiny_build, tiny_config, tiny_model, tiny_tokens
 
 ROUNDING = 1e-12
 LENGTH, BATCH = 6, 3
-BALANCED = {"moe_router_load_balancing_type": PER_SEQUENCE, "moe_aux_loss_coeff": 0.25}
+SEQ_AUX_LOSS = LoadBalancing.SEQ_AUX_LOSS
+BALANCED = {"moe_router_load_balancing_type": SEQ_AUX_LOSS, "moe_aux_loss_coeff": 0.25}
 
 
 def router_of(build: ModelBuild | None = None, **flags: Any) -> Router:
@@ -97,7 +91,7 @@ def test_the_balance_has_shares_of_sigmoids_where_the_router_has() -> None:
     router(hidden)[0].sum().backward()
     found = build.router_loss.taken()
     # By eq. 19 affinities are divided by their sum; a softmax over their logs does the same.
-    expected = by_the_paper(likely.log(), chosen)
+    expected = balance_by_the_paper(likely.log(), chosen)
     torch.testing.assert_close(found, expected.detach(), rtol=ROUNDING, atol=0)
 
 
@@ -132,7 +126,7 @@ def test_the_balance_is_of_the_best_experts_of_all(flags: dict[str, int]) -> Non
     build.router_loss.value = 1.0
     router(hidden)[0].sum().backward()
     likely = torch.sigmoid(hidden @ router.weight.t())
-    expected = by_the_paper(likely.log(), likely.topk(2, dim=-1).indices)
+    expected = balance_by_the_paper(likely.log(), likely.topk(2, dim=-1).indices)
     found = build.router_loss.taken()
     torch.testing.assert_close(found, expected.detach(), rtol=ROUNDING, atol=0)
 
@@ -167,40 +161,6 @@ def test_counts_are_of_each_sequence() -> None:
     assert counts_of(chosen, 4).tolist() == [[2, 1, 1, 0], [0, 2, 2, 0]]
 
 
-def by_the_paper(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Equations 17 to 20 of arXiv 2412.19437 in loops, without the weight alpha."""
-    length, batch, experts = scores.shape
-    taken, total = chosen.shape[-1], scores.new_zeros(())
-    for row in range(batch):
-        for i in range(experts):
-            often = sum(i in chosen[t, row].tolist() for t in range(length))
-            f = experts / (taken * length) * often
-            p = sum(torch.softmax(scores[t, row], 0)[i] for t in range(length)) / length
-            total = total + f * p
-    return total
-
-
-def test_the_balance_is_that_of_the_paper() -> None:
-    router, hidden = router_of(), some_hidden()
-    scores, (_, chosen) = hidden @ router.weight.t(), router(hidden)
-    found = balance_loss(scores, counts_of(chosen, 5).double(), LENGTH, 2)
-    torch.testing.assert_close(found, by_the_paper(scores, chosen), rtol=ROUNDING, atol=0)
-
-
-def test_the_balance_is_one_where_experts_are_alike_and_more_where_one_takes_all() -> None:
-    alike = torch.zeros(4, 1, 4, dtype=torch.float64)
-    assert float(balance_loss(alike, torch.full((1, 4), 2.0), 4, 2)) == pytest.approx(1.0)
-    alone = alike.clone()
-    alone[..., 0] = 50.0
-    busy = torch.tensor([[4.0, 0, 0, 0]])
-    assert float(balance_loss(alone, busy, 4, 1)) == pytest.approx(4.0)
-
-
-def test_the_z_loss_is_the_mean_square_of_log_sum_exp() -> None:
-    scores = torch.zeros(4, 2, 8, dtype=torch.float64)
-    assert float(z_loss(scores, 4)) == pytest.approx(2 * math.log(8) ** 2)
-
-
 @pytest.mark.parametrize("flags", [BALANCED, {"moe_z_loss_coeff": 0.5}])
 def test_gradients_are_those_of_the_loss_beside_the_task(flags: dict[str, float]) -> None:
     build, scale = tiny_build(), 0.75
@@ -211,7 +171,7 @@ def test_gradients_are_those_of_the_loss_beside_the_task(flags: dict[str, float]
     shares, chosen = router(hidden)
     found = torch.autograd.grad((shares * upstream).sum(), weights)
     scores = hidden @ router.weight.t()
-    loss = 0.25 * by_the_paper(scores, chosen)
+    loss = 0.25 * balance_by_the_paper(scores, chosen)
     if flags is not BALANCED:
         loss = 0.5 * torch.logsumexp(scores, dim=-1).square().mean(dim=0).sum()
     plain = torch.softmax(scores.gather(-1, chosen), dim=-1)
@@ -248,6 +208,17 @@ def test_an_engine_that_does_not_say_what_it_counts_is_an_error() -> None:
     loss = model(tiny_tokens(), labels=tiny_tokens())
     with pytest.raises(MegatronError, match="the weight of a router's loss was not set"):
         loss.total.backward()
+
+
+def test_tokens_are_assigned_together_in_training_alone() -> None:
+    flags = {"moe_router_load_balancing_type": LoadBalancing.SINKHORN}
+    router, plain, hidden = router_of(**flags), router_of(), some_hidden()
+    for one in (router, plain):
+        with torch.no_grad():
+            one.weight[0] += hidden.mean(dim=(0, 1))  # the first expert is the best for most
+    together, alone = router(hidden)[1], plain(hidden)[1]
+    assert together.eq(0).sum() < alone.eq(0).sum()
+    assert torch.equal(router.eval()(hidden)[1], alone)
 
 
 def test_it_is_said_what_a_router_is() -> None:
