@@ -50,7 +50,7 @@ from megatron.launch import (
     set_library_environment,
 )
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.initialize import destroy_model_parallel, initialize_model_parallel
+from megatron.mpu.initialize import destroy_model_parallel, initialize_groups
 from megatron.mpu.peers import PeerWatch
 from megatron.mpu.random import RandomStreams, hash_seed
 from megatron.preflight.agreement import agree_on_launch
@@ -273,16 +273,7 @@ def _join(config: RunConfig, launch: Launch, undo: ExitStack) -> ParallelContext
     _ON_SHUTDOWN.append(destroy_model_parallel)
     if watch is not None:
         _ON_SHUTDOWN.extend([program.on_failure(partial(_notify, watch)), watch.close])
-    return initialize_model_parallel(
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
-        pp_before_dp=config.parallel.use_tp_pp_dp_mapping,
-        instances=config.parallel.num_distributed_optimizer_instances,
-        timeout=timeout,
-        check_seconds=config.parallel.check_seconds,
-    )
+    return initialize_groups(config.parallel, timeout)
 
 
 def _watch(launch: Launch, timeout: timedelta, undo: ExitStack) -> PeerWatch | None:

@@ -88,7 +88,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values: bytes, FLOPs and seconds."""
     grid = plan.world.topology
     found: dict[str, Any] = {
-        "layout": {axis: grid.size(axis) for axis in ("tp", "pp", "dp", "cp", "ep")},
+        "layout": {axis: grid.size(axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
+        | {"etp": grid.expert_tp},
         "microbatches": plan.world.microbatches,
         "samples": plan.world.samples,
         "bubble_share": plan.bubble_share,
@@ -106,7 +107,8 @@ def as_text(plan: Plan) -> Iterator[str]:
     """Yield the lines of the tables."""
     world = plan.world
     sizes = " x ".join(f"{axis} {world.topology.size(axis)}" for axis in ("tp", "pp", "dp", "cp"))
-    yield f"{world.topology.world_size} ranks: {sizes}, ep {world.topology.ep}"
+    experts = f"ep {world.topology.ep} x etp {world.topology.expert_tp}"
+    yield f"{world.topology.world_size} ranks: {sizes}, {experts}"
     yield f"a step: {world.samples} samples, {world.microbatches} micro-batches of each replica"
     yield ""
     yield "GiB on a rank, and its FLOPs of a step"

@@ -94,8 +94,8 @@ class ParallelConfig:
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
-        help="ranks that share each expert's matrices: those of tensor parallelism, which is what "
-        "it means when not set, or 1 where whole experts are shared out",
+        help="ranks of a pipeline stage that share each expert's matrices; when not set as many "
+        "as those of tensor parallelism",
     )
     pipeline_schedule: PipelineSchedule | None = flag(
         None,

@@ -95,12 +95,13 @@ def announce_run(
     count, curriculum = token_count(config, batches), curriculum_of(config)
     tokens = count.before(duration.total_iterations) - count.before(progress.iteration)
     flops = task.flops_per_token(config.model, build)
+    shared_out = config.model.has_experts and grid.shares_experts_out
     log.info(
         f"{task.name} with {parameters:,} parameters in {config.precision.precision.value}; "
         f"{grid.world_size} {'rank' if grid.world_size == 1 else 'ranks'} "
         f"(tp {grid.tp} x pp {grid.pp} x dp {grid.dp}"
         + (f" x cp {grid.cp}" if grid.cp > 1 else "")
-        + (f", experts over ep {grid.ep}" if grid.ep > 1 else "")
+        + (f", experts over ep {grid.ep} x etp {grid.expert_tp}" if shared_out else "")
         + f") on {device.name()}"
     )
     log.info(

@@ -131,7 +131,8 @@ class RankShare:
     sequence_parallel: bool = False
     pp: int = 1
     cp: int = 1
-    ep: int = 1  # above 1 experts are whole, and tokens go to them
+    expert_ranks: int | None = None  # that hold the experts once, where tokens go to them
+    expert_tp: int = 1  # of those, which share the matrices of an expert
     optimizer_shards: int = 1  # dp x cp with a distributed optimizer, else 1
     micro_batch_size: int
     seq_length: int
@@ -219,9 +220,10 @@ def _stage_bytes(
         parameters += _norm(config)
     if last and not (first and config.tied):  # a tied last stage has a copy of the table
         parameters += vocab.padded * config.hidden_size
-    experts = _expert_parameters(config, layers) if share.ep > 1 else 0
+    experts = 0 if share.expert_ranks is None else _expert_parameters(config, layers)
+    experts_of_rank = experts // (share.expert_ranks or 1)
     # Norms and row biases are whole on every rank, and negligible.
-    parameters = (parameters - experts) // share.tp + experts // share.ep
+    parameters = (parameters - experts) // share.tp + experts_of_rank
 
     half = precision.precision.is_half
     size = precision.precision.num_bytes
@@ -242,7 +244,7 @@ def _stage_bytes(
     return MemoryEstimate(
         weights=parameters * size,
         gradients=parameters * precision.gradient_precision.num_bytes,
-        optimizer=_updated(parameters, experts // share.ep, share) * state,
+        optimizer=_updated(parameters, experts_of_rank, share) * state,
         activations=activations,
     )
 
@@ -251,7 +253,8 @@ def _updated(parameters: int, experts: int, share: RankShare) -> int:
     """Return how many of a rank's parameters it updates; those of its experts have other shards."""
     if share.optimizer_shards == 1:
         return parameters
-    shards_of_experts = max(1, share.optimizer_shards * share.tp // share.ep)
+    stage = share.optimizer_shards * share.tp
+    shards_of_experts = max(1, stage // (share.expert_ranks or share.tp))
     return (parameters - experts) // share.optimizer_shards + experts // shards_of_experts
 
 
@@ -308,8 +311,8 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
         # are shared out a rank has as many as it sends, if experts are equally busy, and has them
         # a second time in the order of its experts. Shares and scores are negligible.
         gathered = 2 * taken * config.hidden_size * size
-        if share.ep > 1:
-            gathered = 2 * gathered // share.tp
+        if share.expert_ranks is not None:
+            gathered = 2 * gathered * share.expert_tp // share.tp
         if config.moe_shared_expert_gate:  # which multiplies the output of the shared expert
             whole += config.hidden_size * size
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, NotInitialisedError
 from megatron.mpu.collective_checks import CollectiveChecks, MessageRecord
-from megatron.mpu.partition import Partition, is_split_over
+from megatron.mpu.partition import Partition, is_shared_out
 from megatron.mpu.topology import Coord, Groups, Topology
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # what torch gives NCCL; gloo's own default is 30 minutes
@@ -95,7 +95,7 @@ class ReplicaGroups:
     """Over which ranks the gradients of a parameter are summed."""
 
     dense: Replicas
-    experts: Replicas  # of parameters that are split over ep
+    experts: Replicas  # of experts to which tokens go
 
     @classmethod
     def one(cls, group: Group) -> "ReplicaGroups":
@@ -111,7 +111,7 @@ class ReplicaGroups:
 
     def of(self, parameter: Tensor) -> Replicas:
         """Return the ranks that hold the same part of `parameter`."""
-        return self.experts if is_split_over(parameter, "ep") else self.dense
+        return self.experts if is_shared_out(parameter) else self.dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,10 @@ class ParallelContext:
     cp: Group
     dp_cp: Group  # the ranks with the same weights: gradients are summed over them
     tp_cp: Group  # the ranks that take the same samples
-    ep: Group  # shares the experts of a layer out
-    edp: Group  # the ranks with the same experts
+    etp_ep: Group  # hold the experts of a layer once: tokens go from each of them to the others
+    ep: Group  # those of them with the same parts of other experts
+    etp: Group  # those with other parts of the same experts
+    edp: Group  # the ranks with the same parts of the same experts
     model: Group  # tp x pp: the whole weights once, but for experts that are shared out
     replicas: ReplicaGroups  # dp_cp and edp, and the parts of them that share state out
     gloo_tp_cp: Group | None = None  # tp_cp again, where that sends tensors of GPUs alone
@@ -136,7 +138,7 @@ class ParallelContext:
     def single(cls) -> "ParallelContext":
         """Return the context of a process that runs alone, without torch.distributed."""
         alone = Group(ranks=(0,), rank=0)
-        return cls(Topology(), *(alone,) * 10, replicas=ReplicaGroups.one(alone))
+        return cls(Topology(), *(alone,) * 12, replicas=ReplicaGroups.one(alone))
 
     @classmethod
     def build(
@@ -176,6 +178,7 @@ class ParallelContext:
         everyone = tuple(range(topology.world_size))
         # Enumerated once: a world may have thousands of ranks.
         dense, experts = topology.groups("dp", "cp"), topology.expert_replica_groups()
+        etp = topology.expert_tp
         dp_cp, edp = maker.make(dense), maker.make(experts)
         ctx = cls(
             topology,
@@ -186,7 +189,11 @@ class ParallelContext:
             cp=maker.make(topology.groups("cp")),
             dp_cp=dp_cp,
             tp_cp=maker.make(topology.groups("cp", "tp")),
-            ep=maker.make(topology.expert_groups()),
+            etp_ep=maker.make(sharing := topology.expert_groups()),
+            ep=maker.make([one[at::etp] for one in sharing for at in range(etp)]),
+            etp=maker.make(
+                [one[at : at + etp] for one in sharing for at in range(0, len(one), etp)]
+            ),
             edp=edp,
             model=maker.make(topology.groups("pp", "tp")),
             replicas=ReplicaGroups(

@@ -1,7 +1,7 @@
 """Megatron's accessor names, over the one context of this process.
 
 For entry points and user code that cannot pass a ParallelContext. Nothing below the training edge
-may import this module. Experts are split over tp or shared out over ep, never both.
+may import this module.
 """
 
 import traceback
@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import NotInitialisedError
 from megatron.mpu.context import DEFAULT_TIMEOUT, Group, ParallelContext
 from megatron.mpu.topology import Coord, Topology
@@ -30,19 +31,31 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
-    pp_before_dp: bool = False,
-    instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
-    check_seconds: float | None = None,
 ) -> ParallelContext:
     """Build this process's groups and store them; all ranks must call this together.
 
-    The arguments after the sizes are those of `ParallelContext.build`.
+    Args:
+        expert_tensor_parallel_size: None: `tensor_model_parallel_size`.
+        timeout: of every collective in the groups that are made here.
 
     Raises:
         NotInitialisedError: it was called before, or torch.distributed has no process group yet.
         ConfigError: the ranks do not divide into whole model replicas.
     """
+    flags = ParallelConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+    )
+    return initialize_groups(flags, timeout)
+
+
+def initialize_groups(flags: ParallelConfig, timeout: timedelta) -> ParallelContext:
+    """Do the same for the flags of a run."""
     global _current
     if _current is not None:
         raise NotInitialisedError(
@@ -55,17 +68,10 @@ def initialize_model_parallel(
             "initialize_model_parallel() was called before the processes found each other",
             fix="call initialize_megatron() or torch.distributed.init_process_group() first",
         )
-    topology = Topology.fill(
-        dist.get_world_size(),
-        tp=tensor_model_parallel_size,
-        pp=pipeline_model_parallel_size,
-        cp=context_parallel_size,
-        ep=expert_model_parallel_size,
-        pp_before_dp=pp_before_dp,
-        instances=instances,
-    )
-    caller = traceback.extract_stack(limit=2)[0]
-    context = ParallelContext.build(topology, timeout, check_seconds=check_seconds)
+    topology = Topology.of(flags, dist.get_world_size())
+    callers = (frame for frame in traceback.extract_stack() if frame.filename != __file__)
+    *_, caller = callers
+    context = ParallelContext.build(topology, timeout, check_seconds=flags.check_seconds)
     _current = _Current(context, f"{caller.filename}:{caller.lineno}")
     return context
 
@@ -83,7 +89,9 @@ def destroy_model_parallel() -> None:
         *(context.axis(name) for name in Coord._fields),
         context.dp_cp,
         context.tp_cp,
+        context.etp_ep,
         context.ep,
+        context.etp,
         context.edp,
         context.model,
         context.host_tp_cp,
@@ -139,6 +147,11 @@ def get_expert_model_parallel_group() -> dist.ProcessGroup:
     return _handle(get_parallel_context().ep)
 
 
+def get_expert_tensor_parallel_group() -> dist.ProcessGroup:
+    """Return the group of ranks that share the matrices of each expert; never None."""
+    return _handle(get_parallel_context().etp)
+
+
 def get_expert_data_parallel_group() -> dist.ProcessGroup:
     """Return the group of ranks with the same experts; never None."""
     return _handle(get_parallel_context().edp)
@@ -174,6 +187,11 @@ def get_expert_model_parallel_world_size() -> int:
     return get_parallel_context().ep.size
 
 
+def get_expert_tensor_parallel_world_size() -> int:
+    """Return the number of ranks that share the matrices of each expert."""
+    return get_parallel_context().etp.size
+
+
 def get_model_parallel_world_size() -> int:
     """Return the number of ranks of one whole replica."""
     return get_parallel_context().model.size
@@ -202,6 +220,11 @@ def get_context_parallel_rank() -> int:
 def get_expert_model_parallel_rank() -> int:
     """Return this process's index among the ranks that share experts out."""
     return get_parallel_context().ep.rank
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """Return this process's index among the ranks that share the matrices of each expert."""
+    return get_parallel_context().etp.rank
 
 
 def get_model_parallel_rank() -> int:

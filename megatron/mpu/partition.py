@@ -7,7 +7,7 @@ read them here and depend on nothing else of parallel layers.
 `copy.deepcopy` of a parameter loses all of them: build models anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -17,18 +17,39 @@ from torch import Tensor
 
 from megatron.errors import ConfigError
 
+EXPERTS = "etp_ep"  # the axis of experts that are shared out; see `Topology.expert_groups`
+
+
+class Within(NamedTuple):
+    """Each part of a partition is cut again: along `dim`, of `blocks`, into `size` parts."""
+
+    dim: int
+    size: int
+    blocks: int = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A tensor is cut along `dim` into equal parts, one per index of grid axis `axis`: tp or ep.
+    """A tensor is cut along `dim` into equal parts, one per index of the grid axis `axis`.
 
     With `blocks` > 1 the dimension is that many blocks one after the other, each of which is cut
     evenly: a gated MLP's [gate; up] has two, and rank i holds part i of both, concatenated.
+
+    With `within` each part, of one block, is cut again along another dimension, and neighbours on
+    the axis hold the parts of that: experts over ep, and the matrices of each over etp.
     """
 
     axis: str = "tp"
     dim: int = 0
     blocks: int = 1
+    within: Within | None = None
+
+    def cuts(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the dimensions that are cut for `size` ranks: their blocks, and parts of each."""
+        inner = 1 if self.within is None else self.within.size
+        yield self.dim, self.blocks, size // inner
+        if self.within is not None:
+            yield self.within.dim, self.within.blocks, inner
 
 
 class InitKind(StrEnum):
@@ -92,6 +113,11 @@ def is_split_over(parameter: Tensor, axis: str) -> bool:
     return partition is not None and partition.axis == axis
 
 
+def is_shared_out(parameter: Tensor) -> bool:
+    """Return whether `parameter` is of experts to which tokens go."""
+    return is_split_over(parameter, EXPERTS)
+
+
 def init_of(parameter: Tensor) -> Init | None:
     """Return the values `parameter` starts from; None when it was not set."""
     init: Init | None = getattr(parameter, "init", None)
@@ -123,7 +149,8 @@ def global_shape(
     """Return the shape of the whole tensor of which `size` ranks hold parts of `local_shape`."""
     shape = list(local_shape)
     if partition is not None:
-        shape[partition.dim] *= size
+        for dim, _, parts in partition.cuts(size):
+            shape[dim] *= parts
     return tuple(shape)
 
 
@@ -133,7 +160,8 @@ def local_shape(
     """Return the shape of one of `size` equal parts; ConfigError when they would not be equal."""
     shape = list(global_shape)
     if partition is not None:
-        shape[partition.dim] = partition.blocks * _part_length(shape, partition, size)
+        for dim, blocks, parts in partition.cuts(size):
+            shape[dim] = blocks * _part_length(global_shape, partition, (dim, blocks, parts))
     return tuple(shape)
 
 
@@ -151,15 +179,24 @@ def pieces(
     whole = tuple(slice(0, length) for length in global_shape)
     if partition is None:
         return (ShardBox(whole, whole),)
-    part = _part_length(global_shape, partition, size)
-    dim = partition.dim % len(whole)
+    local, global_ = list(whole), list(whole)
+    *outer, (dim, blocks, parts) = partition.cuts(size)
+    for outer_dim, _, outer_parts in outer:  # of one block each, before the last cut
+        length = _part_length(global_shape, partition, (outer_dim, 1, outer_parts))
+        start = index // parts * length
+        local[outer_dim], global_[outer_dim] = slice(0, length), slice(start, start + length)
+    part = _part_length(global_shape, partition, (dim, blocks, parts))
 
-    def box(start: int) -> tuple[slice, ...]:
-        return (*whole[:dim], slice(start, start + part), *whole[dim + 1 :])
+    def box(slices: Sequence[slice], start: int) -> tuple[slice, ...]:
+        at = dim % len(slices)
+        return (*slices[:at], slice(start, start + part), *slices[at + 1 :])
 
     return tuple(
-        ShardBox(local=box(block * part), global_=box((block * size + index) * part))
-        for block in range(partition.blocks)
+        ShardBox(
+            local=box(local, block * part),
+            global_=box(global_, (block * parts + index % parts) * part),
+        )
+        for block in range(blocks)
     )
 
 
@@ -168,7 +205,8 @@ def local_slice(full_tensor: Tensor, partition: Partition | None, index: int, si
     boxes = pieces(full_tensor.shape, partition, index, size)
     if partition is None or len(boxes) == 1:
         return full_tensor[boxes[0].global_]
-    return torch.cat([full_tensor[box.global_] for box in boxes], dim=partition.dim)
+    *_, (dim, _, _) = partition.cuts(size)
+    return torch.cat([full_tensor[box.global_] for box in boxes], dim=dim)
 
 
 def join_slices(locals_: Sequence[Tensor], partition: Partition | None) -> Tensor:
@@ -181,14 +219,15 @@ def join_slices(locals_: Sequence[Tensor], partition: Partition | None) -> Tenso
     return full
 
 
-def _part_length(shape: Sequence[int], partition: Partition, size: int) -> int:
-    length = shape[partition.dim]
-    if length % (partition.blocks * size):
+def _part_length(shape: Sequence[int], partition: Partition, cut: tuple[int, int, int]) -> int:
+    dim, blocks, parts = cut
+    length = shape[dim]
+    if length % (blocks * parts):
         raise ConfigError(
             "a dimension does not divide evenly over the ranks that share it",
-            found=f"shape {tuple(shape)}, dimension {partition.dim} in {partition.blocks} "
-            f"block(s) over {size} {partition.axis} ranks",
-            fix=f"make the dimension a multiple of {partition.blocks * size}, "
+            found=f"shape {tuple(shape)}, dimension {dim} in {blocks} "
+            f"block(s) over {parts} {partition.axis} ranks",
+            fix=f"make the dimension a multiple of {blocks * parts}, "
             f"or use fewer {partition.axis} ranks",
         )
-    return length // (partition.blocks * size)
+    return length // (blocks * parts)

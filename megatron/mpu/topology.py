@@ -7,10 +7,11 @@ stage.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -31,8 +32,9 @@ class Topology:
     """A pp x dp x cp x tp grid of ranks; tp varies fastest, so it stays within a node.
 
     The ranks of cp share the sequences of one replica's batch. Those of a stage are also a grid of
-    edp x ep, in the same order: `ep` neighbours share the experts of a layer out, and every
-    `ep`-th rank holds the same ones.
+    edp x ep x etp, in the same order: `etp` neighbours share the matrices of each of their experts,
+    `ep` sets of them share the experts of a layer out, and ranks that are `ep * etp` apart hold
+    the same.
     """
 
     tp: int = 1
@@ -40,27 +42,30 @@ class Topology:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None  # None: tp
     pp_before_dp: bool = False  # stages are neighbours, and replicas far apart
     instances: int = 1  # parts of the replicas, each of which shares everything out by itself
 
     def __post_init__(self) -> None:
-        if any(self.size(axis) < 1 for axis in (*Coord._fields, "ep")):
+        if any(self.size(axis) < 1 for axis in (*Coord._fields, "ep")) or self.expert_tp < 1:
             raise ConfigError(
                 "a parallel size is not positive",
-                found=f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} ep={self.ep}",
+                found=f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} ep={self.ep} "
+                f"etp={self.expert_tp}",
                 fix="use 1 to switch an axis off",
             )
-        if self.stage_size % self.ep:
+        if self.stage_size % self.expert_ranks:
             raise ConfigError(
                 "the ranks of a pipeline stage do not divide into groups that share experts",
                 found=f"{self.stage_size} ranks (tp {self.tp} x cp {self.cp} x dp {self.dp}), "
-                f"--expert-model-parallel-size {self.ep}",
-                fix=f"use an expert-parallel size that divides {self.stage_size}",
+                f"--expert-model-parallel-size {self.ep} x --expert-tensor-parallel-size "
+                f"{self.expert_tp}" + ("" if self.etp is not None else " (not set: that of tp)"),
+                fix=f"use sizes whose product divides {self.stage_size}"
+                + ("" if self.etp == 1 else ", such as --expert-tensor-parallel-size 1"),
             )
-        dense = self.dp * self.cp
-        replicas = (dense, dense if self.ep == 1 else self.stage_size // self.ep)
+        replicas = (self.dp * self.cp, self.stage_size // self.expert_ranks)
         if self.instances < 1 or any(size % self.instances for size in replicas):
-            of_experts = f", {replicas[1]} of experts" if self.ep > 1 else ""
+            of_experts = f", {replicas[1]} of experts" if self.shares_experts_out else ""
             raise ConfigError(
                 "the replicas do not divide into equal parts that share optimizer state out",
                 found=f"{replicas[0]} replicas{of_experts}, "
@@ -69,22 +74,12 @@ class Topology:
             )
 
     @classmethod
-    def fill(
-        cls,
-        world_size: int,
-        *,
-        tp: int,
-        pp: int,
-        cp: int = 1,
-        ep: int = 1,
-        pp_before_dp: bool = False,
-        instances: int = 1,
-    ) -> "Topology":
+    def fill(cls, world_size: int, *, tp: int, pp: int, cp: int = 1) -> "Topology":
         """Return the grid whose data-parallel size uses all ranks that the other sizes leave.
 
         Raises:
-            ConfigError: `world_size` ranks do not divide into whole model replicas, or those of a
-                stage not into groups of `ep`. The sizes are never changed to make them fit.
+            ConfigError: `world_size` ranks do not divide into whole model replicas. The sizes are
+                never changed to make them fit.
         """
         replica = cls(tp=tp, pp=pp, cp=cp).world_size
         if world_size < 1 or world_size % replica:
@@ -94,10 +89,39 @@ class Topology:
                 f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}",
                 fix=f"start a multiple of {replica} ranks, or change the parallel sizes",
             )
-        dp = world_size // replica
-        return cls(
-            tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, pp_before_dp=pp_before_dp, instances=instances
+        return cls(tp=tp, pp=pp, dp=world_size // replica, cp=cp)
+
+    @classmethod
+    def of(cls, flags: ParallelConfig, world_size: int) -> "Topology":
+        """Return the grid that the flags give `world_size` ranks; raises as `fill` does."""
+        grid = cls.fill(
+            world_size,
+            tp=flags.tensor_model_parallel_size,
+            pp=flags.pipeline_model_parallel_size,
+            cp=flags.context_parallel_size,
         )
+        return replace(
+            grid,
+            ep=flags.expert_model_parallel_size,
+            etp=flags.expert_tensor_parallel_size,
+            pp_before_dp=flags.use_tp_pp_dp_mapping,
+            instances=flags.num_distributed_optimizer_instances,
+        )
+
+    @property
+    def expert_tp(self) -> int:
+        """Number of ranks that share the matrices of an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold the experts of a layer once."""
+        return self.ep * self.expert_tp
+
+    @property
+    def shares_experts_out(self) -> bool:
+        """Whether tokens go to their experts; else these are split over tp as an MLP is."""
+        return self.ep > 1 or self.expert_tp != self.tp
 
     @property
     def world_size(self) -> int:
@@ -147,21 +171,19 @@ class Topology:
         return tuple(self.peers(rank, *axes) for rank in firsts)
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return every set of ranks that share experts out: together they hold all of a layer."""
+        """Return every set of ranks that hold the experts of a layer once; etp is fastest."""
         return tuple(
-            stage[first : first + self.ep]
+            stage[first : first + self.expert_ranks]
             for stage in self.groups("dp", "cp", "tp")
-            for first in range(0, len(stage), self.ep)
+            for first in range(0, len(stage), self.expert_ranks)
         )
 
     def expert_replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return every set of ranks that hold the same experts, or parts of them over tp."""
-        if self.ep == 1:
-            return self.groups("dp", "cp")
+        """Return every set of ranks that hold the same parts of the same experts."""
         return tuple(
-            stage[first :: self.ep]
+            stage[first :: self.expert_ranks]
             for stage in self.groups("dp", "cp", "tp")
-            for first in range(self.ep)
+            for first in range(self.expert_ranks)
         )
 
     def sharing_groups(self, replicas: Groups) -> tuple[Groups, Groups]:

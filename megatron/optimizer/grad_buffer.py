@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from megatron.errors import ConfigError
 from megatron.mpu.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.mpu.context import Group, ReplicaGroups
-from megatron.mpu.partition import is_split_over
+from megatron.mpu.partition import is_shared_out
 from megatron.mpu.row_gradients import RowGradients, collect_rows
 from megatron.mpu.weight_gradients import GradientSum, comes_later
 from megatron.optimizer.buckets import (
@@ -205,7 +205,7 @@ class GradBuffer:
         """Return a flat tensor per group and dtype of parameters, and set their `main_grad`."""
         by_kind: dict[tuple[bool, torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in self._names:
-            kind = (is_split_over(parameter, "ep"), parameter.dtype, parameter.device)
+            kind = (is_shared_out(parameter), parameter.dtype, parameter.device)
             by_kind.setdefault(kind, []).append(parameter)
         flats = []
         for (_, dtype, device), parameters in by_kind.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.mpu.context import ReplicaGroups
-from megatron.mpu.partition import is_split_over, sharding_unit
+from megatron.mpu.partition import is_shared_out, sharding_unit
 from megatron.optimizer.buckets import ElementRange, ReductionTime, owned_ranges, plan_flat
 from megatron.optimizer.grad_buffer import Flat, turn_of
 from megatron.optimizer.releasable import ReleasableTensor
@@ -30,8 +30,8 @@ def sharded_flats(
     """
     by_kind: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in parameters:
-        is_shared_out = is_split_over(parameter, "ep")
-        kind = (sharding_unit(parameter), is_shared_out, parameter.dtype, parameter.device)
+        unit, experts = sharding_unit(parameter), is_shared_out(parameter)
+        kind = (unit, experts, parameter.dtype, parameter.device)
         by_kind.setdefault(kind, []).append(parameter)
     return tuple(_flat(tuple(members), replicas, dtype_of) for members in by_kind.values())
 

@@ -111,16 +111,7 @@ class World:
                 raise ConfigError(
                     "a plan does not support a flag of the run", found=flag, fix=f"leave out {flag}"
                 )
-        parallel = config.parallel
-        topology = Topology.fill(
-            world_size,
-            tp=parallel.tensor_model_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            ep=parallel.expert_model_parallel_size,
-            pp_before_dp=parallel.use_tp_pp_dp_mapping,
-            instances=parallel.num_distributed_optimizer_instances,
-        )
+        topology = Topology.of(config.parallel, world_size)
         batches = batch_schedule(config.training, topology.dp)
         # Compiled layers have the same shapes.
         plain = replace(config, training=replace(config.training, compile=False))
@@ -278,8 +269,8 @@ class _Answers:
         self._carry = carry
         config, grid = world.config, world.topology
         tokens = config.training.micro_batch_size * config.data.seq_length // grid.cp
-        if grid.ep > 1 and config.parallel.sequence_parallel:
-            tokens //= grid.tp
+        if grid.shares_experts_out:  # each rank has other tokens, which go to parts of experts
+            tokens = tokens // grid.tp * grid.expert_tp
         dropped_beyond = config.model.moe_expert_capacity_factor or 1.0
         self._rows = int(tokens * config.model.moe_router_topk * min(1.0, dropped_beyond))
 

@@ -5,6 +5,7 @@ Each function is one check; its name is its title in the report.
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from megatron.config.activations import RecomputeModule
 from megatron.config.model import PositionEmbedding
@@ -57,13 +58,14 @@ def replicas_share_out_in_equal_parts(plan: RunPlan) -> Iterator[MegatronError]:
     parts = parallel.num_distributed_optimizer_instances
     if parts == 1 or dp is None:
         return
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    ep = parallel.expert_model_parallel_size
-    try:
-        # Another check says it where experts cannot be shared out.
-        Topology(tp=tp, cp=cp, dp=dp, ep=1 if tp * cp * dp % ep else ep, instances=parts)
-    except ConfigError as error:
-        yield error
+    with suppress(ConfigError):  # another check says it where experts cannot be shared out
+        grid = Topology.of(
+            replace(parallel, num_distributed_optimizer_instances=1), plan.launch.world_size
+        )
+        try:
+            replace(grid, instances=parts)
+        except ConfigError as error:
+            yield error
 
 
 def heads_split_over_tensor_parallel_ranks(plan: RunPlan) -> Iterator[MegatronError]:

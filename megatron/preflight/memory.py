@@ -17,6 +17,7 @@ from megatron.host import in_gib
 from megatron.model.accounting import expert_parameters, parameter_count
 from megatron.model_build import vocabulary
 from megatron.optimizer.update_rule import state_kinds
+from megatron.preflight.experts import expert_grid
 from megatron.preflight.run import RunPlan
 
 
@@ -79,8 +80,9 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     ranks = plan.launch.local_world_size if on_host else 1
     parallel = config.parallel
     parameters = parameter_count(config.model, rows, config.data.seq_length)
-    experts = expert_parameters(config.model) if parallel.expert_model_parallel_size > 1 else 0
-    experts_of_rank = experts // parallel.expert_model_parallel_size
+    grid = expert_grid(plan)
+    experts = 0 if grid is None else expert_parameters(config.model)
+    experts_of_rank = 0 if grid is None else experts // grid.expert_ranks
     parameters_of_rank = (parameters - experts) // plan.model_ranks
     parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
     # Of a stage each rank then updates equally many, experts or not.

@@ -112,9 +112,11 @@ def read_flags(name: str, argv: Sequence[str]) -> Flags:
             f"{config.model.moe_z_loss_coeff}",
             fix="leave both out; the weights are the same model without them",
         )
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
+    own_tp = {"expert_tensor_parallel_size": config.parallel.tensor_model_parallel_size}
+    names = ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    for name in names:
         size = getattr(config.parallel, name)
-        if size > 1:
+        if size not in (None, own_tp.get(name, 1)):
             raise ConfigError(
                 "fine-tuning shares neither sequences nor experts over ranks",
                 found=f"--{name.replace('_', '-')} {size}",

@@ -78,16 +78,39 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "ranks that share experts out are neighbours",
             "megatron/mpu/topology.py",
-            "stage[first : first + self.ep]",
-            "stage[first // self.ep :: len(stage) // self.ep]",
+            "stage[first : first + self.expert_ranks]",
+            "stage[first // self.expert_ranks :: len(stage) // self.expert_ranks]",
             f"{_TOPOLOGY}test_expert_groups_are_neighbours",
         ),
         Mutant(
-            "every ep-th rank holds the same experts",
+            "ranks that are ep x etp apart hold the same experts",
             "megatron/mpu/topology.py",
-            "stage[first :: self.ep]",
-            "stage[first * len(stage) // self.ep :][: len(stage) // self.ep]",
+            "stage[first :: self.expert_ranks]",
+            "stage[first * len(stage) // self.expert_ranks :][: len(stage) // self.expert_ranks]",
             f"{_TOPOLOGY}test_expert_groups_are_neighbours",
+        ),
+        Mutant(
+            "a choice goes to all parts of its expert",
+            "megatron/model/experts/mixture.py",
+            "(owner.unsqueeze(-1) * etp + parts)",
+            "(owner.unsqueeze(-1) * etp + parts * 0)",
+            "tests/unit/model/experts/test_mixture.py::"
+            "test_a_choice_goes_to_all_parts_of_its_expert",
+        ),
+        Mutant(
+            "each part of an expert is multiplied by the share",
+            "megatron/model/experts/mixture.py",
+            "shares = shares.repeat_interleave(self._etp, dim=-1)",
+            "shares = shares.repeat(1, 1, self._etp)",
+            _FOUR,
+        ),
+        Mutant(
+            "neighbours hold the parts of the same experts",
+            "megatron/mpu/partition.py",
+            "start = index // parts * length",
+            "start = index % (size // parts) * length",
+            "tests/unit/mpu/test_partition.py::"
+            "test_parts_that_are_cut_again_are_held_by_neighbours",
         ),
         Mutant(
             "rows are computed in the order of experts",
@@ -106,14 +129,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "gradients of rows go back to where the rows came from",
             "megatron/model/experts/mixture.py",
-            "all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.ep)",
-            "all_to_all_rows(grad, ctx.plan.sends, ctx.plan.receives, ctx.ep)",
+            "all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.group)",
+            "all_to_all_rows(grad, ctx.plan.sends, ctx.plan.receives, ctx.group)",
             _FOUR,
         ),
         Mutant(
             "gradients of experts are summed over the ranks that hold them",
             "megatron/mpu/context.py",
-            'return self.experts if is_split_over(parameter, "ep") else self.dense',
+            "return self.experts if is_shared_out(parameter) else self.dense",
             "return self.dense",
             f"{_LAW}test_every_layout_trains_the_same_experts[2]",
         ),
@@ -142,8 +165,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "memory counts a rank's share of the experts",
             "megatron/preflight/memory.py",
-            "experts_of_rank = experts // parallel.expert_model_parallel_size",
-            "experts_of_rank = experts",
+            "experts // grid.expert_ranks",
+            "experts",
             "tests/unit/preflight/test_memory.py::test_a_rank_holds_its_share_of_the_experts",
         ),
     ),

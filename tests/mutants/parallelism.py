@@ -373,15 +373,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "each rank holds its part of every block of a stacked matrix",
             "megatron/mpu/partition.py",
-            "global_=box((block * size + index) * part)",
-            "global_=box((index * partition.blocks + block) * part)",
+            "(block * parts + index % parts) * part",
+            "(index % parts * blocks + block) * part",
             "tests/unit/mpu/test_partition.py::test_a_rank_holds_its_part_of_every_block",
         ),
         Mutant(
             "a replicated parameter keeps its shape over ranks",
             "megatron/mpu/partition.py",
-            "        shape[partition.dim] *= size",
-            "        shape[0] *= size",
+            "shape[dim] *= parts",
+            "shape[0] *= parts",
             "tests/unit/mpu/test_partition.py::test_joining_the_slices_gives_the_whole",
         ),
         Mutant(

@@ -46,8 +46,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a plan divides the tokens of experts over tensor-parallel ranks",
             "megatron/planning/rehearsal.py",
-            "            tokens //= grid.tp\n",
-            "            pass\n",
+            "tokens = tokens // grid.tp * grid.expert_tp",
+            "tokens = tokens * grid.expert_tp",
             f"{_REAL}[experts shared out, sequence parallel]",
         ),
         Mutant(

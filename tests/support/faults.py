@@ -52,7 +52,7 @@ def train_with_faults(runs: Sequence[tuple[str | None, RunConfig]]) -> list[Reco
             records.append(train(config))
             continue
         grid = Case.of(FAULTS[name].case).grid
-        ranks = Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp, cp=grid.cp, ep=grid.ep)
+        ranks = Topology(tp=grid.tp, pp=grid.pp, dp=grid.dp, cp=grid.cp, ep=grid.ep, etp=grid.etp)
         with FAULTS[name].put_in(ranks):
             records.append(train(config))
     return records
@@ -288,6 +288,19 @@ def _rows_as_they_arrived(grid: Topology) -> Iterator[None]:
 
 
 @contextmanager
+def _rows_go_to_one_part(grid: Topology) -> Iterator[None]:
+    """Every copy of a row goes to the first part of its expert."""
+    real: Any = moe.parts_of_experts
+
+    def parts_of_experts(chosen: Tensor, experts: int, *, ep: int, etp: int) -> Tensor:
+        parts: Tensor = real(chosen, experts, ep=ep, etp=etp).view(*chosen.shape, etp)
+        return parts[..., :1].expand_as(parts).flatten(-2)
+
+    with patch.object(moe, "parts_of_experts", parts_of_experts):
+        yield
+
+
+@contextmanager
 def _last_micro_batch_kept(grid: Topology) -> Iterator[None]:
     """A share of a micro-batch takes the place of the sum over those before."""
     real = ShardedGradBuffer._complete
@@ -345,6 +358,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "rows are computed in the order in which they arrived": Fault(
         "dp2 ep2 experts", _FIRST_LOSS, _rows_as_they_arrived
+    ),
+    "rows go to one part of their expert": Fault(
+        "dp2 experts halves", _FIRST_LOSS, _rows_go_to_one_part
     ),
     "the gradients of a micro-batch take the place of those before": Fault(
         "dp2 sharded-gradients", _FIRST_NORM, _last_micro_batch_kept

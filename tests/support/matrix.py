@@ -39,6 +39,7 @@ class Grid(NamedTuple):
     exchange: str
     feed_forward: str
     ep: int
+    expert_parts: str
     dp: int
     optimizer_state: str
     reduction: str
@@ -48,6 +49,16 @@ class Grid(NamedTuple):
     def world_size(self) -> int:
         """Ranks that it takes; those of ep are among them."""
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share the matrices of an expert."""
+        return {"as-tp": self.tp, "whole": 1, "halves": 2}[self.expert_parts]
+
+    @property
+    def shares_experts_out(self) -> bool:
+        """Whether tokens go to their experts."""
+        return self.ep > 1 or self.etp != self.tp
 
 
 _SHARDED = ("sharded-gradients", "fully-sharded", "fully-prefetched")
@@ -61,6 +72,7 @@ GRID_AXES: Mapping[str, Sequence[Any]] = {
     "exchange": ("no-cp", "p2p", "all_gather", "a2a"),
     "feed_forward": ("dense", "experts"),
     "ep": (1, 2, 4),
+    "expert_parts": ("as-tp", "whole", "halves"),
     "dp": (1, 2, 4),
     "optimizer_state": (
         *("replicated", "distributed", "gather-overlapped"),
@@ -81,7 +93,7 @@ AXES = {**GRID_AXES, **FREE}
 _SIZES = ("tp", "pp", "cp", "dp", "ep")
 # The words of a case leave out what it does not use.
 _SILENT = frozenset(
-    {"no-sp", "no-pipeline", "even", "no-cp", "dense", "replicated", "at-end", "keep"}
+    {"no-sp", "no-pipeline", "even", "no-cp", "dense", "as-tp", "replicated", "at-end", "keep"}
 )
 
 _FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
@@ -105,6 +117,8 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
         "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
         "moe_aux_loss_coeff": 0.1,
     },
+    "whole": {"expert_tensor_parallel_size": 1},
+    "halves": {"expert_tensor_parallel_size": 2},
     "distributed": {"use_distributed_optimizer": True},
     "gather-overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
     "sharded-gradients": {"data_parallel_sharding_strategy": "optim_grads"},
@@ -199,8 +213,6 @@ class Case:
             "context_parallel_size": grid.cp,
             "expert_model_parallel_size": grid.ep,
         }
-        if grid.ep > 1 and grid.tp > 1:
-            flags["expert_tensor_parallel_size"] = 1
         if grid.stages == "uneven":
             flags["pipeline_layer_counts"] = {2: (1, 3), 4: (1, 3, 2, 2)}[grid.pp]
         for value in grid:
@@ -269,10 +281,12 @@ def is_feasible(grid: Grid) -> bool:
         # With chunks every chunk has one layer.
         and (grid.stages == "even" or (grid.pp > 1 and grid.schedule != "interleaved"))
         and (grid.exchange == "no-cp") == (grid.cp == 1)
-        and (grid.ep == 1 or grid.feed_forward == "experts")
-        # The ranks of ep are ranks of a stage, and take other tokens.
-        and (grid.tp * grid.cp * grid.dp) % grid.ep == 0
-        and (grid.ep == 1 or grid.tp == 1 or grid.sequence == "sp")
+        and (not grid.shares_experts_out or grid.feed_forward == "experts")
+        # Unless it is what it would be by itself.
+        and (grid.expert_parts == "as-tp" or grid.etp != grid.tp)
+        # The ranks of ep and etp are ranks of a stage, and take other tokens.
+        and (grid.tp * grid.cp * grid.dp) % (grid.ep * grid.etp) == 0
+        and (not grid.shares_experts_out or grid.tp == 1 or grid.sequence == "sp")
         and (grid.dp * grid.cp > 1 or replicated)
         # There gradients of weights come long after their use.
         and (grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED)

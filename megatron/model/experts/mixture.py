@@ -2,8 +2,8 @@
 
 All tokens of an expert are one matrix. Each expert is split over tp as a dense MLP is: what is
 summed over tp in backward is then the gradient of the input and of the shares, since both are
-multiplied with split weights. Or whole experts are shared out over the ranks of ep, to which tokens
-go and from which they come back. The router is whole on every rank.
+multiplied with split weights. Or experts are shared out over ep and their matrices over etp: tokens
+go to all parts of their experts, and come back as summands. The router is whole on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,14 @@ from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
 )
-from megatron.mpu.partition import Init, Partition, local_shape, set_parameter_metadata
+from megatron.mpu.partition import (
+    EXPERTS,
+    Init,
+    Partition,
+    Within,
+    local_shape,
+    set_parameter_metadata,
+)
 from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
 
@@ -52,8 +59,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
         super().__init__()
         self._tp, self._split = build.ctx.tp, build.sequence_parallel
-        self._ep = build.ctx.ep
-        if self._ep.size > 1:
+        self._shared_out = build.ctx.topology.shares_experts_out
+        if self._shared_out:
             check_sharing_out(config, build.ctx.topology, sequence_parallel=self._split)
         self.router = Router(config, build)
         self.experts = Experts(config, build)
@@ -70,8 +77,8 @@ class MixtureOfExperts(nn.Module):
 
     def _routed(self, hidden: Tensor) -> Tensor:
         shares, chosen = self.router(hidden)
-        if self._ep.size > 1:
-            # Every rank has other tokens, and an expert is whole where it is.
+        if self._shared_out:
+            # Every rank has other tokens, and the parts of an expert add up where they come back.
             output: Tensor = self.experts(hidden, shares, chosen)
             return output
         enter = gather_from_sequence if self._split else copy_to_tp
@@ -111,12 +118,19 @@ class SharedExpert(MLP):
 
 
 def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel: bool) -> None:
-    """Check that the experts of a layer can be shared out over the ranks of ep.
+    """Check that the experts of a layer can be shared out over ep, and their matrices over etp.
 
     Raises:
         ConfigError: they do not divide, or tensor-parallel ranks would send the same tokens.
     """
     given = f"--expert-model-parallel-size {grid.ep}"
+    if config.expert_width % grid.expert_tp:
+        raise ConfigError(
+            "the matrices of an expert cannot be shared out evenly",
+            found=f"experts of width {config.expert_width}, --expert-tensor-parallel-size "
+            f"{grid.expert_tp}",
+            fix="use a size that divides the width, such as 1",
+        )
     if (config.num_experts or 1) % grid.ep:
         raise ConfigError(
             "the experts cannot be shared out evenly",
@@ -126,7 +140,8 @@ def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel:
     if grid.tp > 1 and not sequence_parallel:
         raise ConfigError(
             "tensor-parallel ranks would send the same tokens to experts that are shared out",
-            found=f"{given}, --tensor-model-parallel-size {grid.tp} without --sequence-parallel",
+            found=f"{given}, --expert-tensor-parallel-size {grid.expert_tp}, "
+            f"--tensor-model-parallel-size {grid.tp} without --sequence-parallel",
             fix="add --sequence-parallel",
         )
 
@@ -134,7 +149,7 @@ def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel:
 class Experts(nn.Module):
     """All experts of a layer, each an MLP without biases, as two stacks of matrices.
 
-    Under expert parallelism a rank holds `experts / ep` of them, whole.
+    Where they are shared out a rank holds `experts / ep` of them, of each a part over etp.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild) -> None:
@@ -142,19 +157,18 @@ class Experts(nn.Module):
         self._activate = unit_of(config, fused=build.fuse_gated_units)
         halves = 1 if config.glu is None else 2
         width = config.expert_width
-        self._experts, self._ep = config.num_experts or 1, build.ctx.ep
-        shared_out = Partition("ep", dim=0) if self._ep.size > 1 else None
+        self._experts, grid = config.num_experts or 1, build.ctx.topology
+        self._group, self._ep, self._etp = build.ctx.etp_ep, 1, 1
+        enter, leave = Partition("tp", dim=1, blocks=halves), Partition("tp", dim=2)
+        if grid.shares_experts_out:
+            self._ep, self._etp = grid.ep, grid.expert_tp
+            enter = Partition(EXPERTS, within=Within(1, self._etp, blocks=halves))
+            leave = Partition(EXPERTS, within=Within(2, self._etp))
         self.fc1 = GroupedLinear(
-            (self._experts, halves * width, config.hidden_size),
-            shared_out or Partition("tp", dim=1, blocks=halves),
-            weight_init(config),
-            build,
+            (self._experts, halves * width, config.hidden_size), enter, weight_init(config), build
         )
         self.fc2 = GroupedLinear(
-            (self._experts, config.hidden_size, width),
-            shared_out or Partition("tp", dim=2),
-            residual_init(config),
-            build,
+            (self._experts, config.hidden_size, width), leave, residual_init(config), build
         )
 
     def forward(self, hidden: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -166,22 +180,26 @@ class Experts(nn.Module):
             chosen: [s, b, k] int64, the experts that they are the shares of; the number of experts
                 for a choice that was dropped, which adds nothing.
         """
+        if self._etp > 1:
+            chosen = parts_of_experts(chosen, self._experts, ep=self._ep, etp=self._etp)
+            shares = shares.repeat_interleave(self._etp, dim=-1)
         taken, width = chosen.shape[-1], hidden.shape[-1]
         order = chosen.reshape(-1).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         # On an accelerator this waits for it: sizes of matrices are known to the host.
-        counts = counts_of(chosen, self._experts).sum(dim=0)
+        counts = counts_of(chosen, self._experts * self._etp).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
-        if self._ep.size == 1:
+        if self._ep * self._etp == 1:
             on_host = device.values_for_host(counts, ROW_COUNTS).tolist()
             rows = self._compute(_first(rows, sum(on_host)), on_host)
         else:
-            plan = dispatch_plan(gather_counts(counts, self._ep), self._ep.rank, rows.device)
+            group = self._group
+            plan = dispatch_plan(gather_counts(counts, group), group.rank, rows.device)
             rows = _first(rows, sum(plan.sends))
-            here = _TAKE(_TO_EXPERTS(rows, plan, self._ep), plan.order, plan.back, 1)
+            here = _TAKE(_TO_EXPERTS(rows, plan, group), plan.order, plan.back, 1)
             here = _TAKE(self._compute(here, plan.counts), plan.back, plan.order, 1)
-            rows = _TO_EXPERTS(here, plan.reversed(), self._ep)
+            rows = _TO_EXPERTS(here, plan.reversed(), group)
         if (dropped := len(order) - len(rows)) > 0:  # the last ones in this order
             rows = F.pad(rows, (0, 0, 0, dropped))
         rows = _TAKE(rows, back, order, 1)
@@ -234,6 +252,19 @@ class GroupedLinear(nn.Module):
         return f"{self._whole} in all, {self._here} here"
 
 
+def parts_of_experts(chosen: Tensor, experts: int, *, ep: int, etp: int) -> Tensor:
+    """Return for each choice [.., k] the etp parts of that expert: [.., k etp] int64.
+
+    Parts are numbered by rank of `etp_ep`, and on a rank by expert: rank (e, t), of which t is the
+    faster, has part t of experts e E/ep and following. A dropped choice, of index E, is E etp.
+    """
+    own = experts // ep
+    parts = torch.arange(etp, device=chosen.device)
+    owner, expert = chosen // own, chosen % own
+    found = (owner.unsqueeze(-1) * etp + parts) * own + expert.unsqueeze(-1)
+    return found.flatten(-2).clamp(max=experts * etp)
+
+
 class DispatchPlan(NamedTuple):
     """Which rows a rank sends to the others, and in what order it computes with what arrives.
 
@@ -252,14 +283,14 @@ class DispatchPlan(NamedTuple):
         return self._replace(sends=self.receives, receives=self.sends)
 
 
-def gather_counts(counts: Tensor, ep: Group) -> Tensor:
-    """Return on the host how many rows each rank of `ep` has for each expert: [ep, experts]."""
+def gather_counts(counts: Tensor, group: Group) -> Tensor:
+    """Return on the host how many rows each rank has for each part of an expert: [n, parts]."""
     # On an accelerator this waits for it: sizes of messages are known to the host.
-    return device.values_for_host(all_gather(counts.unsqueeze(0), ep), ROW_COUNTS)
+    return device.values_for_host(all_gather(counts.unsqueeze(0), group), ROW_COUNTS)
 
 
 def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPlan:
-    """Return the plan of one rank from the rows of all ranks for all experts: [ep, experts].
+    """Return the plan of one rank of n from the rows of all for all parts of experts: [n, parts].
 
     The counts are on the host, the orders on `device`.
     """
@@ -279,20 +310,20 @@ def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPl
 
 class _DispatchContext(FunctionContext):
     plan: DispatchPlan
-    ep: Group
+    group: Group
 
 
 class _ToExperts(torch.autograd.Function):
     """Send rows to the ranks of their experts; the gradients come back the same way."""
 
     @staticmethod
-    def forward(ctx: _DispatchContext, rows: Tensor, plan: DispatchPlan, ep: Group) -> Tensor:
-        ctx.plan, ctx.ep = plan, ep
-        return all_to_all_rows(rows, plan.sends, plan.receives, ep)
+    def forward(ctx: _DispatchContext, rows: Tensor, plan: DispatchPlan, group: Group) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return all_to_all_rows(rows, plan.sends, plan.receives, group)
 
     @staticmethod
     def backward(ctx: _DispatchContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.ep), None, None
+        return all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.group), None, None
 
 
 class _TakeContext(FunctionContext):

@@ -13,13 +13,14 @@ from megatron.mpu.topology import Topology
 from tests.distributed.mpu.reference import build
 from tests.support.ranks import run_on_ranks
 
-NAMES = ("world", "tp", "pp", "dp", "cp", "dp_cp", "tp_cp", "ep", "edp", "model")
+NAMES = ("world", "tp", "pp", "dp", "cp", "dp_cp", "tp_cp", "model")
+EXPERTS = ("etp_ep", "ep", "etp", "edp")
 
 
 def every_group_sums_over_its_own_ranks(tp: int, pp: int) -> dict[str, tuple[int, ...]]:
     ctx = build(tp, pp)
     me = dist.get_rank()
-    groups = {name: getattr(ctx, name) for name in NAMES}
+    groups = {name: getattr(ctx, name) for name in (*NAMES, *EXPERTS)}
     for group in groups.values():
         # A group of None would sum over the world.
         assert group.handle is not None

@@ -150,6 +150,20 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             "expert_model_parallel_size": 4,
             "expert_tensor_parallel_size": 1,
         },
+        "shared out in parts, over other ranks than tp": {
+            **SHARED_OUT,
+            "expert_tensor_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "ddp_bucket_size": 1000,
+        },
+        "shared out in parts over tp": {**TP2, **SP, "expert_model_parallel_size": 2},
+        "whole where tp splits the rest": {
+            **TP2,
+            **SP,
+            "expert_tensor_parallel_size": 1,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "micro_batch_size": 2,
+        },
         "shared out, pp, a stage without experts": {
             **PP2,
             "moe_layer_freq": "[1,0]",
@@ -488,6 +502,12 @@ RESHARDED = {
         {**TP2, **SP, "use_distributed_optimizer": True, "micro_batch_size": 2},
         2,
         PP2,
+    ),
+    "experts in parts to whole ones": (
+        4,
+        {**SHARED_OUT, "expert_tensor_parallel_size": 2, "use_distributed_optimizer": True},
+        2,
+        {**TP2, **SP, "expert_tensor_parallel_size": 1},
     ),
     "one to tp 4": (1, {}, 4, {"tensor_model_parallel_size": 4, "micro_batch_size": 4}),
     "tp, pp to experts that are shared out": (

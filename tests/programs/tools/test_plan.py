@@ -44,7 +44,7 @@ def test_a_plan_as_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_plan_as_json_of_chosen_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--world-size", "16", "--ranks", "3", "--json", *FLAGS])
     plan = json.loads(capsys.readouterr().out)
-    assert plan["layout"] == {"tp": 2, "pp": 2, "dp": 4, "cp": 1, "ep": 1}
+    assert plan["layout"] == {"tp": 2, "pp": 2, "dp": 4, "cp": 1, "ep": 1, "etp": 2}
     assert plan["microbatches"] == 4
     (rank,) = plan["ranks"]
     assert rank["coordinate"] == {"pp": 0, "dp": 1, "cp": 0, "tp": 1}

@@ -219,12 +219,12 @@ def test_ranks_that_share_sequences_or_experts_divide_what_they_share() -> None:
     def estimate(**changes: int) -> MemoryEstimate:
         return memory_bytes(config, vocab, PrecisionConfig(bf16=True), share(**changes))
 
-    alone, shared_out = estimate(), estimate(ep=8)
+    alone, shared_out = estimate(), estimate(expert_ranks=8)
     assert alone.weights == 2 * count
     assert shared_out.weights == 2 * (count - experts + experts // 8)
     assert shared_out.optimizer == 12 * (count - experts + experts // 8)
     # With the distributed optimizer every rank of a stage updates equally many of all.
-    of_eight = estimate(ep=4, optimizer_shards=8)
+    of_eight = estimate(expert_ranks=4, optimizer_shards=8)
     assert of_eight.optimizer == 12 * ((count - experts) // 8 + experts // 4 // 2)
     # Experts in some layers alone, in those of the middle stage here.
     assert expert_parameters(dataclasses.replace(config, moe_layer_freq="4")) == experts // 4

@@ -39,8 +39,8 @@ def test_building_without_processes_is_refused() -> None:
 def test_shares_and_counts_follow_the_axis_of_a_partition() -> None:
     second = second_of_two()
     assert second.share(Partition("tp", dim=1)) == (1, 2)
-    assert second.share(Partition("ep")) == (0, 1)
+    assert second.share(Partition("etp_ep")) == (0, 1)
     assert second.share(None) == (0, 1)
     assert second.counts(Partition("tp"))
     assert not second.counts(None), "the first tensor-parallel rank counts what both hold"
-    assert second.counts(Partition("ep")), "experts that are shared out are other ones"
+    assert second.counts(Partition("etp_ep")), "experts that are shared out are other ones"

@@ -9,6 +9,7 @@ from megatron.errors import ConfigError
 from megatron.mpu.partition import (
     Init,
     Partition,
+    Within,
     global_shape,
     init_of,
     is_sequence_parallel,
@@ -28,6 +29,11 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Partition | None, int]:
     shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     dim = draw(st.integers(-len(shape), len(shape) - 1))
     shape[dim] *= size * blocks
+    if len(shape) > 1 and draw(st.booleans()):
+        outer, parts = (dim + 1) % len(shape), draw(st.integers(1, 3))
+        shape[outer] *= parts
+        within = Within(dim, size, blocks)
+        return tuple(shape), Partition("etp_ep", dim=outer, within=within), size * parts
     partition = draw(st.sampled_from([None, Partition("tp", dim=dim, blocks=blocks)]))
     return tuple(shape), partition, size
 
@@ -65,6 +71,21 @@ def test_a_rank_holds_its_part_of_every_block() -> None:
     split = Partition("tp", dim=0, blocks=2)
     assert local_slice(gate_up, split, 0, 2).tolist() == [0, 1, 4, 5]
     assert local_slice(gate_up, split, 1, 2).tolist() == [2, 3, 6, 7]
+
+
+def test_parts_that_are_cut_again_are_held_by_neighbours() -> None:
+    experts = torch.arange(16).view(2, 8)  # of each gate 0..3, up 4..7
+    split = Partition("etp_ep", dim=0, within=Within(1, 2, blocks=2))
+    assert [local_slice(experts, split, rank, 4).tolist() for rank in range(4)] == [
+        [[0, 1, 4, 5]],
+        [[2, 3, 6, 7]],
+        [[8, 9, 12, 13]],
+        [[10, 11, 14, 15]],
+    ]
+    with pytest.raises(ConfigError, match="dimension 1 in 2 block"):
+        local_shape((2, 6), split, 4)
+    with pytest.raises(ConfigError, match="dimension 0 in 1 block"):
+        pieces((3, 8), split, 0, 4)
 
 
 def test_uneven_dimensions_are_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.mpu.topology import Coord, Topology
 
@@ -49,14 +50,14 @@ def test_parts_of_replicas_cross_the_sets_with_equal_shares(
     grid: Topology, ep: int, instances: int
 ) -> None:
     ep = math.gcd(ep, grid.stage_size)
-    dense = grid.dp * grid.cp
+    dense, etp = grid.dp * grid.cp, None if ep == 1 else 1
     of_experts = dense if ep == 1 else grid.stage_size // ep
     if dense % instances or of_experts % instances:
         with pytest.raises(ConfigError, match="equal parts that share optimizer state") as caught:
-            replace(grid, ep=ep, instances=instances)
+            replace(grid, ep=ep, etp=etp, instances=instances)
         assert f"divides {math.gcd(dense, of_experts)}" in caught.value.fix
         return
-    grid = replace(grid, ep=ep, instances=instances)
+    grid = replace(grid, ep=ep, etp=etp, instances=instances)
     for replicas in (grid.groups("dp", "cp"), grid.expert_replica_groups()):
         sharing, across = grid.sharing_groups(replicas)
         for groups in (sharing, across):
@@ -85,7 +86,7 @@ def test_tp_varies_fastest_then_cp_then_dp_then_pp() -> None:
 
 
 def test_stages_can_be_nearer_than_replicas() -> None:
-    grid = Topology.fill(16, tp=2, pp=2, cp=2, pp_before_dp=True)
+    grid = replace(Topology.fill(16, tp=2, pp=2, cp=2), pp_before_dp=True)
     assert grid.peers(0, "tp") == (0, 1)
     assert grid.peers(0, "cp") == (0, 2)
     assert grid.peers(0, "pp") == (0, 4)
@@ -99,30 +100,60 @@ def test_experts_have_a_grid_of_their_own_within_every_stage(
     grid: Topology, data: st.DataObject
 ) -> None:
     divisors = [n for n in range(1, grid.stage_size + 1) if grid.stage_size % n == 0]
-    grid = replace(grid, ep=data.draw(st.sampled_from(divisors)))
+    ep, etp = (data.draw(st.sampled_from(divisors)) for _ in range(2))
+    if grid.stage_size % (ep * etp):
+        with pytest.raises(ConfigError, match="do not divide into groups that share experts"):
+            replace(grid, ep=ep, etp=etp)
+        return
+    grid = replace(grid, ep=ep, etp=etp)
+    assert grid.shares_experts_out is ((ep, etp) != (1, grid.tp))
     sharing, replicas = grid.expert_groups(), grid.expert_replica_groups()
     for groups in (sharing, replicas):
         assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
         for group in groups:
             assert len({grid.coord(rank).pp for rank in group}) == 1, "of one stage"
-    assert {len(group) for group in sharing} == {grid.ep}
-    if grid.ep == 1:
-        assert replicas == grid.groups("dp", "cp"), "experts are split over tp"
-        return
+    assert {len(group) for group in sharing} == {ep * etp}
+    if not grid.shares_experts_out:
+        assert {*replicas} == {*grid.groups("dp", "cp")}, "experts are split over tp"
+        assert {*sharing} == {*grid.groups("tp")}
     # One rank of each group that shares, always at the same place in it.
     place = {rank: group.index(rank) for group in sharing for rank in group}
     for group in replicas:
         assert len({place[rank] for rank in group}) == 1
-        assert len(group) * grid.ep == grid.stage_size
+        assert len(group) * ep * etp == grid.stage_size
 
 
 def test_expert_groups_are_neighbours() -> None:
-    grid = Topology(tp=2, dp=2, pp=2, ep=2)
+    grid = Topology(tp=2, dp=2, pp=2, ep=2, etp=1)
     assert grid.expert_groups() == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert grid.expert_replica_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
     with pytest.raises(ConfigError, match="do not divide into groups that share experts") as caught:
-        Topology(tp=2, dp=2, ep=3)
-    assert "divides 4" in caught.value.fix
+        Topology(tp=2, dp=2, ep=3, etp=1)
+    assert caught.value.fix == "use sizes whose product divides 4"
+    with pytest.raises(ConfigError, match="not set: that of tp") as caught:
+        Topology(tp=2, dp=2, ep=4)
+    assert "such as --expert-tensor-parallel-size 1" in caught.value.fix
+
+
+def test_parts_of_experts_are_nearer_than_experts() -> None:
+    grid = Topology(tp=2, dp=4, ep=2)
+    assert grid.expert_groups() == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert grid.expert_replica_groups() == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_flags_give_the_grid() -> None:
+    flags = ParallelConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=4,
+        use_tp_pp_dp_mapping=True,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=2,
+    )
+    sizes = {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 4}
+    assert Topology.of(flags, 32) == Topology(**sizes, dp=4, pp_before_dp=True, instances=2)
 
 
 def test_fill_refuses_ranks_that_do_not_divide() -> None:
@@ -138,7 +169,8 @@ def test_fill_never_shrinks_a_size_to_fit(world_size: int, tp: int, pp: int) -> 
         Topology.fill(world_size, tp=tp, pp=pp)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"dp": 0}, {"cp": 0}, {"ep": 0}])
-def test_sizes_must_be_positive(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp", "ep", "etp"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_must_be_positive(axis: str, size: int) -> None:
     with pytest.raises(ConfigError, match="a parallel size is not positive"):
-        Topology(**sizes)
+        Topology(**{axis: size})

@@ -62,7 +62,7 @@ def test_over_all_ranks_every_element_is_owned_once(
 
 def test_experts_that_are_shared_out_lie_apart_over_their_own_replicas() -> None:
     dense, expert = parameters_of([3, 4], ["layers.0", "layers.0"])
-    set_parameter_metadata(expert, init=Init(InitKind.ZEROS), partition=Partition("ep"))
+    set_parameter_metadata(expert, init=Init(InitKind.ZEROS), partition=Partition("etp_ep"))
     whole, parts, across = Group((0, 1, 2, 3), 0), Group((0, 1), 0), Group((0, 2), 0)
     groups = ReplicaGroups(Replicas(whole, parts, across), Replicas(across, across))
     flats = sharded_flats([dense, expert], groups, lambda parameter: parameter.dtype)

@@ -22,6 +22,9 @@ def test_a_good_plan_passes(check: Any) -> None:
         {**EXPERTS, **split, "expert_tensor_parallel_size": 2},
         SHARED_OUT,
         {**SHARED_OUT, **split, "expert_tensor_parallel_size": 1},
+        {**SHARED_OUT, "expert_tensor_parallel_size": 2},
+        {**SHARED_OUT, **split},
+        {**EXPERTS, **split, "expert_tensor_parallel_size": 1},
         {**SHARED_OUT, "context_parallel_size": 4, "expert_model_parallel_size": 4},
     ):
         assert found(check, plan(world_size=4, **flags)) == []
@@ -35,6 +38,15 @@ def test_a_good_plan_passes(check: Any) -> None:
         (
             {"tensor_model_parallel_size": 2},
             ["would send the same tokens", "add --sequence-parallel"],
+        ),
+        (
+            {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 4, "swiglu": True}
+            | {"moe_ffn_hidden_size": 6},
+            ["matrices of an expert cannot be shared out evenly", "width 6", "such as 1"],
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4},
+            ["do not divide into groups", "4 ranks", "--expert-tensor-parallel-size 1"],
         ),
         (
             {"pipeline_model_parallel_size": 4, "num_experts": 4},
@@ -51,27 +63,6 @@ def test_experts_that_cannot_be_shared_out_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("flags", "fix"),
-    [
-        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
-        ({"tensor_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
-        (
-            {
-                "tensor_model_parallel_size": 2,
-                "expert_model_parallel_size": 1,
-                "expert_tensor_parallel_size": 1,
-            },
-            "--expert-tensor-parallel-size 2",
-        ),
-    ],
-    ids=str,
-)
-def test_experts_are_not_split_and_shared_out(flags: dict[str, Any], fix: str) -> None:
-    bad = plan(world_size=4, **SHARED_OUT | flags)
-    only(found(experts.experts_are_split_as_asked, bad), "whole ones are shared out", fix)
-
-
-@pytest.mark.parametrize(
     ("flags", "given"),
     [({"deepspeed": True}, "--deepspeed"), ({"fp8_format": "e4m3", "bf16": True}, "--fp8-format")],
 )
@@ -79,6 +70,8 @@ def test_engines_that_cannot_share_experts_out_refuse_it(flags: dict[str, Any], 
     check = experts.engine_can_share_experts_out
     only(found(check, plan(world_size=2, **SHARED_OUT, **flags)), "cannot be shared out", given)
     assert found(check, plan(world_size=2, **EXPERTS, **flags)) == []
+    in_parts = {**EXPERTS, "expert_tensor_parallel_size": 2}
+    only(found(check, plan(world_size=2, **in_parts, **flags)), "cannot be shared out", given)
 
 
 def test_an_engine_that_moves_no_biases_is_refused_with_them() -> None:

@@ -23,12 +23,13 @@ from megatron.model.experts.mixture import (
     build_feed_forward,
     check_sharing_out,
     dispatch_plan,
+    parts_of_experts,
 )
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.transformer import Block
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.partition import Init, Partition, is_sequence_parallel, partition_of
+from megatron.mpu.partition import Init, Partition, Within, is_sequence_parallel, partition_of
 from megatron.mpu.topology import Topology
 from megatron.optimizer.param_groups import is_decayed
 from tests.support.examples import examples
@@ -254,6 +255,22 @@ def test_every_tensor_parallel_rank_has_a_part_of_every_expert() -> None:
         Experts(odd, tiny_build(second_of_two()))
 
 
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
+@examples(40)
+def test_a_choice_goes_to_all_parts_of_its_expert(ep: int, etp: int, own: int, seed: int) -> None:
+    experts = ep * own
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(0, experts + 1, (5, 2), generator=generator)
+    found = parts_of_experts(chosen, experts, ep=ep, etp=etp)
+    for choice, parts in zip(chosen.flatten().tolist(), found.view(-1, etp).tolist()):
+        if choice == experts:  # dropped
+            assert parts == [experts * etp] * etp
+            continue
+        ranks = [part // own for part in parts]
+        assert ranks == [choice // own * etp + t for t in range(etp)], "of etp, which is faster"
+        assert {part % own for part in parts} == {choice % own}
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
 @examples(60)
 def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: int) -> None:
@@ -287,15 +304,21 @@ def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: i
         assert torch.equal(one, other)
 
 
-def test_shared_out_experts_are_whole_and_fewer() -> None:
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (2, 2)])
+def test_shared_out_experts_are_fewer_or_in_parts(ep: int, etp: int) -> None:
     config = config_of("mixtral")
-    two = Group((0, 1), 1)
-    ctx = dataclasses.replace(ParallelContext.single(), topology=Topology(dp=2, ep=2), ep=two)
+    ranks = Group(tuple(range(ep * etp)), 1)
+    grid = Topology(dp=ep * etp, ep=ep, etp=etp)
+    ctx = dataclasses.replace(ParallelContext.single(), topology=grid, etp_ep=ranks)
     build = dataclasses.replace(tiny_build(), ctx=ctx)
     layer, alone = MixtureOfExperts(config, build), MixtureOfExperts(config, tiny_build())
-    for here, whole in zip(layer.experts.parameters(), alone.experts.parameters()):
-        assert partition_of(here) == Partition("ep", dim=0)
-        assert here.shape == (whole.shape[0] // 2, *whole.shape[1:])
+    cuts = (Within(1, etp, blocks=2), Within(2, etp))
+    for here, whole, within in zip(layer.experts.parameters(), alone.experts.parameters(), cuts):
+        assert partition_of(here) == Partition("etp_ep", dim=0, within=within)
+        shape = [*whole.shape]
+        shape[0] //= ep
+        shape[within.dim] //= etp
+        assert [*here.shape] == shape
     assert layer.router.weight.shape == alone.router.weight.shape
 
 
@@ -303,7 +326,9 @@ def test_shared_out_experts_are_whole_and_fewer() -> None:
     ("grid", "words"),
     [
         (Topology(dp=3, ep=3), "cannot be shared out evenly"),
-        (Topology(tp=2, ep=2), "would send the same tokens"),
+        (Topology(tp=2, ep=2, etp=1), "would send the same tokens"),
+        (Topology(tp=2, etp=1), "would send the same tokens"),
+        (Topology(dp=7, etp=7), "matrices of an expert cannot be shared out evenly"),
     ],
 )
 def test_experts_that_cannot_be_shared_out_are_refused(grid: Topology, words: str) -> None:
