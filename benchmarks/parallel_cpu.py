@@ -1,9 +1,10 @@
-"""Data parallelism on a CPU: two ranks of a thread each, against one process of two threads.
+"""Parallelism on a CPU: two ranks of a thread each, against one process of two threads.
 
-`python benchmarks/parallel_cpu.py`: ours in six ways, and torch's DistributedDataParallel around a
-plain GPT of the same shape, from the same weights on the same batches, in turns. What is compared
-is each one's own ratio, so that what two cores share (memory, clock) falls on both. How to read
-what it prints is in benchmarks/README.md.
+`python benchmarks/parallel_cpu.py`: data parallelism of ours in six ways, and torch's
+DistributedDataParallel around a plain GPT of the same shape, from the same weights on the same
+batches, in turns; then every other axis of ours. What is compared is each one's own ratio, so that
+what two cores share (memory, clock) falls on both. How to read what it prints is in
+benchmarks/README.md.
 """
 
 import argparse
@@ -47,6 +48,27 @@ OURS: Mapping[str, tuple[str, ...]] = {
     "ours, fully sharded": _FULLY,
     "ours, fully sharded, overlap": (*_FULLY, "--overlap-grad-reduce", "--overlap-param-gather"),
 }
+# Other axes than dp, each of two; a micro-batch is then the whole batch, as in one process.
+_TP = ("--tensor-model-parallel-size", "2")
+_PP, _CP = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
+AXES: Mapping[str, tuple[str, ...]] = {
+    "tp": _TP,
+    "tp, sp": (*_TP, "--sequence-parallel"),
+    "pp, 1f1b": _PP,
+    "pp, zero-bubble": (*_PP, "--pipeline-schedule", "zero-bubble"),
+    "cp, p2p": _CP,
+    "cp, all_gather": (*_CP, "--cp-comm-type", "all_gather"),
+    "cp, a2a": (*_CP, "--cp-comm-type", "a2a"),
+}
+MICRO_BATCHES = 4  # of a step, where stages work at once
+EXPERTS_ALONE = "experts, 1 process"
+_EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear", "--openai-gelu"),
+)
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "experts, dp": _EXPERTS,
+    "experts, ep": (*_EXPERTS, "--expert-model-parallel-size", "2"),
+}
 TARGETED = ("ours", "ours, overlap")  # those that do what DDP does
 QUICK = Shape(layers=2, hidden=32, heads=2, seq_length=16, vocab=96, micro_batch=4)
 
@@ -78,18 +100,10 @@ class Team:
         return sum(ring_bytes(call["kind"], call["bytes"], call["ranks"]) for call in calls)
 
     def _ask(self, job: str, **arguments: Any) -> list[Answer]:
-        part = self.samples // len(self.workers)
         with ThreadPoolExecutor(len(self.workers)) as pool:
             calls = [
-                pool.submit(
-                    worker.ask,
-                    job,
-                    samples=self.samples,
-                    start=rank * part,
-                    stop=(rank + 1) * part,
-                    **arguments,
-                )
-                for rank, worker in enumerate(self.workers)
+                pool.submit(worker.ask, job, samples=self.samples, **arguments)
+                for worker in self.workers
             ]
             return [one.result() for one in calls]
 
@@ -111,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with team(1, shape, flags.threads) as alone, team(RANKS, shape, 1) as ranks:
         section = measure(alone, ranks, shape, rounds=rounds, steps=steps)
         section["bytes"] = count_bytes(ranks, section["rows"])
+        others = measure_axes(alone, ranks, shape, section["alone"], steps=steps)
     report = {
         "benchmark": "parallel_cpu",
         "machine": machine(),
@@ -120,10 +135,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bucket_elements": BUCKET_ELEMENTS,
         "rounds": rounds,
         "steps_per_turn": steps,
-        **{name: value for name, value in section.items() if name != "rows"},
+        **{name: value for name, value in section.items() if name not in ("rows", "alone")},
         "rows": [asdict(row) for row in section["rows"]],
+        "other_axes": others["efficiency"],
+        "other_rows": [asdict(row) for row in others["rows"]],
     }
     print(shown(report, section["rows"]))
+    print(table(shown_axes(others)))
     if flags.json is not None:
         flags.json.parent.mkdir(parents=True, exist_ok=True)
         flags.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -135,7 +153,12 @@ def team(size: int, shape: Shape, threads: int) -> Iterator[Team]:
     part = replace(shape, micro_batch=shape.micro_batch // size)
     given = [*our_flags("fp32", part), "--global-batch-size", str(shape.micro_batch)]
     given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--num-threads", str(threads)]
-    ours = {ALONE: ()} if size == 1 else OURS
+    whole = ("--micro-batch-size", str(shape.micro_batch))
+    in_parts = ("--micro-batch-size", str(shape.micro_batch // MICRO_BATCHES))
+    ours: dict[str, tuple[str, ...]] = {ALONE: (), EXPERTS_ALONE: _EXPERTS}
+    if size > 1:
+        axes = {who: (*f, *(in_parts if "pp" in who else whole)) for who, f in AXES.items()}
+        ours = {**OURS, **axes, **EXPERTS}
     with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
         workers = start_ranks(stack, WORKER, size)
         joined = [
@@ -203,11 +226,12 @@ def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) 
         unit="tokens",
     )
     check_all_equal(rows, warm)
-    base, ddp = row_of(rows, ALONE), row_of(rows, DDP)
-    plain = row_of(rows, PLAIN_ALONE)
+    by_name = {row.who: row for row in rows}
+    base, plain, ddp = (by_name[who] for who in (ALONE, PLAIN_ALONE, DDP))
     efficiency = {who: ratio(base, row_of(rows, who), "wall") for who in OURS}
     return {
         "rows": rows,
+        "alone": _results(base, warm),
         "efficiency": efficiency | {DDP: ratio(plain, ddp, "wall")},
         "cpu_efficiency": {who: ratio(base, row_of(rows, who)) for who in OURS}
         | {DDP: ratio(plain, ddp)},
@@ -215,6 +239,55 @@ def measure(alone: Team, ranks: Team, shape: Shape, *, rounds: int, steps: int) 
         "ddp_over_ours": {who: ratio(ddp, row_of(rows, who), "wall") for who in OURS},
         "gain_of_overlap": ratio(row_of(rows, "ours"), row_of(rows, "ours, overlap"), "wall"),
     }
+
+
+def measure_axes(
+    alone: Team, ranks: Team, shape: Shape, expected: Contestant, *, steps: int
+) -> dict[str, Any]:
+    """Return the other axes in turns with one process of the same model.
+
+    Args:
+        expected: what one process has made of the same batches, from the same weights.
+    """
+    rounds = len(expected.losses) // steps - 1
+    teams = {ALONE: alone, **dict.fromkeys(AXES, ranks)}
+    teams |= {EXPERTS_ALONE: alone, **dict.fromkeys(EXPERTS, ranks)}
+    # Continued from where the first section has left one process.
+    taken = dict.fromkeys(teams, 0) | {ALONE: rounds + 1}
+
+    def turn(who: str) -> Answer:
+        first = taken[who] * steps
+        taken[who] += 1
+        return teams[who].take(who, first, steps)
+
+    warm = {who: turn(who) for who in teams}
+    rows = take_turns(
+        {who: lambda who=who: turn(who) for who in teams},  # type: ignore[misc]
+        repeats=rounds,
+        amount=shape.tokens,
+        unit="tokens",
+    )
+    by_name, found = {row.who: row for row in rows}, {}
+    with_experts = _results(by_name[EXPERTS_ALONE], warm)
+    for base, same, ways in (
+        (ALONE, expected, AXES),
+        (EXPERTS_ALONE, with_experts, EXPERTS),
+    ):
+        for who in ways:
+            check_equal_work("fp32", _results(by_name[who], warm), same)
+            found[who] = {
+                kind: ratio(by_name[base], by_name[who], kind) for kind in ("wall", "cpu")
+            }
+    return {"rows": rows, "efficiency": found}
+
+
+def shown_axes(others: Mapping[str, Any]) -> Section:
+    """Return the other axes as a section."""
+    notes = [
+        f"{who}: {found['wall']:.3f} times as fast as 1 process, {found['cpu']:.3f} in CPU time"
+        for who, found in others["efficiency"].items()
+    ]
+    return Section("other axes", "2 ranks of 1 thread against 1 process", others["rows"], [], notes)
 
 
 def _relative_efficiency(rows: list[Row], who: str) -> float:
@@ -226,14 +299,7 @@ def _relative_efficiency(rows: list[Row], who: str) -> float:
 
 def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
     """Check that all train the same, and that overlapping changes no bit."""
-    seen = {}
-    for row in rows:
-        answers = [warm[row.who], *row.turns]
-        seen[row.who] = Contestant(
-            row.who,
-            losses=[loss for answer in answers for loss in answer["losses"]],
-            norms=[norm for answer in answers for norm in answer["norms"]],
-        )
+    seen = {row.who: _results(row, warm) for row in rows}
     for found in seen.values():
         check_equal_work("fp32", found, seen[PLAIN_ALONE])
     one, other = seen["ours"], seen["ours, overlap"]
@@ -243,6 +309,15 @@ def check_all_equal(rows: Sequence[Row], warm: Mapping[str, Answer]) -> None:
             found=f"losses {one.losses} without, {other.losses} with --overlap-grad-reduce",
             fix="this is a defect: please report it",
         )
+
+
+def _results(row: Row, warm: Mapping[str, Answer]) -> Contestant:
+    turns = [warm[row.who], *row.turns]
+    return Contestant(
+        row.who,
+        losses=[loss for turn in turns for loss in turn["losses"]],
+        norms=[norm for turn in turns for norm in turn["norms"]],
+    )
 
 
 def count_bytes(ranks: Team, rows: Sequence[Row]) -> dict[str, dict[str, float]]:

@@ -32,10 +32,15 @@ LOOPBACK = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class Contestant:
-    """The function of one step on this rank's part of a batch, and the end of a turn."""
+    """The function of one step on this rank's part of a batch, and the end of a turn.
+
+    The part is that of replica `replica` of `replicas`.
+    """
 
     step: Callable[[Tensor], tuple[float, float]]
     settle: Callable[[], object]
+    replica: int
+    replicas: int
 
 
 _CONTESTANTS: dict[str, Contestant] = {}
@@ -64,18 +69,24 @@ def join(
     _WORLD.append(base.build.ctx.world)
     peer: nn.Module = PlainGPT(size)
     copy_weights(base.engine.stage.named_parameters(), peer, size)  # type: ignore[arg-type]
-    if base.build.ctx.dp.size > 1:
+    replicas = base.build.ctx.dp
+    if replicas.size > 1:
         peer = DistributedDataParallel(peer, gradient_as_bucket_view=True)
     for name, more in ours.items():
         _CONTESTANTS[name] = _ours(base.beside(*more))
-    _CONTESTANTS[plain] = Contestant(PlainTrainer(peer, Recipe()).step, lambda: None)
+    _CONTESTANTS[plain] = Contestant(
+        PlainTrainer(peer, Recipe()).step, lambda: None, replicas.rank, replicas.size
+    )
     return {"parameters": sum(p.numel() for p in peer.parameters())}
 
 
-def take(who: str, first: int, steps: int, samples: int, start: int, stop: int) -> Answer:
-    """Take some steps: batches from `first` on, of which this rank has samples [start, stop)."""
-    texts = [_text(number, samples)[start:stop] for number in range(first, first + steps)]
+def take(who: str, first: int, steps: int, samples: int) -> Answer:
+    """Take some steps: batches of `samples` from `first` on, of which this rank has its part."""
     contestant = _CONTESTANTS[who]
+    texts = [
+        _text(number, samples).chunk(contestant.replicas)[contestant.replica]
+        for number in range(first, first + steps)
+    ]
     barrier(_WORLD[0])
     wire = _loopback_bytes()
     with Clock() as clock:
@@ -89,10 +100,10 @@ def take(who: str, first: int, steps: int, samples: int, start: int, stop: int) 
     )
 
 
-def count(who: str, first: int, samples: int, start: int, stop: int) -> Answer:
+def count(who: str, first: int, samples: int) -> Answer:
     """Take one step, and return the bytes this rank passes to each kind of collective."""
     with _counted() as found:
-        take(who, first, 1, samples, start, stop)
+        take(who, first, 1, samples)
     return {"calls": found}
 
 
@@ -108,8 +119,9 @@ def _ours(run: Workload) -> Contestant:
         report = run.step(text)
         return report.loss, report.grad_norm
 
+    replicas = run.build.ctx.dp
     # Reading the state waits until it is complete.
-    return Contestant(step, lambda: run.engine.state(optimizer=False))
+    return Contestant(step, lambda: run.engine.state(optimizer=False), replicas.rank, replicas.size)
 
 
 def _text(number: int, samples: int) -> Tensor:

@@ -18,13 +18,15 @@ from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
 from megatron.engine.build import build_engine
 from megatron.engine.native import NativeEngine
+from megatron.global_vars import Runtime
 from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.model.accounting import MemoryEstimate, RankShare, flops_per_token, memory_bytes
 from megatron.model.specs import ModelBuild
 from megatron.model_build import model_build
+from megatron.mpu.context import ParallelContext
+from megatron.mpu.topology import Topology
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.timers import Timers
-from megatron.tokenizer.tokenizer import Tokenizer
 from pretrain_gpt import gpt_task
 
 
@@ -33,10 +35,14 @@ class Workload:
     """An engine ready to train, with its configuration."""
 
     flags: tuple[str, ...]
-    config: RunConfig
+    runtime: Runtime
     build: ModelBuild
     engine: NativeEngine
-    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> RunConfig:
+        """Return what the flags mean."""
+        return self.runtime.config
 
     @property
     def flops_per_token(self) -> int:
@@ -70,15 +76,19 @@ class Workload:
         return self.config.training.micro_batch_size * self.config.data.seq_length
 
     def step(self, text: Tensor) -> StepReport:
-        """Do one optimizer step on [b, s + 1] tokens, at the run's peak learning rate."""
+        """Do one optimizer step on [b, s + 1] tokens, at the run's peak learning rate.
+
+        They are of this replica, in micro-batches of the run's size.
+        """
+        parts = torch.split(text, self.config.training.micro_batch_size)
         plan = StepPlan(
-            num_microbatches=1,
+            num_microbatches=len(parts),
             global_batch_size=text.shape[0] * self.build.ctx.dp.size,
             learning_rate=self.config.schedule.lr,
             weight_decay=self.config.optimizer.weight_decay,
             seq_length=text.shape[1] - 1,
         )
-        return self.engine.train_step(iter([{"text": text}]), plan)
+        return self.engine.train_step(iter([{"text": part} for part in parts]), plan)
 
     def tokens(self, seed: int) -> Tensor:
         """Return random token ids [b, s + 1] on the CPU, where a data loader puts them."""
@@ -87,9 +97,12 @@ class Workload:
         return torch.randint(0, self.build.vocab.true, size, generator=generator)
 
     def beside(self, *flags: str) -> "Workload":
-        """Return a second engine in the same processes, with more flags that change no group."""
-        config = parse_args([*self.flags, *flags])
-        return replace(self, config=config, engine=_engine(config, self.build, self.tokenizer))
+        """Return a second engine in the same processes, with more flags."""
+        config, context = parse_args([*self.flags, *flags]), self.runtime.context
+        topology = Topology.of(config.parallel, context.world.size)
+        if topology != context.topology:
+            context = ParallelContext.build(topology)
+        return _ready(self.flags, replace(self.runtime, config=config, context=context))
 
 
 @contextmanager
@@ -104,16 +117,16 @@ def workload(flags: Sequence[str], *, vocab_size: int) -> Iterator[Workload]:
     config = parse_args(given)
     runtime = initialize_megatron(config, checks=MODEL_CHECKS)
     try:
-        build, tokenizer = model_build(runtime), runtime.tokenizer
-        yield Workload(given, config, build, _engine(config, build, tokenizer), tokenizer)
+        yield _ready(given, runtime)
     finally:
         shutdown_megatron()
 
 
-def _engine(config: RunConfig, build: ModelBuild, tokenizer: Tokenizer) -> NativeEngine:
-    engine = build_engine(config, gpt_task(), build, tokenizer, Timers())
+def _ready(flags: tuple[str, ...], runtime: Runtime) -> Workload:
+    build = model_build(runtime)
+    engine = build_engine(runtime.config, gpt_task(), build, runtime.tokenizer, Timers())
     assert isinstance(engine, NativeEngine)  # noqa: S101  # invariant: only one kind
-    return engine
+    return Workload(flags, runtime, build, engine)
 
 
 def matmul_peak_tflops(dtype: torch.dtype, sizes: Sequence[int], *, repeats: int = 5) -> float:
