@@ -44,6 +44,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         precision=config.precision,
         sequence_parallel=splits_sequences,
         context_exchange=config.parallel.cp_comm_type,
+        overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
         activations=config.training.activations,
         virtual_stages=context.pp.size * pipeline.num_chunks,
         loss_state=LossState(z_loss_coeff=config.training.z_loss_coeff),

@@ -2,10 +2,10 @@
 
     python tools/upcycle_checkpoint.py --load DENSE --save EXPERTS --num-experts 8
 
-DENSE is of any format that this program reads, and of a model without biases. The result computes
-what the dense model does; routers are drawn from the seed. It has no optimizer state: load it with
---finetune, and with the flags of the experts beside those of the dense model. Memory: one stack of
-experts. Exit code 66 when the checkpoint is damaged or cannot be the beginning of such a model.
+DENSE is of any format that this program reads. The result computes what the dense model does;
+routers are drawn from the seed. It has no optimizer state: load it with --finetune, and with the
+flags of the experts beside those of the dense model. Memory: one stack of experts. Exit code 66
+when the checkpoint is damaged or cannot be the beginning of such a model.
 """
 
 import argparse

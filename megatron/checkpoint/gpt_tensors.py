@@ -57,14 +57,15 @@ def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tup
         yield "mlp.router.weight", (experts, hidden)
         if config.moe_router_enable_expert_bias:
             yield "mlp.router.expert_bias", (experts,)
-        yield "mlp.experts.fc1.weight", (experts, halves * width, hidden)
-        yield "mlp.experts.fc2.weight", (experts, hidden, width)
+        for name, outputs, inputs in (("fc1", halves * width, hidden), ("fc2", hidden, width)):
+            for part, shape in linear_shapes(f"mlp.experts.{name}", outputs, inputs, bias=bias):
+                yield part, (experts, *shape)
         shared = config.moe_shared_expert_intermediate_size
         if config.moe_shared_expert_gate:
             yield "mlp.shared_expert.gate", (1, hidden)
         if shared is not None:
-            yield from linear_shapes("mlp.shared_expert.fc1", halves * shared, hidden, bias=False)
-            yield from linear_shapes("mlp.shared_expert.fc2", hidden, shared, bias=False)
+            yield from linear_shapes("mlp.shared_expert.fc1", halves * shared, hidden, bias=bias)
+            yield from linear_shapes("mlp.shared_expert.fc2", hidden, shared, bias=bias)
         return
     yield from linear_shapes("mlp.fc1", halves * config.ffn_width, hidden, bias=bias)
     yield from linear_shapes("mlp.fc2", hidden, config.ffn_width, bias=bias)

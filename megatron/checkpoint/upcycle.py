@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 
-_MLP = re.compile(r"^(model/layers\.(\d+)\.mlp\.)(fc[12]\.weight)$")
+_MLP = re.compile(r"^(model/layers\.(\d+)\.mlp\.)(fc[12]\.(?:weight|bias))$")
 # What would make the model another one than the dense one, or has no weights to begin with.
 _PLAIN: Mapping[str, JsonValue] = {
     "moe_router_pre_softmax": False,
@@ -130,12 +130,6 @@ def _with_experts(source: CheckpointSource, flags: Mapping[str, JsonValue]) -> M
             "the model has experts already",
             found=f"{source.directory}: --num-experts {dense.num_experts}",
             fix="begin with a dense model",
-        )
-    if dense.add_bias_linear:
-        raise CheckpointError(
-            "experts have no biases here, and the MLPs of this model have them",
-            found=f"{source.directory}: a model without --disable-bias-linear",
-            fix="begin with a model without them, such as a LLaMA",
         )
     # A width of experts that a dense model was given meant nothing.
     fields = {**to_plain(dense), **_PLAIN, "moe_ffn_hidden_size": dense.ffn_width, **flags}

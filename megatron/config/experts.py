@@ -104,8 +104,6 @@ class _Flags(Protocol):
     def moe_shared_expert_intermediate_size(self) -> int | None: ...
     @property
     def moe_shared_expert_gate(self) -> bool: ...
-    @property
-    def add_bias_linear(self) -> bool: ...
 
 
 def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -156,13 +154,6 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
         problem="it is not a positive number",
         fix="use a number above 0, such as the default 0.001",
     )
-    if flags.add_bias_linear:
-        yield ConfigError(
-            "experts have no biases here",
-            found=f"--num-experts {experts} without --disable-bias-linear",
-            fix="add --disable-bias-linear, with a flag that names the activation such as --swiglu "
-            "(and --add-qkv-bias if attention shall have one)",
-        )
     if flags.moe_shared_expert_gate and flags.moe_shared_expert_intermediate_size is None:
         yield ConfigError(
             "there is no shared expert whose output a gate could multiply",

@@ -97,6 +97,11 @@ class ParallelConfig:
         help="ranks of a pipeline stage that share each expert's matrices; when not set as many "
         "as those of tensor parallelism",
     )
+    moe_shared_expert_overlap: bool = flag(
+        False,
+        help="compute the shared expert while tokens travel to experts that are shared out, and "
+        "back; results are equal to the bit",
+    )
     pipeline_schedule: PipelineSchedule | None = flag(
         None,
         help="in which order pipeline stages work; when not set 1f1b, and interleaved where ranks "

@@ -103,7 +103,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--moe-use-legacy-grouped-gemm": NoEffect(0, _GROUPED),
     "--moe-permute-fusion": NoEffect(0, _FUSED),
     "--moe-router-fusion": NoEffect(0, _FUSED),
-    "--moe-shared-expert-overlap": NoEffect(0, "overlap does not change results"),
     "--moe-per-layer-logging": NoEffect(0, "load_balancing_loss is logged over all layers"),
     "--disable-moe-top2-2nd-expert-sampling": NoEffect(0, "experts are never drawn at random"),
     "--enable-expert-tensor-parallelism": NoEffect(

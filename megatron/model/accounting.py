@@ -41,8 +41,8 @@ def expert_parameters(config: ModelConfig) -> int:
 
 
 def _expert_parameters(config: ModelConfig, layers: Iterable[bool]) -> int:
-    of_layer = (config.num_experts or 1) * _mlp_weights(config, config.expert_width)
-    return sum(layers) * of_layer
+    of_one = _mlp_weights(config, config.expert_width) + _mlp_biases(config, config.expert_width)
+    return sum(layers) * (config.num_experts or 1) * of_one
 
 
 def flops_per_token(
@@ -359,13 +359,12 @@ def _embedding_parameters(config: ModelConfig, vocab_rows: int, seq_length: int)
 def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = False) -> int:
     h, width = config.hidden_size, config.head_width
     queries, keys = config.num_attention_heads * width, config.query_groups * width
-    fc1 = (2 if config.glu is not None else 1) * config.ffn_width
     weights = _block_weights(config, experts=experts, active=active)
     biases = 0
     if config.add_bias_linear or config.add_qkv_bias:
         biases += queries + 2 * keys
     if config.add_bias_linear:
-        biases += h + fc1 + h
+        biases += h + _feed_forward_biases(config, experts=experts, active=active)
     if experts and config.moe_router_enable_expert_bias:
         biases += config.num_experts or 1
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
@@ -388,6 +387,22 @@ def _feed_forward_weights(config: ModelConfig, *, experts: bool, active: bool) -
     shared = _mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
     gates = scored + config.moe_shared_expert_gate
     return gates * config.hidden_size + met * _mlp_weights(config, config.expert_width) + shared
+
+
+def _feed_forward_biases(config: ModelConfig, *, experts: bool, active: bool) -> int:
+    if not experts:
+        return _mlp_biases(config, config.ffn_width)
+    met = config.moe_router_topk if active else config.num_experts or 1
+    shared = config.moe_shared_expert_intermediate_size
+    of_shared = 0 if shared is None else _mlp_biases(config, shared)
+    return met * _mlp_biases(config, config.expert_width) + of_shared
+
+
+def _mlp_biases(config: ModelConfig, width: int) -> int:
+    """Return the elements of the biases of an MLP of this width."""
+    if not config.add_bias_linear:
+        return 0
+    return (2 if config.glu is not None else 1) * width + config.hidden_size
 
 
 def _mlp_weights(config: ModelConfig, width: int) -> int:

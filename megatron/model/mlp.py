@@ -60,7 +60,15 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
-        middle = self.fc1(hidden)  # [s, b, f/tp], or [s, b, 2f/tp] as [gate; up]
+        return self.leave(self.enter(hidden))
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return what fc1 makes of [s, b, h]: [s, b, f/tp], or [s, b, 2f/tp] as [gate; up]."""
+        middle: Tensor = self.fc1(hidden)
+        return middle
+
+    def leave(self, middle: Tensor) -> Tensor:
+        """Return the output for what `enter` returned."""
         activated = self._activate(middle)
         with self._keeping(middle, activated):
             output: Tensor = self.fc2(activated)

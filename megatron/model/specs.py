@@ -113,6 +113,7 @@ class ModelBuild:
     # Whether the list of a GPT ends without logits, in the operands of a loss that makes its own.
     fuse_loss: bool = False
     attention_backend: AttentionBackend = AttentionBackend.AUTO
+    overlap_shared_expert: bool = False  # with the exchange of tokens for experts
     fuse_rope: bool = True  # else by PyTorch's own operations
     fuse_gated_units: bool = True  # likewise
     fuse_dropout: bool = True  # likewise

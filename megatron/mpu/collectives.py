@@ -144,20 +144,23 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
     return arrives
 
 
-def all_to_all_rows(
+def start_all_to_all_rows(
     rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: Group
-) -> Tensor:
-    """Send the first sends[0] of [n, ..] to the rank at index 0, the next to index 1, and so on.
+) -> Pending:
+    """Begin to send the first sends[0] of [n, ..] to the rank at index 0, the next to index 1, ...
 
-    The result is [sum(receives), ..], in the order of ranks. Numbers of rows may be zero.
+    The result is [sum(receives), ..], in the order of ranks. Numbers of rows may be zero. `rows`
+    must not change before `wait` has returned.
     """
     if group.size == 1:
-        return rows
+        return Pending(rows, None)
     dense = rows.contiguous()
     arrives = dense.new_empty((sum(receives), *dense.shape[1:]))
     checked("all_to_all_rows", dense, group, is_equal=False)
-    dist.all_to_all_single(arrives, dense, list(receives), list(sends), group=group.handle)
-    return arrives
+    work = dist.all_to_all_single(
+        arrives, dense, list(receives), list(sends), group=group.handle, async_op=True
+    )
+    return Pending(arrives, work, dense)
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:

@@ -73,8 +73,21 @@ def engine_can_balance_experts_by_biases(plan: RunPlan) -> Iterator[MegatronErro
         )
 
 
+def shared_expert_can_be_overlapped(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that there is a shared expert to compute while tokens travel."""
+    model = plan.config.model
+    width = model.moe_shared_expert_intermediate_size
+    if plan.config.parallel.moe_shared_expert_overlap and not (model.has_experts and width):
+        yield ConfigError(
+            "there is no shared expert that could be computed while tokens travel",
+            found="--moe-shared-expert-overlap without --moe-shared-expert-intermediate-size",
+            fix="leave it out, or give the width of the shared expert",
+        )
+
+
 CHECKS = (
     experts_can_be_shared_out,
     engine_can_share_experts_out,
     engine_can_balance_experts_by_biases,
+    shared_expert_can_be_overlapped,
 )

@@ -113,6 +113,21 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_parts_that_are_cut_again_are_held_by_neighbours",
         ),
         Mutant(
+            "rows are read once they have arrived",
+            "megatron/model/experts/mixture.py",
+            "arrived, self.pending = self.pending.wait(), None",
+            "arrived, self.pending = torch.zeros_like(self.pending.wait()), None",
+            "tests/unit/model/experts/test_mixture.py::"
+            "test_values_and_gradients_are_those_of_a_loop",
+        ),
+        Mutant(
+            "a rank adds those features of the last bias that it holds",
+            "megatron/model/experts/mixture.py",
+            "around = (features.start, local[1] - features.stop)",
+            "around = (0, local[1] - held[1])",
+            f"{_LAW}test_other_ways_of_choosing_are_split_as_well[biases]",
+        ),
+        Mutant(
             "rows are computed in the order of experts",
             "megatron/model/experts/mixture.py",
             "order = experts_of_rows.argsort(stable=True)",
@@ -122,15 +137,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "rows go back to where they came from",
             "megatron/model/experts/mixture.py",
-            "self._replace(sends=self.receives, receives=self.sends)",
-            "self",
-            _ROWS,
+            "_Traffic(plan.receives, plan.sends, ",
+            "_Traffic(plan.sends, plan.receives, ",
+            _FOUR,
         ),
         Mutant(
             "gradients of rows go back to where the rows came from",
             "megatron/model/experts/mixture.py",
-            "all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.group)",
-            "all_to_all_rows(grad, ctx.plan.sends, ctx.plan.receives, ctx.group)",
+            "(self.receives, self.sends) if back else",
+            "(self.sends, self.receives) if back else",
             _FOUR,
         ),
         Mutant(

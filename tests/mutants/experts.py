@@ -127,6 +127,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             f"{_ACCOUNTING}test_parameters_are_counted_exactly",
         ),
         Mutant(
+            "the biases of every expert are counted",
+            "megatron/model/accounting.py",
+            "return met * _mlp_biases(config, config.expert_width) + of_shared",
+            "return _mlp_biases(config, config.expert_width) + of_shared",
+            f"{_ACCOUNTING}test_parameters_are_counted_exactly",
+        ),
+        Mutant(
             "the gate of the shared expert is counted",
             "megatron/model/accounting.py",
             "gates = scored + config.moe_shared_expert_gate",

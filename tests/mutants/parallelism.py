@@ -627,8 +627,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "rows come back from experts to their tokens",
             "megatron/model/experts/mixture.py",
-            "rows = _TAKE(rows, back, order, 1)",
-            "rows = _TAKE(rows, order, back, 1)",
+            "rows = _TAKE(rows, sent.back, sent.order, 1)",
+            "rows = _TAKE(rows, sent.order, sent.back, 1)",
             "tests/unit/model/experts/test_mixture.py::test_equal_experts_are_a_dense_mlp",
         ),
         Mutant(

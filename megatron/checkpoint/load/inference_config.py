@@ -38,7 +38,7 @@ _TRAINING_ONLY_PARALLELISM = frozenset(
         *("overlap_param_gather", "overlap_grad_reduce", "num_distributed_optimizer_instances"),
         *("ddp_bucket_size", "context_parallel_size", "cp_comm_type"),
         "use_tp_pp_dp_mapping",
-        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_shared_expert_overlap"),
     }
 )
 _TOKENIZER = (

@@ -7,6 +7,7 @@ go to all parts of their experts, and come back as summands. The router is whole
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from megatron.model.init import residual_init, weight_init
 from megatron.model.mlp import MLP, unit_of
 from megatron.model.specs import ModelBuild
 from megatron.mpu.autograd import FunctionContext
-from megatron.mpu.collectives import all_gather, all_to_all_rows
+from megatron.mpu.collectives import Pending, all_gather, start_all_to_all_rows
 from megatron.mpu.context import Group
 from megatron.mpu.layers import fp8_products, linear
 from megatron.mpu.mappings import (
@@ -34,9 +35,11 @@ from megatron.mpu.mappings import (
 from megatron.mpu.partition import (
     EXPERTS,
     Init,
+    InitKind,
     Partition,
     Within,
     local_shape,
+    pieces,
     set_parameter_metadata,
 )
 from megatron.mpu.topology import Topology
@@ -71,9 +74,24 @@ class MixtureOfExperts(nn.Module):
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
         if self.shared_expert is None:
             return self._routed(hidden)
+        if self._shared_out:
+            return self._beside(self.shared_expert, hidden)
         # An accelerator computes it while the host waits for the sizes of the others' matrices.
         shared: Tensor = self.shared_expert(hidden)
         return shared + self._routed(hidden)
+
+    def _beside(self, shared_expert: "SharedExpert", hidden: Tensor) -> Tensor:
+        """Compute the halves of the shared expert while tokens travel to the others and back.
+
+        In the backward pass autograd calls what was called last first, so that gradients travel
+        beside the same halves. Without overlap the order is the same, and so are all sums.
+        """
+        shares, chosen = self.router(hidden)
+        sent = self.experts.send(hidden, shares, chosen)
+        middle = shared_expert.enter(hidden)
+        back = self.experts.send_back(sent)
+        shared = shared_expert.gated(shared_expert.leave(middle), hidden)
+        return shared + self.experts.combine(sent, back, hidden.dtype)
 
     def _routed(self, hidden: Tensor) -> Tensor:
         shares, chosen = self.router(hidden)
@@ -109,7 +127,10 @@ class SharedExpert(MLP):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
-        output = super().forward(hidden)
+        return self.gated(super().forward(hidden), hidden)
+
+    def gated(self, output: Tensor, hidden: Tensor) -> Tensor:
+        """Return the output of the MLP, multiplied by the share of the token in `hidden`."""
         if self.gate is None:
             return output
         scores = F.linear(hidden, self.gate)  # [s, b, 1]
@@ -147,7 +168,7 @@ def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel:
 
 
 class Experts(nn.Module):
-    """All experts of a layer, each an MLP without biases, as two stacks of matrices.
+    """All experts of a layer, each an MLP, as two stacks of matrices.
 
     Where they are shared out a rank holds `experts / ep` of them, of each a part over etp.
     """
@@ -158,17 +179,34 @@ class Experts(nn.Module):
         halves = 1 if config.glu is None else 2
         width = config.expert_width
         self._experts, grid = config.num_experts or 1, build.ctx.topology
-        self._group, self._ep, self._etp = build.ctx.etp_ep, 1, 1
-        enter, leave = Partition("tp", dim=1, blocks=halves), Partition("tp", dim=2)
+        # Where experts are split over tp no row travels.
+        self._group, self._ep, self._etp = Group(ranks=(0,), rank=0), 1, 1
+        self._overlaps = build.overlap_shared_expert
+        # What an MLP adds at its end is cut into parts that add up, as its second matrix is.
+        enter, leave, end = (
+            Partition("tp", dim=1, blocks=halves),
+            Partition("tp", dim=2),
+            Partition("tp", dim=1),
+        )
         if grid.shares_experts_out:
-            self._ep, self._etp = grid.ep, grid.expert_tp
+            self._group, self._ep, self._etp = build.ctx.etp_ep, grid.ep, grid.expert_tp
             enter = Partition(EXPERTS, within=Within(1, self._etp, blocks=halves))
             leave = Partition(EXPERTS, within=Within(2, self._etp))
+            end = Partition(EXPERTS, within=Within(1, self._etp))
+        hidden, has_bias = config.hidden_size, config.add_bias_linear
         self.fc1 = GroupedLinear(
-            (self._experts, halves * width, config.hidden_size), enter, weight_init(config), build
+            (self._experts, halves * width, hidden),
+            enter,
+            weight_init(config),
+            build,
+            bias=enter if has_bias else None,
         )
         self.fc2 = GroupedLinear(
-            (self._experts, config.hidden_size, width), leave, residual_init(config), build
+            (self._experts, hidden, width),
+            leave,
+            residual_init(config),
+            build,
+            bias=end if has_bias else None,
         )
 
     def forward(self, hidden: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -180,6 +218,11 @@ class Experts(nn.Module):
             chosen: [s, b, k] int64, the experts that they are the shares of; the number of experts
                 for a choice that was dropped, which adds nothing.
         """
+        sent = self.send(hidden, shares, chosen)
+        return self.combine(sent, self.send_back(sent), hidden.dtype)
+
+    def send(self, hidden: Tensor, shares: Tensor, chosen: Tensor) -> "SentRows":
+        """Begin to send tokens to their experts; arguments as for `forward`."""
         if self._etp > 1:
             chosen = parts_of_experts(chosen, self._experts, ep=self._ep, etp=self._etp)
             shares = shares.repeat_interleave(self._etp, dim=-1)
@@ -190,21 +233,37 @@ class Experts(nn.Module):
         # On an accelerator this waits for it: sizes of matrices are known to the host.
         counts = counts_of(chosen, self._experts * self._etp).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
-        if self._ep * self._etp == 1:
+        if self._group.size == 1:
             on_host = device.values_for_host(counts, ROW_COUNTS).tolist()
-            rows = self._compute(_first(rows, sum(on_host)), on_host)
+            plan = DispatchPlan.alone(on_host)
         else:
             group = self._group
             plan = dispatch_plan(gather_counts(counts, group), group.rank, rows.device)
-            rows = _first(rows, sum(plan.sends))
-            here = _TAKE(_TO_EXPERTS(rows, plan, group), plan.order, plan.back, 1)
-            here = _TAKE(self._compute(here, plan.counts), plan.back, plan.order, 1)
-            rows = _TO_EXPERTS(here, plan.reversed(), group)
-        if (dropped := len(order) - len(rows)) > 0:  # the last ones in this order
+        traffic = _Traffic(plan.sends, plan.receives, self._group, self._overlaps)
+        rows = _START(_first(rows, sum(plan.sends)), traffic)
+        return SentRows(rows, traffic, plan, order, back, shares)
+
+    def send_back(self, sent: "SentRows") -> tuple[Tensor, "_Traffic"]:
+        """Compute with what has arrived, and begin to send the results back."""
+        plan, rows = sent.plan, _ARRIVE(sent.rows, sent.traffic)
+        if plan.order is not None and plan.back is not None:
+            rows = self._compute(_TAKE(rows, plan.order, plan.back, 1), plan.counts)
+            rows = _TAKE(rows, plan.back, plan.order, 1)
+        else:
+            rows = self._compute(rows, plan.counts)
+        traffic = _Traffic(plan.receives, plan.sends, self._group, self._overlaps)
+        return _START(rows, traffic), traffic
+
+    def combine(
+        self, sent: "SentRows", results: tuple[Tensor, "_Traffic"], dtype: torch.dtype
+    ) -> Tensor:
+        """Return the sum of results times shares for each token: [s, b, h]."""
+        rows = _ARRIVE(*results)
+        if (dropped := len(sent.order) - len(rows)) > 0:  # the last ones in this order
             rows = F.pad(rows, (0, 0, 0, dropped))
-        rows = _TAKE(rows, back, order, 1)
-        output = (rows.view(*chosen.shape, width) * shares.unsqueeze(-1)).sum(dim=-2)
-        return output.to(hidden.dtype)
+        rows = _TAKE(rows, sent.back, sent.order, 1)
+        output = (rows.view(*sent.shares.shape, -1) * sent.shares.unsqueeze(-1)).sum(dim=-2)
+        return output.to(dtype)
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the experts of this rank to rows that are sorted by expert."""
@@ -221,18 +280,36 @@ class GroupedLinear(nn.Module):
 
     Args:
         shape: of the whole weight, [groups, out, in].
+        bias: how what is added to rows is split, [groups, out]; None: nothing is. Where the outputs
+            of a rank are summands of all features, it adds the features that it holds.
     """
 
     fp8: Fp8Products | None = None
 
     def __init__(
-        self, shape: tuple[int, int, int], partition: Partition, init: Init, build: ModelBuild
+        self,
+        shape: tuple[int, int, int],
+        partition: Partition,
+        init: Init,
+        build: ModelBuild,
+        *,
+        bias: Partition | None = None,
     ) -> None:
         super().__init__()
         local = local_shape(shape, partition, build.ctx.share(partition)[1])
         self._whole, self._here = shape, local
         self.weight = nn.Parameter(torch.empty(local, dtype=build.dtype))
         set_parameter_metadata(self.weight, init=init, partition=partition)
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            index, size = build.ctx.share(bias)
+            held = local_shape(shape[:2], bias, size)
+            self.bias = nn.Parameter(torch.empty(held, dtype=build.dtype))
+            set_parameter_metadata(self.bias, init=Init(InitKind.ZEROS), partition=bias)
+            features = pieces(shape[:2], bias, index, size)[0].global_[1]
+            # Zeros for the features of other ranks; none where the outputs are split alike.
+            around = (features.start, local[1] - features.stop)
+            self._around = around if held[1] < local[1] else (0, 0)
         if build.fp8 is not None:
             self.fp8 = fp8_products(
                 build.fp8, build.ctx.tp, splits_output=partition.dim == 1, matrices=local[0]
@@ -242,10 +319,12 @@ class GroupedLinear(nn.Module):
         """Map [n, in] to [n, out]; the first counts[0] rows are of group 0, and so on."""
         # Unbound at once: taken one by one, each would have a gradient of the size of all.
         weights = self.weight.unbind(0)
-        groups = torch.split(rows, list(counts))
-        return torch.cat(
-            [linear(group, weight, None, self.fp8) for group, weight in zip(groups, weights)]
-        )
+        biases: Sequence[Tensor | None] = [None] * len(weights)
+        if self.bias is not None:
+            whole = self.bias if self._around == (0, 0) else F.pad(self.bias, self._around)
+            biases = whole.unbind(0)
+        groups = zip(torch.split(rows, list(counts)), weights, biases)
+        return torch.cat([linear(group, weight, bias, self.fp8) for group, weight, bias in groups])
 
     def extra_repr(self) -> str:
         """Return the global sizes, for `print(model)`."""
@@ -269,18 +348,56 @@ class DispatchPlan(NamedTuple):
     """Which rows a rank sends to the others, and in what order it computes with what arrives.
 
     `order` sorts arrived rows, which stand by source and then by expert, by expert and then by
-    source; `back` is its inverse. `counts` are the rows of each of the rank's experts.
+    source; `back` is its inverse; both are None where they are sorted. `counts` are the rows of
+    each of the rank's experts.
     """
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     counts: tuple[int, ...]
+    order: Tensor | None
+    back: Tensor | None
+
+    @classmethod
+    def alone(cls, counts: Sequence[int]) -> "DispatchPlan":
+        """Return the plan of a rank that has all experts."""
+        rows = (sum(counts),)
+        return cls(rows, rows, tuple(counts), None, None)
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """An exchange of rows and, in the backward pass, that of their gradients.
+
+    Unless it overlaps with what is called meanwhile, it is over when it has begun.
+    """
+
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    group: Group
+    overlaps: bool
+    pending: Pending | None = None
+
+    def start(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
+        self.pending = start_all_to_all_rows(rows, sends, receives, self.group)
+        return self.pending.tensor if self.overlaps else self.pending.wait()
+
+    def wait(self) -> Tensor:
+        assert self.pending is not None  # noqa: S101  # invariant: begun before it is waited for
+        arrived, self.pending = self.pending.wait(), None
+        return arrived
+
+
+class SentRows(NamedTuple):
+    """Rows of tokens on the way to their experts, and how the results are put together."""
+
+    rows: Tensor
+    traffic: _Traffic
+    plan: DispatchPlan
     order: Tensor
     back: Tensor
-
-    def reversed(self) -> "DispatchPlan":
-        """Return the plan by which the rows go back."""
-        return self._replace(sends=self.receives, receives=self.sends)
+    shares: Tensor
 
 
 def gather_counts(counts: Tensor, group: Group) -> Tensor:
@@ -308,22 +425,44 @@ def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPl
     )
 
 
-class _DispatchContext(FunctionContext):
-    plan: DispatchPlan
-    group: Group
+class _TrafficContext(FunctionContext):
+    traffic: _Traffic
 
 
-class _ToExperts(torch.autograd.Function):
-    """Send rows to the ranks of their experts; the gradients come back the same way."""
+class _Start(torch.autograd.Function):
+    """Begin to send rows; in the backward pass wait for their gradients.
 
-    @staticmethod
-    def forward(ctx: _DispatchContext, rows: Tensor, plan: DispatchPlan, group: Group) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        return all_to_all_rows(rows, plan.sends, plan.receives, group)
+    The result has no values before `_Arrive`, its only reader, whose backward begins to send the
+    gradients and whose result here is none.
+    """
 
     @staticmethod
-    def backward(ctx: _DispatchContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_to_all_rows(grad, ctx.plan.receives, ctx.plan.sends, ctx.group), None, None
+    def forward(ctx: _TrafficContext, rows: Tensor, traffic: _Traffic) -> Tensor:
+        ctx.traffic = traffic
+        arrives = traffic.start(rows)
+        return arrives.view_as(arrives)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: _TrafficContext, grad: Tensor) -> tuple[Tensor, None]:
+        del grad
+        return ctx.traffic.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for rows; in the backward pass begin to send their gradients."""
+
+    @staticmethod
+    def forward(ctx: _TrafficContext, rows: Tensor, traffic: _Traffic) -> Tensor:
+        ctx.traffic = traffic
+        traffic.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: _TrafficContext, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.traffic.start(grad, back=True)
+        return grad, None
 
 
 class _TakeContext(FunctionContext):
@@ -355,5 +494,6 @@ class _Take(torch.autograd.Function):
         return rows, None, None, None
 
 
-_TO_EXPERTS: Callable[[Tensor, DispatchPlan, Group], Tensor] = _ToExperts.apply
+_START: Callable[[Tensor, _Traffic], Tensor] = _Start.apply
+_ARRIVE: Callable[[Tensor, _Traffic], Tensor] = _Arrive.apply
 _TAKE: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Take.apply

@@ -52,7 +52,7 @@ def one_skips(group: Group, odd: bool) -> None:
 
 def other_rows(group: Group, odd: bool) -> None:
     rows = torch.ones(3 if odd else 6, 4 if odd else 3)
-    c.all_to_all_rows(rows, [len(rows) // 3] * 3, [2, 1, 2], group)
+    c.start_all_to_all_rows(rows, [len(rows) // 3] * 3, [2, 1, 2], group).wait()
 
 
 def order_swapped(group: Group, odd: bool) -> None:

@@ -87,11 +87,11 @@ def rows_go_where_counts_say() -> None:
     sends = [(me + to) % 3 for to in range(4)]
     receives = [(source + me) % 3 for source in range(4)]
     rows = torch.tensor([[10.0 * me + to] for to in range(4) for _ in range(sends[to])])
-    found = collectives.all_to_all_rows(rows.view(-1, 1), sends, receives, group)
+    found = collectives.start_all_to_all_rows(rows.view(-1, 1), sends, receives, group).wait()
     assert found.view(-1).tolist() == [
         10.0 * source + me for source in range(4) for _ in range(receives[source])
     ]
-    nothing = collectives.all_to_all_rows(torch.empty(0, 2), [0] * 4, [0] * 4, group)
+    nothing = collectives.start_all_to_all_rows(torch.empty(0, 2), [0] * 4, [0] * 4, group).wait()
     assert nothing.shape == (0, 2)
 
 

@@ -50,8 +50,11 @@ def test_what_cannot_be_upcycled_is_said(tmp_path: Path) -> None:
     write_sharded(MemorySource.of_gpt(), tmp_path / "dense")
     flags = ("--load", tmp_path / "dense", "--num-experts", 3)
     ended = upcycle(*flags, "--save", tmp_path / "out")
+    assert ended.status == 0, ended.err
+    again = ("--load", tmp_path / "out", "--save", tmp_path / "more", "--num-experts", 2)
+    ended = upcycle(*again)
     assert ended.status == 66, ended.err
-    assert "have no biases here" in ended.err
+    assert "the model has experts already" in ended.err
     ended = upcycle(*flags, "--save", tmp_path / "dense")
     assert ended.status == 64, ended.err
     assert "written over, or into, the one that is read" in ended.err

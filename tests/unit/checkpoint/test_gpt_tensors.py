@@ -51,6 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "add_bias_linear": False,
     },
+    "experts with biases": {
+        "num_experts": 2,
+        "moe_shared_expert_intermediate_size": 10,
+        "swiglu": True,
+    },
     "a dense layer": {
         "num_experts": 2,
         "moe_layer_freq": "[0]+[1]",

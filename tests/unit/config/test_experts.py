@@ -75,7 +75,6 @@ def model(**changes: Any) -> ModelConfig:
                 (4, 1, {}, "equally many experts of each group"),
             )
         ),
-        ({"add_bias_linear": True}, "experts have no biases", "without --disable-bias-linear"),
         ({"moe_ffn_hidden_size": 0}, "a size is not positive", "--moe-ffn-hidden-size 0"),
         ({"num_experts": 0}, "a size is not positive", "--num-experts 0"),
         (

@@ -72,6 +72,14 @@ CONFIGS = {
         moe_router_score_function=RouterScoreFunction.SIGMOID,
         moe_router_enable_expert_bias=True,
     ),
+    "experts with biases": tiny_config(
+        swiglu=True,
+        num_layers=3,
+        num_experts=4,
+        expert_interval=2,
+        moe_ffn_hidden_size=12,
+        moe_shared_expert_intermediate_size=6,
+    ),
     "experts in every second layer": tiny_config(
         swiglu=True,
         add_bias_linear=False,

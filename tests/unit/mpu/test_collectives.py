@@ -26,7 +26,7 @@ def test_a_group_of_one_gets_its_own_tensor_back() -> None:
     assert collectives.broadcast(tensor, ALONE) is tensor
     assert collectives.start_shift(tensor, ALONE).wait() is tensor
     assert collectives.all_to_all(tensor, ALONE) is tensor
-    assert collectives.all_to_all_rows(tensor, [4], [4], ALONE) is tensor
+    assert collectives.start_all_to_all_rows(tensor, [4], [4], ALONE).wait() is tensor
     assert tensor.tolist() == [0, 1, 2, 3]
 
 

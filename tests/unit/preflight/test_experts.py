@@ -74,6 +74,14 @@ def test_engines_that_cannot_share_experts_out_refuse_it(flags: dict[str, Any], 
     only(found(check, plan(world_size=2, **in_parts, **flags)), "cannot be shared out", given)
 
 
+def test_nothing_can_be_computed_beside_an_exchange_without_a_shared_expert() -> None:
+    check, overlap = experts.shared_expert_can_be_overlapped, {"moe_shared_expert_overlap": True}
+    for flags in ({}, EXPERTS):
+        only(found(check, plan(**flags, **overlap)), "no shared expert", "give the width")
+    width = {"moe_shared_expert_intermediate_size": 8}
+    assert found(check, plan(**EXPERTS, **width, **overlap)) == []
+
+
 def test_an_engine_that_moves_no_biases_is_refused_with_them() -> None:
     biased = {
         **EXPERTS,

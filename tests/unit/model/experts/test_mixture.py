@@ -53,6 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "one sigmoid": {"moe_router_topk": 1, "moe_router_score_function": SIGMOID},
     "shared": {"moe_shared_expert_intermediate_size": 20},
+    "with biases": {
+        "moe_shared_expert_intermediate_size": 20,
+        "add_bias_linear": True,
+        "swiglu": True,
+    },
     "shared, with a gate": {
         "moe_shared_expert_intermediate_size": 6,
         "moe_shared_expert_gate": True,
@@ -62,7 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> ModelConfig:
-    return tiny_config(**EXPERTS, **CONFIGS[name])
+    return tiny_config(**(EXPERTS | CONFIGS[name]))
 
 
 def layer_of(config: ModelConfig) -> MixtureOfExperts:
@@ -80,7 +85,11 @@ def some_hidden(length: int = 5) -> Tensor:
 
 def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> Tensor:
     """Each token by itself, expert by expert, as the papers write it."""
-    fc1, fc2, rows = layer.experts.fc1.weight, layer.experts.fc2.weight, []
+    fc1, fc2, rows = layer.experts.fc1, layer.experts.fc2, []
+
+    def biases_of(expert: int) -> tuple[Tensor, ...]:
+        return tuple(one.bias[expert] for one in (fc1, fc2) if one.bias is not None)
+
     for token in hidden.reshape(-1, hidden.shape[-1]):
         sigmoid = config.moe_router_score_function is SIGMOID
         scores = layer.router.weight @ token
@@ -94,21 +103,25 @@ def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> 
         whole = (1 if own else likely[taken].sum()) / config.moe_router_topk_scaling_factor
         row = torch.zeros_like(token)
         for expert in taken:
-            row = row + likely[expert] / whole * mlp(config, token, fc1[expert], fc2[expert])
+            row = row + likely[expert] / whole * mlp(
+                config, token, fc1.weight[expert], fc2.weight[expert], *biases_of(expert)
+            )
         shared = layer.shared_expert
         if shared is not None:
-            output = mlp(config, token, shared.fc1.weight, shared.fc2.weight)
+            biases = tuple(fc.bias for fc in (shared.fc1, shared.fc2) if fc.bias is not None)
+            output = mlp(config, token, shared.fc1.weight, shared.fc2.weight, *biases)
             row = row + output * (1 if shared.gate is None else torch.sigmoid(shared.gate @ token))
         rows.append(row)
     return torch.stack(rows).view(hidden.shape)
 
 
-def mlp(config: ModelConfig, token: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    middle = fc1 @ token
+def mlp(config: ModelConfig, token: Tensor, fc1: Tensor, fc2: Tensor, *biases: Tensor) -> Tensor:
+    first, last = biases or (0.0, 0.0)
+    middle = fc1 @ token + first
     if config.glu is None:
-        return fc2 @ ACTIVATIONS[config.activation](middle)
+        return fc2 @ ACTIVATIONS[config.activation](middle) + last
     gate, up = middle.chunk(2)
-    return fc2 @ (ACTIVATIONS[config.activation](gate) * up)
+    return fc2 @ (ACTIVATIONS[config.activation](gate) * up) + last
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -292,6 +305,7 @@ def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: i
         assert [len(one) for one in arrived] == [sum(plan.receives) for plan in plans]
         return arrived
 
+    assert all(plan.order is not None for plan in plans)
     here = [one[plan.order] for one, plan in zip(exchanged(rows, plans), plans)]
     for rank, (one, plan) in enumerate(zip(here, plans)):
         for at, group in enumerate(torch.split(one, list(plan.counts))):
@@ -299,7 +313,9 @@ def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: i
             order = [tuple(row) for row in group.tolist()]
             assert order == sorted(order), "and then by source, in the order of the source"
     sent_back = [one[plan.back] for one, plan in zip(here, plans)]
-    back = exchanged(sent_back, [plan.reversed() for plan in plans])
+    back = exchanged(
+        sent_back, [plan._replace(sends=plan.receives, receives=plan.sends) for plan in plans]
+    )
     for one, other in zip(back, rows):
         assert torch.equal(one, other)
 
