@@ -1,4 +1,4 @@
-"""Named stopwatches over the monotonic clock.
+"""Named stopwatches over the monotonic clock, which are ranges of a profiler's trace too.
 
 Kernels on a GPU run on after the call that launched them returned: a timer measures the calls
 unless `synchronize=True`, which waits for the device at both ends and slows training down.
@@ -7,7 +7,7 @@ unless `synchronize=True`, which waits for the device at both ends and slows tra
 import time
 from types import TracebackType
 
-from megatron import device
+from megatron import device, spans
 
 
 class Timer:
@@ -19,6 +19,7 @@ class Timer:
         self._started_at: float | None = None
         self._elapsed_s = 0.0
         self._count = 0
+        self._span: spans.Range | None = None
 
     @property
     def count(self) -> int:
@@ -30,11 +31,15 @@ class Timer:
         if self._started_at is not None:
             raise RuntimeError(f"timer {self.name!r} was started twice")
         self._started_at = self._now()
+        self._span = spans.span(self.name)
+        self._span.__enter__()
 
     def stop(self) -> None:
         """Add the time since `start`; an error if it is not running."""
         if self._started_at is None:
             raise RuntimeError(f"timer {self.name!r} was stopped but is not running")
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
         self._elapsed_s += self._now() - self._started_at
         self._started_at = None
         self._count += 1

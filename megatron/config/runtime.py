@@ -62,10 +62,32 @@ class LoggingConfig:
         "GPUs, and on others no MFU is printed",
     )
 
+    profile: bool = flag(
+        False,
+        help="record some steps with torch.profiler: a trace of each rank of --profile-ranks, and "
+        "lines that say how much communication ran beside computation",
+    )
+    profile_step_start: int = flag(
+        10, help="iterations that are done when the profile begins, those of a resumed run included"
+    )
+    profile_step_end: int = flag(12, help="iterations that are done when the profile ends")
+    profile_ranks: tuple[int, ...] = flag((0,), help="ranks that --profile records")
+    profile_dir: str | None = flag(
+        None, help="folder for the traces; when not set that of --tensorboard-dir"
+    )
+
     def __post_init__(self) -> None:
         raise_all(self._problems())
 
+    @property
+    def profile_folder(self) -> str:
+        """The folder of --profile's traces."""
+        folder = self.profile_dir or self.tensorboard_dir
+        assert folder is not None, "refused"  # noqa: S101  # invariant: `_profile_problems`
+        return folder
+
     def _problems(self) -> Iterator[ConfigError]:
+        yield from self._profile_problems()
         for name in (
             "log_interval",
             "tensorboard_log_interval",
@@ -77,6 +99,28 @@ class LoggingConfig:
                 yield from check_field(
                     value > 0, name, value, problem="it is not positive", fix="use 1 or more"
                 )
+
+    def _profile_problems(self) -> Iterator[ConfigError]:
+        start, end = self.profile_step_start, self.profile_step_end
+        if not 0 <= start < end:
+            yield ConfigError(
+                "no step is between the beginning and the end of the profile",
+                found=f"--profile-step-start {start} --profile-step-end {end}",
+                fix=f"use --profile-step-start {max(start, 0)} "
+                f"--profile-step-end {max(start, 0) + 2}",
+            )
+        if not self.profile_ranks or min(self.profile_ranks) < 0:
+            yield ConfigError(
+                "the profile is of no rank",
+                found=f"--profile-ranks {' '.join(map(str, self.profile_ranks))}",
+                fix="use --profile-ranks 0",
+            )
+        if self.profile and self.profile_dir is None and self.tensorboard_dir is None:
+            yield ConfigError(
+                "a profile is asked for, and there is no folder for it",
+                found="--profile without --profile-dir or --tensorboard-dir",
+                fix="add --profile-dir FOLDER",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,7 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     ),
     "--synchronize-each-layer": NoEffect(0, "waiting for each layer changes no result"),
     "--profile-backward": NoEffect(0, "--log-timers-to-tensorboard times forward and backward"),
+    "--use-pytorch-profiler": NoEffect(0, "--profile always uses torch.profiler"),
     "--scattered-embeddings": NoEffect(0, _TILES),
     "--split-transformers": NoEffect(0, _TILES),
     "--memory-centric-tiled-linear": NoEffect(0, _TILES),

@@ -24,6 +24,7 @@ from megatron.loop.hooks import (
     SaveCheckpoints,
     state_of,
 )
+from megatron.loop.profile import Profile
 from megatron.loop.report import StepLog
 from megatron.loop.startup import announce_deepspeed, announce_run, open_step_log
 from megatron.loop.step_plan import EXPECTED, plan_step, progress_after
@@ -50,6 +51,7 @@ class TrainingLoop:
     step_log: StepLog
     stop: StopConditions
     saves: BackgroundSaves
+    profile: Profile
 
     def train(
         self,
@@ -66,6 +68,7 @@ class TrainingLoop:
         flags, first = self.config.training, progress.iteration
         hooks: tuple[Hook, ...] = (
             ReportStep(self.step_log, self.engine, self.config.logging.log_params_norm),
+            self.profile,
             CheckNumbers(flags),
             AgreeOnState(self.engine, self.world, flags.check_agreement_interval),
             *own_hooks,
@@ -83,8 +86,10 @@ class TrainingLoop:
             raw = batches_of(plan, steps.started)
             if raw is None:
                 steps.skip(plan)
-            else:
-                steps.add(plan, self.engine.start_step(raw, plan, self.stop.signals()))
+                continue
+            with self.profile.step(steps.started.iteration):
+                report = self.engine.start_step(raw, plan, self.stop.signals())
+            steps.add(plan, report)
         progress = steps.read()
         save.save_unsaved(progress)
         self.saves.wait()
@@ -170,6 +175,7 @@ def training_loop(
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
         saves = resources.enter_context(BackgroundSaves(context))
+        profile = resources.enter_context(Profile(config.logging, context.world))
         agree_on_state(state_of(progress, engine), context.world)
         announce_run(engine, config, context, build, duration, progress)
         yield TrainingLoop(
@@ -181,4 +187,5 @@ def training_loop(
             step_log,
             stop,
             saves,
+            profile,
         )

@@ -4,15 +4,16 @@ None of these is differentiable; `mappings` holds the autograd versions. A group
 own tensor back, not a copy, and works with torch.distributed uninitialised.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
-from megatron import device
+from megatron import device, spans
 from megatron.mpu.collective_checks import MessageRecord
 from megatron.mpu.context import Group
 
@@ -46,13 +47,17 @@ class Pending:
     tensor: Tensor
     work: dist.Work | Sequence[dist.Work] | None
     sent: Tensor | None = None
+    waited: Future[object] | None = None  # is done by `wait`
 
     def wait(self) -> Tensor:
         """Return the result, once the current stream (CUDA) or this thread (CPU) may use it."""
-        works = self.work if isinstance(self.work, Sequence) else [self.work]
-        for work in works:
-            if work is not None:
+        if self.work is None:
+            return self.tensor
+        with spans.span(spans.WAIT):
+            for work in self.work if isinstance(self.work, Sequence) else [self.work]:
                 work.wait()
+        if self.waited is not None and not self.waited.done():
+            self.waited.set_result(None)
         return self.tensor
 
 
@@ -61,8 +66,8 @@ def all_reduce(tensor: Tensor, group: Group, op: Op = "sum") -> Tensor:
     if group.size == 1:
         return tensor
     dense = tensor.contiguous()  # NCCL refuses strided tensors
-    checked(f"all_reduce({op})", dense, group)
-    dist.all_reduce(dense, op=_OPS[op], group=group.handle)
+    with calling(f"all_reduce({op})", dense, group):
+        dist.all_reduce(dense, op=_OPS[op], group=group.handle)
     if op == "mean":
         dense.div_(group.size)
     return tensor if dense is tensor else tensor.copy_(dense)
@@ -73,8 +78,9 @@ def start_all_reduce(tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(tensor, None)
     assert tensor.is_contiguous()  # noqa: S101  # invariant: a matrix product
-    checked("all_reduce(sum)", tensor, group)
-    return Pending(tensor, dist.all_reduce(tensor, group=group.handle, async_op=True))
+    with calling("all_reduce(sum)", tensor, group) as begun:
+        work = dist.all_reduce(tensor, group=group.handle, async_op=True)
+        return _pending(tensor, work, begun)
 
 
 def start_all_gather(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
@@ -89,8 +95,9 @@ def start_all_gather(tensor: Tensor, group: Group, *, out: Tensor | None = None)
     whole = out
     if whole is None:
         whole = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
-    checked("all_gather", tensor, group)
-    return Pending(whole, _ALL_GATHER(whole, tensor, group=group.handle, async_op=True))
+    with calling("all_gather", tensor, group) as begun:
+        work = _ALL_GATHER(whole, tensor, group=group.handle, async_op=True)
+        return _pending(whole, work, begun)
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None) -> Pending:
@@ -108,8 +115,9 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, out: Tensor | None = N
     own_part = out
     if own_part is None:
         own_part = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
-    checked("reduce_scatter", tensor, group)
-    return Pending(own_part, _REDUCE_SCATTER(own_part, tensor, group=group.handle, async_op=True))
+    with calling("reduce_scatter", tensor, group) as begun:
+        work = _REDUCE_SCATTER(own_part, tensor, group=group.handle, async_op=True)
+        return _pending(own_part, work, begun)
 
 
 def start_shift(tensor: Tensor, group: Group) -> Pending:
@@ -122,14 +130,15 @@ def start_shift(tensor: Tensor, group: Group) -> Pending:
     assert tensor.is_contiguous()  # noqa: S101  # invariant: callers send what they made
     following, preceding = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     arrives = torch.empty_like(tensor)
-    checked_messages([(True, following, tensor), (False, preceding, arrives)], group)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, group.ranks[following], group.handle),  # type: ignore[no-untyped-call]
-            dist.P2POp(dist.irecv, arrives, group.ranks[preceding], group.handle),  # type: ignore[no-untyped-call]
-        ]
-    )
-    return Pending(arrives, works, tensor)
+    messages = [(True, following, tensor), (False, preceding, arrives)]
+    with exchanging("shift", messages, group) as begun:
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group.ranks[following], group.handle),  # type: ignore[no-untyped-call]
+                dist.P2POp(dist.irecv, arrives, group.ranks[preceding], group.handle),  # type: ignore[no-untyped-call]
+            ]
+        )
+        return replace(_pending(arrives, works, begun), sent=tensor)
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Tensor:
@@ -139,8 +148,8 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
     assert tensor.shape[0] == group.size, tensor.shape  # noqa: S101  # invariant: callers cut it
     dense = tensor.contiguous()
     arrives = torch.empty_like(dense)
-    checked("all_to_all", dense, group)
-    dist.all_to_all_single(arrives, dense, group=group.handle)
+    with calling("all_to_all", dense, group):
+        dist.all_to_all_single(arrives, dense, group=group.handle)
     return arrives
 
 
@@ -156,11 +165,11 @@ def start_all_to_all_rows(
         return Pending(rows, None)
     dense = rows.contiguous()
     arrives = dense.new_empty((sum(receives), *dense.shape[1:]))
-    checked("all_to_all_rows", dense, group, is_equal=False)
-    work = dist.all_to_all_single(
-        arrives, dense, list(receives), list(sends), group=group.handle, async_op=True
-    )
-    return Pending(arrives, work, dense)
+    with calling("all_to_all_rows", dense, group, is_equal=False) as begun:
+        work = dist.all_to_all_single(
+            arrives, dense, list(receives), list(sends), group=group.handle, async_op=True
+        )
+        return replace(_pending(arrives, work, begun), sent=dense)
 
 
 def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -169,8 +178,8 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
         return tensor
     dense = tensor.contiguous()
     flat = dense.new_empty((group.size * dense.numel(),))
-    checked(f"all_gather(dim={dim})", dense, group)
-    _ALL_GATHER(flat, dense.view(-1), group=group.handle)
+    with calling(f"all_gather(dim={dim})", dense, group):
+        _ALL_GATHER(flat, dense.view(-1), group=group.handle)
     parts = flat.view(group.size, *dense.shape)
     if dim % max(dense.dim(), 1) == 0:
         return parts.flatten(0, 1) if dense.dim() else parts
@@ -186,8 +195,8 @@ def reduce_scatter(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
         return start_reduce_scatter(tensor.contiguous(), group).wait()
     parts = torch.stack(tensor.chunk(group.size, dim=dim))
     own_part = torch.empty_like(parts[0])
-    checked(f"reduce_scatter(dim={dim})", tensor, group)
-    _REDUCE_SCATTER(own_part.view(-1), parts.view(-1), group=group.handle)
+    with calling(f"reduce_scatter(dim={dim})", tensor, group):
+        _REDUCE_SCATTER(own_part.view(-1), parts.view(-1), group=group.handle)
     return own_part
 
 
@@ -196,8 +205,8 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     if group.size == 1:
         return tensor
     dense = tensor.contiguous()
-    checked(f"broadcast(source={source})", dense, group)
-    dist.broadcast(dense, src=group.ranks[source], group=group.handle)
+    with calling(f"broadcast(source={source})", dense, group):
+        dist.broadcast(dense, src=group.ranks[source], group=group.handle)
     return tensor if dense is tensor else tensor.copy_(dense)
 
 
@@ -205,14 +214,14 @@ def all_gather_object(obj: T, group: Group) -> list[T]:
     """Return every rank's picklable `obj`, in group order."""
     if group.size == 1:
         return [obj]
-    checked("all_gather_object", None, group)
-    if group.observer is not None:
-        answered = group.observer.objects_of_absent(obj, group.ranks)
-        if answered is not None:
-            return cast("list[T]", answered)
-    objects = [obj] * group.size
-    dist.all_gather_object(objects, obj, group=group.handle)
-    return objects
+    with calling("all_gather_object", None, group):
+        if group.observer is not None:
+            answered = group.observer.objects_of_absent(obj, group.ranks)
+            if answered is not None:
+                return cast("list[T]", answered)
+        objects = [obj] * group.size
+        dist.all_gather_object(objects, obj, group=group.handle)
+        return objects
 
 
 def broadcast_object(obj: T, group: Group, source: int = 0) -> T:
@@ -220,8 +229,8 @@ def broadcast_object(obj: T, group: Group, source: int = 0) -> T:
     if group.size == 1:
         return obj
     box = [obj]
-    checked(f"broadcast_object(source={source})", None, group)
-    dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
+    with calling(f"broadcast_object(source={source})", None, group):
+        dist.broadcast_object_list(box, src=group.ranks[source], group=group.handle)
     return box[0]
 
 
@@ -229,18 +238,21 @@ def barrier(group: Group) -> None:
     """Return once every rank of `group` has called this."""
     if group.size == 1:
         return
-    checked("barrier", None, group)
-    if dist.get_backend(group.handle) == dist.Backend.NCCL:
-        # Without a device NCCL guesses one from the rank, and warns.
-        dist.barrier(group=group.handle, device_ids=[device.current().index])
-    else:
-        dist.barrier(group=group.handle)
+    with calling("barrier", None, group):
+        if dist.get_backend(group.handle) == dist.Backend.NCCL:
+            # Without a device NCCL guesses one from the rank, and warns.
+            dist.barrier(group=group.handle, device_ids=[device.current().index])
+        else:
+            dist.barrier(group=group.handle)
 
 
-def checked(operation: str, tensor: Tensor | None, group: Group, *, is_equal: bool = True) -> None:
-    """Return once all ranks of `group` are about to make this call, under --check-collectives.
+def calling(
+    operation: str, tensor: Tensor | None, group: Group, *, is_equal: bool = True
+) -> spans.Range:
+    """Return the range of a trace for a call of all ranks of `group`, made in its `with` block.
 
-    Every function that calls torch.distributed itself calls this, or `checked_messages`, before.
+    Under --check-collectives this returns once all of them are about to make it. Every function
+    that calls torch.distributed itself does so in this range, or in that of `exchanging`.
 
     Args:
         operation: with everything that has to be equal: "all_reduce(sum)".
@@ -249,10 +261,13 @@ def checked(operation: str, tensor: Tensor | None, group: Group, *, is_equal: bo
     """
     if group.observer is not None:
         group.observer.collective(operation, tensor, group.ranks, is_equal=is_equal)
+    return spans.communication(group.name, operation, *(() if tensor is None else (tensor,)))
 
 
-def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group) -> None:
-    """Do as `checked` for a batch of messages: (is it sent, index of the peer, tensor).
+def exchanging(
+    operation: str, messages: Sequence[tuple[bool, int, Tensor]], group: Group
+) -> spans.Range:
+    """Do as `calling` for a batch of messages: (is it sent, index of the peer, tensor).
 
     Messages of two ranks are matched in the order of batches, and of messages in a batch.
     """
@@ -260,6 +275,28 @@ def checked_messages(messages: Iterable[tuple[bool, int, Tensor]], group: Group)
         group.observer.messages(
             [MessageRecord(sends, group.ranks[peer], tensor) for sends, peer, tensor in messages]
         )
+    return spans.communication(
+        group.name, operation, *(tensor for sends, _, tensor in messages if sends)
+    )
+
+
+def _pending(
+    result: Tensor, work: dist.Work | Sequence[dist.Work] | None, begun: spans.Begun
+) -> Pending:
+    """Return communication under way, whose range in a trace lasts until it is done.
+
+    Where a backend does not say when that is (gloo of reduce-scatters and messages), it lasts until
+    it was waited for.
+    """
+    if begun is None or work is None or result.is_cuda:
+        return Pending(result, work)
+    waited = None
+    try:
+        end = work[0].get_future() if isinstance(work, Sequence) else work.get_future()
+    except RuntimeError:  # not implemented, of gloo's
+        end = waited = Future[object]()
+    spans.last_until(begun, end)
+    return Pending(result, work, waited=waited)
 
 
 def _put(tensor: Tensor, out: Tensor | None) -> Tensor:

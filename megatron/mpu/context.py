@@ -48,13 +48,14 @@ class Group:
     `ranks` are global ranks in group order; `rank` is this process's index among them. The handle
     is None only in `ParallelContext.single()`, where no process group exists and our collectives
     return at once. `observer` is notified of calls before they are made; that of
-    --check-collectives compares them.
+    --check-collectives compares them. `name` is the field of `ParallelContext`, for traces.
     """
 
     ranks: tuple[int, ...]
     rank: int
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
     observer: CallObserver | None = field(default=None, repr=False, compare=False)
+    name: str = field(default="", repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -179,30 +180,30 @@ class ParallelContext:
         # Enumerated once: a world may have thousands of ranks.
         dense, experts = topology.groups("dp", "cp"), topology.expert_replica_groups()
         etp = topology.expert_tp
-        dp_cp, edp = maker.make(dense), maker.make(experts)
+        dp_cp, edp = maker.make("dp_cp", dense), maker.make("edp", experts)
         ctx = cls(
             topology,
-            world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks),
-            tp=maker.make(topology.groups("tp")),
-            pp=maker.make(topology.groups("pp")),
-            dp=maker.make(topology.groups("dp")),
-            cp=maker.make(topology.groups("cp")),
+            world=Group(everyone, dist.get_rank(), dist.group.WORLD, checks, "world"),
+            tp=maker.make("tp", topology.groups("tp")),
+            pp=maker.make("pp", topology.groups("pp")),
+            dp=maker.make("dp", topology.groups("dp")),
+            cp=maker.make("cp", topology.groups("cp")),
             dp_cp=dp_cp,
-            tp_cp=maker.make(topology.groups("cp", "tp")),
-            etp_ep=maker.make(sharing := topology.expert_groups()),
-            ep=maker.make([one[at::etp] for one in sharing for at in range(etp)]),
+            tp_cp=maker.make("tp_cp", topology.groups("cp", "tp")),
+            etp_ep=maker.make("etp_ep", sharing := topology.expert_groups()),
+            ep=maker.make("ep", [one[at::etp] for one in sharing for at in range(etp)]),
             etp=maker.make(
-                [one[at : at + etp] for one in sharing for at in range(0, len(one), etp)]
+                "etp", [one[at : at + etp] for one in sharing for at in range(0, len(one), etp)]
             ),
             edp=edp,
-            model=maker.make(topology.groups("pp", "tp")),
+            model=maker.make("model", topology.groups("pp", "tp")),
             replicas=ReplicaGroups(
                 maker.parts(dp_cp, dense, topology), maker.parts(edp, experts, topology)
             ),
         )
         if dist.get_backend() == dist.Backend.NCCL and ctx.tp_cp.size > 1:
             by_gloo = _GroupMaker(timeout, checks, backend=dist.Backend.GLOO)
-            ctx = replace(ctx, gloo_tp_cp=by_gloo.make(topology.groups("cp", "tp")))
+            ctx = replace(ctx, gloo_tp_cp=by_gloo.make("tp_cp", topology.groups("cp", "tp")))
         if dist.get_backend() == dist.Backend.GLOO:
             # gloo connects here, NCCL at first use: a rank that went on and ended would close
             # connections that the others are still making.
@@ -269,7 +270,7 @@ class _GroupMaker:
         self._timeout, self._checks, self._backend = timeout, checks, backend
         self._handles: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def make(self, groups: Sequence[tuple[int, ...]]) -> Group:
+    def make(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Return this process's group among `groups`; every rank creates all, in the same order."""
         me = dist.get_rank()
         for ranks in groups:
@@ -278,11 +279,12 @@ class _GroupMaker:
                     list(ranks), timeout=self._timeout, backend=self._backend
                 )
         own_ranks = next(ranks for ranks in groups if me in ranks)
-        return Group(own_ranks, own_ranks.index(me), self._handles[own_ranks], self._checks)
+        handle = self._handles[own_ranks]
+        return Group(own_ranks, own_ranks.index(me), handle, self._checks, name)
 
     def parts(self, whole: Group, groups: Groups, topology: Topology) -> Replicas:
         """Return `whole`, this process's group of replicas, with the parts that share state out."""
         if topology.instances == 1:
             return Replicas(whole, whole)
         sharing, across = topology.sharing_groups(groups)
-        return Replicas(whole, self.make(sharing), self.make(across))
+        return Replicas(whole, self.make(whole.name, sharing), self.make(whole.name, across))

@@ -7,13 +7,14 @@ graph, which a received gradient enters. A lone stage runs schedule "none" throu
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron import device
+from megatron import device, spans
 from megatron.errors import MegatronError
 from megatron.mpu.context import Group
 from megatron.mpu.weight_gradients import WeightGradients
@@ -172,13 +173,20 @@ class Executor:
             if kind in COMMUNICATION:
                 with step.timers("pipeline-exchange"):
                     self._communicate(actions, step)
-            elif kind is ActionKind.FORWARD:
-                with step.timers("forward-compute"):
+                continue
+            name = "forward-compute" if kind is ActionKind.FORWARD else "backward-compute"
+            with step.timers(name), spans.span(partial(self._name, actions[0])):
+                if kind is ActionKind.FORWARD:
                     self._forward(_Place(*at), step)
-            else:
-                with step.timers("backward-compute"):
+                else:
                     self._backward(kind, _Place(*at), step)
         return step.sums
+
+    def _name(self, action: Action) -> str:
+        """Return what a computation is called in a trace."""
+        kind = action.kind.replace("_", " of ", 1)
+        at = self._virtual(action.chunk)
+        return f"{kind}, micro-batch {action.microbatch}, stage {at} of {self._last + 1}"
 
     def _draw(self, microbatch: int, step: _Step) -> None:
         """Read the batches up to a micro-batch; every stage reads all, and keeps what it needs."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.errors import PeerError
-from megatron.mpu.collectives import checked_messages
+from megatron.mpu.collectives import exchanging
 from megatron.mpu.context import Group
 
 
@@ -46,36 +46,35 @@ class GroupExchanger:
         Raises:
             PeerError: a message did not arrive within the group's timeout, or a peer is gone.
         """
-        operations, owners = [], []
-        for message in messages:
-            move = dist.isend if message.sends else dist.irecv
-            peer = self._group.ranks[message.peer]
-            for tensor in message.tensors:
-                if tensor.numel():
-                    operations.append(_operation(move, tensor, peer, self._group))
-                    owners.append(message)
-        if not operations:
+        posted = [
+            (message, tensor)
+            for message in messages
+            for tensor in message.tensors
+            if tensor.numel()
+        ]
+        if not posted:
             return
-        checked_messages(
-            ((m.sends, m.peer, tensor) for m in messages for tensor in m.tensors if tensor.numel()),
-            self._group,
-        )
+        called = [(message.sends, message.peer, tensor) for message, tensor in posted]
         waited: Sequence[PipelineMessage] = messages
         try:
-            works = dist.batch_isend_irecv(operations)
-            for at, work in enumerate(works):
-                # NCCL has one handle for the whole batch.
-                waited = [owners[at]] if len(works) == len(owners) else messages
-                work.wait()
+            with exchanging("messages", called, self._group):
+                works = dist.batch_isend_irecv(
+                    [_operation(message, tensor, self._group) for message, tensor in posted]
+                )
+                for at, work in enumerate(works):
+                    # NCCL has one handle for the whole batch.
+                    waited = [posted[at][0]] if len(works) == len(posted) else messages
+                    work.wait()
         except RuntimeError as error:
             if not _is_of_transport(error):  # a signal handler's, such as that of data loaders
                 raise
             raise _failed(waited, self._group, error) from error
 
 
-def _operation(move: object, tensor: Tensor, peer: int, group: Group) -> dist.P2POp:
+def _operation(message: PipelineMessage, tensor: Tensor, group: Group) -> dist.P2POp:
     assert tensor.is_contiguous(), tensor.shape  # noqa: S101  # invariant: callers make it so
-    return dist.P2POp(move, tensor, peer, group.handle)  # type: ignore[arg-type, no-untyped-call]
+    move = dist.isend if message.sends else dist.irecv
+    return dist.P2POp(move, tensor, group.ranks[message.peer], group.handle)  # type: ignore[no-untyped-call]
 
 
 def _is_of_transport(error: RuntimeError) -> bool:

@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     config.schedule_fits_the_training,
     config.optimizer_state_is_as_exact_as_the_weights,
     config.intervals_make_sense,
+    config.profile_is_of_steps_and_ranks_of_the_run,
     config.tokenizer_knows_ends_of_documents,
     machine.save_folder_can_be_written,
     memory.weights_and_state_fit_in_memory,

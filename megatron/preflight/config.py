@@ -231,6 +231,27 @@ def intervals_make_sense(plan: RunPlan) -> Iterator[MegatronError]:
         )
 
 
+def profile_is_of_steps_and_ranks_of_the_run(plan: RunPlan) -> Iterator[MegatronError]:
+    """Check that --profile records steps that are trained, on ranks that there are."""
+    flags, world_size = plan.config.logging, plan.launch.world_size
+    iterations = plan.config.training.train_iters
+    if not flags.profile:
+        return
+    if max(flags.profile_ranks) >= world_size:
+        yield ConfigError(
+            "a rank that is to be profiled is not there",
+            found=f"--profile-ranks {' '.join(map(str, flags.profile_ranks))}; {world_size} ranks",
+            fix=f"use ranks from 0 to {world_size - 1}",
+        )
+    if iterations is not None and flags.profile_step_end > iterations:
+        yield ConfigError(
+            "the profile ends after the training",
+            found=f"--profile-step-end {flags.profile_step_end}, --train-iters {iterations}",
+            fix=f"use --profile-step-start {max(0, iterations - 2)} "
+            f"--profile-step-end {iterations}",
+        )
+
+
 def optimizer_state_is_as_exact_as_the_weights(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that a float64 run has no bf16 optimizer state, which would make it inexact."""
     optimizer = plan.config.optimizer

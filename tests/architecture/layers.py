@@ -12,7 +12,7 @@ from tests.architecture.source_tree import Source, imports, sources
 LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"errors", "json_values"}),  # for everybody
     frozenset({"host"}),
-    frozenset({"log", "device", "atomic", "launch"}),
+    frozenset({"log", "device", "atomic", "launch", "spans"}),
     frozenset({"config", "ops", "progress", "timers"}),
     frozenset({"mpu", "data", "tokenizer", "lengths"}),
     frozenset({"model", "optimizer", "pipeline", "checkpoint"}),

@@ -8,25 +8,34 @@ from tests.architecture.source_tree import MEGATRON, Source, aliases, dotted, so
 from tests.architecture.test_homes import COLLECTIVES
 
 RAW = frozenset(COLLECTIVES) - {"torch.distributed.P2POp", "torch.distributed.nn"}
-CHECKS = ("checked", "checked_messages")
+CHECKS = ("calling", "exchanging")
 BARRIERS = frozenset({"torch.distributed.barrier", "torch.distributed.monitored_barrier"})
 # Makes the groups, without which nothing can be compared.
 WITHOUT_CHECKS = frozenset({"megatron/mpu/context.py"})
 
 
 def unchecked(source: Source) -> Iterator[str]:
-    """Calls of torch.distributed in functions that did not compare what they do before."""
+    """Calls of torch.distributed outside of a `with` that compares and names them."""
     names = aliases(source)
     names |= _module_names(source, names)
-    for function in ast.walk(source.tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        checks = [c.lineno for c in calls if (dotted(c.func, names) or "").split(".")[-1] in CHECKS]
-        for call in calls:
-            raw = dotted(call.func, names)
-            if raw in RAW | BARRIERS and not any(line < call.lineno for line in checks):
-                yield f"{source.name}:{call.lineno}: call checked() before {raw}"
+    checked = {
+        node
+        for block in ast.walk(source.tree)
+        if isinstance(block, ast.With)
+        and any(_is_check(item.context_expr, names) for item in block.items)
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    for call in ast.walk(source.tree):
+        raw = dotted(call.func, names) if isinstance(call, ast.Call) else None
+        if raw in RAW | BARRIERS and call not in checked:
+            yield f"{source.name}:{call.lineno}: call {raw} in a block `with calling()`"
+
+
+def _is_check(expression: ast.expr, names: dict[str, str]) -> bool:
+    if not isinstance(expression, ast.Call):
+        return False
+    return (dotted(expression.func, names) or "").split(".")[-1] in CHECKS
 
 
 def _module_names(source: Source, names: dict[str, str]) -> dict[str, str]:
@@ -54,7 +63,7 @@ def test_every_raw_communication_is_checked_before() -> None:
 
 
 def test_the_gate_sees_what_there_is() -> None:
-    calls = sum(text.text.count("checked(") for text in sources(MEGATRON / "mpu"))
+    calls = sum(text.text.count("with calling(") for text in sources(MEGATRON / "mpu"))
     assert calls > 8
 
 
@@ -66,10 +75,10 @@ def test_an_unchecked_call_is_found_however_it_is_spelled(tmp_path: Path) -> Non
         "def a(x):\n    dist.all_reduce(x)\n"
         "def b(x):\n    send_to_all(x)\n"
         "def c(x):\n    _GATHER(x)\n"
-        "def d(x):\n    dist.barrier()\n    checked('barrier', None, x)\n"
-        "def e(x):\n    checked('all_reduce', x, g)\n    dist.all_reduce(x)\n"
-        "def f(x):\n    other.checked_messages(x)\n    dist.batch_isend_irecv(x)\n"
+        "def d(x):\n    calling('barrier', None, x)\n    dist.barrier()\n"
+        "def e(x):\n    with calling('all_reduce', x, g):\n        dist.all_reduce(x)\n"
+        "def f(x):\n    with other.exchanging(x):\n        dist.batch_isend_irecv(x)\n"
     )
     (source,) = sources(write_tree(tmp_path / "megatron", {"mpu/stray.py": text}))
     lines = [line.split(":")[1] for line in unchecked(source)]
-    assert lines == ["5", "7", "9", "11"]
+    assert lines == ["5", "7", "9", "12"]

@@ -21,6 +21,44 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_what_differs_between_ranks_ends_the_run_at_the_step_where_it_is_compared",
         ),
         Mutant(
+            "a profile's recording is ended by the loop",
+            "megatron/loop/training_loop.py",
+            "            self.profile,\n",
+            "",
+            "tests/distributed/loop/test_profile.py::"
+            "test_steps_micro_batches_and_communication_have_names",
+        ),
+        Mutant(
+            "a recording begins while no step runs",
+            "megatron/loop/profile.py",
+            "done == flags.profile_step_start or done >= flags.profile_step_end",
+            "done >= flags.profile_step_end",
+            "tests/unit/loop/test_profile.py::test_no_step_runs_at_both_ends_of_a_recording",
+        ),
+        Mutant(
+            "a communication lasts until it is done, and not as long as its call",
+            "megatron/mpu/collectives.py",
+            "    spans.last_until(begun, end)\n",
+            "",
+            "tests/distributed/loop/test_profile.py::"
+            "test_what_is_computed_before_a_result_is_there_overlaps",
+        ),
+        Mutant(
+            "a wait is no computation",
+            "megatron/loop/overlap.py",
+            "without(union(intervals), union(others.get(thread, ())))",
+            "without(union(intervals), ())",
+            "tests/unit/loop/test_overlap.py::"
+            "test_operators_run_beside_communication_and_waits_do_not",
+        ),
+        Mutant(
+            "calls of a group that run at once count once",
+            "megatron/loop/overlap.py",
+            "            found[-1] = Interval(found[-1].start, max(found[-1].stop, stop))",
+            "            found.append(Interval(start, stop))",
+            "tests/unit/loop/test_overlap.py::test_stretches_of_time_are_sets",
+        ),
+        Mutant(
             "the state of ranks is compared while training",
             "megatron/loop/training_loop.py",
             "            AgreeOnState(self.engine, self.world, flags.check_agreement_interval),\n",

@@ -230,11 +230,6 @@ REFUSED = [
         "--lr-decay-tokens 1000, --lr-warmup-iters 2",
         "use --lr-warmup-tokens, or --lr-warmup-fraction",
     ),
-    (
-        "--num-experts 4 --moe-router-topk 2",
-        "--num-experts 4 without --disable-bias-linear",
-        "add --disable-bias-linear, with a flag that names the activation",
-    ),
 ]
 
 

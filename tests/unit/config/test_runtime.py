@@ -1,5 +1,7 @@
 """What is reported and where a run stands: what is refused."""
 
+from typing import Any
+
 import pytest
 
 from megatron.config.runtime import Backend, DeviceKind, LaunchConfig, LoggingConfig, LogLevel
@@ -13,6 +15,38 @@ def test_intervals_and_sizes_are_positive(name: str) -> None:
     with pytest.raises(ConfigError, match="it is not positive") as caught:
         LoggingConfig(**{name: 0})
     assert caught.value.found == f"--{name.replace('_', '-')} 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "fix"),
+    [
+        (
+            {"profile_step_start": 12},
+            "no step is between the beginning and the end of the profile",
+            "use --profile-step-start 12 --profile-step-end 14",
+        ),
+        (
+            {"profile_step_start": -1},
+            "no step is between",
+            "use --profile-step-start 0 --profile-step-end 2",
+        ),
+        ({"profile_ranks": ()}, "the profile is of no rank", "use --profile-ranks 0"),
+        ({"profile_ranks": (0, -1)}, "the profile is of no rank", "use --profile-ranks 0"),
+        ({"profile": True}, "there is no folder for it", "add --profile-dir FOLDER"),
+    ],
+)
+def test_a_profile_has_steps_ranks_and_a_folder(
+    flags: dict[str, Any], problem: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        LoggingConfig(**flags)
+    assert caught.value.fix == fix
+
+
+def test_traces_lie_beside_the_events_of_tensorboard_unless_told_otherwise() -> None:
+    beside = LoggingConfig(profile=True, tensorboard_dir="events")
+    assert beside.profile_folder == "events"
+    assert LoggingConfig(tensorboard_dir="events", profile_dir="traces").profile_folder == "traces"
 
 
 def test_replicas_are_quieter_than_rank_zero() -> None:

@@ -12,6 +12,7 @@ from megatron.errors import NumericsError
 from megatron.lengths import batch_schedule
 from megatron.lengths import duration as duration_of
 from megatron.loop.hooks import CompletedStep, SaveCheckpoints, due
+from megatron.loop.profile import Profile
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
 from megatron.loop.training_loop import TrainingLoop
@@ -57,6 +58,7 @@ class Steps:
             ),
             self._stop,
             cast(Any, SimpleNamespace(poll=lambda: None, wait=lambda: None)),
+            Profile(config.logging, WORLD),
         )
         self._save = SaveCheckpoints(
             lambda progress: self.events.append(f"save {progress.iteration}"),

@@ -26,6 +26,7 @@ ALL = [
     rules.curriculum_fits_the_samples,
     rules.schedule_fits_the_training,
     rules.intervals_make_sense,
+    rules.profile_is_of_steps_and_ranks_of_the_run,
     rules.tokenizer_can_be_built,
     rules.tokenizer_knows_ends_of_documents,
 ]
@@ -222,6 +223,25 @@ def test_a_float64_run_keeps_exact_state() -> None:
 def test_checkpoints_to_keep_need_a_place() -> None:
     only(found(rules.intervals_make_sense, plan(keep_last=2)), "--keep-last 2 without --save")
     assert found(rules.intervals_make_sense, plan(keep_last=2, save="here")) == []
+
+
+def test_a_profile_is_of_steps_and_ranks_that_there_are() -> None:
+    rule = rules.profile_is_of_steps_and_ranks_of_the_run
+    flags = {"profile": True, "profile_dir": "here", "train_iters": 12}
+    assert found(rule, plan(**flags)) == []
+    assert found(rule, plan(train_iters=2)) == []
+    assert found(rule, plan(**flags | {"train_iters": None, "train_samples": 8})) == []
+    only(
+        found(rule, plan(**flags | {"train_iters": 11})),
+        "the profile ends after the training",
+        "--profile-step-start 9 --profile-step-end 11",
+    )
+    only(
+        found(rule, plan(world_size=2, **flags, profile_ranks=[0, 2])),
+        "a rank that is to be profiled is not there",
+        "--profile-ranks 0 2; 2 ranks",
+        "from 0 to 1",
+    )
 
 
 def test_a_tokenizer_that_cannot_be_built_is_a_finding() -> None:
