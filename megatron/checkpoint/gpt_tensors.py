@@ -6,7 +6,7 @@ model itself, which this layer does not import.
 
 from collections.abc import Iterator, Mapping
 
-from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import MlpType, ModelConfig, Normalization, PositionEmbedding
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -60,8 +60,11 @@ def _block(config: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, tup
         for name, outputs, inputs in (("fc1", halves * width, hidden), ("fc2", hidden, width)):
             for part, shape in linear_shapes(f"mlp.experts.{name}", outputs, inputs, bias=bias):
                 yield part, (experts, *shape)
-        shared = config.moe_shared_expert_intermediate_size
-        if config.moe_shared_expert_gate:
+        shared = config.shared_expert_width
+        if config.mlp_type is MlpType.RESIDUAL:
+            yield "mlp.shared_expert.gate", (2, hidden)
+            yield "mlp.shared_expert.gate_bias", (2,)
+        elif config.moe_shared_expert_gate:
             yield "mlp.shared_expert.gate", (1, hidden)
         if shared is not None:
             yield from linear_shapes("mlp.shared_expert.fc1", halves * shared, hidden, bias=bias)

@@ -27,6 +27,7 @@ _PLAIN: Mapping[str, JsonValue] = {
     "moe_router_enable_expert_bias": False,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
+    "mlp_type": "standard",
     "expert_interval": None,
 }
 

@@ -104,6 +104,8 @@ class _Flags(Protocol):
     def moe_shared_expert_intermediate_size(self) -> int | None: ...
     @property
     def moe_shared_expert_gate(self) -> bool: ...
+    @property
+    def mlp_type(self) -> str: ...
 
 
 def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -160,6 +162,13 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             found="--moe-shared-expert-gate without --moe-shared-expert-intermediate-size",
             fix="give the width of the shared expert, or leave the gate out",
         )
+    for name in ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"):
+        if flags.mlp_type == "residual" and getattr(flags, name):
+            yield ConfigError(
+                "a layer has one MLP beside its experts, and one way of adding up",
+                found=f"--mlp-type residual, --{name.replace('_', '-')}",
+                fix="leave one of the two out",
+            )
     yield from _capacity_problems(flags)
     yield from _layer_problems(flags)
     yield from _balance_problems(flags)

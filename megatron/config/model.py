@@ -64,6 +64,13 @@ _GLU = {
 }
 
 
+class MlpType(StrEnum):
+    """What stands beside the experts of a layer, in the words of DeepSpeed-MoE."""
+
+    STANDARD = "standard"
+    RESIDUAL = "residual"  # an MLP of the dense width
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of the network."""
@@ -186,6 +193,11 @@ class ModelConfig:
         None,
         help="width of an MLP that all tokens take beside their experts, as in DeepSeek-V3; not "
         "set: none",
+    )
+    mlp_type: MlpType = flag(
+        MlpType.STANDARD,
+        help="residual: a layer with experts has an MLP of the dense width too, and both outputs "
+        "are added up by two shares, as in DeepSpeed-MoE",
     )
     moe_shared_expert_gate: bool = flag(
         False,
@@ -440,10 +452,18 @@ class ModelConfig:
         if not self.has_experts:
             return widths
         widths["--moe-ffn-hidden-size"] = self.expert_width
-        if self.moe_shared_expert_intermediate_size is not None:
-            shared = self.moe_shared_expert_intermediate_size
-            widths["--moe-shared-expert-intermediate-size"] = shared
+        if (shared := self.shared_expert_width) is not None:
+            residual = self.mlp_type is MlpType.RESIDUAL
+            flag = "ffn-hidden-size" if residual else "moe-shared-expert-intermediate-size"
+            widths[f"--{flag}"] = shared
         return widths
+
+    @property
+    def shared_expert_width(self) -> int | None:
+        """Width of the MLP beside the experts of a layer; None: there is none."""
+        if self.mlp_type is MlpType.RESIDUAL:
+            return self.ffn_width
+        return self.moe_shared_expert_intermediate_size
 
     @property
     def balance_weight(self) -> float:
@@ -504,7 +524,7 @@ class ModelConfig:
             return {n: v for n, v in fields.items() if n not in _EXPERT_FLAGS}
         for name in (*_ROUTER_TRAINING, *_LAYER_FLAGS):
             del fields[name]
-        if all(self.expert_layers):
+        if all(self.expert_layers) and self.mlp_type is MlpType.STANDARD:
             del fields["ffn_hidden_size"]
         layers: list[JsonValue] = [*self.expert_layers]
         return fields | {"moe_ffn_hidden_size": self.expert_width, "expert_layers": layers}
@@ -543,7 +563,7 @@ _EXPERT_FLAGS = (
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "mlp_type"),
     *_LAYER_FLAGS,
     *_ROUTER_TRAINING,
 )

@@ -95,7 +95,6 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--log-optimizer-states-to-tensorboard": NoEffect(
         0, "norms of the optimizer's state are not logged; --log-params-norm logs the weights'"
     ),
-    "--mlp-type": NoEffect(1, "an MLP has experts or has none", only="standard"),
     "--moe-router-dtype": NoEffect(1, "shares are computed in fp32 or wider", only="fp32"),
     "--moe-token-dispatcher-type": NoEffect(
         1, "tokens go to the ranks of their experts by an all-to-all; the numbers are the same"

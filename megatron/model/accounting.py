@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
-from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import Activation, MlpType, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.model.specs import TokenFlops, VocabSize
 from megatron.mpu.linear_cross_entropy import chunk_rows
@@ -313,7 +313,8 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
         gathered = 2 * taken * config.hidden_size * size
         if share.expert_ranks is not None:
             gathered = 2 * gathered * share.expert_tp // share.tp
-        if config.moe_shared_expert_gate:  # which multiplies the output of the shared expert
+        # What is multiplied by shares: the output of the shared expert, or both.
+        if config.moe_shared_expert_gate or config.mlp_type is MlpType.RESIDUAL:
             whole += config.hidden_size * size
     else:
         gathered = 0
@@ -345,7 +346,7 @@ def _middle_width(config: ModelConfig, *, experts: bool) -> int:
     """Return the width of the middles of all MLPs of a block that a token takes."""
     if not experts:
         return config.ffn_width
-    shared = config.moe_shared_expert_intermediate_size or 0
+    shared = config.shared_expert_width or 0
     return config.moe_router_topk * config.expert_width + shared
 
 
@@ -367,6 +368,8 @@ def _block_parameters(config: ModelConfig, *, experts: bool, active: bool = Fals
         biases += h + _feed_forward_biases(config, experts=experts, active=active)
     if experts and config.moe_router_enable_expert_bias:
         biases += config.num_experts or 1
+    if experts and config.mlp_type is MlpType.RESIDUAL:
+        biases += 2
     head_norms = 2 * _norm_of(width, config) if config.qk_layernorm else 0
     return weights + biases + head_norms + 2 * _norm(config)
 
@@ -384,8 +387,9 @@ def _feed_forward_weights(config: ModelConfig, *, experts: bool, active: bool) -
         return _mlp_weights(config, config.ffn_width)
     scored = config.num_experts or 1
     met = config.moe_router_topk if active else scored
-    shared = _mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
+    shared = _mlp_weights(config, config.shared_expert_width or 0)
     gates = scored + config.moe_shared_expert_gate
+    gates += 2 * (config.mlp_type is MlpType.RESIDUAL)
     return gates * config.hidden_size + met * _mlp_weights(config, config.expert_width) + shared
 
 
@@ -393,7 +397,7 @@ def _feed_forward_biases(config: ModelConfig, *, experts: bool, active: bool) ->
     if not experts:
         return _mlp_biases(config, config.ffn_width)
     met = config.moe_router_topk if active else config.num_experts or 1
-    shared = config.moe_shared_expert_intermediate_size
+    shared = config.shared_expert_width
     of_shared = 0 if shared is None else _mlp_biases(config, shared)
     return met * _mlp_biases(config, config.expert_width) + of_shared
 

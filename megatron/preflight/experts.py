@@ -76,7 +76,7 @@ def engine_can_balance_experts_by_biases(plan: RunPlan) -> Iterator[MegatronErro
 def shared_expert_can_be_overlapped(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that there is a shared expert to compute while tokens travel."""
     model = plan.config.model
-    width = model.moe_shared_expert_intermediate_size
+    width = model.shared_expert_width
     if plan.config.parallel.moe_shared_expert_overlap and not (model.has_experts and width):
         yield ConfigError(
             "there is no shared expert that could be computed while tokens travel",

@@ -125,7 +125,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/model/experts/mixture.py",
             "around = (features.start, local[1] - features.stop)",
             "around = (0, local[1] - held[1])",
-            f"{_LAW}test_other_ways_of_choosing_are_split_as_well[biases]",
+            f"{_LAW}test_other_ways_of_choosing_are_split_as_well[residual, biases]",
         ),
         Mutant(
             "rows are computed in the order of experts",

@@ -108,15 +108,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the gate of the shared expert is a sigmoid",
             "megatron/model/experts/mixture.py",
-            "share = torch.sigmoid(scores.to(",
-            "share = torch.tanh(scores.to(",
+            "(output * torch.sigmoid(scores))",
+            "(output * torch.tanh(scores))",
+            _VALUES,
+        ),
+        Mutant(
+            "the first share of a residual layer is that of the others",
+            "megatron/model/experts/mixture.py",
+            "of_others, own = torch.split",
+            "own, of_others = torch.split",
             _VALUES,
         ),
         Mutant(
             "the gradient of the gate is summed over the ranks that split sequences",
             "megatron/model/experts/mixture.py",
-            "self.gate, init=weight_init(config), sequence_parallel=build.sequence_parallel",
-            "self.gate, init=weight_init(config)",
+            "set_parameter_metadata(self.gate, init=weight_init(config), sequence_parallel=split)",
+            "set_parameter_metadata(self.gate, init=weight_init(config))",
             "tests/laws/layouts/test_experts.py::test_every_layout_trains_the_same_experts[2]",
         ),
         Mutant(
@@ -143,7 +150,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the shared expert splits over tensor-parallel ranks",
             "megatron/config/model.py",
-            'widths["--moe-shared-expert-intermediate-size"] = shared',
+            'widths[f"--{flag}"] = shared',
             "pass",
             "tests/unit/preflight/test_config.py::test_each_expert_is_shared_out_evenly",
         ),

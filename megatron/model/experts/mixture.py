@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron import device
-from megatron.config.model import ModelConfig
+from megatron.config.model import MlpType, ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.experts.router import Router, counts_of
 from megatron.model.init import residual_init, weight_init
@@ -67,8 +67,8 @@ class MixtureOfExperts(nn.Module):
             check_sharing_out(config, build.ctx.topology, sequence_parallel=self._split)
         self.router = Router(config, build)
         self.experts = Experts(config, build)
-        shared = config.moe_shared_expert_intermediate_size
-        self.shared_expert = None if shared is None else SharedExpert(config, build, width=shared)
+        width = config.shared_expert_width
+        self.shared_expert = None if width is None else SharedExpert(config, build, width=width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
             return self._beside(self.shared_expert, hidden)
         # An accelerator computes it while the host waits for the sizes of the others' matrices.
         shared: Tensor = self.shared_expert(hidden)
-        return shared + self._routed(hidden)
+        return self.shared_expert.join(shared, self._routed(hidden), hidden)
 
     def _beside(self, shared_expert: "SharedExpert", hidden: Tensor) -> Tensor:
         """Compute the halves of the shared expert while tokens travel to the others and back.
@@ -90,8 +90,9 @@ class MixtureOfExperts(nn.Module):
         sent = self.experts.send(hidden, shares, chosen)
         middle = shared_expert.enter(hidden)
         back = self.experts.send_back(sent)
-        shared = shared_expert.gated(shared_expert.leave(middle), hidden)
-        return shared + self.experts.combine(sent, back, hidden.dtype)
+        shared = shared_expert.leave(middle)
+        routed = self.experts.combine(sent, back, hidden.dtype)
+        return shared_expert.join(shared, routed, hidden)
 
     def _routed(self, hidden: Tensor) -> Tensor:
         shares, chosen = self.router(hidden)
@@ -112,30 +113,37 @@ class SharedExpert(MLP):
     """An MLP that all tokens take (DeepSeekMoE, arXiv 2401.06066, section 3.2), split over tp.
 
     With a gate its output is multiplied by the sigmoid of a product with the token, as in
-    Qwen1.5-MoE; that share is fp32 or wider.
+    Qwen1.5-MoE. In a residual MoE it and the others are added up by two shares, the softmax over
+    two products with the token (DeepSpeed-MoE, arXiv 2201.05596, section 4.1.2; the shares are
+    those of DeepSpeed's `MoE(use_residual=True)`). Shares are fp32 or wider.
     """
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, width: int) -> None:
         super().__init__(config, build, width=width)
-        self.gate = None
-        if config.moe_shared_expert_gate:
-            # Whole on every tp rank: [1, h].
-            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, dtype=build.dtype))
-            set_parameter_metadata(
-                self.gate, init=weight_init(config), sequence_parallel=build.sequence_parallel
-            )
+        self._residual = config.mlp_type is MlpType.RESIDUAL
+        self.gate: nn.Parameter | None = None
+        self.gate_bias: nn.Parameter | None = None
+        # Whole on every tp rank: [1, h]; in a residual MoE [2, h], of the others and of this one.
+        outputs = 2 if self._residual else 1
+        split = build.sequence_parallel
+        if self._residual or config.moe_shared_expert_gate:
+            self.gate = nn.Parameter(torch.empty(outputs, config.hidden_size, dtype=build.dtype))
+            set_parameter_metadata(self.gate, init=weight_init(config), sequence_parallel=split)
+        if self._residual:
+            self.gate_bias = nn.Parameter(torch.empty(outputs, dtype=build.dtype))
+            zeros = Init(InitKind.ZEROS)
+            set_parameter_metadata(self.gate_bias, init=zeros, sequence_parallel=split)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""
-        return self.gated(super().forward(hidden), hidden)
-
-    def gated(self, output: Tensor, hidden: Tensor) -> Tensor:
-        """Return the output of the MLP, multiplied by the share of the token in `hidden`."""
+    def join(self, output: Tensor, routed: Tensor, hidden: Tensor) -> Tensor:
+        """Return the sum of the output of this MLP and of that of the others for `hidden`."""
         if self.gate is None:
-            return output
-        scores = F.linear(hidden, self.gate)  # [s, b, 1]
-        share = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32)))
-        return (output * share).to(output.dtype)
+            return output + routed
+        scores = F.linear(hidden, self.gate, self.gate_bias)  # [s, b, 1 or 2]
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self._residual:
+            of_others, own = torch.split(torch.softmax(scores, dim=-1), 1, dim=-1)
+            return (routed * of_others + output * own).to(output.dtype)
+        return (output * torch.sigmoid(scores)).to(output.dtype) + routed
 
 
 def check_sharing_out(config: ModelConfig, grid: Topology, *, sequence_parallel: bool) -> None:

@@ -17,7 +17,7 @@ from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.formats.registry import open_source
 from megatron.checkpoint.upcycle import UpcycledSource
 from megatron.config.experts import LoadBalancing, RouterScoreFunction, TokenDropPolicy
-from megatron.config.model import ModelConfig
+from megatron.config.model import MlpType, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.model.experts import mixture as moe
@@ -60,7 +60,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
         "num_experts": 3,
     },
-    "biases": {
+    "residual, biases": {
+        "mlp_type": MlpType.RESIDUAL,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
         "add_bias_linear": True,
         "moe_expert_capacity_factor": 1.0,
         # Zero biases move in the first steps only where the steps are of equal length.

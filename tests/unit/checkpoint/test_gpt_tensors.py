@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.gpt_tensors import gpt_tensors
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import GluActivation, Normalization, PositionEmbedding
+from megatron.config.model import GluActivation, MlpType, Normalization, PositionEmbedding
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from tests.support.models import tiny_build, tiny_config
@@ -56,6 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 10,
         "swiglu": True,
     },
+    "residual": {"num_experts": 2, "mlp_type": MlpType.RESIDUAL, "moe_ffn_hidden_size": 10},
     "a dense layer": {
         "num_experts": 2,
         "moe_layer_freq": "[0]+[1]",

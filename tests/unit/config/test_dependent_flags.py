@@ -175,7 +175,6 @@ REFUSED = [
         "--moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor",
         "leave it out, or give",
     ),
-    ("--mlp-type residual", "--mlp-type residual", "use --mlp-type standard, or leave it out"),
     (
         f"{PLAIN_EXPERTS} --moe-router-topk 2 --moe-layer-freq ([0]+[1]*26)",
         "--moe-layer-freq ([0]+[1]*26), --num-layers 2",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.config.experts import LoadBalancing, RouterScoreFunction, expert_problems
-from megatron.config.model import ModelConfig
+from megatron.config.model import MlpType, ModelConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 
@@ -56,6 +56,17 @@ def model(**changes: Any) -> ModelConfig:
             {"moe_eval_capacity_factor": 1.0},
             "dropped in evaluations alone",
             "--moe-eval-capacity-factor 1.0 without --moe-expert-capacity-factor",
+        ),
+        *(
+            (
+                {"mlp_type": MlpType.RESIDUAL, **flags},
+                "one MLP beside its experts",
+                "--mlp-type res",
+            )
+            for flags in (
+                {"moe_shared_expert_intermediate_size": 8},
+                {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 8},
+            )
         ),
         ({"moe_min_capacity": 0}, "at least one token", "--moe-min-capacity 0"),
         ({"moe_router_num_groups": 2}, "by half", "num-groups 2, --moe-router-group-topk None"),

@@ -9,7 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import GluActivation, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.model import (
+    GluActivation,
+    MlpType,
+    ModelConfig,
+    Normalization,
+    PositionEmbedding,
+)
 from megatron.config.precision import PrecisionConfig
 from megatron.config.presets import PRESETS
 from megatron.model.accounting import (
@@ -79,6 +85,14 @@ CONFIGS = {
         expert_interval=2,
         moe_ffn_hidden_size=12,
         moe_shared_expert_intermediate_size=6,
+    ),
+    "residual": tiny_config(
+        num_layers=3,
+        num_experts=4,
+        expert_interval=2,
+        moe_ffn_hidden_size=12,
+        ffn_hidden_size=20,
+        mlp_type=MlpType.RESIDUAL,
     ),
     "experts in every second layer": tiny_config(
         swiglu=True,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.experts import RouterScoreFunction
 from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from megatron.config.model import GluActivation, ModelConfig
+from megatron.config.model import GluActivation, MlpType, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.experts.mixture import (
@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "one sigmoid": {"moe_router_topk": 1, "moe_router_score_function": SIGMOID},
     "shared": {"moe_shared_expert_intermediate_size": 20},
+    "residual": {"mlp_type": MlpType.RESIDUAL, "ffn_hidden_size": 20},
     "with biases": {
         "moe_shared_expert_intermediate_size": 20,
         "add_bias_linear": True,
@@ -110,7 +111,12 @@ def one_by_one(layer: MixtureOfExperts, config: ModelConfig, hidden: Tensor) -> 
         if shared is not None:
             biases = tuple(fc.bias for fc in (shared.fc1, shared.fc2) if fc.bias is not None)
             output = mlp(config, token, shared.fc1.weight, shared.fc2.weight, *biases)
-            row = row + output * (1 if shared.gate is None else torch.sigmoid(shared.gate @ token))
+            if shared.gate_bias is not None:
+                of_others, own = torch.softmax(shared.gate @ token + shared.gate_bias, dim=0)
+                row, output = row * of_others, output * own
+            elif shared.gate is not None:
+                output = output * torch.sigmoid(shared.gate @ token)
+            row = row + output
         rows.append(row)
     return torch.stack(rows).view(hidden.shape)
 

@@ -9,7 +9,7 @@ from megatron.checkpoint.formats.huggingface.families.family import Family, Size
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
 from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import ModelConfig
+from megatron.config.model import MlpType, ModelConfig
 from megatron.json_values import JsonValue
 
 _ROTARY_BASE, _EPSILON = 1e6, 1e-5  # the default of transformers
@@ -71,6 +71,7 @@ MIXTRAL = Family(
         "moe_router_num_groups": (None,),
         "moe_router_enable_expert_bias": (False,),
         "moe_shared_expert_intermediate_size": (None,),
+        "mlp_type": (MlpType.STANDARD,),
     },
     tensors=_tensors(),
     buffers=llama.BUFFERS,
