@@ -18,7 +18,7 @@ class NoEffect(NamedTuple):
 
 _FUSED = "the arithmetic is the same with and without fused kernels"
 _FAST = "attention always uses the fastest kernel torch offers"
-_GROUPED = "the tokens of each expert are one matrix already"
+_GROUPED = "experts are one grouped product wherever PyTorch has one for the dtype"
 _TILES = "it saves memory and changes no result; ZeRO stage 3 gathers whole matrices"
 
 # Spellings that stand for one of ours, with its value.

@@ -90,6 +90,11 @@ def _attention_flops(q: Sequence[int], k: Sequence[int], *_: object, **__: objec
     return 2 * 2 * b * heads * length * k[2] * width
 
 
+def _grouped_flops(one: Sequence[int], other: Sequence[int], *_: object, **__: object) -> int:
+    # [n, k] times [groups, k, m], or of gradients [k, n] times [n, m] in groups of n.
+    return 2 * one[0] * one[1] * other[-1]
+
+
 def _gradient_flops(_: Sequence[int], q: Sequence[int], k: Sequence[int], *__: object) -> int:
     """Return twice those of forward: scores that a kernel computes again do not count."""
     return 2 * _attention_flops(q, k)
@@ -107,6 +112,7 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
     **flop_registry,
     torch.ops.megatron.attention: _of_shapes(_attention_flops),
     torch.ops.megatron.attention_backward: _of_shapes(_gradient_flops),
+    _ATEN._grouped_mm: _of_shapes(_grouped_flops),
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _of_shapes(_attention_flops),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _of_shapes(_gradient_flops),
 }

@@ -98,6 +98,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     ),
     "layers with experts": (
         Mutant(
+            "groups of rows end one after the other",
+            "megatron/ops/grouped_product.py",
+            "ends = counts.cumsum(0).to(torch.int32)",
+            "ends = counts.flip(0).cumsum(0).to(torch.int32)",
+            "tests/unit/ops/test_grouped_product.py::"
+            "test_values_and_gradients_are_those_of_a_loop_to_the_bit",
+        ),
+        Mutant(
+            "the host waits for no sizes where nothing needs them",
+            "megatron/model/experts/mixture.py",
+            "sum(groups.sizes) if self._drops else len(order)",
+            "sum(groups.sizes)",
+            "tests/laws/layouts/test_host_reads.py::"
+            "test_experts_that_are_one_product_wait_for_nothing",
+        ),
+        Mutant(
             "the shared expert has a width of its own",
             "megatron/model/mlp.py",
             "width = config.ffn_width if width is None else width",

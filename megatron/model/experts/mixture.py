@@ -8,6 +8,7 @@ go to all parts of their experts, and come back as summands. The router is whole
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ from megatron.mpu.partition import (
 )
 from megatron.mpu.topology import Topology
 from megatron.ops.fp8_products import Fp8Products
+from megatron.ops.grouped_product import grouped_product, is_served
 
 ROW_COUNTS = "rows of each expert"  # what the host has to know of every layer
 
@@ -190,6 +192,7 @@ class Experts(nn.Module):
         # Where experts are split over tp no row travels.
         self._group, self._ep, self._etp = Group(ranks=(0,), rank=0), 1, 1
         self._overlaps = build.overlap_shared_expert
+        self._drops = config.moe_expert_capacity_factor is not None
         # What an MLP adds at its end is cut into parts that add up, as its second matrix is.
         enter, leave, end = (
             Partition("tp", dim=1, blocks=halves),
@@ -238,12 +241,11 @@ class Experts(nn.Module):
         order = chosen.reshape(-1).argsort(stable=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        # On an accelerator this waits for it: sizes of matrices are known to the host.
         counts = counts_of(chosen, self._experts * self._etp).sum(dim=0)
         rows = _TAKE(hidden.reshape(-1, width), order, back, taken)
         if self._group.size == 1:
-            on_host = device.values_for_host(counts, ROW_COUNTS).tolist()
-            plan = DispatchPlan.alone(on_host)
+            groups = RowGroups(counts)
+            plan = DispatchPlan.alone(groups, sum(groups.sizes) if self._drops else len(order))
         else:
             group = self._group
             plan = dispatch_plan(gather_counts(counts, group), group.rank, rows.device)
@@ -255,10 +257,10 @@ class Experts(nn.Module):
         """Compute with what has arrived, and begin to send the results back."""
         plan, rows = sent.plan, _ARRIVE(sent.rows, sent.traffic)
         if plan.order is not None and plan.back is not None:
-            rows = self._compute(_TAKE(rows, plan.order, plan.back, 1), plan.counts)
+            rows = self._compute(_TAKE(rows, plan.order, plan.back, 1), plan.groups)
             rows = _TAKE(rows, plan.back, plan.order, 1)
         else:
-            rows = self._compute(rows, plan.counts)
+            rows = self._compute(rows, plan.groups)
         traffic = _Traffic(plan.receives, plan.sends, self._group, self._overlaps)
         return _START(rows, traffic), traffic
 
@@ -273,9 +275,22 @@ class Experts(nn.Module):
         output = (rows.view(*sent.shares.shape, -1) * sent.shares.unsqueeze(-1)).sum(dim=-2)
         return output.to(dtype)
 
-    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def _compute(self, rows: Tensor, groups: "RowGroups") -> Tensor:
         """Apply the experts of this rank to rows that are sorted by expert."""
-        return self.fc2(self._activate(self.fc1(rows, counts)), counts)  # type: ignore[no-any-return]
+        return self.fc2(self._activate(self.fc1(rows, groups)), groups)  # type: ignore[no-any-return]
+
+
+class RowGroups:
+    """How many rows stand in each of several groups, [groups]: on the host or on the device."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The same for the host, which an accelerator makes wait once for it."""
+        found: list[int] = device.values_for_host(self.counts, ROW_COUNTS).tolist()
+        return found
 
 
 def _first(rows: Tensor, number: int) -> Tensor:
@@ -323,16 +338,17 @@ class GroupedLinear(nn.Module):
                 build.fp8, build.ctx.tp, splits_output=partition.dim == 1, matrices=local[0]
             )
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Map [n, in] to [n, out]; the first counts[0] rows are of group 0, and so on."""
-        # Unbound at once: taken one by one, each would have a gradient of the size of all.
-        weights = self.weight.unbind(0)
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """Map [n, in] to [n, out], where rows stand in order of their groups."""
+        if self.bias is None and self.fp8 is None and is_served(rows, self.weight):
+            return grouped_product(rows, self.weight, groups.counts.to(rows.device))
+        weights = self.weight.unbind(0)  # one by one, each would have a gradient of the size of all
         biases: Sequence[Tensor | None] = [None] * len(weights)
         if self.bias is not None:
             whole = self.bias if self._around == (0, 0) else F.pad(self.bias, self._around)
             biases = whole.unbind(0)
-        groups = zip(torch.split(rows, list(counts)), weights, biases)
-        return torch.cat([linear(group, weight, bias, self.fp8) for group, weight, bias in groups])
+        each = zip(torch.split(rows, groups.sizes), weights, biases)
+        return torch.cat([linear(group, weight, bias, self.fp8) for group, weight, bias in each])
 
     def extra_repr(self) -> str:
         """Return the global sizes, for `print(model)`."""
@@ -356,21 +372,20 @@ class DispatchPlan(NamedTuple):
     """Which rows a rank sends to the others, and in what order it computes with what arrives.
 
     `order` sorts arrived rows, which stand by source and then by expert, by expert and then by
-    source; `back` is its inverse; both are None where they are sorted. `counts` are the rows of
+    source; `back` is its inverse; both are None where they are sorted. `groups` are the rows of
     each of the rank's experts.
     """
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
-    counts: tuple[int, ...]
+    groups: RowGroups
     order: Tensor | None
     back: Tensor | None
 
     @classmethod
-    def alone(cls, counts: Sequence[int]) -> "DispatchPlan":
+    def alone(cls, groups: RowGroups, rows: int) -> "DispatchPlan":
         """Return the plan of a rank that has all experts."""
-        rows = (sum(counts),)
-        return cls(rows, rows, tuple(counts), None, None)
+        return cls((rows,), (rows,), groups, None, None)
 
 
 @dataclass(slots=True)
@@ -427,7 +442,7 @@ def dispatch_plan(counts: Tensor, rank: int, device: torch.device) -> DispatchPl
     return DispatchPlan(
         sends=tuple(counts[rank].view(ranks, own).sum(1).tolist()),
         receives=tuple(arriving.sum(1).tolist()),
-        counts=tuple(arriving.sum(0).tolist()),
+        groups=RowGroups(arriving.sum(0)),
         order=order,
         back=order.argsort(),
     )

@@ -225,10 +225,17 @@ def test_what_waits_for_the_device_is_caught(name: str) -> None:
             start_steps(engine, rank)
 
 
-def test_experts_wait_for_the_sizes_of_their_matrices() -> None:
+@pytest.mark.parametrize("flags", [{}, {"bf16": True, "moe_expert_capacity_factor": 1.0}], ids=str)
+def test_experts_wait_for_the_sizes_of_their_matrices(flags: dict[str, Any]) -> None:
     """The one part of a model that does, as docs/architecture.md says."""
-    rank = Rank(1, 1, 1, 0, {"bf16": True, **ROUTED})
+    rank = Rank(1, 1, 1, 0, {**flags, **ROUTED})
     with on_meta(rank) as ctx:
         engine = engine_of(rank, ctx)
         with pytest.raises(NotImplementedError, match="meta tensor"):
             start_steps(engine, rank)
+
+
+def test_experts_that_are_one_product_wait_for_nothing() -> None:
+    rank = Rank(1, 1, 1, 0, {"bf16": True, **ROUTED})
+    with on_meta(rank) as ctx:
+        start_steps(engine_of(rank, ctx), rank)

@@ -20,6 +20,7 @@ from megatron.model.experts.mixture import (
     Experts,
     GroupedLinear,
     MixtureOfExperts,
+    RowGroups,
     build_feed_forward,
     check_sharing_out,
     dispatch_plan,
@@ -146,7 +147,7 @@ def test_values_and_gradients_are_those_of_a_loop(name: str) -> None:
 
 def test_a_dropped_choice_adds_nothing() -> None:
     """Nor has it a gradient; those that are left stay as they are."""
-    config = config_of("mixtral")
+    config = dataclasses.replace(config_of("mixtral"), moe_expert_capacity_factor=8.0)
     layer, hidden = layer_of(config), some_hidden()
     shares, chosen = layer.router(hidden)
     dropped = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(3)) < 0.3
@@ -208,7 +209,7 @@ def test_groups_of_rows_have_matrices_of_their_own() -> None:
     layer = GroupedLinear((3, 2, 4), Partition("tp", dim=1), Init("normal", std=1.0), build)
     roughen(layer, build.ctx)
     rows = torch.randn(5, 4, dtype=torch.float64)
-    found = layer(rows, (2, 0, 3))
+    found = layer(rows, RowGroups(torch.tensor([2, 0, 3])))
     torch.testing.assert_close(found[:2], F.linear(rows[:2], layer.weight[0]))
     torch.testing.assert_close(found[2:], F.linear(rows[2:], layer.weight[2]))
     assert repr(layer) == "GroupedLinear((3, 2, 4) in all, (3, 2, 4) here)"
@@ -224,7 +225,7 @@ def test_in_fp8_every_matrix_is_a_linear_layer_in_fp8(recipe: Fp8Recipe) -> None
     draw, counts = torch.Generator().manual_seed(1), (17, 0, 3)
     rows = torch.randn(20, 256, generator=draw, dtype=torch.float64).requires_grad_()
     grad = torch.randn(20, 128, generator=draw, dtype=torch.float64)
-    output = layer(rows, counts)
+    output = layer(rows, RowGroups(torch.tensor(counts)))
     output.backward(grad)
     assert layer.fp8 is not None
     assert (layer.fp8.counts, layer.fp8.matrices) == ((3, 3, 3), 3)
@@ -314,7 +315,7 @@ def test_every_row_meets_its_expert_and_comes_back(ranks: int, own: int, seed: i
     assert all(plan.order is not None for plan in plans)
     here = [one[plan.order] for one, plan in zip(exchanged(rows, plans), plans)]
     for rank, (one, plan) in enumerate(zip(here, plans)):
-        for at, group in enumerate(torch.split(one, list(plan.counts))):
+        for at, group in enumerate(torch.split(one, plan.groups.sizes)):
             assert (group[:, 1] == rank * own + at).all(), "sorted by expert"
             order = [tuple(row) for row in group.tolist()]
             assert order == sorted(order), "and then by source, in the order of the source"
