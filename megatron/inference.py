@@ -83,7 +83,7 @@ def load_model_for_inference(
         )
     if given.get("sequence_parallel"):
         log.info("--sequence-parallel has no effect on a model that writes token by token")
-    flags = {**given, "sequence_parallel": False}
+    flags = {**given, "sequence_parallel": False, "tp_comm_overlap": False}
     if tensor_model_parallel_size is not None:
         flags["tensor_model_parallel_size"] = tensor_model_parallel_size
     if device is not None:

@@ -43,6 +43,7 @@ def model_build(runtime: RunState) -> ModelBuild:
         streams=runtime.streams,
         precision=config.precision,
         sequence_parallel=splits_sequences,
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
         context_exchange=config.parallel.cp_comm_type,
         overlap_shared_expert=config.parallel.moe_shared_expert_overlap,
         activations=config.training.activations,

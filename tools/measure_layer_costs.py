@@ -146,6 +146,7 @@ def _without_pipeline(config: RunConfig) -> RunConfig:
     alone = ParallelConfig(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        tp_comm_overlap=parallel.tp_comm_overlap,
     )
     return replace(config, parallel=alone)
 

@@ -68,6 +68,11 @@ class ParallelConfig:
         help="give each tensor-parallel rank its own part of the sequence between its layers' "
         "matrices, instead of all of it on every rank: less memory, equal results",
     )
+    tp_comm_overlap: bool = flag(
+        False,
+        help="multiply one part of a split sequence while the next one travels between "
+        "tensor-parallel ranks; needs --sequence-parallel",
+    )
     pipeline_model_parallel_size: int = flag(
         1, help="ranks that share the layers", aliases=("--pipeline-parallel",)
     )
@@ -291,6 +296,12 @@ class ParallelConfig:
                 found=f"--num-virtual-stages-per-pipeline-rank {chunks}, "
                 f"--num-layers-per-virtual-pipeline-stage {size}",
                 fix="give one of the two",
+            )
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            yield ConfigError(
+                "only parts of split sequences travel while others are computed with",
+                found="--tp-comm-overlap without --sequence-parallel",
+                fix="add --sequence-parallel, or drop it",
             )
         counts = self.pipeline_layer_counts
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers

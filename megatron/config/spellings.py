@@ -19,6 +19,7 @@ class NoEffect(NamedTuple):
 _FUSED = "the arithmetic is the same with and without fused kernels"
 _FAST = "attention always uses the fastest kernel torch offers"
 _GROUPED = "experts are one grouped product wherever PyTorch has one for the dtype"
+_OVERLAP = "--tp-comm-overlap decides for all matrices at once; results are the same"
 _TILES = "it saves memory and changes no result; ZeRO stage 3 gathers whole matrices"
 
 # Spellings that stand for one of ours, with its value.
@@ -89,6 +90,20 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--tile-factor": NoEffect(1, _TILES),
     "--disable-mem-efficient-ln": NoEffect(0, _FUSED),
     "--overlap-p2p-communication": NoEffect(0, "overlap does not change results"),
+    "--tp-comm-overlap-cfg": NoEffect(1, _OVERLAP),
+    "--tp-comm-bootstrap-backend": NoEffect(1, "ranks share no buffers of Transformer Engine"),
+    **dict.fromkeys(
+        (
+            "--tp-comm-overlap-rs-dgrad",
+            *(
+                f"--{no}-tp-comm-{part}"
+                for no in ("no", "disable")
+                for part in ("bulk-dgrad", "bulk-wgrad", "overlap-ag", "overlap-rs")
+            ),
+            *(f"--{no}-tp-comm-split-{part}" for no in ("no", "disable") for part in ("ag", "rs")),
+        ),
+        NoEffect(0, _OVERLAP),
+    ),
     "--enable-zbh1-exact-semantics": NoEffect(0, "a step is applied once its norm is known"),
     "--timing-log-level": NoEffect(1, "timers are those of --log-timers-to-tensorboard"),
     "--timing-log-option": NoEffect(1, "timers are those of --log-timers-to-tensorboard"),

@@ -71,26 +71,34 @@ class SelfAttention(nn.Module):
             raise problem
         self._cp, self._over_ranks = build.ctx.cp, attention_over_ranks(build)
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (heads + 2 * groups) * width,
-            ctx=build.ctx,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            init=weight_init(config),
-            sequence_parallel=build.sequence_parallel,
-            dtype=build.dtype,
-        ).in_fp8(build.fp8)
+        self.qkv = (
+            ColumnParallelLinear(
+                config.hidden_size,
+                (heads + 2 * groups) * width,
+                ctx=build.ctx,
+                bias=config.add_bias_linear or config.add_qkv_bias,
+                init=weight_init(config),
+                sequence_parallel=build.sequence_parallel,
+                dtype=build.dtype,
+            )
+            .in_fp8(build.fp8)
+            .on_ring(build.tp_comm_overlap)
+        )
         self.query_norm = build_head_norm(config, build) if config.qk_layernorm else None
         self.key_norm = build_head_norm(config, build) if config.qk_layernorm else None
-        self.output = RowParallelLinear(
-            heads * width,
-            config.hidden_size,
-            ctx=build.ctx,
-            bias=config.add_bias_linear,
-            init=residual_init(config),
-            sequence_parallel=build.sequence_parallel,
-            dtype=build.dtype,
-        ).in_fp8(build.fp8)
+        self.output = (
+            RowParallelLinear(
+                heads * width,
+                config.hidden_size,
+                ctx=build.ctx,
+                bias=config.add_bias_linear,
+                init=residual_init(config),
+                sequence_parallel=build.sequence_parallel,
+                dtype=build.dtype,
+            )
+            .in_fp8(build.fp8)
+            .on_ring(build.tp_comm_overlap)
+        )
 
     def forward(self, hidden: Tensor, geometry: Geometry) -> Tensor:
         """Apply attention under the mask of `geometry`: [s, b, h] to the same.

@@ -38,25 +38,33 @@ class MLP(nn.Module):
             RecomputeModule.ACTIVATION in modules and RecomputeModule.MLP not in modules
         )
         halves = 1 if config.glu is None else 2
-        self.fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            halves * width,
-            ctx=build.ctx,
-            bias=config.add_bias_linear,
-            init=weight_init(config),
-            sequence_parallel=build.sequence_parallel,
-            blocks=halves,
-            dtype=build.dtype,
-        ).in_fp8(build.fp8)
-        self.fc2 = RowParallelLinear(
-            width,
-            config.hidden_size,
-            ctx=build.ctx,
-            bias=config.add_bias_linear,
-            init=residual_init(config),
-            sequence_parallel=build.sequence_parallel,
-            dtype=build.dtype,
-        ).in_fp8(build.fp8)
+        self.fc1 = (
+            ColumnParallelLinear(
+                config.hidden_size,
+                halves * width,
+                ctx=build.ctx,
+                bias=config.add_bias_linear,
+                init=weight_init(config),
+                sequence_parallel=build.sequence_parallel,
+                blocks=halves,
+                dtype=build.dtype,
+            )
+            .in_fp8(build.fp8)
+            .on_ring(build.tp_comm_overlap)
+        )
+        self.fc2 = (
+            RowParallelLinear(
+                width,
+                config.hidden_size,
+                ctx=build.ctx,
+                bias=config.add_bias_linear,
+                init=residual_init(config),
+                sequence_parallel=build.sequence_parallel,
+                dtype=build.dtype,
+            )
+            .in_fp8(build.fp8)
+            .on_ring(build.tp_comm_overlap)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h], or under sequence parallelism [s/tp, b, h] to the same."""

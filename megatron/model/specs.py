@@ -105,6 +105,7 @@ class ModelBuild:
     streams: RandomStreams
     precision: PrecisionConfig
     sequence_parallel: bool = False  # hidden states between layers are [s/tp, b, h]; needs tp > 1
+    tp_comm_overlap: bool = False  # matrices compute with parts of it while others travel
     context_exchange: ContextExchange = ContextExchange.P2P  # of ranks that share a sequence
     activations: ActivationPolicy = ActivationPolicy()  # what is kept of them for backward
     virtual_stages: int = 1  # of the whole pipeline, each with layers of its own to recompute

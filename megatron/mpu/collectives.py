@@ -4,7 +4,7 @@ None of these is differentiable; `mappings` holds the autograd versions. A group
 own tensor back, not a copy, and works with torch.distributed uninitialised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, cast
 
@@ -139,6 +139,38 @@ def start_shift(tensor: Tensor, group: Group) -> Pending:
             ]
         )
         return replace(_pending(arrives, works, begun), sent=tensor)
+
+
+def ring_order(rank: int, size: int) -> list[int]:
+    """Return whose part `rank` has after 0, 1, .. `size` - 1 shifts to the next rank."""
+    return [(rank - step) % size for step in range(size)]
+
+
+def ring(own: Tensor, group: Group) -> Iterator[Tensor]:
+    """Yield the contiguous `own` of every rank, in `ring_order`; the next one travels meanwhile."""
+    held = own
+    for step in range(1, group.size + 1):
+        coming = start_shift(held, group) if step < group.size else None
+        yield held
+        if coming is not None:
+            held = coming.wait()
+
+
+def sum_on_ring(summand: Callable[[int], Tensor], group: Group) -> Tensor:
+    """Return the sum over ranks of this rank's part; sums travel while summands are computed.
+
+    The summands of a part are added in the order of ranks, from the one after the part's own.
+
+    Args:
+        summand: returns that of this rank to the part of another, [..], contiguous and new.
+    """
+    first, *others = ring_order((group.rank - 1) % group.size, group.size)
+    total = summand(first)
+    for part in others:
+        coming = start_shift(total, group)
+        total = summand(part)
+        total += coming.wait()
+    return total
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Tensor:

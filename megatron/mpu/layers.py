@@ -24,14 +24,18 @@ from megatron.mpu.collectives import (
     all_gather,
     all_reduce,
     reduce_scatter,
+    ring,
+    ring_order,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    sum_on_ring,
 )
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.mappings import (
     reduce_from_tp,
     reduce_scatter_to_sequence,
+    sequence_part,
 )
 from megatron.mpu.partition import Init, InitKind, Partition, local_shape, set_parameter_metadata
 from megatron.mpu.row_gradients import lookup
@@ -62,6 +66,7 @@ class _ParallelLinear(nn.Module):
     fp8: Fp8Products | None = None
     _tp: Group
     _sequence_parallel: bool
+    _on_ring = False
     _splits_output: bool
     _number: Tensor  # of this layer in compiled graphs
 
@@ -69,6 +74,11 @@ class _ParallelLinear(nn.Module):
         """Compute with 8-bit operands, if a config is given; return this layer."""
         if config is not None:
             self.fp8 = fp8_products(config, self._tp, splits_output=self._splits_output)
+        return self
+
+    def on_ring(self, wanted: bool) -> Self:
+        """Compute with parts of a split sequence while others travel; return this layer."""
+        self._on_ring = wanted and self._sequence_parallel and self._tp.size > 1
         return self
 
     def _own_gradients(self, grad: Tensor, hidden: Tensor, split: "_Split") -> Tensor:
@@ -128,11 +138,14 @@ class ColumnParallelLinear(_ParallelLinear):
             self.bias,
             self._tp,
             sequence_parallel=self._sequence_parallel,
+            on_ring=self._on_ring,
             fp8=self.fp8,
         )
 
     def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without autograd, for `opaque_linear`."""
+        if self._on_ring:
+            return _gathered_product(hidden, self.weight.t(), self._tp, bias=bias)
         whole = all_gather(hidden, self._tp) if self._sequence_parallel else hidden
         return F.linear(whole, self.weight, bias)
 
@@ -200,16 +213,24 @@ class RowParallelLinear(_ParallelLinear):
         if self._tp.size == 1:
             return linear(hidden, self.weight, self.bias, self.fp8)
         reduce = reduce_scatter_to_sequence if self._sequence_parallel else reduce_from_tp
-        output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)
+        if self._on_ring:
+            output = _ROW_ON_RING(hidden, self.weight, self._tp)
+        else:
+            output = reduce(linear(hidden, self.weight, None, self.fp8), self._tp)
         return output if self.bias is None else output + self.bias
 
     def product(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without autograd, for `opaque_linear`."""
+        if self._on_ring:
+            return _summed_product(hidden, self.weight, self._tp)
         reduce = reduce_scatter if self._sequence_parallel else all_reduce
         return reduce(F.linear(hidden, self.weight, bias), self._tp)
 
     def input_gradient(self, grad: Tensor, hidden: Tensor) -> Tensor:
         """Return the gradient of the input; add that of the weight to its buffer."""
+        if self._on_ring:
+            grad_input, _ = _row_gradients(grad, hidden, self.weight, self.weight, self._tp)
+            return grad_input
         whole = all_gather(grad, self._tp) if self._sequence_parallel else grad
         return self._own_gradients(whole, hidden, _Split(self.weight))
 
@@ -301,6 +322,7 @@ def linear_with_input_reduction(
     tp: Group,
     *,
     sequence_parallel: bool = False,
+    on_ring: bool = False,
     fp8: Fp8Products | None = None,
 ) -> Tensor:
     """Apply `F.linear` to a weight split by output features; sum the input's gradient over tp.
@@ -308,11 +330,14 @@ def linear_with_input_reduction(
     Under sequence parallelism the input is [s/tp, .., in] and is gathered first; its gradient is
     summed and split again. Also right for the logits of a tied embedding: `weight` is then
     [v/tp, h].
+
+    Args:
+        on_ring: the product of each part of the sequence is computed while the next part arrives.
     """
     if tp.size == 1:
         return linear(hidden, weight, bias, fp8)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, tp, sequence_parallel, fp8)
+    return function(hidden, weight, bias, tp, sequence_parallel, fp8, on_ring)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products | None) -> Tensor:
@@ -320,7 +345,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Products
     if fp8 is None and not bypasses_autograd(weight):
         return F.linear(hidden, weight, bias)
     function: Callable[..., Tensor] = _LinearWithInputReduction.apply
-    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8)
+    return function(hidden, weight, bias, Group(ranks=(0,), rank=0), False, fp8, False)
 
 
 class _LinearContext(FunctionContext):
@@ -357,10 +382,14 @@ class _LinearWithInputReduction(torch.autograd.Function):
         tp: Group,
         sequence_parallel: bool,
         fp8: Fp8Products | None,
+        on_ring: bool,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.tp, ctx.sequence_parallel, ctx.fp8 = tp, sequence_parallel, fp8
         ctx.parameter = weight  # the saved one may come back as another tensor object
+        if on_ring:
+            assert fp8 is None  # noqa: S101  # invariant: refused by preflight
+            return _gathered_product(hidden, weight.t(), tp, bias=bias)
         hidden = all_gather(hidden, tp) if sequence_parallel else hidden
         if fp8 is None:
             return F.linear(hidden, weight, bias)
@@ -376,7 +405,7 @@ class _LinearWithInputReduction(torch.autograd.Function):
             grad, hidden, weight, ctx, needs_input=needs_input, needs_weight=needs_weight
         )
         grad_bias = _rows(grad).sum(dim=0) if needs_bias else None
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _gradients(
@@ -409,6 +438,78 @@ def _gradients(
     if needs_weight:
         grad_weight = defer_or_compute(call.parameter, hidden, grad, product)
     return None if reducing is None else reducing.wait(), grad_weight
+
+
+class _RowOnRing(torch.autograd.Function):
+    """The product of a layer split by input features, and the reduce-scatter of its parts.
+
+    Each part of the sequence is multiplied while the sum for another one travels; in backward the
+    gradients of parts are multiplied while others arrive.
+    """
+
+    @staticmethod
+    def forward(ctx: _LinearContext, hidden: Tensor, weight: Tensor, tp: Group) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.tp, ctx.parameter = tp, weight
+        return _summed_product(hidden, weight, tp)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        parameter = ctx.parameter if ctx.needs_input_grad[1] else None
+        return (*_row_gradients(grad, hidden, weight, parameter, ctx.tp), None)
+
+
+_ROW_ON_RING: Callable[[Tensor, Tensor, Group], Tensor] = _RowOnRing.apply
+
+
+def _gathered_product(
+    own: Tensor,
+    matrix: Tensor,
+    tp: Group,
+    *,
+    bias: Tensor | None = None,
+    gathered: Tensor | None = None,
+) -> Tensor:
+    """Return the product of [s/tp, .., n] of all ranks, gathered, and an [n, m]: [s, .., m].
+
+    Args:
+        bias: [m], which is added.
+        gathered: [s, .., n], which takes the gathered tensor.
+    """
+    shape = (tp.size * own.shape[0], *own.shape[1:-1], matrix.shape[1])
+    products = own.new_empty(shape)
+    places = products.chunk(tp.size)
+    for at, part in zip(ring_order(tp.rank, tp.size), ring(own.contiguous(), tp)):
+        if bias is None:
+            torch.mm(_rows(part), matrix, out=_rows(places[at]))
+        else:
+            torch.addmm(bias, _rows(part), matrix, out=_rows(places[at]))
+        if gathered is not None:
+            gathered.chunk(tp.size)[at].copy_(part)
+    return products
+
+
+def _summed_product(hidden: Tensor, weight: Tensor, tp: Group) -> Tensor:
+    """Return this rank's part [s/tp, .., out] of the sum of X W^T over ranks' X [s, .., in/tp]."""
+    sequence_part(hidden.shape[0], tp)  # raises where it does not divide
+    parts = hidden.chunk(tp.size)
+    return sum_on_ring(lambda at: F.linear(parts[at], weight), tp)
+
+
+def _row_gradients(
+    grad: Tensor, hidden: Tensor, weight: Tensor, parameter: Tensor | None, tp: Group
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of input and weight; the latter may go its own way.
+
+    Args:
+        grad: of the output, [s/tp, .., out].
+        parameter: the weight itself; None: its gradient is not wanted.
+    """
+    whole = grad.new_empty((tp.size * grad.shape[0], *grad.shape[1:]))
+    grad_input = _gathered_product(grad, weight, tp, gathered=whole)
+    return grad_input, None if parameter is None else defer_or_compute(parameter, hidden, whole)
 
 
 def _rows(tensor: Tensor) -> Tensor:

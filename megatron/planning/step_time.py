@@ -115,8 +115,8 @@ def _costs(world: World, rank: RankPlan, hardware: Hardware, rate: float) -> _Co
 def _exposed(world: World, spent: dict[tuple[str, str], float], compute: float) -> dict[str, float]:
     """Return the seconds by axis that a phase waits.
 
-    A ring of cp, and what replicas exchange where the flags overlap it, run beside the computation
-    of the phase: of all its micro-batches where parameters are shared out, else of one of them.
+    Rings of cp and tp, and what replicas exchange where the flags overlap it, run beside the
+    computation of the phase: of all its micro-batches where parameters are shared out, else of one.
     """
     parallel = world.config.parallel
     every = parallel.sharding.shards_parameters
@@ -128,7 +128,7 @@ def _exposed(world: World, spent: dict[tuple[str, str], float], compute: float) 
         left = seconds
         if axis in _REPLICAS and overlaps:
             left = max(0.0, seconds - window)
-        elif axis == "cp" and operation == "send":
+        elif axis in ("cp", "tp") and operation == "send":
             left = max(0.0, seconds - compute)
         found[axis] = found.get(axis, 0.0) + left
     return found

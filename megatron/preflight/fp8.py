@@ -32,6 +32,12 @@ def fp8_goes_with_the_other_flags(plan: RunPlan) -> Iterator[MegatronError]:
             found=f"{given} with --deepspeed",
             fix="leave --deepspeed out for the native engine, or --fp8-format",
         )
+    if config.parallel.tp_comm_overlap:
+        yield ConfigError(
+            "scales of FP8 come from whole sequences, of which parts are not there yet",
+            found=f"{given} with --tp-comm-overlap",
+            fix="leave --tp-comm-overlap out, or --fp8-format",
+        )
 
 
 def fp8_has_layers(plan: RunPlan) -> Iterator[MegatronError]:

@@ -67,6 +67,36 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
         ),
         Mutant(
+            "parts on a ring are put where they belong",
+            "megatron/mpu/collectives.py",
+            "return [(rank - step) % size for step in range(size)]",
+            "return [(rank + step) % size for step in range(size)]",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[True-4]",
+        ),
+        Mutant(
+            "a sum on a ring is waited for",
+            "megatron/mpu/collectives.py",
+            "        total += coming.wait()",
+            "        total += coming.tensor",
+            "tests/distributed/mpu/test_layers.py::"
+            "test_parts_of_a_sequence_on_a_ring_give_the_same_bits_and_are_not_read_early[2]",
+        ),
+        Mutant(
+            "the gradient of a weight has the gradients of all parts",
+            "megatron/mpu/layers.py",
+            "            gathered.chunk(tp.size)[at].copy_(part)",
+            "            gathered.chunk(tp.size)[at].zero_()",
+            "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[True-2]",
+        ),
+        Mutant(
+            "matrices compute with parts where the flag asks for it",
+            "megatron/model_build.py",
+            "tp_comm_overlap=config.parallel.tp_comm_overlap",
+            "tp_comm_overlap=False",
+            "tests/unit/test_model_build.py::"
+            "test_a_flag_puts_the_matrices_of_all_blocks_on_a_ring[True]",
+        ),
+        Mutant(
             "the gradient of a column-parallel layer's input is summed over ranks",
             "megatron/mpu/layers.py",
             "        reducing = start(grad_input, call.tp)",

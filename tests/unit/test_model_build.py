@@ -3,9 +3,13 @@
 import dataclasses
 from typing import Any
 
+import pytest
+
 from megatron.config.training import AttentionBackend
+from megatron.model.gpt_model import gpt_layers
 from megatron.model.specs import VocabSize
 from megatron.model_build import model_build, vocabulary
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.models import second_of_two
 from tests.support.tiny import tiny_run
 from tests.unit.engine.engines import runtime_of
@@ -21,6 +25,19 @@ def test_a_sequence_that_nobody_shares_is_said_and_not_split(capsys: Any) -> Non
     two = dataclasses.replace(runtime, context=second_of_two())
     assert model_build(two).sequence_parallel
     assert note not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_flag_puts_the_matrices_of_all_blocks_on_a_ring(wanted: bool) -> None:
+    config = tiny_run("nowhere", sequence_parallel=True, tp_comm_overlap=wanted)
+    build = model_build(dataclasses.replace(runtime_of(config), context=second_of_two()))
+    matrices = [
+        module._on_ring
+        for layer in gpt_layers(config.model, build)
+        for module in layer.build().modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    assert matrices == [wanted] * 4 * config.model.num_layers
 
 
 def test_a_flag_chooses_whether_a_loss_makes_its_own_logits() -> None:

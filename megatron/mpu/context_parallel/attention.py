@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.autograd import FunctionContext
-from megatron.mpu.collectives import Pending, all_gather, reduce_scatter, start_shift
+from megatron.mpu.collectives import Pending, all_gather, reduce_scatter, ring, start_shift
 from megatron.mpu.context import Group
 from megatron.mpu.context_parallel.shares import KeyBlock, SequenceShare, key_blocks
 from megatron.ops.attention_blocks import attend_block, attend_block_gradients, merge_
@@ -151,12 +151,7 @@ def _met(
         for block in key_blocks(over.share, own.shape[3], causal=causal):
             yield block, whole[block.source]
         return
-    held = own
-    for steps, block in enumerate(key_blocks(over.share, own.shape[3], causal=causal), start=1):
-        coming = start_shift(held, group) if steps < group.size else None
-        yield block, held
-        if coming is not None:
-            held = coming.wait()
+    yield from zip(key_blocks(over.share, own.shape[3], causal=causal), ring(own, group))
 
 
 def _mask_of(block: KeyBlock, mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -3,7 +3,11 @@
 `split` is sequence parallelism: what stands between the layers is this rank's part of the sequence.
 """
 
+from collections import Counter
 from contextlib import AbstractContextManager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.errors import ConfigError, DataError
+from megatron.mpu import collectives
 from megatron.mpu.collectives import all_reduce
-from megatron.mpu.context import ParallelContext
+from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,6 +28,7 @@ from megatron.mpu.layers import (
 from megatron.mpu.mappings import sequence_part
 from megatron.mpu.partition import Init
 from megatron.mpu.weight_gradients import GradientSum
+from megatron.spans import Communication
 from tests.distributed.mpu.reference import EXACT, build, fill, own_part, sample
 from tests.support.ranks import run_on_ranks
 
@@ -67,7 +73,7 @@ def applied(
         return layer(hidden)  # type: ignore[no-any-return]
 
 
-def column_linear_is_linear(tp: int, blocks: int, split: bool, opaque: bool) -> None:
+def column_linear_is_linear(tp: int, blocks: int, split: bool, opaque: bool, on_ring: bool) -> None:
     ctx = build(tp)
     layer = ColumnParallelLinear(
         6,
@@ -77,7 +83,7 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool, opaque: bool) -> 
         blocks=blocks,
         sequence_parallel=split,
         dtype=FP64,
-    )
+    ).on_ring(on_ring)
     weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
     whole_hidden, tokens = sample(LENGTH, 2, 6, seed=3).requires_grad_(), tokens_of(ctx, split)
     hidden = whole_hidden.detach()[tokens].clone().requires_grad_()
@@ -100,7 +106,7 @@ def column_linear_is_linear(tp: int, blocks: int, split: bool, opaque: bool) -> 
     close(layer.bias.grad, own_part(bias.grad, layer.bias, ctx))
 
 
-def row_linear_is_linear(tp: int, split: bool, opaque: bool) -> None:
+def row_linear_is_linear(tp: int, split: bool, opaque: bool, on_ring: bool) -> None:
     ctx = build(tp)
     layer = RowParallelLinear(
         8,
@@ -109,7 +115,7 @@ def row_linear_is_linear(tp: int, split: bool, opaque: bool) -> None:
         init=NORMAL,
         sequence_parallel=split,
         dtype=FP64,
-    )
+    ).on_ring(on_ring)
     weight, bias = fill(layer.weight, ctx, seed=1), fill(layer.bias, ctx, seed=2)
     whole, tokens = sample(LENGTH, 2, 8, seed=3).requires_grad_(), tokens_of(ctx, split)
     expected, upstream = F.linear(whole, weight, bias), sample(LENGTH, 2, 6, seed=4)
@@ -204,15 +210,82 @@ def two_layers_agree_on_a_grid_with_data_parallelism() -> None:
 
 
 def every_layer(tp: int, split: bool) -> None:
-    for opaque in (False, True):
+    for opaque, on_ring in product((False, True), (False, True) if split else (False,)):
         for blocks in (1, 2):
-            column_linear_is_linear(tp, blocks, split, opaque)
-        row_linear_is_linear(tp, split, opaque)
+            column_linear_is_linear(tp, blocks, split, opaque, on_ring)
+        row_linear_is_linear(tp, split, opaque, on_ring)
     embedding_is_a_lookup(tp, split)
     if split:
         logits_of_a_split_sequence_and_frozen_parts(tp)
     else:
         tied_logits_and_frozen_inputs(tp)
+
+
+def parts_on_their_way_are_not_read(tp: int) -> None:
+    """Results are the same where a part is no number until it was waited for.
+
+    Bit for bit: sums of whole numbers round nothing, so neither the order of ranks nor the kernel
+    that a library takes for a matrix of that height is of any matter.
+    """
+    ctx = build(tp)
+    options: dict[str, Any] = {"ctx": ctx, "init": NORMAL, "bias": False, "dtype": FP64}
+    for kind, width in ((ColumnParallelLinear, 16), (RowParallelLinear, 16 // tp)):
+        found = []
+        for on_ring in (False, True):
+            layer = kind(16, 16, sequence_parallel=True, **options).on_ring(on_ring)
+            fill(layer.weight, ctx, seed=1)
+            layer.weight.data.mul_(64).round_()
+            rows = LENGTH // tp if kind is ColumnParallelLinear else LENGTH
+            inner = 16 if kind is ColumnParallelLinear else width
+            hidden = sample(rows, 2, inner, seed=5 + ctx.rank).mul(64).round().requires_grad_()
+            with patch.object(collectives, "start_shift", late_shift):
+                output = layer(hidden)
+                output.backward(sample(*output.shape, seed=9 + ctx.rank).mul(64).round())
+            found.append((output.detach(), hidden.grad, layer.weight.grad))
+        for one, other in zip(*found):
+            assert torch.equal(one, other)
+
+
+START_SHIFT = collectives.start_shift
+
+
+def late_shift(tensor: Tensor, group: Group) -> collectives.Pending:
+    """Begin a shift whose result is there when it is waited for, and no moment before."""
+    pending = START_SHIFT(tensor, group)
+    arrived = pending.wait().clone()
+    pending.tensor.fill_(torch.nan)
+
+    def arrive() -> None:
+        pending.tensor.copy_(arrived)
+
+    return collectives.Pending(pending.tensor, cast(Any, SimpleNamespace(wait=arrive)), tensor)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parts_of_a_sequence_on_a_ring_give_the_same_bits_and_are_not_read_early(tp: int) -> None:
+    run_on_ranks(tp, parts_on_their_way_are_not_read, tp)
+
+
+def communication_of_a_layer() -> dict[str, int]:
+    """The calls in a trace of two layers that work on parts, forward and backward."""
+    ctx = build(2)
+    options: dict[str, Any] = {"ctx": ctx, "init": NORMAL, "dtype": FP64}
+    up = ColumnParallelLinear(6, 8, sequence_parallel=True, **options).on_ring(True)
+    down = RowParallelLinear(8, 6, sequence_parallel=True, **options).on_ring(True)
+    for seed, layer in enumerate((up, down)):
+        fill(layer.weight, ctx, seed=seed)
+        fill(layer.bias, ctx, seed=seed)
+    hidden = sample(LENGTH // 2, 2, 6, seed=5).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        down(up(hidden)).sum().backward()
+    calls = (Communication.read(event.name) for event in seen.events() or ())
+    return Counter(call.operation for call in calls if call is not None)
+
+
+def test_two_layers_send_parts_three_times_and_gather_once() -> None:
+    """Into both matrices and out of one; the gathered input of the weight's gradient is whole."""
+    expected = {"shift": 3, "all_gather": 1, "reduce_scatter": 1}
+    assert run_on_ranks(2, communication_of_a_layer) == [expected] * 2
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "use_distributed_optimizer": True,
     },
+    "tp, parts of sequences on a ring": STEP
+    | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
     "tp, fp32, overlapped all-reduce": {
         **{"global_batch_size": 8, "fp64": False, "tensor_model_parallel_size": 2},
         **{"overlap_grad_reduce": True, "ddp_bucket_size": 1000},

@@ -47,6 +47,7 @@ WIDE: dict[str, dict[str, Any]] = {
         "use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True
     },
     "bloom": {**MODELS["bloom"], **SPLIT},
+    "parts of sequences on a ring": {**SPLIT, "tp_comm_overlap": True},
     "neox": {**MODELS["neox, qwen, mistral"], **SPLIT},
     "ragged": {**MODELS["ragged"]},
 }  # fmt: skip

@@ -30,12 +30,13 @@ from tests.support.tiny import (
 ADAMW: dict[str, Any] = {"weight_decay": 0.1}
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05}
 FULL = {"recompute_granularity": "full"}
+RING = {"tp_comm_overlap": True}
 # (tensor-parallel size, world size): the flags of each optimizer. Recomputation changes no bit, so
-# each optimizer has a layout with and layouts without it.
+# each optimizer has a layout with and layouts without it; so it has with parts on a ring.
 LAYOUTS: dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]] = {
-    (2, 2): (ADAMW, SGD | FULL),
-    (4, 4): (ADAMW | FULL, SGD),
-    (2, 4): (ADAMW, SGD),
+    (2, 2): (ADAMW, SGD | FULL | RING),
+    (4, 4): (ADAMW | FULL | RING, SGD),
+    (2, 4): (ADAMW | RING, SGD),
 }
 # Where parameters are marked as having summands for gradients.
 FORGETFUL = ("megatron.model.norms", "megatron.model.positions", "megatron.mpu.layers")

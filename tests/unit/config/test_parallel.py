@@ -88,6 +88,13 @@ def test_parameters_are_gathered_by_the_distributed_optimizer_alone() -> None:
     ParallelConfig(overlap_param_gather=True, use_distributed_optimizer=True)
 
 
+def test_parts_travel_of_split_sequences_alone() -> None:
+    with pytest.raises(ConfigError, match="only parts of split sequences travel") as caught:
+        ParallelConfig(tp_comm_overlap=True)
+    assert caught.value.found == "--tp-comm-overlap without --sequence-parallel"
+    ParallelConfig(tp_comm_overlap=True, sequence_parallel=True)
+
+
 def test_buckets_hold_something() -> None:
     with pytest.raises(ConfigError, match="buckets of gradients are empty") as caught:
         ParallelConfig(ddp_bucket_size=0)

@@ -99,6 +99,11 @@ def test_a_ring_hides_behind_attention_and_an_exchange_of_heads_does_not() -> No
     assert step_time(world, [plan_of(heads)], SLOW).exposed == {"cp": 15}
 
 
+def test_parts_of_a_sequence_hide_behind_the_product_of_others() -> None:
+    parts = call("forward-compute", "tp", "send", 30)
+    assert step_time(world_of(), [plan_of(parts)], SLOW).exposed == {}
+
+
 def test_stages_wait_for_each_other_as_the_schedule_says() -> None:
     world = world_of(num_layers=4, pipeline_model_parallel_size=2)
     stages = [plan_of(), plan_of()]

@@ -33,6 +33,11 @@ def test_the_model_around_it_is_in_bfloat16(flags: dict[str, Any]) -> None:
     only(found(fp8.fp8_goes_with_the_other_flags, bad), "FP8 needs a model in bfloat16", "--bf16")
 
 
+def test_parts_of_sequences_are_refused() -> None:
+    on_ring = fp8_plan(tp_comm_overlap=True, sequence_parallel=True)
+    only(found(fp8.fp8_goes_with_the_other_flags, on_ring), "leave --tp-comm-overlap out")
+
+
 def test_deepspeed_is_refused_by_name_and_experts_are_not() -> None:
     by_deepspeed = fp8_plan(deepspeed=True)
     only(found(fp8.fp8_goes_with_the_other_flags, by_deepspeed), "DeepSpeed does not train in FP8")
