@@ -25,8 +25,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/loop/training_loop.py",
             "            self.profile,\n",
             "",
-            "tests/distributed/loop/test_profile.py::"
-            "test_steps_micro_batches_and_communication_have_names",
+            "tests/unit/loop/test_training_loop.py::"
+            "test_a_profile_has_whole_steps_and_ends_before_the_next_one",
         ),
         Mutant(
             "a recording begins while no step runs",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from megatron.errors import NumericsError
 from megatron.lengths import batch_schedule
 from megatron.lengths import duration as duration_of
 from megatron.loop.hooks import CompletedStep, SaveCheckpoints, due
+from megatron.loop.overlap import read_trace
 from megatron.loop.profile import Profile
 from megatron.loop.report import StepLog
 from megatron.loop.stop import StopConditions
@@ -127,6 +129,20 @@ def test_every_step_that_has_a_line_is_read_at_once() -> None:
     steps = Steps(train_iters=3, log_interval=1)
     steps.train()
     assert steps.events == ["start 1", "read 1", "start 2", "read 2", "start 3", "read 3", "save 3"]
+
+
+def test_a_profile_has_whole_steps_and_ends_before_the_next_one(tmp_path: Path) -> None:
+    profile = {"profile": True, "profile_step_start": 1, "profile_step_end": 3}
+    steps = Steps(**profile, profile_dir=str(tmp_path))
+    steps.train()
+    assert steps.events[:9] == [
+        *("start 1", "read 1", "start 2", "start 3", "read 2", "read 3"),
+        *("start 4", "start 5", "read 4"),
+    ]
+    (trace,) = tmp_path.iterdir()
+    assert trace.name == "rank0-step2-3.pt.trace.json.gz"
+    named = {event["name"] for event in read_trace(trace)}
+    assert {name for name in named if name.startswith("step ")} == {"step 2", "step 3"}
 
 
 def test_nothing_is_saved_after_numbers_that_are_not_finite() -> None:
