@@ -112,6 +112,10 @@ class ParallelConfig:
         help="in which order pipeline stages work; when not set 1f1b, and interleaved where ranks "
         "have several virtual stages",
     )
+    overlap_p2p_communication: bool = flag(
+        False,
+        help="compute while messages between pipeline stages travel, until they are needed",
+    )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None, help="parts of the model that each pipeline rank holds, one when not set"
     )

@@ -89,7 +89,9 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "--memory-centric-tiled-linear": NoEffect(0, _TILES),
     "--tile-factor": NoEffect(1, _TILES),
     "--disable-mem-efficient-ln": NoEffect(0, _FUSED),
-    "--overlap-p2p-communication": NoEffect(0, "overlap does not change results"),
+    "--overlap-p2p-communication-warmup-flush": NoEffect(
+        0, "--overlap-p2p-communication decides for the whole step"
+    ),
     "--tp-comm-overlap-cfg": NoEffect(1, _OVERLAP),
     "--tp-comm-bootstrap-backend": NoEffect(1, "ranks share no buffers of Transformer Engine"),
     **dict.fromkeys(

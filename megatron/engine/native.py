@@ -123,6 +123,7 @@ class NativeEngine:
             schedule=pipeline.schedule,
             weight_gradients=_weight_gradients(self.stage, pipeline),
             timers=self._timers,
+            overlaps=config.parallel.overlap_p2p_communication,
         )
         gradient_dtype: torch.dtype = getattr(torch, config.precision.gradient_precision.value)
         self._replica = DistributedDataParallel(

@@ -27,7 +27,12 @@ from megatron.pipeline.action import (
     peer_of,
     virtual_stage,
 )
-from megatron.pipeline.p2p import Exchanger, GroupExchanger, PipelineMessage
+from megatron.pipeline.p2p import (
+    Exchanger,
+    GroupExchanger,
+    MessagesUnderWay,
+    PipelineMessage,
+)
 from megatron.pipeline.schedule import ScheduleName, build_batches, build_evaluation_batches
 from megatron.pipeline.signature import (
     HEADER,
@@ -41,6 +46,13 @@ from megatron.pipeline.signature import (
 from megatron.timers import Timers
 
 Tensors = tuple[Tensor, ...]
+# What a computation takes from a message.
+_NEEDED = {
+    ActionKind.FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECV_BACKWARD,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_BACKWARD,
+}
+
 Batches = Iterator[tuple[Tensors, Tensors]]  # of each micro-batch what goes in, and the labels
 
 
@@ -98,6 +110,8 @@ class _Step:
     gradients_in: dict[_Place, Tensors] = field(default_factory=dict)  # received
     gradients_out: dict[_Place, Tensors] = field(default_factory=dict)  # to be sent
     sums: list[Tensor] = field(default_factory=list)
+    under_way: MessagesUnderWay | None = None
+    arriving: set[tuple[ActionKind, _Place]] = field(default_factory=set)  # with those
 
 
 class Executor:
@@ -110,6 +124,8 @@ class Executor:
         exchanger: who carries messages; the group's own ranks if None.
         weight_gradients: where gradients of weights wait between `BACKWARD_INPUT` and
             `BACKWARD_WEIGHT`; None: they are computed in the former.
+        overlaps: messages are waited for when they are needed, or before the next ones are posted;
+            else at once.
     """
 
     def __init__(
@@ -121,11 +137,12 @@ class Executor:
         exchanger: Exchanger | None = None,
         weight_gradients: WeightGradients | None = None,
         timers: Timers | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._work, self._group, self._schedule = work, group, schedule
         self._exchanger = exchanger or GroupExchanger(group)
         self._weight_gradients = weight_gradients
-        self._timers = timers or Timers()
+        self._timers, self._overlaps = timers or Timers(), overlaps
         self._last = group.size * work.num_chunks - 1
         self._outgoing: dict[_Edge, Signature] = {}
         self._announced: set[_Edge] = set()  # outgoing ones whose receiver has the header
@@ -174,12 +191,18 @@ class Executor:
                 with step.timers("pipeline-exchange"):
                     self._communicate(actions, step)
                 continue
+            if (_NEEDED.get(kind), _Place(*at)) in step.arriving:
+                with step.timers("pipeline-exchange"):
+                    _land(step)
             name = "forward-compute" if kind is ActionKind.FORWARD else "backward-compute"
             with step.timers(name), spans.span(partial(self._name, actions[0])):
                 if kind is ActionKind.FORWARD:
                     self._forward(_Place(*at), step)
                 else:
                     self._backward(kind, _Place(*at), step)
+        if step.under_way is not None:
+            with step.timers("pipeline-exchange"):
+                _land(step)
         return step.sums
 
     def _name(self, action: Action) -> str:
@@ -243,7 +266,11 @@ class Executor:
             )
 
     def _communicate(self, actions: Sequence[Action], step: _Step) -> None:
-        """Exchange the messages of one tick, after headers that receivers lack."""
+        """Exchange the messages of one tick, after headers that receivers lack.
+
+        Those of the tick before have arrived by then, so that no more than one batch is under way.
+        """
+        _land(step)
         headers = [(action, self._header(action, step)) for action in actions]
         self._exchanger.exchange([message for _, message in headers if message is not None])
         for action, message in headers:
@@ -251,10 +278,13 @@ class Executor:
                 numbers = device.values_for_host(message.tensors[0], HEADER).tolist()
                 self._incoming[self._edge(action, step)] = decode_signature(numbers)
         messages = [self._message(action, step) for action in actions]
-        self._exchanger.exchange(messages)
+        step.under_way = self._exchanger.start(messages)
         for action, message in zip(actions, messages):
             if action.kind in RECEIVES:
                 self._take(action, message.tensors, step)
+                step.arriving.add((action.kind, _Place(action.microbatch, action.chunk)))
+        if not self._overlaps:
+            _land(step)
 
     def _header(self, action: Action, step: _Step) -> PipelineMessage | None:
         """Return the header of a message; None where both of its ends have it."""
@@ -319,3 +349,11 @@ class Executor:
 
     def _virtual(self, chunk: int) -> int:
         return virtual_stage(self._group.rank, chunk, self._group.size)
+
+
+def _land(step: _Step) -> None:
+    """Wait for the messages that are under way, if there are any, and let go of them."""
+    if step.under_way is not None:
+        step.under_way.wait()
+    step.under_way = None
+    step.arriving.clear()

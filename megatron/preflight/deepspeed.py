@@ -27,6 +27,7 @@ _NATIVE_ALONE = {
     "num_distributed_optimizer_instances": "one part, which is what DeepSpeed has",
     "reshard_after_forward": "--zero-stage 3, which does so",
     "overlap_param_gather": "zero_optimization.overlap_comm in the JSON",
+    "overlap_p2p_communication": "messages that are waited for at once, as its stages do",
     "overlap_grad_reduce": "zero_optimization.overlap_comm in the JSON",
     "ddp_bucket_size": "--zero-reduce-bucket-size",
     "num_virtual_stages_per_pipeline_rank": "one stage per rank, which is what DeepSpeed has",

@@ -67,6 +67,24 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/distributed/mpu/test_layers.py::test_layers_equal_the_whole_layers[False-2]",
         ),
         Mutant(
+            "a stage waits for a message before it computes with it",
+            "megatron/pipeline/executor.py",
+            '                with step.timers("pipeline-exchange"):\n'
+            "                    _land(step)\n"
+            "            name =",
+            "                pass\n            name =",
+            "tests/unit/pipeline/test_executor.py::"
+            "test_every_schedule_computes_what_a_plain_loop_does[True-3-1f1b-2-1]",
+        ),
+        Mutant(
+            "a stage computes while its messages travel",
+            "megatron/pipeline/executor.py",
+            "        if not self._overlaps:\n",
+            "        if True:\n",
+            "tests/unit/pipeline/test_executor.py::"
+            "test_a_message_travels_while_others_are_computed",
+        ),
+        Mutant(
             "parts on a ring are put where they belong",
             "megatron/mpu/collectives.py",
             "return [(rank - step) % size for step in range(size)]",

@@ -63,6 +63,25 @@ class Wire:
         return half
 
 
+@dataclass
+class Posted:
+    """Messages that a stage has posted and not waited for yet."""
+
+    exchanger: "ThreadExchanger"
+    messages: Sequence[PipelineMessage]
+    halves: Sequence[_Half]
+    before: Sequence[Sequence[Tensor]]  # what is sent, as it was posted
+
+    def wait(self) -> None:
+        self.exchanger.under_way -= 1
+        for message, half in zip(self.messages, self.halves):
+            self.exchanger.wait(message, half)
+        sent = [message.tensors for message in self.messages if message.sends]
+        for tensors, originals in zip(sent, self.before):
+            for tensor, original in zip(tensors, originals):
+                assert torch.equal(tensor, original), "changed on its way"
+
+
 class ThreadExchanger:
     """One stage's end of a `Wire`."""
 
@@ -70,15 +89,40 @@ class ThreadExchanger:
         self._wire, self._stage = wire, stage
         self.messages: list[PipelineMessage] = []  # without their tensors
         self.sent: list[weakref.ref[Tensor]] = []
+        self.under_way = 0
 
-    def exchange(self, messages: Sequence[PipelineMessage]) -> None:
-        halves = [self._wire.post(self._stage, message) for message in messages]
+    def start(self, messages: Sequence[PipelineMessage]) -> "Posted":
+        self.under_way += 1
+        assert self.under_way <= 1, "one batch at a time"
+        # Received ones have no values until they were waited for.
+        rooms = [
+            message.tensors
+            if message.sends
+            else tuple(torch.empty_like(tensor) for tensor in message.tensors)
+            for message in messages
+        ]
+        for message in messages:
+            for tensor in () if message.sends else message.tensors:
+                tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 0)
+        halves = [
+            self._wire.post(self._stage, message._replace(tensors=tensors))
+            for message, tensors in zip(messages, rooms)
+        ]
         self.messages += [message._replace(tensors=()) for message in messages]
         self.sent += [weakref.ref(t) for m in messages if m.sends for t in m.tensors]
-        for half, message in zip(halves, messages):
-            while not half.done.wait(0.05):
-                assert not self._wire.broken.is_set(), "another stage failed"
-                assert self._wire_is_young(), f"stage {self._stage} waited too long for {message}"
+        before = [[tensor.clone() for tensor in m.tensors] for m in messages if m.sends]
+        return Posted(self, messages, halves, before)
+
+    def exchange(self, messages: Sequence[PipelineMessage]) -> None:
+        self.start(messages).wait()
+
+    def wait(self, message: PipelineMessage, half: _Half) -> None:
+        while not half.done.wait(0.05):
+            assert not self._wire.broken.is_set(), "another stage failed"
+            assert self._wire_is_young(), f"stage {self._stage} waited too long for {message}"
+        for tensor, room in zip(message.tensors, half.tensors):
+            if not message.sends:
+                tensor.detach().copy_(room)
 
     def _wire_is_young(self) -> bool:
         self._waits = getattr(self, "_waits", 0) + 1
@@ -200,7 +244,12 @@ def microbatches(lengths: Sequence[int]) -> Iterator[tuple[tuple[Tensor], tuple[
 
 
 def executor(
-    chunks: Chunks, group: Group, exchanger: ThreadExchanger, schedule: ScheduleName
+    chunks: Chunks,
+    group: Group,
+    exchanger: ThreadExchanger,
+    schedule: ScheduleName,
+    *,
+    overlaps: bool = False,
 ) -> Executor:
     """An executor over `chunks`, with a queue of weight gradients where the schedule needs one."""
     queue = None
@@ -208,4 +257,11 @@ def executor(
         queue = WeightGradients()
         queue.adopt(chunks.layers.parameters())
     work = StageWork(chunks.run, chunks.loss, len(chunks.places))
-    return Executor(work, group, schedule=schedule, exchanger=exchanger, weight_gradients=queue)
+    return Executor(
+        work,
+        group,
+        schedule=schedule,
+        exchanger=exchanger,
+        weight_gradients=queue,
+        overlaps=overlaps,
+    )

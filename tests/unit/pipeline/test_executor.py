@@ -1,6 +1,7 @@
 """Every schedule computes what a plain loop does, in stages that are threads of this process."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -42,11 +43,17 @@ class Done(NamedTuple):
 
 
 def trained(
-    schedule: str, stages: int, chunks: int, lengths: Sequence[int], *, steps: int = 1
+    schedule: str,
+    stages: int,
+    chunks: int,
+    lengths: Sequence[int],
+    *,
+    steps: int = 1,
+    overlaps: bool = False,
 ) -> Done:
     def body(group: Group, exchanger: ThreadExchanger) -> tuple[Chunks, list[Tensor], object]:
         held = Chunks(group.rank, stages, chunks)
-        worker = executor(held, group, exchanger, schedule)
+        worker = executor(held, group, exchanger, schedule, overlaps=overlaps)
         sums: list[Tensor] = []
         for _ in range(steps):
             sums += worker.train(microbatches(lengths), len(lengths), scale=SCALE)
@@ -90,22 +97,24 @@ def assert_same(found: Done, expected: Done, *, bitwise: bool) -> None:
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), CASES)
 @pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_every_schedule_computes_what_a_plain_loop_does(
-    schedule: str, stages: int, chunks: int, count: int
+    schedule: str, stages: int, chunks: int, count: int, overlaps: bool
 ) -> None:
     if schedule == "interleaved" and count < stages:
         count = stages
     lengths = [4] * count
-    found = trained(schedule, stages, chunks, lengths)
+    found = trained(schedule, stages, chunks, lengths, overlaps=overlaps)
     # Gradients of a chunk are added up in the order of micro-batches by all of them.
     assert_same(found, plain_loop(stages * chunks, lengths), bitwise=True)
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), CASES)
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_no_more_is_alive_than_theory_says_and_nothing_in_the_end(
-    schedule: str, stages: int, chunks: int
+    schedule: str, stages: int, chunks: int, overlaps: bool
 ) -> None:
-    found = trained(schedule, stages, chunks, [4] * 6)
+    found = trained(schedule, stages, chunks, [4] * 6, overlaps=overlaps)
     expected = peak_activations(schedule, num_stages=stages, num_microbatches=6, num_chunks=chunks)
     for stage, (held, peak) in enumerate(zip(found.stages, expected)):
         if schedule == "zero-bubble":
@@ -114,18 +123,41 @@ def test_no_more_is_alive_than_theory_says_and_nothing_in_the_end(
             peak = min(stages - stage, 6)
         assert held.peak == peak, stage
         assert not held.alive
-    for held in found.stages[:-1]:
+    for held in () if overlaps else found.stages[:-1]:  # else one may be on its way
         assert not held.kept_outputs, "an output is kept after it was sent"
     assert not any(ref() is not None for each in found.exchangers for ref in each.sent)
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), CASES)
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_sequence_lengths_may_differ_between_micro_batches_and_steps(
-    schedule: str, stages: int, chunks: int
+    schedule: str, stages: int, chunks: int, overlaps: bool
 ) -> None:
     lengths = [4, 7, 4, 2, 7]
-    found = trained(schedule, stages, chunks, lengths, steps=2)
+    found = trained(schedule, stages, chunks, lengths, steps=2, overlaps=overlaps)
     assert_same(found, plain_loop(stages * chunks, lengths, steps=2), bitwise=True)
+
+
+def test_a_message_travels_while_others_are_computed() -> None:
+    """The first stage of 1F1B computes its second output before it waits for its first message."""
+
+    def body(overlaps: bool, group: Group, exchanger: ThreadExchanger) -> list[int]:
+        held = Chunks(group.rank, 2, 1)
+        run, seen = held.run, []
+
+        def counted(chunk: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(exchanger.under_way)
+            return run(chunk, inputs)
+
+        held.run = counted  # type: ignore[method-assign]
+        worker = executor(held, group, exchanger, "1f1b", overlaps=overlaps)
+        worker.train(microbatches([4] * 3), 3, scale=SCALE)
+        return seen
+
+    for overlaps, expected in ((False, [0, 0, 0]), (True, [0, 1, 0])):
+        first, last = on_stages(2, partial(body, overlaps))
+        assert first == expected
+        assert last == [0, 0, 0]
 
 
 def test_what_a_message_looks_like_is_said_once_for_each_length() -> None:
