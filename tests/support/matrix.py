@@ -64,7 +64,7 @@ class Grid(NamedTuple):
 _SHARDED = ("sharded-gradients", "fully-sharded", "fully-prefetched")
 GRID_AXES: Mapping[str, Sequence[Any]] = {
     "tp": (1, 2, 4),
-    "sequence": ("no-sp", "sp"),
+    "sequence": ("no-sp", "sp", "sp-overlapped"),
     "pp": (1, 2, 4),
     "schedule": ("no-pipeline", "gpipe", "1f1b", "interleaved", "zero-bubble"),
     "stages": ("even", "uneven"),
@@ -99,11 +99,14 @@ _SILENT = frozenset(
 _FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "sp": {"sequence_parallel": True},
-    "gpipe": {"pipeline_schedule": "gpipe"},
+    "sp-overlapped": {"sequence_parallel": True, "tp_comm_overlap": True},
+    # Stages of two of the schedules compute while their messages travel.
+    "gpipe": {"pipeline_schedule": "gpipe", "overlap_p2p_communication": True},
     "1f1b": {"pipeline_schedule": "1f1b"},
     "interleaved": {
         "pipeline_schedule": "interleaved",
         "num_virtual_stages_per_pipeline_rank": 2,
+        "overlap_p2p_communication": True,
     },
     "zero-bubble": {"pipeline_schedule": "zero-bubble"},
     "p2p": {"cp_comm_type": "p2p"},
@@ -286,7 +289,7 @@ def is_feasible(grid: Grid) -> bool:
         and (grid.expert_parts == "as-tp" or grid.etp != grid.tp)
         # The ranks of ep and etp are ranks of a stage, and take other tokens.
         and (grid.tp * grid.cp * grid.dp) % (grid.ep * grid.etp) == 0
-        and (not grid.shares_experts_out or grid.tp == 1 or grid.sequence == "sp")
+        and (not grid.shares_experts_out or grid.tp == 1 or grid.sequence != "no-sp")
         and (grid.dp * grid.cp > 1 or replicated)
         # There gradients of weights come long after their use.
         and (grid.schedule != "zero-bubble" or grid.optimizer_state not in _SHARDED)

@@ -42,8 +42,11 @@ SHAPE: dict[str, Any] = {
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "zero-bubble": {"pipeline_schedule": "zero-bubble"},
-    "gpipe": {"pipeline_schedule": "gpipe"},
-    "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
+    "gpipe": {"pipeline_schedule": "gpipe", "overlap_p2p_communication": True},
+    "interleaved": {
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "overlap_p2p_communication": True,
+    },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"weight_decay": 0.1},
