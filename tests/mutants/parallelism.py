@@ -77,6 +77,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_every_schedule_computes_what_a_plain_loop_does[True-3-1f1b-2-1]",
         ),
         Mutant(
+            "stages compute while messages travel where the flag asks for it",
+            "megatron/engine/native.py",
+            "overlaps=config.parallel.overlap_p2p_communication",
+            "overlaps=False",
+            "tests/distributed/loop/test_profile.py::"
+            "test_an_output_travels_while_the_next_one_is_computed",
+        ),
+        Mutant(
             "a stage computes while its messages travel",
             "megatron/pipeline/executor.py",
             "        if not self._overlaps:\n",

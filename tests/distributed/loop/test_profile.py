@@ -1,7 +1,7 @@
 """A trace of ranks that train together: names of all that they do, and numbers as without it."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from tests.distributed.mpu.reference import build
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Record, tiny_run, train, write_tiny_corpus
 
+SECOND_FORWARD = "forward, micro-batch 1, stage 0 of 2"
 RANKS, MICROBATCHES, MATRIX, PRODUCTS = 4, 4, 64, 20
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -24,11 +25,12 @@ LAYOUT = {
 
 
 class Profiled(NamedTuple):
-    """A training with a profile, and the same without; how often each name is in the trace."""
+    """A training with a profile, where messages overlap, and the same without; its trace."""
 
     traced: Record
     plain: Record
-    names: Counter[str]
+    names: Counter[str]  # how often each is there
+    times: dict[str, list[Interval]]
 
 
 def profiled(corpus: str, folder: str) -> tuple[Record, Record]:
@@ -38,6 +40,7 @@ def profiled(corpus: str, folder: str) -> tuple[Record, Record]:
         "profile_step_end": 3,
         "profile_ranks": [1],
         "profile_dir": folder,
+        "overlap_p2p_communication": True,
     }
     return train(tiny_run(corpus, **LAYOUT, **profile)), train(tiny_run(corpus, **LAYOUT))
 
@@ -49,11 +52,15 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     _, second, *_ = run_on_ranks(RANKS, profiled, corpus, str(folder / "traces"))
     (trace,) = (folder / "traces").glob("*")
     assert trace.name == "rank1-step2-3.pt.trace.json.gz"
-    names = Counter(event["name"] for event in read_trace(trace) if event.get("ph") == "X")
-    return Profiled(*second, names)
+    times: dict[str, list[Interval]] = defaultdict(list)
+    for event in read_trace(trace):
+        if event.get("ph") == "X":
+            times[event["name"]].append(_interval(event))
+    names = Counter({name: len(each) for name, each in times.items()})
+    return Profiled(*second, names, times)
 
 
-def test_a_profile_changes_no_number(result: Profiled) -> None:
+def test_a_profile_and_messages_that_overlap_change_no_number(result: Profiled) -> None:
     traced, plain = result.traced, result.plain
     assert [step.loss for step in traced.steps] == [step.loss for step in plain.steps]
     for name, part in plain.state.items():
@@ -77,6 +84,14 @@ def test_steps_micro_batches_and_communication_have_names(result: Profiled) -> N
         layers_and_embedding + backward
     )
     assert names[f"pp messages, {hidden} bytes"] > 0
+
+
+def test_an_output_travels_while_the_next_one_is_computed(result: Profiled) -> None:
+    times = result.times
+    messages = [each for name in times if name.startswith("pp messages") for each in times[name]]
+    assert len(times[SECOND_FORWARD]) == 2  # in each of two steps
+    for forward in times[SECOND_FORWARD]:
+        assert any(common([forward], [message]) == [forward] for message in messages)
 
 
 def communication_lasts_until_it_is_done(folder: str) -> dict[str, tuple[GroupOverlap, bool]]:
