@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.experts import LoadBalancing
+from megatron.config.experts import LoadBalancing, RouterScoreFunction
 from megatron.config.run import RunConfig
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import MODELS, Record, tiny_run, train_all, write_tiny_corpus
@@ -105,19 +105,56 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         )
         for flags in map(RUNS.__getitem__, names)
     ]
-    saving = [
-        _with_checkpoints(config, tmp_path / str(at), exit_interval=HALF)
-        for at, config in enumerate(plain)
-    ]
-    loading = [_with_checkpoints(config, tmp_path / str(at)) for at, config in enumerate(plain)]
-    before = run_on_ranks(tp * pp * dp, train_all, [*plain, *saving], timeout_s=120)
-    after = run_on_ranks(tp * pp * dp, train_all, loading, timeout_s=120)
-    for rank in range(tp * pp * dp):
-        straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
-        for name, *records in zip(names, straight, first, after[rank]):
-            check_joined(*records, where=f"{name}, rank {rank}")
+    straight = check_resumed(dict(zip(names, plain)), tp * pp * dp, tmp_path)
     if tp == pp == dp == 1:
-        check_what_the_runs_are_meant_to_be(*before[0][: len(plain)])
+        check_what_the_runs_are_meant_to_be(*straight)
+
+
+# What two ranks share beside replicas, stages and matrices.
+SHARED: dict[str, dict[str, Any]] = {
+    "sequences": {**MODELS["llama"], "hidden_dropout": 0.1, "context_parallel_size": 2},
+    "experts, which drop tokens and are balanced by biases": {
+        **MODELS["mixtral"],
+        "add_bias_linear": True,
+        "moe_router_score_function": RouterScoreFunction.SIGMOID,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+        "moe_expert_capacity_factor": 1.0,
+        "expert_model_parallel_size": 2,
+        "use_distributed_optimizer": True,
+    },
+    "the matrices of experts": {**MODELS["mixtral"], "expert_tensor_parallel_size": 2},
+    "parameters": {**DROPOUT, "data_parallel_sharding_strategy": "optim_grads_params"},
+}
+
+
+def test_a_resumed_run_of_ranks_that_share_more_is_the_uninterrupted_run(
+    corpus: str, tmp_path: Path
+) -> None:
+    flags = {"bf16": True, "train_iters": FULL, **EVALUATING}
+    plain = {
+        name: tiny_run(corpus, **flags, **shared, micro_batch_size=4 if name == "sequences" else 2)
+        for name, shared in SHARED.items()
+    }
+    check_resumed(plain, 2, tmp_path)
+
+
+def check_resumed(plain: dict[str, RunConfig], ranks: int, folder: Path) -> list[Record]:
+    """Train, and train in two halves; return the records of the first rank of those at once."""
+    saving = [
+        _with_checkpoints(config, folder / str(at), exit_interval=HALF)
+        for at, config in enumerate(plain.values())
+    ]
+    loading = [
+        _with_checkpoints(config, folder / str(at)) for at, config in enumerate(plain.values())
+    ]
+    before = run_on_ranks(ranks, train_all, [*plain.values(), *saving], timeout_s=120)
+    after = run_on_ranks(ranks, train_all, loading, timeout_s=120)
+    for rank in range(ranks):
+        straight, first = before[rank][: len(plain)], before[rank][len(plain) :]
+        for name, *records in zip(plain, straight, first, after[rank]):
+            check_joined(*records, where=f"{name}, rank {rank}")
+    return before[0][: len(plain)]
 
 
 def test_a_resumed_run_evaluates_named_groups_as_the_uninterrupted_run(

@@ -5,9 +5,11 @@ a micro-batch with few counted tokens as much as a full one.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.config.experts import LoadBalancing
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import (
     EOD,
@@ -63,3 +65,42 @@ def test_micro_batches_and_replicas_make_no_difference(tmp_path: Path, order: st
         assert_close(
             [e.mean for e in records[0].evaluations], [e.mean for e in one.evaluations], FP64
         )
+
+
+# Experts that drop tokens; ranks that share them, and ranks that share sequences.
+EXPERTS: dict[str, Any] = {
+    **MODELS["mixtral"],
+    "moe_expert_capacity_factor": 1.0,
+    "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
+    "moe_aux_loss_coeff": 0.1,
+    "eod_mask_loss": True,
+}
+CUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"micro_batch_size": size} for size in (8, 1)],
+    2: [
+        {"expert_model_parallel_size": 2, "micro_batch_size": 4},
+        {"expert_model_parallel_size": 2, "micro_batch_size": 1},
+        {"context_parallel_size": 2, "micro_batch_size": 8},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2, "micro_batch_size": 2},
+    ],
+    4: [
+        {"context_parallel_size": 2, "expert_model_parallel_size": 2, "micro_batch_size": 1},
+        {"context_parallel_size": 2, "expert_model_parallel_size": 4, "micro_batch_size": 4},
+    ],
+}
+
+
+def test_nor_do_they_where_sequences_and_experts_are_shared(tmp_path: Path) -> None:
+    corpus = write_tiny_corpus(tmp_path)
+    found = []
+    for world_size, cuts in CUTS.items():
+        configs = [tiny_run(corpus, **EXPERTS, **cut) for cut in cuts]
+        found += [*zip(*run_on_ranks(world_size, train_all, configs))]
+    (one,), *others = found
+    expected = whole([one], prefix="model/")
+    assert all(step.dropped_tokens for step in one.steps)
+    for records in others:
+        assert_close(records[0].losses, one.losses, FP64)
+        assert_close(records[0].grad_norms, one.grad_norms, FP64)
+        assert_all_close(whole(records, prefix="model/"), expected, FP64)
+        assert [s.dropped_tokens for s in records[0].steps] == [s.dropped_tokens for s in one.steps]
