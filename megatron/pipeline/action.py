@@ -65,6 +65,22 @@ class UnsoundScheduleError(Exception):
     """A schedule that cannot run: stages wait in a cycle, or work is missing. Always a bug."""
 
 
+_NEEDED = {
+    ActionKind.FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECV_BACKWARD,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_BACKWARD,
+}
+
+
+def needed(action: Action) -> Action | None:
+    """Return the receiving of what a computation needs from another stage, if it needs anything.
+
+    At the ends of the model there is no such action in a schedule.
+    """
+    kind = _NEEDED.get(action.kind)
+    return None if kind is None else action._replace(kind=kind)
+
+
 def virtual_stage(stage: int, chunk: int, num_stages: int) -> int:
     """Return the position in the model of one chunk of a stage, counted in chunks."""
     return chunk * num_stages + stage

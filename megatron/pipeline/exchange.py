@@ -16,6 +16,7 @@ from megatron.pipeline.action import (
     ActionKind,
     Round,
     UnsoundScheduleError,
+    needed,
     virtual_stage,
 )
 
@@ -76,6 +77,37 @@ def matched_batches(timed: Sequence[Timed]) -> Iterator[tuple[Action, ...]]:
 
 def _batch_key(entry: Timed) -> tuple[int, bool]:
     return entry.tick, entry.action.kind in COMMUNICATION
+
+
+def posted_early(plan: Sequence[tuple[Action, ...]]) -> tuple[tuple[Action, ...], ...]:
+    """Return a stage's plan with messages before a computation that makes none of them.
+
+    So what the computation after it needs can travel meanwhile. Messages are posted in the same
+    order, and no more than one batch is under way: only where the one before it is waited for
+    before this computation anyway is the next one posted there. Nothing waits longer: what the
+    computation makes is sent at a later tick, on which no message of this one depends.
+    """
+    found: list[tuple[Action, ...]] = []
+    under_way: tuple[Action, ...] = ()
+    rest = list(plan)
+    for at in range(len(rest)):
+        step, following = rest[at], rest[at + 1] if at + 1 < len(rest) else ()
+        if step[0].kind not in COMMUNICATION:
+            if needed(step[0]) in under_way:
+                under_way = ()
+            follows = bool(following) and following[0].kind in COMMUNICATION
+            if follows and not under_way and not _makes_any(step[0], following):
+                rest[at], rest[at + 1] = step, following = following, step
+        if step[0].kind in COMMUNICATION:
+            under_way = step
+        found.append(step)
+    return tuple(found)
+
+
+def _makes_any(computation: Action, messages: tuple[Action, ...]) -> bool:
+    forward = computation.kind is ActionKind.FORWARD
+    sent = ActionKind.SEND_FORWARD if forward else ActionKind.SEND_BACKWARD
+    return computation._replace(kind=sent) in messages
 
 
 class _Entry(NamedTuple):

@@ -24,9 +24,11 @@ from megatron.pipeline.action import (
     SENDS,
     Action,
     ActionKind,
+    needed,
     peer_of,
     virtual_stage,
 )
+from megatron.pipeline.exchange import posted_early
 from megatron.pipeline.p2p import (
     Exchanger,
     GroupExchanger,
@@ -46,13 +48,6 @@ from megatron.pipeline.signature import (
 from megatron.timers import Timers
 
 Tensors = tuple[Tensor, ...]
-# What a computation takes from a message.
-_NEEDED = {
-    ActionKind.FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.BACKWARD: ActionKind.RECV_BACKWARD,
-    ActionKind.BACKWARD_INPUT: ActionKind.RECV_BACKWARD,
-}
-
 Batches = Iterator[tuple[Tensors, Tensors]]  # of each micro-batch what goes in, and the labels
 
 
@@ -111,7 +106,7 @@ class _Step:
     gradients_out: dict[_Place, Tensors] = field(default_factory=dict)  # to be sent
     sums: list[Tensor] = field(default_factory=list)
     under_way: MessagesUnderWay | None = None
-    arriving: set[tuple[ActionKind, _Place]] = field(default_factory=set)  # with those
+    arriving: set[Action] = field(default_factory=set)  # what is received with those
 
 
 class Executor:
@@ -124,8 +119,8 @@ class Executor:
         exchanger: who carries messages; the group's own ranks if None.
         weight_gradients: where gradients of weights wait between `BACKWARD_INPUT` and
             `BACKWARD_WEIGHT`; None: they are computed in the former.
-        overlaps: messages are waited for when they are needed, or before the next ones are posted;
-            else at once.
+        overlaps: messages are posted early, and waited for when they are needed, or before the
+            next ones are posted; else at once.
     """
 
     def __init__(
@@ -183,7 +178,7 @@ class Executor:
         return self._do(plan, _Step(batches, trains=False, timers=Timers()))
 
     def _do(self, plan: Sequence[tuple[Action, ...]], step: _Step) -> list[Tensor]:
-        for actions in plan:
+        for actions in posted_early(plan) if self._overlaps else plan:
             for action in actions:
                 self._draw(action.microbatch, step)
             kind, *at = actions[0]
@@ -191,7 +186,7 @@ class Executor:
                 with step.timers("pipeline-exchange"):
                     self._communicate(actions, step)
                 continue
-            if (_NEEDED.get(kind), _Place(*at)) in step.arriving:
+            if needed(actions[0]) in step.arriving:
                 with step.timers("pipeline-exchange"):
                     _land(step)
             name = "forward-compute" if kind is ActionKind.FORWARD else "backward-compute"
@@ -282,7 +277,7 @@ class Executor:
         for action, message in zip(actions, messages):
             if action.kind in RECEIVES:
                 self._take(action, message.tensors, step)
-                step.arriving.add((action.kind, _Place(action.microbatch, action.chunk)))
+                step.arriving.add(action)
         if not self._overlaps:
             _land(step)
 

@@ -18,9 +18,11 @@ from megatron.pipeline.action import (
     Schedule,
     UnsoundScheduleError,
     batches,
+    needed,
     peer_of,
     virtual_stage,
 )
+from megatron.pipeline.exchange import posted_early
 from megatron.pipeline.schedule import build_schedule
 
 _FORWARD_MESSAGES = frozenset({ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD})
@@ -77,6 +79,7 @@ def simulate_schedule(
     num_microbatches: int,
     num_chunks: int = 1,
     durations: Durations = Durations(),  # noqa: B008  # immutable
+    overlaps: bool = False,
 ) -> Simulation:
     """Return the times of one step of all stages under the schedule `name`; see `simulate`."""
     schedules = [
@@ -90,7 +93,11 @@ def simulate_schedule(
         for stage in range(num_stages)
     ]
     return simulate(
-        schedules, num_microbatches=num_microbatches, num_chunks=num_chunks, durations=durations
+        schedules,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        durations=durations,
+        overlaps=overlaps,
     )
 
 
@@ -101,6 +108,7 @@ def simulate(
     num_chunks: int = 1,
     durations: Durations = Durations(),  # noqa: B008  # immutable
     batched: bool = True,
+    overlaps: bool = False,
 ) -> Simulation:
     """Run one schedule per stage to the end, and return the times.
 
@@ -111,6 +119,8 @@ def simulate(
         durations: of the actions.
         batched: neighbouring communication is posted together, as an executor must; False: each
             action on its own, to show what that leads to.
+        overlaps: a stage posts a batch early (`posted_early`), and waits for it when it needs a
+            message of it, or before it posts the next one; else at once.
 
     Raises:
         UnsoundScheduleError: work is missing, doubled or in a wrong order on a stage; two stages
@@ -130,7 +140,7 @@ def simulate(
             forward_only=forward_only,
         )
         peaks.append(_peaks(schedule))
-    clock = _Clock(schedules, durations, batched=batched)
+    clock = _Clock(schedules, durations, batched=batched, overlaps=overlaps)
     clock.run()
     stages = [StageTrace(tuple(work), *peak) for work, peak in zip(clock.work, peaks)]
     return Simulation(tuple(stages), max(clock.now))
@@ -216,17 +226,22 @@ class _Clock:
     """The simulated time of all stages, a result of maxima and sums in any order."""
 
     def __init__(
-        self, schedules: Sequence[Schedule], durations: Durations, *, batched: bool
+        self, schedules: Sequence[Schedule], durations: Durations, *, batched: bool, overlaps: bool
     ) -> None:
-        self.count, self.durations = len(schedules), durations
+        self.count, self.durations, self._overlaps = len(schedules), durations, overlaps
         self.steps = [
             tuple(batches(schedule)) if batched else tuple((action,) for action in schedule)
             for schedule in schedules
         ]
+        if overlaps:
+            self.steps = [posted_early(steps) for steps in self.steps]
         self.now = [0.0] * self.count
         self.work: list[list[Work]] = [[] for _ in schedules]
         self._at = [0] * self.count  # the next step of each stage
-        self._open = [0] * self.count  # messages of the current batch without a match
+        self._open = [0] * self.count  # messages of the last batch without a match
+        self._arrival = [0.0] * self.count  # of those of them that have one
+        self._posted: list[tuple[Action, ...]] = [()] * self.count  # them all
+        self._waits = [False] * self.count
         self._sent: dict[tuple[int, int], deque[_Posted]] = {}
         self._received: dict[tuple[int, int], deque[_Posted]] = {}
         self._ready = list(range(self.count))
@@ -235,27 +250,41 @@ class _Clock:
         """Advance every stage until none can continue."""
         while self._ready:
             self._advance(self._ready.pop())
-        stuck = [stage for stage in range(self.count) if self._at[stage] < len(self.steps[stage])]
+        stuck = [stage for stage in range(self.count) if self._open[stage]]
         if stuck:
             waits = "; ".join(
-                f"stage {stage} in {', '.join(map(str, self.steps[stage][self._at[stage]]))}"
-                for stage in stuck
+                f"stage {stage} in {', '.join(map(str, self._posted[stage]))}" for stage in stuck
             )
             raise UnsoundScheduleError(f"stages wait for each other forever: {waits}")
 
     def _advance(self, stage: int) -> None:
         while self._at[stage] < len(self.steps[stage]):
             step = self.steps[stage][self._at[stage]]
-            if step[0].kind in COMMUNICATION:
+            communicates = step[0].kind in COMMUNICATION
+            needs = not self._overlaps or communicates or needed(step[0]) in self._posted[stage]
+            if needs and not self._land(stage):
+                return
+            self._at[stage] += 1
+            if communicates:
                 self._post(stage, step)
-                return  # the last message to match puts the stage back among the ready ones
+                continue
             start = self.now[stage]
             self.now[stage] = start + self.durations.of(step[0].kind)
             self.work[stage].append(Work(step[0], start, self.now[stage]))
-            self._at[stage] += 1
+        self._land(stage)
+
+    def _land(self, stage: int) -> bool:
+        """Wait for the last batch of a stage; False: the last message to match makes it ready."""
+        self._waits[stage] = self._open[stage] > 0
+        if self._waits[stage]:
+            return False
+        self.now[stage] = max(self.now[stage], self._arrival[stage])
+        self._posted[stage] = ()
+        return True
 
     def _post(self, stage: int, batch: tuple[Action, ...]) -> None:
         self._open[stage] = len(batch)
+        self._posted[stage] = batch
         since, pairs = self.now[stage], []
         for action in batch:
             peer = peer_of(action, stage, self.count)
@@ -286,8 +315,7 @@ class _Clock:
                 )
             done = max(give.since, take.since) + self.durations.communication
             for stage in pair:
-                self.now[stage] = max(self.now[stage], done)
+                self._arrival[stage] = max(self._arrival[stage], done)
                 self._open[stage] -= 1
-                if not self._open[stage]:
-                    self._at[stage] += 1
+                if not self._open[stage] and self._waits[stage]:
                     self._ready.append(stage)

@@ -36,6 +36,7 @@ def bubble(world: World, durations: Durations = Durations()) -> Simulation:  # n
         num_microbatches=world.microbatches,
         num_chunks=plan.num_chunks,
         durations=durations,
+        overlaps=world.config.parallel.overlap_p2p_communication,
     )
 
 

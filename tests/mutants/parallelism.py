@@ -85,6 +85,22 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_an_output_travels_while_the_next_one_is_computed",
         ),
         Mutant(
+            "a message is posted after what makes it",
+            "megatron/pipeline/exchange.py",
+            " and not _makes_any(step[0], following):",
+            ":",
+            "tests/unit/pipeline/test_simulate.py::"
+            "test_messages_posted_early_are_the_same_in_the_same_order[few]",
+        ),
+        Mutant(
+            "a simulated stage waits for what it needs",
+            "megatron/pipeline/simulate.py",
+            " or needed(step[0]) in self._posted[stage]",
+            "",
+            "tests/unit/pipeline/test_simulate.py::"
+            "test_an_output_travels_while_the_next_one_is_computed",
+        ),
+        Mutant(
             "a stage computes while its messages travel",
             "megatron/pipeline/executor.py",
             "        if not self._overlaps:\n",

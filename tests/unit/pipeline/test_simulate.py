@@ -6,7 +6,16 @@ from itertools import product
 import pytest
 
 from megatron.pipeline import orders
-from megatron.pipeline.action import Action, ActionKind, Schedule, UnsoundScheduleError, batches
+from megatron.pipeline.action import (
+    COMMUNICATION,
+    Action,
+    ActionKind,
+    Schedule,
+    UnsoundScheduleError,
+    batches,
+    needed,
+)
+from megatron.pipeline.exchange import posted_early
 from megatron.pipeline.schedule import (
     ScheduleName,
     build_evaluation_schedule,
@@ -119,6 +128,62 @@ def test_evaluation_completes_for_every_cut_and_waits_only_at_its_ends() -> None
         result = simulate(found, num_microbatches=m, num_chunks=v)
         slots = (v - 1) * max(m, p) + m + p - 1
         assert result.makespan == slots, (p, m, v)
+
+
+def test_stages_that_compute_while_messages_travel_are_never_later() -> None:
+    for case in FEW:
+        name, p, m, v = case
+        waiting, overlapping, at_once = (
+            simulate(
+                schedules(case),
+                num_microbatches=m,
+                num_chunks=v,
+                durations=Durations(communication=seconds),
+                overlaps=overlaps,
+            ).makespan
+            for seconds, overlaps in ((0.25, False), (0.25, True), (0.0, True))
+        )
+        assert at_once <= overlapping <= waiting, case
+        if p > 1 and m > 2 and (name == ZERO_BUBBLE or (name, p) == (GPIPE, 2)):
+            assert overlapping < waiting, case
+
+
+@GRIDS
+def test_messages_posted_early_are_the_same_in_the_same_order(cases: list[Case]) -> None:
+    for case in cases:
+        for schedule in schedules(case):
+            plan = tuple(batches(schedule))
+            early = posted_early(plan)
+            for communicates in (False, True):
+                assert [s for s in early if (s[0].kind in COMMUNICATION) == communicates] == [
+                    s for s in plan if (s[0].kind in COMMUNICATION) == communicates
+                ]
+            at = {action: place for place, step in enumerate(early) for action in step}
+            for action, place in at.items():
+                # What a computation needs is posted before it, and what it makes after it.
+                assert at.get(needed(action) or action, -1) <= place
+                if action.kind is ActionKind.SEND_FORWARD:
+                    assert at[action._replace(kind=ActionKind.FORWARD)] < place
+                if action.kind is ActionKind.SEND_BACKWARD:
+                    kinds = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+                    (made,) = (at[m] for k in kinds if (m := action._replace(kind=k)) in at)
+                    assert made < place
+
+
+def test_an_output_travels_while_the_next_one_is_computed() -> None:
+    case = (GPIPE, 2, 3, 1)
+    times = Durations(communication=0.5)
+    starts = {
+        overlaps: [
+            [work.start for work in stage.work if work.action.kind is ActionKind.FORWARD]
+            for stage in simulate(
+                schedules(case), num_microbatches=3, durations=times, overlaps=overlaps
+            ).stages
+        ]
+        for overlaps in (False, True)
+    }
+    assert starts[False] == [[0, 1.5, 3], [1.5, 3, 4.5]]
+    assert starts[True] == [[0, 1, 2], [1.5, 2.5, 3.5]]
 
 
 def test_messages_take_their_time() -> None:

@@ -115,6 +115,24 @@ def test_stages_wait_for_each_other_as_the_schedule_says() -> None:
     assert step_time(world, [plan_of(messages), plan_of()], SLOW).bubble > time.bubble
 
 
+def test_stages_that_compute_while_messages_travel_wait_less() -> None:
+    messages = call("pipeline-exchange", "pp", "send", 5)
+    waiting, computing = (
+        step_time(
+            world_of(
+                num_layers=4,
+                pipeline_model_parallel_size=2,
+                pipeline_schedule="gpipe",
+                overlap_p2p_communication=overlaps,
+            ),
+            [plan_of(messages), plan_of()],
+            SLOW,
+        ).bubble
+        for overlaps in (False, True)
+    )
+    assert computing < waiting
+
+
 def test_the_slowest_stage_decides() -> None:
     world = world_of(num_layers=4, pipeline_model_parallel_size=2)
     longer = replace(plan_of(), flops={"forward-compute": 500, "backward-compute": 900})
