@@ -97,8 +97,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "megatron/pipeline/simulate.py",
             " or needed(step[0]) in self._posted[stage]",
             "",
-            "tests/unit/pipeline/test_simulate.py::"
-            "test_an_output_travels_while_the_next_one_is_computed",
+            "tests/unit/pipeline/test_simulate.py::test_messages_take_their_time[True]",
         ),
         Mutant(
             "a stage computes while its messages travel",

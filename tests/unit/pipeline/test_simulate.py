@@ -186,10 +186,11 @@ def test_an_output_travels_while_the_next_one_is_computed() -> None:
     assert starts[True] == [[0, 1, 2], [1.5, 2.5, 3.5]]
 
 
-def test_messages_take_their_time() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_messages_take_their_time(overlaps: bool) -> None:
     case = (ONE_F_ONE_B, 2, 1, 1)
     durations = Durations(forward=1, backward_input=2, backward_weight=3, communication=0.5)
-    result = simulate(schedules(case), num_microbatches=1, durations=durations)
+    result = simulate(schedules(case), num_microbatches=1, durations=durations, overlaps=overlaps)
     assert [(w.action.kind, w.start, w.stop) for w in result.stages[1].work] == [
         (ActionKind.FORWARD, 1.5, 2.5),
         (ActionKind.BACKWARD, 2.5, 7.5),
