@@ -1,13 +1,14 @@
 """Plan a training on ranks that are not there: bytes, FLOPs, communication, bubble and time.
 
 `python -m tools.plan --world-size N <the flags of the launch of pretrain_gpt.py>`. The code of the
-run itself does a step on `meta`, in this process; nothing is read but the tokenizer. See
-docs/planning.md.
+run itself does a step on `meta`, in this process; nothing is read but the tokenizer. With
+`--search` the layout is proposed. See docs/planning.md.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,14 +17,16 @@ from typing import Any, NamedTuple
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.arguments import parse_args
+from megatron.arguments import parse_args, parse_given
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.initialize import tokenizer_of
 from megatron.launch import Launch
 from megatron.planning.calls import CallSum
 from megatron.planning.hardware import Hardware, read_hardware
+from megatron.planning.layouts import SearchedRun
 from megatron.planning.rehearsal import RankPlan, World, flops_of_model, rehearse
+from megatron.planning.search import Candidate, Limits, Search, search
 from megatron.planning.step_time import StepTime, bubble, model_flops_share, step_time
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan, run_preflight
@@ -47,7 +50,14 @@ class Plan(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the flags, rehearse the step, and print the plan."""
-    plan = plan_of(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if "--search" in given:
+        found = search_of(given)
+        is_json = "--json" in given
+        shown = json.dumps(search_as_json(found), indent=2) if is_json else search_as_text(found)
+        print(shown if isinstance(shown, str) else "\n".join(shown))
+        return
+    plan = plan_of(given)
     if plan.world.config.extra["json"]:
         print(json.dumps(as_json(plan), indent=2))
     else:
@@ -61,19 +71,10 @@ def plan_of(argv: Sequence[str] | None = None) -> Plan:
         PreflightError: with all that is wrong with the flags and the layout.
         ConfigError: there is no such rank, or the hardware is not described well.
     """
-    given = sys.argv[1:] if argv is None else argv
-    is_bert = "bert" in given[given.index("--task") + 1 :][:1] if "--task" in given else False
-    config = parse_args(
-        argv,
-        extra_args_provider=_own_flags,
-        args_defaults={
-            "tokenizer_type": "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
-        },
-    )
+    config, is_bert = _config(sys.argv[1:] if argv is None else argv)
     extra = config.extra
     size, hardware = int(extra["world_size"]), _hardware(extra["hardware"], config)
-    if size < 1:
-        raise ConfigError("a world has no ranks", found=f"--world-size {size}", fix="use 1 or more")
+    _check_size(size)
     tokenizer = tokenizer_of(config)
     launch = Launch(world_size=size, local_world_size=size)
     run_preflight(RunPlan(config, launch, tokenizer), LAYOUT_CHECKS)
@@ -82,6 +83,111 @@ def plan_of(argv: Sequence[str] | None = None) -> Plan:
     time = None if hardware is None else step_time(world, ranks, hardware)
     share = bubble(world).bubble_share
     return Plan(world, ranks, flops_of_model(world), share, hardware, time)
+
+
+def search_of(argv: Sequence[str]) -> Search:
+    """Return the layouts that a command line with `--search` asks for.
+
+    Raises:
+        CommandLineError: with all that is wrong with the flags.
+        ConfigError: a flag of the search is missing or makes no sense, or no layout fits.
+    """
+    # It has to be given to a training; here the search gives it.
+    config, is_bert = _config(argv, micro_batch_size=1)
+    extra = config.extra
+    size = int(extra["world_size"])
+    _check_size(size)
+    gib, rehearsals = extra["memory_gib"], int(extra["search_rehearsals"])
+    for flag, is_right, fix in (
+        ("--memory-gib", gib is not None and 0 < gib < math.inf, "--memory-gib 80"),
+        ("--hardware", extra["hardware"] is not None, "--hardware FILE, as in docs/planning.md"),
+        ("--search-rehearsals", rehearsals > 0, "--search-rehearsals 16"),
+        (
+            "--global-batch-size",
+            config.training.global_batch_size is not None,
+            "--global-batch-size 1024",
+        ),
+        ("--ranks", extra["ranks"] is None, "--search alone: it chooses ranks of every layout"),
+    ):
+        if not is_right:
+            raise ConfigError(
+                "the search lacks what it needs, or a flag of it makes no sense",
+                found=f"{flag} {_value(config, flag)}",
+                fix=f"use {fix}",
+            )
+    hardware = _hardware(extra["hardware"], config)
+    assert hardware is not None  # noqa: S101  # invariant: just checked
+    own = _own_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    fixed = frozenset(parse_given(own.parse_known_args(argv)[1]))
+    run = SearchedRun(config, _task(config, is_bert), tokenizer_of(config), size, fixed)
+    return search(run, hardware, Limits(int(gib * GIB), rehearsals))
+
+
+def search_as_json(found: Search) -> dict[str, Any]:
+    """Return the search as JSON values: bytes and seconds."""
+    return {
+        "layouts": [_candidate_as_json(one) for one in found.fitting],
+        "rehearsed_over_memory": found.over,
+        "over_memory_by_lower_bound": found.pruned,
+        "slower_by_recomputation": found.slower,
+        "not_tried": found.untried,
+    }
+
+
+def search_as_text(found: Search) -> Iterator[str]:
+    """Yield the lines of the table of a search."""
+    names = ("peak GiB", "step s", "compute", "waiting", "idle", "update", "tokens/s", "bubble")
+    yield "".join(f"{name:>10}" for name in names) + "  layout"
+    for one in found.fitting:
+        time = one.time
+        assert time is not None  # noqa: S101  # invariant: it fits
+        waiting = sum(time.exposed.values())
+        parts = (time.total, time.compute, waiting, time.bubble, time.update)
+        columns = "".join(f"{seconds:>10.4g}" for seconds in parts)
+        yield (
+            f"{one.peak / GIB:>10.3f}{columns}{one.tokens_per_second:>10.1f}"
+            f"{one.bubble_share:>10.2%}  {' '.join(one.layout.flags)}"
+        )
+    yield ""
+    yield f"rehearsed: {len(found.fitting)} layouts that fit, {found.over} that do not"
+    yield f"left out: {found.pruned} layouts that need more memory by a lower bound"
+    yield f"left out: {found.slower} layouts that recompute more than one of those that fit"
+    more = "; --search-rehearsals tries more" if found.untried else ""
+    yield f"not tried: {found.untried} layouts{more}"
+
+
+def _candidate_as_json(one: Candidate) -> dict[str, Any]:
+    assert one.time is not None  # noqa: S101  # invariant: it fits
+    return {
+        "flags": list(one.layout.flags),
+        "peak_bytes": one.peak,
+        "seconds": one.time._asdict(),
+        "tokens_per_second_per_rank": one.tokens_per_second,
+        "bubble_share": one.bubble_share,
+    }
+
+
+def _value(config: RunConfig, flag: str) -> object:
+    name = flag[2:].replace("-", "_")
+    value = config.extra.get(name)
+    return "not given" if value is None else value
+
+
+def _config(argv: Sequence[str], **defaults: object) -> tuple[RunConfig, bool]:
+    """Return the config of the flags, and whether they are those of a BERT."""
+    is_bert = "bert" in argv[argv.index("--task") + 1 :][:1] if "--task" in argv else False
+    tokenizer = "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
+    config = parse_args(
+        argv,
+        extra_args_provider=_own_flags,
+        args_defaults={"tokenizer_type": tokenizer, **defaults},
+    )
+    return config, is_bert
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise ConfigError("a world has no ranks", found=f"--world-size {size}", fix="use 1 or more")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -160,6 +266,15 @@ def _own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="ranks to plan; one of every pipeline stage if not given",
     )
     add("--hardware", metavar="FILE", help="JSON about the machines, for a time")
+    add("--search", action="store_true", help="propose layouts: flags of it that are given stay")
+    add("--memory-gib", type=float, metavar="GIB", help="what a rank may use: for --search")
+    add(
+        "--search-rehearsals",
+        type=int,
+        default=16,
+        metavar="N",
+        help="layouts that --search rehearses at most [16]",
+    )
     add("--json", action="store_true", help="print JSON for programs")
     return parser
 

@@ -135,6 +135,11 @@ def rehearse(world: World, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
         ConfigError: there is no such rank.
         MegatronError: stages hand over different carries, which is not planned.
     """
+    return tuple(rehearsed(world, ranks))
+
+
+def rehearsed(world: World, ranks: Sequence[int]) -> Iterator[RankPlan]:
+    """Yield the same, one rank after the other, for a caller that may stop early."""
     size = world.topology.world_size
     absent = [rank for rank in ranks if not 0 <= rank < size]
     if absent:
@@ -144,7 +149,8 @@ def rehearse(world: World, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
             fix=f"choose among 0 to {size - 1}",
         )
     stages, carry = _survey(world) if world.topology.pp > 1 else ([], ())
-    return tuple(_plan_of(world, rank, stages, carry) for rank in ranks)
+    for rank in ranks:
+        yield _plan_of(world, rank, stages, carry)
 
 
 def flops_of_model(world: World) -> tuple[int, int]:

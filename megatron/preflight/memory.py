@@ -57,6 +57,27 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
     )
 
 
+def even_share(plan: RunPlan, rows: int) -> tuple[int, int]:
+    """Return a rank's even share of the parameters, and of those that replicas share out.
+
+    No rank has less than the one with the largest share, so these are lower bounds of its.
+
+    Args:
+        rows: of the vocabulary, padded.
+    """
+    config = plan.config
+    parallel = config.parallel
+    parameters = parameter_count(config.model, rows, config.data.seq_length)
+    grid = expert_grid(plan)
+    experts = 0 if grid is None else expert_parameters(config.model)
+    experts_of_rank = 0 if grid is None else experts // grid.expert_ranks
+    parameters_of_rank = (parameters - experts) // plan.model_ranks
+    parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
+    # Of a stage each rank then updates equally many, experts or not.
+    updated = parallel.num_distributed_optimizer_instances * parameters // plan.launch.world_size
+    return parameters_of_rank, updated
+
+
 def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that weights, gradients and optimizer state fit into memory.
 
@@ -78,16 +99,8 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     if room is None:
         return
     ranks = plan.launch.local_world_size if on_host else 1
-    parallel = config.parallel
-    parameters = parameter_count(config.model, rows, config.data.seq_length)
-    grid = expert_grid(plan)
-    experts = 0 if grid is None else expert_parameters(config.model)
-    experts_of_rank = 0 if grid is None else experts // grid.expert_ranks
-    parameters_of_rank = (parameters - experts) // plan.model_ranks
-    parameters_of_rank += experts_of_rank // parallel.pipeline_model_parallel_size
-    # Of a stage each rank then updates equally many, experts or not.
-    updated = parallel.num_distributed_optimizer_instances * parameters // plan.launch.world_size
-    shares = parallel.sharding.shards_state
+    parameters_of_rank, updated = even_share(plan, rows)
+    shares = config.parallel.sharding.shards_state
     kept = kept_bytes(config, parameters_of_rank, updated=updated if shares else None)
     if ranks * kept.total <= room:
         return

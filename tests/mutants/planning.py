@@ -3,11 +3,54 @@
 from tests.mutants.mutant import Mutant
 
 _UNIT = "tests/unit/planning/"
+_LAYOUTS, _SEARCH = f"{_UNIT}test_layouts.py::", f"{_UNIT}test_search.py::"
 _REAL = "tests/distributed/planning/test_rehearsal.py::test_a_plan_is_what_ranks_send_and_keep"
 _REHEARSAL = f"{_UNIT}test_rehearsal.py::"
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "planning": (
+        Mutant(
+            "the search misses no expert parallelism",
+            "megatron/planning/layouts.py",
+            '                choice["expert_tensor_parallel_size"] = 1\n',
+            "                continue\n",
+            f"{_LAYOUTS}test_whole_experts_are_shared_out_beside_tensor_parallelism",
+        ),
+        Mutant(
+            "the search leaves out no micro-batch",
+            "megatron/planning/layouts.py",
+            "range(1, share + 1)",
+            "range(1, share)",
+            f"{_LAYOUTS}test_no_layout_is_missed_in_a_small_world",
+        ),
+        Mutant(
+            "the flags of a proposed layout name whole experts",
+            "megatron/planning/layouts.py",
+            "(value != 1 or name not in (*_SIZES, _EP))",
+            '(value != 1 or name == "micro_batch_size")',
+            f"{_LAYOUTS}test_a_launch_takes_every_layout_as_its_flags_say[experts]",
+        ),
+        Mutant(
+            "the bound of a search counts micro-batches that are in flight",
+            "megatron/planning/layouts.py",
+            "    in_flight = min(world.microbatches, grid.pp)\n",
+            "    in_flight = world.microbatches * grid.pp\n",
+            f"{_LAYOUTS}test_the_bound_is_below_what_a_rehearsal_needs[dense]",
+        ),
+        Mutant(
+            "a search proposes what every stage has memory for",
+            "megatron/planning/search.py",
+            "        if plan.bytes.peak > memory:\n",
+            "        if plan.bytes.kept > memory:\n",
+            f"{_SEARCH}test_every_layout_is_counted_once",
+        ),
+        Mutant(
+            "flags that the user gave stay",
+            "megatron/planning/layouts.py",
+            "not fixed & set(group)",
+            "True",
+            f"{_LAYOUTS}test_given_flags_stay",
+        ),
         Mutant(
             "a plan counts the messages that a rank sends",
             "megatron/planning/calls.py",

@@ -87,3 +87,80 @@ def test_what_cannot_be_planned_is_refused(
     with pytest.raises(error) as raised:
         main([*FLAGS, *flags])
     assert all(word in str(raised.value) for word in words)
+
+
+SEARCHED = (
+    *(FLAGS[: FLAGS.index("--micro-batch-size")] + FLAGS[FLAGS.index("--global-batch-size") :]),
+    *("--world-size", "8", "--search", "--search-rehearsals", "3"),
+)
+
+
+def _hardware(folder: Path) -> str:
+    path = folder / "hardware.json"
+    path.write_text(json.dumps(HARDWARE))
+    return str(path)
+
+
+def test_a_search_proposes_layouts_as_flags_of_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = ("--hardware", _hardware(tmp_path))
+    main([*SEARCHED, *beside, "--memory-gib", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["layouts"]) == 3
+    assert found["not_tried"] > 0
+    assert found["over_memory_by_lower_bound"] == found["rehearsed_over_memory"] == 0
+    best = found["layouts"][0]
+    assert "--tensor-model-parallel-size" not in best["flags"]  # it was given
+    rest = SEARCHED[: SEARCHED.index("--search")]
+    main([*rest, *beside, "--json", *best["flags"]])
+    plan = json.loads(capsys.readouterr().out)
+    assert best["seconds"] == plan["seconds"]
+    assert best["peak_bytes"] == max(rank["bytes"]["peak"] for rank in plan["ranks"])
+    assert best["tokens_per_second_per_rank"] == plan["tokens_per_second_per_rank"]
+    assert best["bubble_share"] == plan["bubble_share"]
+
+
+def test_a_search_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SEARCHED, "--hardware", _hardware(tmp_path), "--memory-gib", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-1] == "layout"
+    assert "--micro-batch-size" in lines[1]
+    assert "rehearsed: 3 layouts that fit, 0 that do not" in lines
+    assert lines[-1].startswith("not tried: ")
+    assert lines[-1].endswith("--search-rehearsals tries more")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["--memory-gib not given", "--memory-gib 80"]),
+        (["--memory-gib", "0"], ["--memory-gib 0.0"]),
+        (["--memory-gib", "nan"], ["--memory-gib nan"]),
+        (["--memory-gib", "1", "--search-rehearsals", "0"], ["--search-rehearsals 0"]),
+        (["--memory-gib", "1", "--ranks", "0"], ["--ranks", "--search alone"]),
+        (["--memory-gib", "1", "--world-size", "0"], ["--world-size 0"]),
+        (["--memory-gib", "1e-9"], ["no layout fits", "bytes too much", "use more ranks"]),
+        (
+            ["--memory-gib", "1", "--tensor-model-parallel-size", "3"],
+            ["no layout of these ranks", "--tensor-model-parallel-size"],
+        ),
+    ],
+)
+def test_a_search_that_cannot_be_done_is_refused(
+    tmp_path: Path, flags: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        main([*SEARCHED, "--hardware", _hardware(tmp_path), *flags])
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_search_needs_machines_and_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lacks") as raised:
+        main([*SEARCHED, "--memory-gib", "1"])
+    assert "--hardware not given" in str(raised.value)
+    at = SEARCHED.index("--global-batch-size")
+    without = [*SEARCHED[:at], *SEARCHED[at + 2 :]]
+    with pytest.raises(ConfigError) as raised:
+        main([*without, "--memory-gib", "1", "--hardware", _hardware(tmp_path)])
+    assert "--global-batch-size not given" in str(raised.value)
