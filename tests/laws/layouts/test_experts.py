@@ -651,7 +651,13 @@ def test_other_balances_look_at_what_their_names_say(corpus: str) -> None:
 WITHOUT_WEIGHT = {"moe_aux_loss_coeff": 0.0}
 DEEPSPEED: dict[str, dict[str, Any]] = {
     **{f"zero {n}": {"zero_stage": str(n), "micro_batch_size": 2} for n in range(4)},
-    "tp": {**TP2, **SP, "zero_stage": "1", "recompute_granularity": "full"},
+    "tp, parts on a ring": {
+        **TP2,
+        **SP,
+        "tp_comm_overlap": True,
+        "zero_stage": "1",
+        "recompute_granularity": "full",
+    },
     "pp": {**PP2, "zero_stage": "0"},
 }
 
