@@ -6,7 +6,8 @@ model itself, which this layer does not import.
 
 from collections.abc import Iterator, Mapping
 
-from megatron.config.model import MlpType, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.experts import MlpType
+from megatron.config.model import ModelConfig, Normalization, PositionEmbedding
 
 Shapes = Mapping[str, tuple[int, ...]]
 

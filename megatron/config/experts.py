@@ -28,6 +28,13 @@ class TokenDropPolicy(StrEnum):
     POSITION = "position"  # the first in the sequence
 
 
+class MlpType(StrEnum):
+    """What stands beside the experts of a layer, in the words of DeepSpeed-MoE."""
+
+    STANDARD = "standard"
+    RESIDUAL = "residual"  # an MLP of the dense width
+
+
 class LoadBalancing(StrEnum):
     """What keeps experts equally busy, beside biases; the names are Megatron-LM's."""
 
@@ -105,7 +112,7 @@ class _Flags(Protocol):
     @property
     def moe_shared_expert_gate(self) -> bool: ...
     @property
-    def mlp_type(self) -> str: ...
+    def mlp_type(self) -> MlpType: ...
 
 
 def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
@@ -163,7 +170,7 @@ def expert_problems(flags: _Flags) -> Iterator[ConfigError]:
             fix="give the width of the shared expert, or leave the gate out",
         )
     for name in ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"):
-        if flags.mlp_type == "residual" and getattr(flags, name):
+        if flags.mlp_type is MlpType.RESIDUAL and getattr(flags, name):
             yield ConfigError(
                 "a layer has one MLP beside its experts, and one way of adding up",
                 found=f"--mlp-type residual, --{name.replace('_', '-')}",

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from megatron.config.experts import (
     LoadBalancing,
+    MlpType,
     RouterScoreFunction,
     TokenDropPolicy,
     expert_problems,
@@ -62,13 +63,6 @@ _GLU = {
     GluActivation.REGLU: Activation.RELU,
     GluActivation.SWIGLU: Activation.SILU,
 }
-
-
-class MlpType(StrEnum):
-    """What stands beside the experts of a layer, in the words of DeepSpeed-MoE."""
-
-    STANDARD = "standard"
-    RESIDUAL = "residual"  # an MLP of the dense width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
-from megatron.config.model import Activation, MlpType, ModelConfig, Normalization, PositionEmbedding
+from megatron.config.experts import MlpType
+from megatron.config.model import Activation, ModelConfig, Normalization, PositionEmbedding
 from megatron.config.precision import PrecisionConfig
 from megatron.model.specs import TokenFlops, VocabSize
 from megatron.mpu.linear_cross_entropy import chunk_rows

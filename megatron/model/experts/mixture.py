@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron import device
-from megatron.config.model import MlpType, ModelConfig
+from megatron.config.experts import MlpType
+from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.experts.router import Router, counts_of
 from megatron.model.init import residual_init, weight_init

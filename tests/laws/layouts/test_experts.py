@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.checkpoint.formats.native.source import write_sharded
 from megatron.checkpoint.formats.registry import open_source
 from megatron.checkpoint.upcycle import UpcycledSource
-from megatron.config.experts import LoadBalancing, RouterScoreFunction, TokenDropPolicy
-from megatron.config.model import MlpType, ModelConfig
+from megatron.config.experts import LoadBalancing, MlpType, RouterScoreFunction, TokenDropPolicy
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.engine.native import NativeEngine
 from megatron.model.experts import mixture as moe

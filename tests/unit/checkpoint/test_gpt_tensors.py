@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.gpt_tensors import gpt_tensors
-from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import GluActivation, MlpType, Normalization, PositionEmbedding
+from megatron.config.experts import MlpType, RouterScoreFunction
+from megatron.config.model import GluActivation, Normalization, PositionEmbedding
 from megatron.model.gpt_model import GPTModel
 from megatron.model.specs import VocabSize
 from tests.support.models import tiny_build, tiny_config

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.experts import LoadBalancing, RouterScoreFunction, expert_problems
-from megatron.config.model import MlpType, ModelConfig
+from megatron.config.experts import LoadBalancing, MlpType, RouterScoreFunction, expert_problems
+from megatron.config.model import ModelConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import a_model
 

@@ -8,10 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.activations import ActivationPolicy, RecomputeMethod, RecomputeModule
-from megatron.config.experts import RouterScoreFunction
+from megatron.config.experts import MlpType, RouterScoreFunction
 from megatron.config.model import (
     GluActivation,
-    MlpType,
     ModelConfig,
     Normalization,
     PositionEmbedding,

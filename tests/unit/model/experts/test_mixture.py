@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.experts import RouterScoreFunction
+from megatron.config.experts import MlpType, RouterScoreFunction
 from megatron.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from megatron.config.model import GluActivation, MlpType, ModelConfig
+from megatron.config.model import GluActivation, ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.model.experts.mixture import (

@@ -8,8 +8,8 @@ from megatron.checkpoint.formats.huggingface.families import llama
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
 from megatron.checkpoint.formats.huggingface.families.fields import Fields
 from megatron.checkpoint.formats.huggingface.families.layouts import OfExperts, Same, TensorRule
-from megatron.config.experts import RouterScoreFunction
-from megatron.config.model import MlpType, ModelConfig
+from megatron.config.experts import MlpType, RouterScoreFunction
+from megatron.config.model import ModelConfig
 from megatron.json_values import JsonValue
 
 _ROTARY_BASE, _EPSILON = 1e6, 1e-5  # the default of transformers
