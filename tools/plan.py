@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +121,8 @@ def search_of(argv: Sequence[str]) -> Search:
     own = _own_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     fixed = frozenset(parse_given(own.parse_known_args(argv)[1]))
     run = SearchedRun(config, _task(config, is_bert), tokenizer_of(config), size, fixed)
-    return search(run, hardware, Limits(int(gib * GIB), rehearsals))
+    tell = partial(print, file=sys.stderr, flush=True)
+    return search(run, hardware, Limits(int(gib * GIB), rehearsals), tell)
 
 
 def search_as_json(found: Search) -> dict[str, Any]:

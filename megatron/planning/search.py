@@ -4,7 +4,7 @@ Every layout in the result is rehearsed. A layout whose lower bound is above the
 without; how many were, and how many were not tried, is part of the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.config.activations import RecomputeGranularity
@@ -56,8 +56,13 @@ class Limits(NamedTuple):
     rehearsals: int
 
 
-def search(run: SearchedRun, hardware: Hardware, limits: Limits) -> Search:
+def search(
+    run: SearchedRun, hardware: Hardware, limits: Limits, tell: Callable[[str], object]
+) -> Search:
     """Return the layouts of a run that fit into memory.
+
+    Args:
+        tell: is called with a line for each layout once it was rehearsed, which takes a while.
 
     Raises:
         ConfigError: there is no layout, or none that was rehearsed fits.
@@ -96,6 +101,8 @@ def search(run: SearchedRun, hardware: Hardware, limits: Limits) -> Search:
         waiting.remove(layout)
         found = _rehearse(layout, hardware, limits.memory)
         ratios[_kind(layout)] = found.peak / layout.at_least
+        tried = len(fitting) + len(over) + 1
+        tell(f"{tried} of {min(limits.rehearsals, len(small))} layouts: {_said(found)}")
         (over if found.time is None else fitting).append(found)
         if found.time is not None:
             more = [other for other in waiting if _only_recomputes_more(other, layout)]
@@ -134,6 +141,12 @@ def _only_recomputes_more(layout: Layout, other: Layout) -> bool:
         order.index(one.world.config.training.recompute_granularity) for one in (layout, other)
     )
     return same and more > less
+
+
+def _said(found: Candidate) -> str:
+    size = f"{found.peak / 2**30:.1f} GiB"
+    fits = f"{size} and more" if found.time is None else f"{size}, {found.time.total:.3f} s a step"
+    return f"{fits}: {' '.join(found.layout.flags)}"
 
 
 def _kind(layout: Layout) -> str:

@@ -18,9 +18,14 @@ FEW = (  # the replicas' sharding, and recomputation, of one layout of stages
 )
 
 
+def ignored(line: str) -> None:
+    """Nobody reads it."""
+
+
 def test_what_is_proposed_is_what_a_rehearsal_finds_and_the_fastest_is_first() -> None:
     run = run_of(4, *FEW)
-    found = search(run, SLOW, Limits(PLENTY, 100))
+    told: list[str] = []
+    found = search(run, SLOW, Limits(PLENTY, 100), told.append)
     assert len(found.fitting) == 4  # shardings; of these more recomputation only takes longer
     assert (found.over, found.pruned, found.slower, found.untried) == (0, 0, 8, 0)
     for one in found.fitting:
@@ -29,6 +34,9 @@ def test_what_is_proposed_is_what_a_rehearsal_finds_and_the_fastest_is_first() -
         assert one.peak == max(plan.bytes.peak for plan in plans)
         assert one.time == step_time(world, plans, SLOW)
         assert one.tokens_per_second == pytest.approx(8 * 16 / 4 / one.time.total)
+    assert len(told) == 4
+    for number, line in enumerate(told, 1):
+        assert line.startswith(f"{number} of 12 layouts: 0.0 GiB, ")
     seconds = [one.time.total for one in found.fitting if one.time is not None]
     assert seconds == sorted(seconds)
 
@@ -38,12 +46,12 @@ def test_every_layout_is_counted_once() -> None:
     every = [max(plan.bytes.peak for plan in rehearse(one.world, one.world.representatives()))
              for one in layouts(run)]  # fmt: skip
     limit = sorted(every)[len(every) // 2]
-    found = search(run, SLOW, Limits(limit, 100))
+    found = search(run, SLOW, Limits(limit, 100), ignored)
     assert found.fitting
     assert all(one.peak <= limit for one in found.fitting)
     assert found.over + found.pruned + found.slower + len(found.fitting) == len(every)
     assert found.over + found.pruned <= sum(peak > limit for peak in every)
-    budget = search(run, SLOW, Limits(limit, 1 + found.over))
+    budget = search(run, SLOW, Limits(limit, 1 + found.over), ignored)
     counts = (len(budget.fitting), budget.over, budget.pruned, budget.slower, budget.untried)
     assert sum(counts) == len(every)
     assert budget.untried > 0
@@ -53,16 +61,16 @@ def test_where_nothing_fits_the_nearest_layout_and_the_missing_bytes_are_named()
     run = run_of(4, *FEW)
     bounds = [layout.at_least for layout in layouts(run)]
     with pytest.raises(ConfigError) as raised:
-        search(run, SLOW, Limits(1000, 100))
+        search(run, SLOW, Limits(1000, 100), ignored)
     assert f"{min(bounds) - 1000} bytes too much" in str(raised.value)
     assert "--data-parallel-sharding-strategy optim_grads_params" in str(raised.value)
     # The smallest passes its bound, and its rehearsal does not fit.
     with pytest.raises(ConfigError) as raised:
-        search(run, SLOW, Limits(min(bounds), 100))
+        search(run, SLOW, Limits(min(bounds), 100), ignored)
     assert "(1 were rehearsed and 0 not tried)" in str(raised.value)
 
 
 def test_no_layout_at_all_is_an_error_with_the_flags_that_were_given() -> None:
     with pytest.raises(ConfigError) as raised:
-        search(run_of(4, "--tensor-model-parallel-size", "3"), SLOW, Limits(PLENTY, 1))
+        search(run_of(4, "--tensor-model-parallel-size", "3"), SLOW, Limits(PLENTY, 1), ignored)
     assert "given of the layout: --tensor-model-parallel-size" in str(raised.value)
