@@ -117,7 +117,7 @@ class SharedExpert(MLP):
 
     With a gate its output is multiplied by the sigmoid of a product with the token, as in
     Qwen1.5-MoE. In a residual MoE it and the others are added up by two shares, the softmax over
-    two products with the token (DeepSpeed-MoE, arXiv 2201.05596, section 4.1.2; the shares are
+    two products with the token (DeepSpeed-MoE, arXiv 2201.05596; the shares are
     those of DeepSpeed's `MoE(use_residual=True)`). Shares are fp32 or wider.
     """
 
