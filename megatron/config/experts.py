@@ -272,7 +272,13 @@ def _balance_problems(flags: _Flags) -> Iterator[ConfigError]:
         yield from check_loss_weight(name, getattr(flags, name))
     kind, weight = flags.moe_router_load_balancing_type, flags.moe_aux_loss_coeff
     given = f"--moe-router-load-balancing-type {kind}"
-    if kind.is_loss != (weight > 0):
+    if kind is LoadBalancing.SINKHORN and weight > 0:
+        yield ConfigError(
+            "tokens are assigned evenly, and no loss balances experts beside that",
+            found=f"{given}, --moe-aux-loss-coeff {weight}",
+            fix="leave --moe-aux-loss-coeff out, or name the type of loss",
+        )
+    elif kind.is_loss != (weight > 0):
         yield ConfigError(
             "a loss that balances experts was asked for by half",
             found=f"{given}, --moe-aux-loss-coeff {weight}",

@@ -61,7 +61,7 @@ class Topology:
                 f"--expert-model-parallel-size {self.ep} x --expert-tensor-parallel-size "
                 f"{self.expert_tp}" + ("" if self.etp is not None else " (not set: that of tp)"),
                 fix=f"use sizes whose product divides {self.stage_size}"
-                + ("" if self.etp == 1 else ", such as --expert-tensor-parallel-size 1"),
+                + (", such as --expert-tensor-parallel-size 1" if self.expert_tp > 1 else ""),
             )
         replicas = (self.dp * self.cp, self.stage_size // self.expert_ranks)
         if self.instances < 1 or any(size % self.instances for size in replicas):

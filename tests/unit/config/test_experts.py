@@ -119,7 +119,7 @@ def model(**changes: Any) -> ModelConfig:
             "asked for by half",
             "type seq_aux_loss, --moe-aux-loss-coeff 0.0",
         ),
-        ({**SINKHORN, "moe_aux_loss_coeff": 0.1}, "asked for by half", "type sinkhorn, --moe-aux"),
+        ({**SINKHORN, "moe_aux_loss_coeff": 0.1}, "no loss balances", "type sinkhorn, --moe-aux"),
         *(
             ({**SINKHORN, **flags}, "assigned together", f"type sinkhorn, --moe-{name}")
             for name, flags in (
