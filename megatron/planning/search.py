@@ -4,6 +4,7 @@ Every layout in the result is rehearsed. A layout whose lower bound is above the
 without; how many were, and how many were not tried, is part of the result.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from megatron.planning.layouts import (
 )
 from megatron.planning.rehearsal import RankPlan, flops_of_model, rehearsed
 from megatron.planning.step_time import StepTime, bubble, step_time
+
+_ABOUT_EQUAL = 0.1  # relative, of guesses of the time
 
 
 class Candidate(NamedTuple):
@@ -117,14 +120,21 @@ def search(
 
 
 def _by_guess(there: Sequence[Layout], hardware: Hardware) -> list[Layout]:
-    """Return them with those first that may be fastest, and of equal ones the smallest."""
+    """Return them with those first that may be fastest.
+
+    Of about equal guesses those come first that split sequences, layers and matrices least, which
+    lose least by what the guess leaves out; then the smallest.
+    """
     flops: dict[str, int] = {}
     for layout in there:
         if _kind(layout) not in flops:
             flops[_kind(layout)] = flops_of_model(layout.world)[1]
 
-    def key(layout: Layout) -> tuple[float, int]:
-        return guess_seconds(layout, hardware, flops[_kind(layout)]), layout.at_least
+    def key(layout: Layout) -> tuple[int, int, int, int]:
+        guess = guess_seconds(layout, hardware, flops[_kind(layout)])
+        grid = layout.world.topology
+        about = round(math.log(guess) / math.log(1 + _ABOUT_EQUAL))
+        return about, grid.cp, grid.tp * grid.pp, layout.at_least
 
     return sorted(there, key=key)
 
