@@ -151,7 +151,7 @@ def work(folder: str, flags: Sequence[str]) -> None:
     runtime = initialize_megatron(config, checks=MODEL_CHECKS)
     build, world = model_build(runtime), runtime.context.world
     engine = build_engine(config, gpt_task(), build, runtime.tokenizer, Timers())
-    plan = StepPlan(1, world.size, 1e-4, 0.0, _TOKENS)
+    plan = StepPlan(1, world.size, 1e-4, 0.0, _TOKENS, 0)
     for seed in range(_STEPS):
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, _VOCABULARY - 1, (1, _TOKENS + 1), generator=generator)

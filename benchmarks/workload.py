@@ -87,6 +87,7 @@ class Workload:
             learning_rate=self.config.schedule.lr,
             weight_decay=self.config.optimizer.weight_decay,
             seq_length=text.shape[1] - 1,
+            first_sample=0,
         )
         return self.engine.train_step(iter([{"text": part} for part in parts]), plan)
 

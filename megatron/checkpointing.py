@@ -36,8 +36,9 @@ from megatron.engine.base import Engine, PretrainTask
 from megatron.engine.state import FP8_SCALARS, HISTORY_PREFIX
 from megatron.errors import CheckpointError
 from megatron.global_vars import Runtime
-from megatron.initialize import reseed
+from megatron.initialize import seed_default_generators
 from megatron.model_build import vocabulary
+from megatron.mpu.random import hash_seed
 from megatron.ops.library import kernels_in_use
 from megatron.ops.scaled_matmul import scaled_matmul_kind
 from megatron.pipeline.plan import pipeline_plan
@@ -88,7 +89,7 @@ def save_checkpoint(
         progress=progress.to_plain(),
         config=config.to_plain() | _recorded(config, runtime.context.dp.size),
         scalars=state.scalars,
-        generators=rng.capture(runtime.streams) if flags.save_rng else None,
+        generators=rng.capture() if flags.save_rng else None,
         data={**sources, **_vocabulary_source(runtime)},
         validation_loss=validation_loss,
         model_kind=engine.task.name,
@@ -376,11 +377,13 @@ def _restore_generators(opened: OpenedCheckpoint, runtime: Runtime) -> None:
         states = opened.read_generators()
         reason = rng.device_mismatch(states)
     if reason is None and states is not None:
-        rng.restore(states, runtime.streams)
+        rng.restore(states)
         return
     iteration = opened.manifest.iteration
-    reseed(runtime.streams, runtime.config.training.seed, runtime.context, at=iteration)
-    log.warning(
-        f"{reason}; dropout continues from seeds made of --seed and iteration {iteration}, so it "
-        "draws other numbers than an uninterrupted run would"
+    seed_default_generators(
+        hash_seed(runtime.config.training.seed, "resumed", iteration), runtime.context
+    )
+    log.info(
+        f"{reason}; a program's own code that draws from the default generators gets other numbers "
+        f"than in an uninterrupted run, from seeds made of --seed and iteration {iteration}"
     )

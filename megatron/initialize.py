@@ -123,7 +123,8 @@ def initialize_megatron(
         context = _join(config, launch, undo)
         # Unchecked: ranks with different --check-collectives must be able to report it.
         agree_on_launch(_facts(config, context.dp.size), replace(context.world, observer=None))
-        streams = _seeded(config.training.seed, context)
+        seed_default_generators(config.training.seed, context)
+        streams = RandomStreams(config.training.seed)
         # Without waiting for the device, kernels would be timed by how fast they are launched.
         timers = Timers(synchronize=logging.log_timers_to_tensorboard)
         runtime = Runtime(
@@ -178,9 +179,13 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     )
 
 
-def reseed(streams: RandomStreams, seed: int, context: ParallelContext, *, at: int) -> None:
-    """Seed every generator anew from (seed, iteration), for a resume at another layout."""
-    streams.restore(_seeded(hash_seed(seed, "resumed", at), context).snapshot())
+def seed_default_generators(seed: int, context: ParallelContext) -> None:
+    """Seed the default generators of Python, NumPy and torch: equal over tp alone."""
+    at = context.coord
+    own_seed = hash_seed(seed, "process", at.pp, at.dp, *([at.cp] if at.cp else []))
+    random.seed(own_seed)
+    np.random.seed(own_seed % 2**32)
+    torch.manual_seed(own_seed)
 
 
 def is_initialised() -> bool:
@@ -348,16 +353,6 @@ def _use_deterministic_algorithms() -> None:
 def _set_determinism(enabled: bool, fills: bool) -> None:
     torch.use_deterministic_algorithms(enabled)
     setattr(torch.utils.deterministic, _FILLS, fills)
-
-
-def _seeded(seed: int, context: ParallelContext) -> RandomStreams:
-    """Seed Python, NumPy, torch and the named streams: equal over tp alone."""
-    at = context.coord
-    own_seed = hash_seed(seed, "process", at.pp, at.dp, *([at.cp] if at.cp else []))
-    random.seed(own_seed)
-    np.random.seed(own_seed % 2**32)
-    torch.manual_seed(own_seed)
-    return RandomStreams(seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp, cp_rank=at.cp)
 
 
 def _caller() -> str:

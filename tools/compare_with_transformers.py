@@ -178,7 +178,7 @@ def our_outputs(
         ctx=ParallelContext.single(),
         vocab=VocabSize(sizes.vocab_rows, sizes.vocab_rows),
         seq_length=sizes.positions,  # the rows of a learned table, instead of a flag
-        streams=RandomStreams(_SEED, tp_rank=0, dp_rank=0, pp_rank=0),
+        streams=RandomStreams(_SEED),
         precision=PrecisionConfig(),
     )
     config = from_plain(ModelConfig, source.config["model"])

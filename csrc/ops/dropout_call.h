@@ -5,16 +5,19 @@
 
 namespace megatron {
 
-// Elements are contiguous and in rows of kWidth; the last row may be shorter. Word q of the random
-// words of counter row * kQuarter + i is of element q * kQuarter + i of the row.
+// Elements are contiguous, in rows of `width`. Word q of the random words of counter i of a row, below
+// `quarter`, is of element q * quarter + i of the row.
 struct DropoutCall {
-  static constexpr int64_t kQuarter = 1024, kWidth = 4 * kQuarter;
-  NumberType x_type, residual_type;  // out is of the latter
-  int64_t elements, rows;
+  // A fourth of the width, rounded up for whole vectors.
+  static constexpr int64_t quarter_of(int64_t width) { return (width + 63) / 64 * 16; }
+
+  NumberType x_type, residual_type;      // out is of the latter
+  int64_t rows, width, quarter;
   uint32_t threshold;  // words below it drop their element
   double scale;        // of the elements that are kept
 
-  const int64_t* seed;  // where x is
+  const int64_t* seed;     // where x is
+  const int64_t* numbers;  // one for each row: rows of one number, and one seed, have one mask
   const void* x;
   const void* residual;  // or null
   void* out;

@@ -12,12 +12,12 @@ __global__ void __launch_bounds__(kMostThreads) dropout_kernel(Rows rows) {
 
 const char* dropout_add(const DropoutCall& call, int device, void* stream) {
   return launch_rows(
-      device, {call.elements}, {call.x, call.residual, call.out},
+      device, {call.width}, {call.x, call.residual, call.out},
       [&](const auto& use) { with_dropout(call, use); },
       [&](auto rows, auto wide) {
         constexpr int W = decltype(wide)::value;
         dropout_kernel<W>
-            <<<call.rows, threads_for(call.kQuarter, W), 0, cudaStream_t(stream)>>>(rows);
+            <<<call.rows, threads_for(call.quarter, W), 0, cudaStream_t(stream)>>>(rows);
       });
 }
 

@@ -5,7 +5,8 @@
 namespace megatron {
 
 static Tensor dropout_add(
-    const Tensor& input, const OptionalTensor& residual, double probability, const Tensor& seed) {
+    const Tensor& input, const OptionalTensor& residual, double probability, const Tensor& seed,
+    const Tensor& numbers) {
   const Tensor x = dense(input);
   DropoutCall call{};
   call.x_type = call.residual_type = number_type(x);
@@ -26,13 +27,20 @@ static Tensor dropout_add(
   call.threshold = uint32_t(probability * 0x1p32);
   call.scale = 1 / (1 - probability);
   call.seed = static_cast<const int64_t*>(seed.const_data_ptr());
-  call.elements = x.numel();
-  call.rows = (call.elements + DropoutCall::kWidth - 1) / DropoutCall::kWidth;
+  call.rows = numbers.numel();
+  const Tensor of_rows = dense(numbers);
+  check(of_rows, x, call.rows, ScalarType::Long);
+  STD_TORCH_CHECK(
+      call.rows ? x.numel() % call.rows == 0 : x.numel() == 0,
+      "megatron: the elements do not divide into as many rows as there are numbers");
+  call.numbers = static_cast<const int64_t*>(of_rows.const_data_ptr());
+  call.width = call.rows ? x.numel() / call.rows : 0;
+  call.quarter = DropoutCall::quarter_of(call.width);
   const Tensor out = torch::stable::new_empty(x, x.sizes(), (residual ? *residual : x).scalar_type());
   call.x = x.const_data_ptr();
   call.out = out.mutable_data_ptr();
   run_rows(
-      x, call, call.rows, DropoutCall::kWidth, ON_CUDA(dropout_add),
+      x, call, call.rows, call.width, ON_CUDA(dropout_add),
       KERNELS_OF_THIS_CPU(dropout_kernels).add);
   return out;
 }

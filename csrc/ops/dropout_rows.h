@@ -11,7 +11,6 @@ template <class X, class R>
 struct DropoutRows {
   using A = Accumulator<X>;
   static constexpr int kWide = sizeof(X) == 8 || sizeof(R) == 8 ? 2 : 4;  // elements of one move
-  static constexpr int64_t kQuarter = DropoutCall::kQuarter;
   DropoutCall call;
 
   // The mask of a row: what elements are multiplied by.
@@ -20,15 +19,15 @@ struct DropoutRows {
     A scale;
 
     LANE_FN FourWords words(int32_t index) const {
-      return philox({low + uint32_t(index), high, 0, 0}, key, other_key);
+      return philox({uint32_t(index), low, high, 0}, key, other_key);
     }
     LANE_FN A of(uint32_t word) const { return word < threshold ? A(0) : scale; }
   };
 
   LANE_FN Factors factors(int64_t row) const {
-    const uint64_t counter = uint64_t(row) * kQuarter, seed = uint64_t(*call.seed);
-    return {uint32_t(counter), uint32_t(counter >> 32), uint32_t(seed), uint32_t(seed >> 32),
-            call.threshold,    A(call.scale)};
+    const uint64_t number = uint64_t(call.numbers[row]), seed = uint64_t(*call.seed);
+    return {uint32_t(number), uint32_t(number >> 32), uint32_t(seed), uint32_t(seed >> 32),
+            call.threshold,   A(call.scale)};
   }
 
   template <class Lanes>
@@ -45,35 +44,35 @@ struct DropoutRows {
   template <class Lanes, class At>
   LANE_FN void add_to(const Lanes& lanes, int64_t row, const At& residual) const {
     const Factors mask = factors(row);
-    const int64_t begin = row * DropoutCall::kWidth, left = call.elements - begin;
+    const int64_t begin = row * call.width, quarter = call.quarter;
     const X* x = static_cast<const X*>(call.x) + begin;
     R* out = static_cast<R*>(call.out) + begin;
-    if (left >= DropoutCall::kWidth) {
+    // Elements of each quarter of which the last quarter has one too: their words are drawn once.
+    const int64_t last = call.width - 3 * quarter, whole = last > 0 ? last : 0;
+    lanes.template each<A>(
+        whole,
+        [mask](int32_t i, A x0, A x1, A x2, A x3, A r0, A r1, A r2, A r3, A& y0, A& y1, A& y2,
+               A& y3) {
+          const FourWords drawn = mask.words(i);
+          y0 = r0 + x0 * mask.of(drawn.first);
+          y1 = r1 + x1 * mask.of(drawn.second);
+          y2 = r2 + x2 * mask.of(drawn.third);
+          y3 = r3 + x3 * mask.of(drawn.fourth);
+        },
+        Index(), In<X>{x}, In<X>{x + quarter}, In<X>{x + 2 * quarter}, In<X>{x + 3 * quarter},
+        residual(begin), residual(begin + quarter), residual(begin + 2 * quarter),
+        residual(begin + 3 * quarter), Out<R>{out}, Out<R>{out + quarter}, Out<R>{out + 2 * quarter},
+        Out<R>{out + 3 * quarter});
+    if (whole == quarter) return;
+    for (int part = 0; part < 3; ++part) {
+      const int64_t from = part * quarter + whole;
+      const int64_t end = call.width < (part + 1) * quarter ? call.width : (part + 1) * quarter;
       lanes.template each<A>(
-          kQuarter,
-          [mask](int32_t i, A x0, A x1, A x2, A x3, A r0, A r1, A r2, A r3, A& y0, A& y1, A& y2,
-                 A& y3) {
-            const FourWords drawn = mask.words(i);
-            y0 = r0 + x0 * mask.of(drawn.first);
-            y1 = r1 + x1 * mask.of(drawn.second);
-            y2 = r2 + x2 * mask.of(drawn.third);
-            y3 = r3 + x3 * mask.of(drawn.fourth);
-          },
-          Index(), In<X>{x}, In<X>{x + kQuarter}, In<X>{x + 2 * kQuarter}, In<X>{x + 3 * kQuarter},
-          residual(begin), residual(begin + kQuarter), residual(begin + 2 * kQuarter),
-          residual(begin + 3 * kQuarter), Out<R>{out}, Out<R>{out + kQuarter},
-          Out<R>{out + 2 * kQuarter}, Out<R>{out + 3 * kQuarter});
-      return;
-    }
-    for (int quarter = 0; quarter * kQuarter < left; ++quarter) {
-      const int64_t from = quarter * kQuarter;
-      lanes.template each<A>(
-          left - from < kQuarter ? left - from : kQuarter,
-          [mask, quarter](int32_t i, A v, A r, A& y) {
-            const FourWords drawn = mask.words(i);
-            const uint32_t low = quarter == 0 ? drawn.first : drawn.second;
-            const uint32_t high = quarter == 2 ? drawn.third : drawn.fourth;
-            y = r + v * mask.of(quarter < 2 ? low : high);
+          end - from,
+          [mask, part, whole](int32_t i, A v, A r, A& y) {
+            const FourWords drawn = mask.words(int32_t(whole) + i);
+            const uint32_t word = part == 0 ? drawn.first : part == 1 ? drawn.second : drawn.third;
+            y = r + v * mask.of(word);
           },
           Index(), In<X>{x + from}, residual(begin + from), Out<R>{out + from});
     }

@@ -1,7 +1,8 @@
-"""Every random generator of one rank, to and from the flat form that a checkpoint holds.
+"""The default generators of one rank, to and from the flat form that a checkpoint holds.
 
-A generator's state is valid only for its rank, so states are kept per rank and restored only into
-the same grid on the same kind of device. At any other layout the caller seeds anew from (seed,
+What the framework draws has names, and no state. A program's own code may draw from the default
+generators; their states are valid only for their rank, so they are kept per rank and restored only
+into the same grid on the same kind of device. At any other layout the caller seeds anew from (seed,
 iteration) and logs it, with the reason that `why_not_restorable` returns.
 """
 
@@ -14,27 +15,27 @@ from megatron import device
 from megatron.checkpoint.folder.manifest import GridLayout, Manifest
 from megatron.checkpoint.sharded import GeneratorStates
 from megatron.json_values import JsonValue
-from megatron.mpu.random import RandomStreams
+from megatron.mpu.random import default_states, set_default_states
 from megatron.mpu.topology import Topology
 
 _SEPARATOR = "/"
 
 
-def capture(streams: RandomStreams) -> GeneratorStates:
-    """Return the states of the streams and of torch, numpy and Python, as they are now."""
+def capture() -> GeneratorStates:
+    """Return the states of the default generators of torch, NumPy and Python, as they are now."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, JsonValue] = {}
-    _flatten(streams.state_dict(), "", tensors, values)
+    _flatten(default_states(), "", tensors, values)
     return GeneratorStates(tensors, values)
 
 
-def restore(states: GeneratorStates, streams: RandomStreams) -> None:
+def restore(states: GeneratorStates) -> None:
     """Continue every generator from where `capture` found it.
 
     Raises:
         CheckpointError: the states are of another kind of device.
     """
-    streams.load_state_dict(_unflatten({**states.values, **states.tensors}))
+    set_default_states(_unflatten({**states.values, **states.tensors}))
 
 
 def why_not_restorable(manifest: Manifest, topology: Topology) -> str | None:

@@ -152,8 +152,8 @@ class TrainingConfig:
     )
     bias_dropout_fusion: bool = flag(
         True,
-        help="drop hidden states and add the residual by one operator, which saves a seed in place "
-        "of a mask; else by PyTorch's own operations, which draw other masks",
+        help="drop hidden states and add the residual by one operator, which saves no mask; else "
+        "by PyTorch's own operations, with the same masks",
     )
     gradient_accumulation_fusion: bool = flag(
         True,

@@ -20,6 +20,8 @@ from megatron.json_values import JsonObject
 from megatron.model.accounting import FLOPS_CONVENTION
 from megatron.model.losses import LossSum
 from megatron.model.specs import Carry, LayerSpec, ModelBuild, TokenFlops
+from megatron.mpu.context import Group
+from megatron.mpu.random import Samples
 from megatron.tokenizer.tokenizer import Tokenizer
 
 RawBatch = Mapping[str, Tensor]  # what a data loader yields, on the CPU
@@ -109,6 +111,13 @@ class StepPlan:
     learning_rate: float
     weight_decay: float
     seq_length: int  # tokens of each sample, which the raw batches are cut to
+    first_sample: int  # the number of its first sample in the whole run
+
+    def samples(self, microbatch: int, replicas: Group) -> Samples:
+        """Return the samples of a micro-batch of this replica, as samplers share them out."""
+        size = self.global_batch_size // (self.num_microbatches * replicas.size)
+        before = microbatch * replicas.size + replicas.rank
+        return Samples(self.first_sample + before * size, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ optimizer divides by the count of all of them.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 
@@ -180,7 +181,7 @@ class NativeEngine:
             self._build.router_loss.value = factor * counts[0] / plan.global_batch_size
             scale = factor * counts[0] / counts if several else factor
         self._build.loss_state.factor = None if several else scale
-        losses = self._train(microbatches, plan.num_microbatches, scale)
+        losses = self._train(microbatches, plan, scale)
         self._build.loss_state.factor = None
         with self._timers("grads-all-reduce"):
             self._replica.finish(before=self._reduce_held)
@@ -274,16 +275,21 @@ class NativeEngine:
         self._tied.check_equal(values)
 
     def _train(
-        self, microbatches: Iterator[MicroBatch], count: int, scale: float | Tensor
+        self, microbatches: Iterator[MicroBatch], plan: StepPlan, scale: float | Tensor
     ) -> list[Tensor]:
         """Run all passes of a step; in the first one check that FP8 and compiling are active."""
+        count, replicas = plan.num_microbatches, self._context.dp
+
+        def of(microbatch: int) -> AbstractContextManager[None]:
+            return self._build.streams.of(plan.samples(microbatch, replicas))
+
         if self._has_proven_fp8:
-            losses = self._executor.train(microbatches, count, scale=scale)
+            losses = self._executor.train(microbatches, count, scale=scale, of=of)
         else:
             policy = self._build.activations
             recomputes = policy.method is not None or bool(policy.modules)
             products = FirstStep(self.stage, recomputes=recomputes)
-            losses = self._executor.train(microbatches, count, scale=scale)
+            losses = self._executor.train(microbatches, count, scale=scale, of=of)
             products.check(count)
             self._has_proven_fp8 = True
         if self._build.compiler is not None and not self._has_proven_compiled:

@@ -34,6 +34,7 @@ def plan_step(
             config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total
         ),
         seq_length=curriculum.length_at(progress.iteration) if curriculum else full_length,
+        first_sample=seen,
     )
 
 

@@ -302,7 +302,7 @@ def _block_activations(config: ModelConfig, size: int, share: RankShare, *, expe
     elif RecomputeModule.ACTIVATION in share.modules:
         kept -= 1
     has_masks = config.hidden_dropout > 0 and not share.fuse_dropout
-    masks = 2 * config.hidden_size if has_masks else 0  # one byte each
+    masks = 2 * config.hidden_size * max(size, 4) if has_masks else 0  # as factors
     stays = 2 if RecomputeModule.LAYERNORM in share.modules else 4
     whole = stays * config.hidden_size * size + masks
     if experts:

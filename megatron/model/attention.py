@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -26,7 +27,7 @@ from megatron.mpu.context_parallel.heads import heads_to_tokens, tokens_to_heads
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.recompute import recompute
 from megatron.mpu.topology import Topology
-from megatron.ops.attention import attend, attend_by_torch, for_each_head
+from megatron.ops.attention import attend, attend_by_torch, attend_dropping, for_each_head
 from megatron.ops.rotary import rotate, rotate_reference
 
 # On a CPU flash is torch's own kernel.
@@ -49,6 +50,8 @@ class SelfAttention(nn.Module):
         ConfigError: the query groups do not divide over the tp ranks, or see `sharing_problems`.
     """
 
+    dropout_seed: Tensor
+
     def __init__(self, config: ModelConfig, build: ModelBuild, *, layer: int) -> None:
         super().__init__()
         heads, groups, width = config.num_attention_heads, config.query_groups, config.head_width
@@ -64,12 +67,16 @@ class SelfAttention(nn.Module):
         self._groups, self._queries = groups // tp, heads // groups  # queries per group
         self._backend = build.attention_backend
         self._dropout, self._streams = config.attention_dropout, build.streams
+        self._heads, self._place = heads, ("attention", layer)
+        seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
+        self.register_buffer("dropout_seed", seed, persistent=False)
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         for problem in sharing_problems(
             config, build.ctx.topology, build.context_exchange, build.attention_backend
         ):
             raise problem
-        self._cp, self._over_ranks = build.ctx.cp, attention_over_ranks(build)
+        self._tp, self._cp = build.ctx.tp, build.ctx.cp
+        self._over_ranks = attention_over_ranks(build)
         self._recomputed = RecomputeModule.CORE_ATTN in build.activations.modules
         self.qkv = (
             ColumnParallelLinear(
@@ -142,14 +149,28 @@ class SelfAttention(nn.Module):
         is_chosen = self._backend is not AttentionBackend.AUTO
         if mask is None and dropout == 0 and not is_chosen:
             return attend(q, k, v, causal=causal)
+        if dropout > 0 and self._holds_scores(q):
+            own = self._own_heads(q.shape[1])
+            numbers = self._streams.heads(q.shape[0], own, self._heads, q.shape[2], q.device)
+            return attend_dropping(
+                q,
+                k,
+                v,
+                causal=causal and mask is None,
+                mask=mask,
+                probability=dropout,
+                names=(self.dropout_seed, numbers),
+            )
         # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
         if mask is not None:
             # The fused kernels that take a mask on CUDA do not take groups, and torch would fall
             # back to the one that stores all scores.
             k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
-        # Heads are split over tp: every rank must drop other scores.
+        # Kernels that hold no scores draw by themselves, from a seed that nothing else has.
         drawing: AbstractContextManager[None] = (
-            self._streams.fork("tensor") if dropout > 0 else nullcontext()
+            self._streams.generator("scores", *self._place, self._own_heads(q.shape[1]).start)
+            if dropout > 0
+            else nullcontext()
         )
         with drawing, sdpa_kernel(_KERNELS[self._backend]) if is_chosen else nullcontext():
             try:
@@ -166,6 +187,21 @@ class SelfAttention(nn.Module):
                     f"dropout {dropout}",
                     fix="leave out --attention-backend, or use unfused",
                 ) from error
+
+    def _holds_scores(self, q: Tensor) -> bool:
+        """Return whether all scores are in memory, so that those that are dropped can have names.
+
+        No kernel of PyTorch for CPUs drops scores without.
+        """
+        if self._backend is AttentionBackend.AUTO:
+            return q.device.type == "cpu"
+        return _KERNELS[self._backend] is SDPBackend.MATH
+
+    def _own_heads(self, count: int) -> range:
+        """Return which heads this rank has in attention, `count` of them."""
+        shares = self._heads // (self._tp.size * count)  # of the heads of a tp rank, over cp
+        first = (self._tp.rank * shares + (self._cp.rank if shares > 1 else 0)) * count
+        return range(first, first + count)
 
 
 def sharing_problems(

@@ -1,61 +1,73 @@
-"""Dropout of the hidden states between layers, from the stream that fits who holds them.
+"""Dropout of the hidden states between layers: one mask for a token, on whatever rank it is.
 
-Where every tp rank holds them whole, all must drop the same elements. Under sequence parallelism
-each rank holds other tokens, and must not repeat for them what another rank drew for its own.
+The mask is a function of the run's seed, the place in the model, the sample, the token and the
+channel, so that every layout drops the same elements.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.mpu.random import RandomStreams, StreamName
-from megatron.ops.dropout import draw_seed, dropout_add
+from megatron.model.specs import ModelBuild
+from megatron.mpu.mappings import sequence_part
+from megatron.ops.dropout import dropout_add, dropout_add_reference
 
 
 class HiddenDropout(nn.Module):
-    """Dropout drawn from one of the named streams; draws nothing when it is off.
+    """Dropout whose masks have names; draws nothing when it is off.
 
     Args:
-        sequence_parallel: every tp rank holds its own part of the sequence.
-        fused: one operator drops and adds, and saves no mask; else PyTorch's operations.
+        place: its name in the model, for which no other place draws.
+        whole: what it is applied to is [b, h], whole on every rank; else hidden states.
     """
 
+    seed: Tensor
+
     def __init__(
-        self,
-        probability: float,
-        streams: RandomStreams,
-        *,
-        sequence_parallel: bool,
-        fused: bool = True,
+        self, probability: float, build: ModelBuild, *place: object, whole: bool = False
     ) -> None:
         super().__init__()
-        self.probability, self._streams, self._fused = probability, streams, fused
-        self._stream: StreamName = "tensor" if sequence_parallel else "replicated"
+        self.probability, self._fused = probability, build.fuse_dropout
+        self._place, self._whole = place, whole
+        self._streams, self._share, self._tp = build.streams, build.share, build.ctx.tp
+        self._split = build.sequence_parallel
+        # A tensor, so that one compiled graph serves all layers.
+        seed = torch.tensor(self._streams.seed_of("dropout", *place))
+        self.register_buffer("seed", seed, persistent=False)
 
-    def draw_seeds(self, device: torch.device, count: int) -> tuple[Tensor | None, ...]:
-        """Return the seeds of the next `count` calls, for compiled code, which draws no numbers."""
+    def numbers_for(self, hidden: Tensor) -> Tensor | None:
+        """Return the numbers of the tokens of `hidden`, or None where nothing is dropped.
+
+        For compiled code, and for another place of the same tokens, which have the same numbers.
+        """
         if not (self.training and self.probability > 0):
-            return (None,) * count
-        with self._streams.fork(self._stream):
-            return tuple(draw_seed(device) for _ in range(count))
+            return None
+        if self._whole:
+            return self._streams.rows(hidden.shape[0], hidden.device)
+        length, batch = hidden.shape[:2]
+        key = ("tokens", length, batch, hidden.device)
+        return self._streams.once(key, lambda: self._of_tokens(length, batch, hidden.device))
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None = None, seed: Tensor | None = None
+        self, hidden: Tensor, residual: Tensor | None = None, numbers: Tensor | None = None
     ) -> Tensor:
         """Zero elements with the probability and scale up the others, in training only.
 
-        Then add the residual, if there is one. The seed is drawn here unless it is given.
+        Then add the residual, if there is one. Numbers of tokens are made unless they are given.
         """
         if self.training and self.probability > 0:
-            if seed is not None:
-                return dropout_add(hidden, residual, self.probability, seed)
-            with self._streams.fork(self._stream):
-                if self._fused:
-                    seed = draw_seed(hidden.device)
-                    return dropout_add(hidden, residual, self.probability, seed)
-                hidden = F.dropout(hidden, self.probability)
+            named = self.numbers_for(hidden) if numbers is None else numbers
+            assert named is not None  # noqa: S101  # invariant: it drops
+            drop = dropout_add if self._fused else dropout_add_reference
+            return drop(hidden, residual, self.probability, self.seed, named)
         return hidden if residual is None else residual + hidden
 
+    def _of_tokens(self, length: int, batch: int, device: torch.device) -> Tensor:
+        parts = self._share.size * (self._tp.size if self._split else 1)
+        positions = self._share.positions(length * parts, device)
+        if self._split:
+            positions = positions[sequence_part(len(positions), self._tp)]
+        return self._streams.tokens(batch, positions)
+
     def extra_repr(self) -> str:
-        """Return the probability and the stream, for `print(model)`."""
-        return f"{self.probability}, stream={self._stream}"
+        """Return the probability and the place, for `print(model)`."""
+        return ", ".join(map(str, (self.probability, *self._place)))

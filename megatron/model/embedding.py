@@ -71,12 +71,7 @@ class Embedding(nn.Module):
         self.tokentype = None
         if num_tokentypes:
             self.tokentype = TokenTypes(num_tokentypes, config, build)
-        self.dropout = HiddenDropout(
-            config.hidden_dropout,
-            build.streams,
-            sequence_parallel=build.sequence_parallel,
-            fused=build.fuse_dropout,
-        )
+        self.dropout = HiddenDropout(config.hidden_dropout, build, "embedding")
         wide = build.precision.fp32_residual_connection
         self._stream_dtype = torch.float32 if wide else build.dtype
 

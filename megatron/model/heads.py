@@ -133,13 +133,7 @@ class ClassificationHead(nn.Module):
 
     def __init__(self, config: ModelConfig, build: ModelBuild, *, num_classes: int) -> None:
         super().__init__()
-        # What every tp rank computes has to drop the same everywhere.
-        self.dropout = HiddenDropout(
-            config.hidden_dropout,
-            build.streams,
-            sequence_parallel=False,
-            fused=build.fuse_dropout,
-        )
+        self.dropout = HiddenDropout(config.hidden_dropout, build, "classes", whole=True)
         self.dense = Dense(config.hidden_size, num_classes, config, build, whole=True)
 
     def forward(self, carry: Carry) -> Carry:

@@ -39,11 +39,9 @@ class Block(nn.Module):
         self.attention = SelfAttention(config, build, layer=layer)
         self.post_attention_norm = build_norm(config, build)
         self.mlp = build_feed_forward(config, build, layer=layer)
-        self.dropout = HiddenDropout(
-            config.hidden_dropout,
-            build.streams,
-            sequence_parallel=build.sequence_parallel,
-            fused=build.fuse_dropout,
+        self.attention_dropout, self.mlp_dropout = (
+            HiddenDropout(config.hidden_dropout, build, "layer", layer, after)
+            for after in ("attention", "mlp")
         )
 
     def forward(self, carry: Carry) -> Carry:
@@ -53,42 +51,36 @@ class Block(nn.Module):
         """
         hidden, *ids = carry
         geometry = self.geometry.of(hidden, *_padded(ids))
+        numbers = self.attention_dropout.numbers_for(hidden)
         compiler = self._build.compiler
         if compiler is not None and self.training and compiler.takes(hidden):
-            seeds = self.dropout.draw_seeds(hidden.device, 2)
-            return (compiler.run(Block._transform, self, hidden, geometry, seeds), *ids)
-        return (self._transform(hidden, geometry), *ids)
+            return (compiler.run(Block._transform, self, hidden, geometry, numbers), *ids)
+        return (self._transform(hidden, geometry, numbers), *ids)
 
-    def _transform(
-        self,
-        hidden: Tensor,
-        geometry: Geometry,
-        seeds: tuple[Tensor | None, ...] = (None, None),
-    ) -> Tensor:
-        """Return the hidden states one layer later; compiled code is given the seeds of dropout."""
-        first, second = seeds
-        after = self._add(
-            hidden, hidden, self.input_norm, lambda x: self.attention(x, geometry), first
+    def _transform(self, hidden: Tensor, geometry: Geometry, numbers: Tensor | None) -> Tensor:
+        """Return the hidden states one layer later; numbers of tokens are those of dropout."""
+        result, residual = self._branch(
+            self.input_norm, lambda x: self.attention(x, geometry), hidden, hidden
         )
+        after: Tensor = self.attention_dropout(result, residual, numbers)
         read = hidden if self._side_by_side else after
-        return self._add(after, read, self.post_attention_norm, self._feed_forward, second)
+        result, residual = self._branch(self.post_attention_norm, self._feed_forward, read, after)
+        last: Tensor = self.mlp_dropout(result, residual, numbers)
+        return last
 
-    def _add(
+    def _branch(
         self,
-        stream: Tensor,
-        hidden: Tensor,
         norm: nn.Module,
         branch: Callable[[Tensor], Tensor],
-        seed: Tensor | None,
-    ) -> Tensor:
-        """Return `stream` plus the output of `branch` on the normed `hidden`."""
+        hidden: Tensor,
+        stream: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of `branch` on the normed `hidden`, and what it is added to."""
         normed = norm(hidden)
         given = normed.to(self._build.dtype)
         with self._keeping(norm, hidden, given):
             result = branch(given)
-        residual = normed if self._residual_after_norm else stream
-        after: Tensor = self.dropout(result, residual, seed)
-        return after
+        return result, normed if self._residual_after_norm else stream
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
         if self.training and RecomputeModule.MLP in self._recomputed:

@@ -1,16 +1,16 @@
-"""Random streams of one rank, and seeds that are stable hashes of names.
+"""Random numbers as functions of names, and seeds that are stable hashes of names.
 
-Dropout on a tensor that every tp rank holds whole must draw the same numbers on all of them, and on
-a tensor that is split it must not: hence two named streams. A stream is a saved state of the
-device's default generator, swapped in by `fork` and back out, because dropout kernels read no other
-generator. Nothing here is global; a `RandomStreams` is passed to the code that draws.
+What is dropped is a function of the run's seed, of the place in the model, of the sample and of the
+token: every rank that holds an element draws the same for it, whatever the layout, and a run that
+goes on anywhere draws what it would have drawn. Nothing here is global; a `RandomStreams` is passed
+to the code that draws.
 """
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron import device
 from megatron.errors import CheckpointError
 
-StreamName = Literal["replicated", "tensor"]
+_MOST_TOKENS = 28  # bits for the place in a row, the others are for the number of the row
 
 
 def hash_seed(seed: int, *names: object) -> int:
@@ -35,94 +35,129 @@ def hash_seed(seed: int, *names: object) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-class RandomStreams:
-    """The generators of one rank: "replicated" is equal over tp, "tensor" differs on every rank.
+class Samples(NamedTuple):
+    """The samples of a micro-batch, by their numbers in the order of the whole run."""
 
-    Both differ between dp ranks, which read other samples, between cp ranks, which hold other
-    tokens, and between pp ranks, which hold other layers. Constructing one leaves the default
-    generators as they were.
+    first: int
+    size: int
+
+
+class RandomStreams:
+    """The names of what one rank draws: the seed of the run, and the samples that it works on.
+
+    Attributes:
+        samples: those of the present pass; None outside of one.
     """
 
-    def __init__(
-        self, seed: int, *, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0
-    ) -> None:
-        place: tuple[object, ...] = ("pp", pp_rank, "dp", dp_rank)
-        if cp_rank:  # the first rank draws what it draws without context parallelism
-            place += ("cp", cp_rank)
-        self._states: dict[str, Tensor] = {
-            "replicated": _fresh_state(hash_seed(seed, "replicated", *place)),
-            "tensor": _fresh_state(hash_seed(seed, "tensor", *place, "tp", tp_rank)),
-        }
-        self._active: list[str] = []
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.samples: Samples | None = None
+        self._of: Samples | None = None
+        self._made: dict[Hashable, Tensor] = {}
+
+    def seed_of(self, *place: object) -> int:
+        """Return the seed of a place in the model, the same on every rank and in every step."""
+        return hash_seed(self._seed, *place)
 
     @contextmanager
-    def fork(self, name: StreamName) -> Iterator[None]:
-        """Draw from stream `name` inside the block; the default generators stay unchanged.
-
-        Streams may be nested within each other, but not a stream within itself.
-        """
-        assert name not in self._active, name  # noqa: S101  # invariant: it would repeat itself
-        outside = device.get_rng_state()
-        device.set_rng_state(self._states[name])
-        self._active.append(name)
+    def of(self, samples: Samples | None) -> Iterator[None]:
+        """Work on `samples` inside the block."""
+        outside, self.samples = self.samples, samples
         try:
             yield
         finally:
-            self._active.remove(name)
-            self._states[name] = device.get_rng_state()
-            device.set_rng_state(outside)
+            self.samples = outside
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return the present state of every stream, for `restore`, without copying."""
-        return dict(self._states)
+    def rows(self, batch: int, device: torch.device) -> Tensor:
+        """Return the numbers of the rows of the present micro-batch in the run: int64 [batch].
 
-    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
-        """Set every stream to its state at `snapshot`."""
-        self._states = dict(snapshot)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return every random state of this process: streams, default generators, numpy, Python.
-
-        torch states are uint8 CPU tensors; the numpy and Python states are lists and numbers that
-        JSON can hold.
-        """
-        assert not self._active, self._active  # noqa: S101  # invariant: saved between steps
-        return {
-            "device_type": device.current().type,
-            "streams": dict(self._states),
-            "default_cpu": torch.get_rng_state(),
-            "default_device": device.get_rng_state(),
-            "numpy": _numpy_state(),
-            "python": _python_state(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every random state from the result of `state_dict`.
+        Rows beside each other may be of one sample, as the choices of a question are.
 
         Raises:
-            CheckpointError: the states belong to another kind of device, whose generators cannot
-                continue each other's numbers.
+            ValueError: the samples do not share the rows out evenly, or there are none.
         """
-        here = device.current().type
-        if state["device_type"] != here:
-            raise CheckpointError(
-                "the random states in the checkpoint are of another kind of device",
-                found=f"saved on {state['device_type']}, this run uses {here}",
-                fix="add --no-load-rng, or continue on the kind of device it was saved on",
-            )
-        self._states = {name: state["streams"][name] for name in self._states}
-        torch.set_rng_state(state["default_cpu"])
-        device.set_rng_state(state["default_device"])
-        _set_numpy_state(*state["numpy"])
-        _set_python_state(*state["python"])
+        first, size = self._present()
+        if batch % size:
+            raise ValueError(f"{batch} rows of {size} samples")
+        return torch.arange(batch, device=device) + first * (batch // size)
+
+    def tokens(self, batch: int, positions: Tensor) -> Tensor:
+        """Return the numbers of tokens in the run: int64 [s, batch], of int64 positions [s].
+
+        Tokens of one sample and position have one number, on whatever ranks they are.
+        """
+        return (self.rows(batch, positions.device) << _MOST_TOKENS) + positions.unsqueeze(1)
+
+    def heads(self, batch: int, heads: range, of: int, length: int, device: torch.device) -> Tensor:
+        """Return the numbers of queries in the run: int64 [batch, heads, length], of some heads.
+
+        Args:
+            of: how many heads there are.
+        """
+        of_rows = self.rows(batch, device).view(-1, 1, 1) * of
+        of_heads = torch.arange(heads.start, heads.stop, device=device).view(-1, 1)
+        return (of_rows + of_heads << _MOST_TOKENS) + torch.arange(length, device=device)
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return `make()`, made once for the present samples, of all calls with the same key."""
+        if self._of != self.samples:
+            self._of, self._made = self.samples, {}
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @contextmanager
+    def generator(self, *place: object) -> Iterator[None]:
+        """Seed the default generator of the device by a place and the present samples.
+
+        For kernels that read no other. Outside the block it stays unchanged.
+        """
+        outside = device.get_rng_state()
+        device.default_generator().manual_seed(self.seed_of(*place, *self._present()))
+        try:
+            yield
+        finally:
+            device.set_rng_state(outside)
+
+    def _present(self) -> Samples:
+        if self.samples is None:
+            raise ValueError("something is to be drawn outside of `RandomStreams.of`")
+        return self.samples
 
 
-def _fresh_state(seed: int) -> Tensor:
-    outside = device.get_rng_state()
-    device.default_generator().manual_seed(seed)
-    state = device.get_rng_state()
-    device.set_rng_state(outside)
-    return state
+def default_states() -> dict[str, object]:
+    """Return the state of the default generators of torch, NumPy and Python.
+
+    Nothing of the framework draws from them while it trains; a program's own code may. torch states
+    are uint8 CPU tensors; the NumPy and Python states are lists and numbers that JSON can hold.
+    """
+    return {
+        "device_type": device.current().type,
+        "default_cpu": torch.get_rng_state(),
+        "default_device": device.get_rng_state(),
+        "numpy": _numpy_state(),
+        "python": _python_state(),
+    }
+
+
+def set_default_states(state: Mapping[str, Any]) -> None:
+    """Restore the default generators from the result of `default_states`.
+
+    Raises:
+        CheckpointError: the states belong to another kind of device, whose generators cannot
+            continue each other's numbers.
+    """
+    here = device.current().type
+    if state["device_type"] != here:
+        raise CheckpointError(
+            "the random states in the checkpoint are of another kind of device",
+            found=f"saved on {state['device_type']}, this run uses {here}",
+            fix="add --no-load-rng, or continue on the kind of device it was saved on",
+        )
+    torch.set_rng_state(state["default_cpu"])
+    device.set_rng_state(state["default_device"])
+    _set_numpy_state(*state["numpy"])
+    _set_python_state(*state["python"])
 
 
 def _numpy_state() -> list[object]:

@@ -1,7 +1,8 @@
 """Activation recomputation that draws the same random numbers the second time.
 
-torch's checkpoint replays the default generators; the named streams are replayed here. A region
-with collectives recomputes them too, so every rank of a tp group must recompute alike.
+torch's checkpoint replays the default generators; the samples that numbers are drawn for are set
+again here. A region with collectives recomputes them too, so every rank of a tp group must
+recompute alike.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +27,12 @@ def recompute(function: Callable[..., Result], streams: RandomStreams, *inputs: 
     """Run `function(*inputs)` without saving its intermediates; backward computes them again.
 
     Inputs and outputs may be tensors or anything else, several of each. The second run, in
-    backward, sees the default generators and every stream as the first did, and leaves all of
+    backward, sees the default generators and the samples of `streams` as the first did, and leaves
     them as it found them: results are bit-equal to those without recomputation.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    replay = _Replay(streams)
+    replay = _SameSamples(streams)
     result: Result = checkpoint(
         function,
         *inputs,
@@ -112,8 +113,8 @@ def _own_part(tensor: Tensor, tp: Group) -> Tensor:
     return pad(own, (0, each - own.numel())) if own.numel() < each else own.clone()
 
 
-class _Replay:
-    """Sets the streams to their present state for a block, any number of times.
+class _SameSamples:
+    """Sets the samples of streams to their present ones for a block, any number of times.
 
     Not a generator-based context manager: those can be entered once, and a graph that is kept
     (`retain_graph`) recomputes at every backward.
@@ -121,12 +122,10 @@ class _Replay:
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
-        self._first = streams.snapshot()
-        self._outside = self._first
+        self._first = self._outside = streams.samples
 
     def __enter__(self) -> None:
-        self._outside = self._streams.snapshot()
-        self._streams.restore(self._first)
+        self._outside, self._streams.samples = self._streams.samples, self._first
 
     def __exit__(self, *_: object) -> None:
-        self._streams.restore(self._outside)
+        self._streams.samples = self._outside

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.ops import library
+from megatron.ops.dropout import dropout_add
 from megatron.ops.library import operator, shapes_of, statistics_dtype
 
 # Lengths at which products beat the fused kernel, by what the CPU multiplies bfloat16 with, best
@@ -62,6 +63,33 @@ def attend_by_torch(
         is_causal=causal,
         enable_gqa=k.shape[1] < q.shape[1],
     )
+
+
+def attend_dropping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    probability: float,
+    names: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return the same with dropout of probabilities by `dropout_add`; all are in memory.
+
+    Args:
+        mask: as that of PyTorch's kernels, complete; None beside `causal`.
+        names: the seed, and the numbers of queries, int64 [b, a, s].
+    """
+    k, v = (for_each_head(t, q.shape[1]) for t in (k, v))
+    scores = torch.matmul(q, k.transpose(2, 3)).to(statistics_dtype(q)) / math.sqrt(q.shape[3])
+    if causal:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        is_seen = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if is_seen else scores + mask
+    probabilities = scores.softmax(3).to(q.dtype)
+    return torch.matmul(dropout_add(probabilities, None, probability, *names), v)
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -1,8 +1,9 @@
 """Dropout, and the addition of a residual after it, in one pass each way, without a stored mask.
 
-The mask is a function of a seed and of the number of the element: Philox4x32-10 (Salmon et al.
-2011, doi:10.1145/2063384.2063405), a generator without state. Backward draws it again from the
-seed, so that nothing else is saved. Reference and kernels, on every device, drop the same elements.
+The mask is a function of a seed, of the number of the row, and of the element's place in it:
+Philox4x32-10 (Salmon et al. 2011, doi:10.1145/2063384.2063405), a generator without state. Backward
+draws it again from seed and numbers, so that nothing else is saved. Reference and kernels, on every
+device, drop the same elements; so does every rank that gives a row the same number.
 Sums are computed in fp32 (fp64 of fp64) and rounded once.
 """
 
@@ -13,17 +14,14 @@ from torch import Tensor
 
 from megatron.ops.library import operator, shapes_of, statistics_dtype
 
-_QUARTER = 1024  # as in csrc/ops/dropout_call.h
+_GRAIN = 16  # as `quarter_of` in csrc/ops/dropout_call.h
 _MASK = 0xFFFFFFFF
 _REDUCED = (torch.bfloat16, torch.float16)
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """Return a seed drawn by the default generator of `device`, on it; the host does not wait."""
-    return torch.empty((), dtype=torch.int64, device=device).random_()
-
-
-def dropout_add(x: Tensor, residual: Tensor | None, probability: float, seed: Tensor) -> Tensor:
+def dropout_add(
+    x: Tensor, residual: Tensor | None, probability: float, seed: Tensor, numbers: Tensor
+) -> Tensor:
     """Return `x` with elements zeroed and the others scaled up, plus `residual` if there is one.
 
     The gradient of `x` is the same dropout of the gradient. A product with zero drops an element:
@@ -32,7 +30,9 @@ def dropout_add(x: Tensor, residual: Tensor | None, probability: float, seed: Te
     Args:
         residual: of the shape of `x`; of its dtype, or fp32 beside half precision.
         probability: that an element is dropped: in [0, 1), to 2^-32.
-        seed: int64, one element, on the device of `x`: equal seeds draw equal masks.
+        seed: int64, one element, on the device of `x`.
+        numbers: int64, likewise: one for each row, of as many rows as `x` divides into. Rows of one
+            length, number and seed have one mask.
 
     Raises:
         ValueError: the probability, or a shape or a dtype, does not fit.
@@ -53,7 +53,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, probability: float, seed: Te
             f"  found: {tuple(x.shape)} {x.dtype}; {tuple(residual.shape)} {residual.dtype}\n"
             "  fix: give both one shape, and one dtype or a residual in float32"
         )
-    out: Tensor = torch.ops.megatron.dropout_add(x, residual, probability, seed)
+    out: Tensor = torch.ops.megatron.dropout_add(x, residual, probability, seed, numbers)
     return out
 
 
@@ -76,28 +76,33 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return first, second, third, fourth
 
 
-def is_kept(elements: int, probability: float, seed: Tensor) -> Tensor:
-    """Return which of `elements` dropout keeps.
+def is_kept(width: int, probability: float, seed: Tensor, numbers: Tensor) -> Tensor:
+    """Return which of the `width` elements of rows with these numbers dropout keeps: [rows, width].
 
-    Word q of the random words of counter c is of element q * 1024 + c % 1024 of the row c // 1024
-    of 4,096 elements.
+    Word q of the random words of counter (i, number) is of element q * quarter + i, where a quarter
+    is a fourth of the width, rounded up to 16 elements.
     """
-    rows = -(-elements // (4 * _QUARTER))
-    counter = torch.arange(rows * _QUARTER, device=seed.device)
-    none = torch.zeros_like(counter)
+    quarter = _GRAIN * -(-width // (4 * _GRAIN))
+    index = torch.arange(quarter, device=seed.device)
+    number = numbers.reshape(-1, 1)
+    none = torch.zeros_like(index)
     seed = seed.reshape(())
-    words = philox((counter & _MASK, counter >> 32, none, none), (seed & _MASK, seed >> 32 & _MASK))
-    by_row = torch.stack([word.view(rows, _QUARTER) for word in words], dim=1)
-    return by_row.flatten()[:elements] >= int(probability * 2**32)
+    key = seed & _MASK, seed >> 32 & _MASK
+    words = philox((index, number & _MASK, number >> 32 & _MASK, none), key)
+    return torch.cat(words, dim=1)[:, :width] >= int(probability * 2**32)
 
 
-@operator("dropout_add(Tensor x, Tensor? residual, float probability, Tensor seed) -> Tensor")
+@operator(
+    "dropout_add(Tensor x, Tensor? residual, float probability, Tensor seed, Tensor numbers)"
+    " -> Tensor"
+)
 def dropout_add_reference(
-    x: Tensor, residual: Tensor | None, probability: float, seed: Tensor
+    x: Tensor, residual: Tensor | None, probability: float, seed: Tensor, numbers: Tensor
 ) -> Tensor:
     """Return the dropout of `x`, plus the residual."""
     wide = x.to(statistics_dtype(x))
-    kept = is_kept(x.numel(), probability, seed).view(x.shape)
+    rows = numbers.numel()
+    kept = is_kept(x.numel() // max(rows, 1), probability, seed, numbers).view(x.shape)
     dropped = wide * (kept.to(wide.dtype) / (1 - probability))
     if residual is None:
         return dropped.to(x.dtype)
@@ -105,23 +110,24 @@ def dropout_add_reference(
 
 
 @shapes_of("dropout_add")
-def _shapes(x: Tensor, residual: Tensor | None, probability: float, seed: Tensor) -> Tensor:
+def _shapes(
+    x: Tensor, residual: Tensor | None, probability: float, seed: Tensor, numbers: Tensor
+) -> Tensor:
     return x.new_empty(x.shape, dtype=(x if residual is None else residual).dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, residual, ctx.probability, seed = inputs
+    x, residual, ctx.probability, *names = inputs
     ctx.dtype, ctx.has_residual = x.dtype, residual is not None
-    ctx.save_for_backward(seed)
+    ctx.save_for_backward(*names)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (seed,) = ctx.saved_tensors
     grad_x = None
     if ctx.needs_input_grad[0]:
         of_x = grad.to(ctx.dtype)
-        grad_x = torch.ops.megatron.dropout_add(of_x, None, ctx.probability, seed)
-    return grad_x, grad if ctx.has_residual else None, None, None
+        grad_x = torch.ops.megatron.dropout_add(of_x, None, ctx.probability, *ctx.saved_tensors)
+    return grad_x, grad if ctx.has_residual else None, None, None, None
 
 
 torch.library.register_autograd("megatron::dropout_add", _backward, setup_context=_save)

@@ -6,6 +6,7 @@ graph, which a received gradient enters. A lone stage runs schedule "none" throu
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -96,6 +97,7 @@ class _Step:
     trains: bool
     timers: Timers
     scale: float | Tensor = 1.0
+    of: Callable[[int], AbstractContextManager[object]] = nullcontext
     kinds: list[Signature] = field(default_factory=list)  # of every micro-batch drawn so far
     waiting: dict[int, Tensors] = field(default_factory=dict)  # inputs of the model
     labels: dict[int, Tensors] = field(default_factory=dict)
@@ -144,18 +146,24 @@ class Executor:
         self._incoming: dict[_Edge, Signature] = {}
 
     def train(
-        self, batches: Batches, num_microbatches: int, *, scale: float | Tensor
+        self,
+        batches: Batches,
+        num_microbatches: int,
+        *,
+        scale: float | Tensor,
+        of: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> list[Tensor]:
         """Add the gradients of `scale` times the loss of so many micro-batches to the parameters.
 
         Args:
             scale: one for every loss, or [k] for k of them, whose products are added up.
+            of: the context of the forward pass of a micro-batch, by its number.
 
         Returns:
             [total, count] of every micro-batch in order on the last stage, [2] or [2, k]; nothing
             on the others.
         """
-        step = _Step(batches, trains=True, timers=self._timers, scale=scale)
+        step = _Step(batches, trains=True, timers=self._timers, scale=scale, of=of)
         plan = build_batches(
             self._schedule,
             stage=self._group.rank,
@@ -221,7 +229,8 @@ class Executor:
     def _forward(self, place: _Place, step: _Step) -> None:
         at = self._virtual(place.chunk)
         inputs = step.waiting.pop(place.microbatch) if at == 0 else step.inputs.pop(place)
-        carry = self._work.run(place.chunk, inputs)
+        with step.of(place.microbatch):
+            carry = self._work.run(place.chunk, inputs)
         if at == self._last:
             total, count = self._work.loss(carry, step.labels.pop(place.microbatch))
             step.sums.append(torch.stack([total.detach(), count.detach()]))

@@ -29,7 +29,7 @@ from megatron.model.experts.mixture import ROW_COUNTS
 from megatron.model.specs import ModelBuild
 from megatron.model_build import model_build
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import RandomStreams
+from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.topology import Coord, Topology
 from megatron.pipeline.plan import pipeline_plan
 from megatron.pipeline.schedule import ScheduleName
@@ -216,10 +216,8 @@ def engine_of(world: World, context: ParallelContext, phases: Phases) -> NativeE
 
 
 def _build(world: World, context: ParallelContext) -> ModelBuild:
-    at = context.coord
-    streams = RandomStreams(
-        world.config.training.seed, tp_rank=at.tp, dp_rank=at.dp, pp_rank=at.pp, cp_rank=at.cp
-    )
+    streams = RandomStreams(world.config.training.seed)
+    streams.samples = Samples(0, 1)  # of the pass outside of a step
     return model_build(StandIn(world.config, context, streams, world.tokenizer))
 
 
@@ -231,6 +229,7 @@ def run_step(engine: NativeEngine, world: World, microbatches: int) -> None:
         learning_rate=1e-4,
         weight_decay=world.config.optimizer.weight_decay,
         seq_length=world.config.data.seq_length,
+        first_sample=0,
     )
     engine.start_step(repeat(raw_batch(world.config, world.task)), plan, (False,))
 

@@ -60,10 +60,10 @@ def _refused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield given, "the sizes of experts' matrices are read by the host", "use a dense model"
     if model.attention_dropout > 0:
         given = f"--attention-dropout {model.attention_dropout}"
-        yield given, "dropout of scores draws from a stream", "use --attention-dropout 0"
+        yield given, "scores are dropped by number of the sample", "use --attention-dropout 0"
     if model.hidden_dropout > 0 and not training.bias_dropout_fusion:
         given = f"--no-bias-dropout-fusion, --hidden-dropout {model.hidden_dropout}"
-        yield given, "torch's dropout draws from a stream", "leave --no-bias-dropout-fusion out"
+        yield given, "only the operator is compiled", "leave --no-bias-dropout-fusion out"
     if training.activations.modules:
         given = f"--recompute-granularity {training.recompute_granularity}"
         yield given, "parts of a graph are not recomputed", "use --recompute-granularity full"

@@ -15,7 +15,7 @@ from tests.unit.engine.engines import tiny_batches, tiny_engine
 
 pytestmark = pytest.mark.gpu
 
-PLAN = StepPlan(2, 2, 0.01, 0.1, TOKENS_PER_SAMPLE)
+PLAN = StepPlan(2, 2, 0.01, 0.1, TOKENS_PER_SAMPLE, 0)
 
 
 def pinned() -> list[dict[str, torch.Tensor]]:

@@ -75,14 +75,6 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_share_of_a_sequence_has_its_own_rows_and_the_keys_in_the_order_of_ranks",
         ),
         Mutant(
-            "ranks that share sequences drop other elements",
-            "megatron/mpu/random.py",
-            "        if cp_rank:  #",
-            "        if cp_rank < 0:  #",
-            "tests/unit/mpu/test_random.py::"
-            "test_both_differ_between_replicas_parts_of_sequences_stages_and_seeds",
-        ),
-        Mutant(
             "the order of segments counts where the first token is",
             "megatron/model/bert_model.py",
             "counts = build.ctx.cp.is_first",

@@ -16,7 +16,7 @@ from megatron.model.init import initialize_parameters
 from megatron.model.specs import ModelBuild, VocabSize
 from megatron.mpu.context import Group, ParallelContext
 from megatron.mpu.partition import Init, InitKind, init_of
-from megatron.mpu.random import RandomStreams
+from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.topology import Topology
 
 TINY_VOCAB = VocabSize(true=50, padded=56)
@@ -47,12 +47,13 @@ def tiny_build(ctx: ParallelContext | None = None, **changes: Any) -> ModelBuild
     if changes.pop("recompute", False):
         changes["activations"] = ActivationPolicy(method=RecomputeMethod.UNIFORM)
     ctx = ctx or ParallelContext.single()
-    coord = ctx.coord
+    streams = RandomStreams(5)
+    streams.samples = Samples(0, 1)  # for passes outside of a step
     build = ModelBuild(
         ctx=ctx,
         vocab=TINY_VOCAB,
         seq_length=12,
-        streams=RandomStreams(5, tp_rank=coord.tp, dp_rank=coord.dp, pp_rank=coord.pp),
+        streams=streams,
         precision=PrecisionConfig(fp64=True),
     )
     return dataclasses.replace(build, **changes)

@@ -6,6 +6,7 @@ tolerance of the laws stands here, with its reason.
 """
 
 import dataclasses
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,6 +199,11 @@ class RecordingEngine:
         self, batches: Iterator[RawBatch], plan: StepPlan, signals: Sequence[bool] = ()
     ) -> PendingReport:
         seen = _remembered(batches, self.record.trained_on)
+        # What a program's own code may do: so the states that are saved are others in every step,
+        # and on every rank.
+        torch.rand(1 + dist.get_rank())
+        np.random.rand(1 + dist.get_rank())
+        random.random()
         pending = self.engine.start_step(seen, plan, signals)
         self.record.plans.append(plan)
 
@@ -237,7 +243,7 @@ def train(config: RunConfig, task: PretrainTask | None = None) -> Record:
             for tensor in state.tensors
         }
         record.scalars = dict(state.scalars)
-        states = rng.capture(runtime.streams)
+        states = rng.capture()
         record.generators = {**states.tensors, **states.values}
         return progress
 

@@ -30,7 +30,7 @@ def a_runtime(**changes: Any) -> Runtime:
         config=a_run(extra={"mine": 7}),
         launch=Launch(),
         context=ParallelContext.single(),
-        streams=RandomStreams(1, tp_rank=0, dp_rank=0, pp_rank=0),
+        streams=RandomStreams(1),
         tokenizer=build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=100),
         timers=Timers(),
         initialised_at="train.py:3",

@@ -19,7 +19,6 @@ from megatron.global_vars import get_runtime
 from megatron.initialize import (
     initialize_megatron,
     is_initialised,
-    reseed,
     shutdown_megatron,
     tokenizer_of,
 )
@@ -210,17 +209,6 @@ def test_every_generator_follows_the_seed(corpus: str) -> None:
     one, again, other = first_draws(1), first_draws(1), first_draws(2)
     assert one == again
     assert not set(one) & set(other)
-
-
-def test_seeding_anew_depends_on_the_iteration(corpus: str) -> None:
-    runtime = initialize_megatron(tiny_run(corpus))
-
-    def drawn(at: int) -> float:
-        reseed(runtime.streams, 1234, runtime.context, at=at)
-        with runtime.streams.fork("tensor"):
-            return float(torch.rand(()))
-
-    assert drawn(5) == drawn(5) != drawn(6)
 
 
 def test_the_tokenizer_is_the_one_of_the_flags(corpus: str) -> None:

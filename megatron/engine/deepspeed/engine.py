@@ -140,10 +140,11 @@ class DeepSpeedEngine:
         self.runtime.train()
         sums = []
         with weights_saved_by_reference(self.plan.stage):
-            while micro_batches:
+            for at in range(plan.num_microbatches):
                 inputs, labels = micro_batches.pop(0)
                 self.runtime.set_gradient_accumulation_boundary(not micro_batches)
-                with self._timers("forward-compute"):
+                of = self._build.streams.of(plan.samples(at, self._context.dp))
+                with self._timers("forward-compute"), of:
                     total, count = self.runtime(inputs, labels)
                 with self._timers("backward-compute"):
                     loss = torch.sum(total * factors.to(total.dtype))

@@ -4,6 +4,7 @@ Importing this module does not import DeepSpeed. What differs between its optimi
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -83,7 +84,9 @@ class DeepSpeedRuntime(Protocol):
 class PipelineRuntime(DeepSpeedRuntime, Protocol):
     """The interface of `pipe_engine.PatchedPipelineEngine`."""
 
-    def train_on(self, batches: Sequence[MicroBatch]) -> None:
+    def train_on(
+        self, batches: Sequence[MicroBatch], of: Callable[[int], AbstractContextManager[object]]
+    ) -> None:
         """Do one optimizer step."""
 
     def evaluate_on(self, batches: Sequence[MicroBatch]) -> None:

@@ -53,6 +53,8 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
     ) -> None:
         self._held, self._clock = held, clock
         self._shapes: set[Signature] = set()
+        self._of: Callable[[int], AbstractContextManager[object]] = nullcontext
+        self._forward_passes = 0
         super().__init__(
             args=None,
             model=model,
@@ -63,8 +65,16 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
             config_class=DeepSpeedConfig(json, model.mpu()),
         )
 
-    def train_on(self, batches: Sequence[MicroBatch]) -> None:
-        """Do one optimizer step; gradients are the mean of the micro-batches' and replicas'."""
+    def train_on(
+        self,
+        batches: Sequence[MicroBatch],
+        of: Callable[[int], AbstractContextManager[object]],
+    ) -> None:
+        """Do one optimizer step; gradients are the mean of the micro-batches' and replicas'.
+
+        Args:
+            of: the context of the forward pass of a micro-batch, by its number.
+        """
         count = len(batches)
         self.set_train_batch_size(
             count * self.train_micro_batch_size_per_gpu() * self.dp_world_size
@@ -72,7 +82,9 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
         if hasattr(self.optimizer, "gradient_accumulation_steps"):
             self.optimizer.gradient_accumulation_steps = count
         self.module.train()
+        self._of, self._forward_passes = of, 0
         self._run(batches, self._train_schedule())
+        self._of = nullcontext
 
     @torch.no_grad()
     def evaluate_on(self, batches: Sequence[MicroBatch]) -> None:
@@ -112,8 +124,10 @@ class PatchedPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed 
         return self._clock(name) if self.module.training else nullcontext()  # as natively
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        with self._timed("forward-compute"):
+        # A stage passes micro-batches forward in their order.
+        with self._timed("forward-compute"), self._of(self._forward_passes):
             super()._exec_forward_pass(buffer_id)
+        self._forward_passes += 1
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         with self._timed("backward-compute"):

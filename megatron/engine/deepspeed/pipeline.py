@@ -58,7 +58,10 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
         self._weigh_router_losses(plan)
         with self._loss.multiplied_by(factors) as sums:
-            self.runtime.train_on(micro_batches)
+            self.runtime.train_on(
+                micro_batches,
+                lambda at: self._build.streams.of(plan.samples(at, self._context.dp)),
+            )
         return self._reported(sums, self._updates.outcome(), plan, signals)
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:

@@ -24,6 +24,7 @@ PLAN = StepPlan(
     learning_rate=0.01,
     weight_decay=0.1,
     seq_length=16,
+    first_sample=0,
 )
 
 

@@ -1,19 +1,24 @@
-"""Tests of recomputation around layers that communicate and draw from both streams."""
+"""Tests of recomputation around layers that communicate and drop."""
 
 import torch
-import torch.nn.functional as F
 
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.offload import Offload
 from megatron.mpu.partition import Init
-from megatron.mpu.random import RandomStreams
+from megatron.mpu.random import RandomStreams, Samples
 from megatron.mpu.recompute import recompute, split_over
+from megatron.ops.dropout import dropout_add
 from tests.distributed.mpu.reference import build, fill, sample
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_on_ranks
 
 
-def a_recomputed_layer_is_bit_equal() -> tuple[list[object], list[object]]:
+def drop(streams: RandomStreams, x: torch.Tensor) -> torch.Tensor:
+    """Drop a third of `x` by the present samples."""
+    return dropout_add(x, None, 0.3, torch.tensor(3), streams.rows(len(x), x.device))
+
+
+def a_recomputed_layer_is_bit_equal() -> list[object]:
     ctx = build(tp=2)
     up = ColumnParallelLinear(8, 64, ctx=ctx, init=Init("normal"), dtype=torch.float64)
     down = RowParallelLinear(64, 8, ctx=ctx, init=Init("normal"), dtype=torch.float64)
@@ -21,33 +26,28 @@ def a_recomputed_layer_is_bit_equal() -> tuple[list[object], list[object]]:
         fill(parameter, ctx, seed=seed)
 
     def train(recomputing: bool) -> list[torch.Tensor]:
-        streams = RandomStreams(1, tp_rank=ctx.tp.rank)
+        streams = RandomStreams(1)
         hidden = sample(4, 2, 8, seed=9).requires_grad_()
 
-        def layer(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            inner = up(hidden)
-            with streams.fork("tensor"):
-                kept = F.dropout(torch.ones_like(inner), 0.5)
-            with streams.fork("replicated"):
-                return F.dropout(down(inner * kept), 0.5), kept
+        def layer(hidden: torch.Tensor) -> torch.Tensor:
+            return drop(streams, down(drop(streams, up(hidden))))
 
-        output, kept = recompute(layer, streams, hidden) if recomputing else layer(hidden)
+        with streams.of(Samples(0, 4)):
+            output = recompute(layer, streams, hidden) if recomputing else layer(hidden)
         output.sum().backward()
         gradients = [p.grad.clone() for p in [*up.parameters(), *down.parameters()]]
         up.zero_grad()
         down.zero_grad()
-        return [output, kept, hidden.grad, *gradients]
+        return [output, hidden.grad, *gradients]
 
     plain, recomputed = train(False), train(True)
     assert all(torch.equal(left, right) for left, right in zip(plain, recomputed, strict=True))
-    output, kept = plain[0].detach(), plain[1].detach()
-    return output.tolist(), kept.tolist()
+    return plain[0].detach().tolist()
 
 
-def test_recomputed_layers_are_bit_equal_and_streams_fall_as_they_should() -> None:
-    (output, kept), (other_output, other_kept) = run_on_ranks(2, a_recomputed_layer_is_bit_equal)
-    assert output == other_output  # replicated: the same numbers on both ranks
-    assert kept != other_kept  # tensor: not the same
+def test_recomputed_layers_are_bit_equal() -> None:
+    output, other_output = run_on_ranks(2, a_recomputed_layer_is_bit_equal)
+    assert output == other_output
 
 
 ELEMENTS = 7 * 2 * 33  # no multiple of the ranks: the last part is padded
@@ -55,18 +55,16 @@ ELEMENTS = 7 * 2 * 33  # no multiple of the ranks: the last part is padded
 
 def inputs_are_split_over_the_ranks() -> tuple[int, int]:
     ctx = build(tp=4)
-    streams = RandomStreams(1, tp_rank=ctx.tp.rank)
+    streams = RandomStreams(1)
     weight = sample(33, 33, seed=4).requires_grad_()
 
     def layer(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        with streams.fork("replicated"):
-            return F.dropout((hidden * ids) @ weight, 0.3)
+        return drop(streams, (hidden * ids) @ weight)
 
     def train(splitting: bool, offload: Offload | None = None) -> tuple[list[torch.Tensor], int]:
         start = sample(7, 2, 33, seed=9).requires_grad_()
         ids = torch.arange(33)
-        before = streams.snapshot()
-        with LiveBytes([weight, ids, start]) as live:
+        with streams.of(Samples(0, 1)), LiveBytes([weight, ids, start]) as live:
             hidden = start + 1  # which itself keeps nothing
             for _ in range(3):
                 if splitting:
@@ -76,7 +74,6 @@ def inputs_are_split_over_the_ranks() -> tuple[int, int]:
                     hidden = recompute(layer, streams, hidden, ids)
             kept = live.count
         hidden.square().sum().backward()
-        streams.restore(before)
         gradients = [weight.grad, start.grad]
         weight.grad = None
         return [hidden, *(g for g in gradients if g is not None)], kept

@@ -52,7 +52,6 @@ SHARES = {"manifest": 0.25, "generators": 0.25}
 FOUND, UNHARMED = "found", "loaded what was saved"
 EARLIER_ONE = "loaded the earlier checkpoint, and said that there is a later one"
 GOOD = (FOUND, UNHARMED, EARLIER_ONE)
-# Dropout, so that random states are others in every checkpoint.
 MODEL: dict[str, Any] = {**MODELS["llama"], "hidden_dropout": 0.1}
 # One is loaded by the layout that saved it, generators and all; of the other there are two shards.
 RUNS: dict[str, dict[str, Any]] = {
@@ -225,7 +224,7 @@ class Held(NamedTuple):
                 for tensor in state.tensors
             },
             dict(state.scalars),
-            rng.capture(runtime.streams),
+            rng.capture(),
         )
 
     def differing(self, other: "Held") -> list[str]:
@@ -251,7 +250,7 @@ class Held(NamedTuple):
             for view, values in zip(views, self.tensors[tensor.name]):
                 view.copy_(values)
         engine.restored(self.scalars, optimizer=True)
-        rng.restore(self.generators, runtime.streams)
+        rng.restore(self.generators)
 
 
 class Damaged:

@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **DROPOUT,
         "fp16": True,
         # It overflows at first: skipped iterations and a moving scale are part of the run.
-        "initial_loss_scale": 2.0**21,
+        "initial_loss_scale": 2.0**20,
         "loss_scale_window": 2,
         "hysteresis": 1,
         "optimizer": "sgd",

@@ -17,8 +17,20 @@ DTYPES = (
     (torch.float16, torch.float16),
     (torch.float16, torch.float32),
 )
-# Parts of a row of 4,096 elements, whole rows, and both; whole quarters of it are 1,024.
-SHAPES = ((0,), (1,), (3, 341), (2, 512), (1025,), (5, 613), (4095,), (2, 4096), (3, 4, 1031))
+# The last is a row. Quarters are a fourth of it, rounded up to 16: whole ones, a last one that is
+# shorter, and rows that fill one, two or three of them.
+SHAPES = (
+    (0,),
+    (1,),
+    (3, 16),
+    (3, 33),
+    (2, 20),
+    (2, 64),
+    (5, 613),
+    (4095,),
+    (2, 4096),
+    (3, 4, 1031),
+)
 PROBABILITY = 0.3
 # Units in the last place of the dtype that is computed in: the factor, the product, the sum.
 COMPUTED_ULPS = 3
@@ -27,28 +39,32 @@ KERNEL = torch.ops.megatron.dropout_add.default
 
 def draw(
     shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, a residual, and a seed for the mask that has both words."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, a residual, a seed for the mask and numbers of rows, which have both words."""
     drawn = torch.Generator().manual_seed(seed)
     x, residual = torch.randn((2, *shape), generator=drawn, dtype=torch.float64)
     of_mask = torch.empty((), dtype=torch.int64).random_(generator=drawn)
-    return x.to(dtypes[0]), residual.to(dtypes[1]), of_mask
+    rows = x.numel() // max(shape[-1], 1) if shape else 1
+    numbers = torch.empty(rows, dtype=torch.int64).random_(generator=drawn)
+    return x.to(dtypes[0]), residual.to(dtypes[1]), of_mask, numbers
 
 
 def check(
     x: Tensor,
     residual: Tensor,
     seed: Tensor,
+    numbers: Tensor,
     *,
     probability: float = PROBABILITY,
     dropout: Callable[..., Tensor] = KERNEL,
 ) -> None:
     """Drop with and without the residual, and check the results against fp64."""
-    kept = is_kept(x.numel(), probability, seed).view(x.shape)
+    width = x.numel() // max(numbers.numel(), 1)
+    kept = is_kept(width, probability, seed, numbers).view(x.shape)
     scaled = x.double() * kept / (1 - probability)
     computed = torch.finfo(statistics_dtype(x)).eps
     for added in (None, residual):
-        made = dropout(x, added, probability, seed)
+        made = dropout(x, added, probability, seed, numbers)
         assert made.dtype == (x if added is None else added).dtype
         assert made.shape == x.shape
         assert made.is_contiguous()

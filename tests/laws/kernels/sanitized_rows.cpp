@@ -316,17 +316,21 @@ static void compare_rotations(int64_t groups, int64_t heads, int64_t width, int6
 }
 
 template <class X, class R>
-static void compare_dropouts(int64_t elements, bool has_residual) {
+static void compare_dropouts(int64_t width, bool has_residual) {
+  const int64_t rows = 3, elements = rows * width;
   Buffer<X> x(elements);
   Buffer<R> residual(elements), out(elements, false), same(elements, false);
-  Buffer<int64_t> seed(1);
+  Buffer<int64_t> seed(1), numbers(rows);
   *seed.get() = 0x299f31d0a4093822;
+  for (int64_t row = 0; row < rows; ++row) numbers.get()[row] = row << 31;
   DropoutCall call{};
-  call.elements = elements;
-  call.rows = (elements + DropoutCall::kWidth - 1) / DropoutCall::kWidth;
+  call.rows = rows;
+  call.width = width;
+  call.quarter = DropoutCall::quarter_of(width);
   call.threshold = 0x60000000;
   call.scale = 1.6;
   call.seed = seed.get();
+  call.numbers = numbers.get();
   call.x = x.get();
   if (has_residual) call.residual = residual.get();
   const auto compute = [&](const auto& lanes, Buffer<R>& to) {
@@ -335,7 +339,7 @@ static void compare_dropouts(int64_t elements, bool has_residual) {
   };
   constexpr int kWide = DropoutRows<X, R>::kWide;
   compute(ThreadLanes(), out);
-  if (elements % kWide == 0)
+  if (width % kWide == 0)
     compute(StripedLanes<kWide>(), same);
   else
     compute(StripedLanes<1>(), same);
@@ -461,11 +465,11 @@ int main(int count, char** arguments) {
     compare_updates<float, float, float>(elements);
     compare_updates<double, double, double>(elements);
   }
-  for (int64_t elements : {1, 7, 512, 1024, 1500, 4095, 4096, 8200})
+  for (int64_t width : {1, 7, 16, 20, 44, 64, 1000, 1024, 1500})
     for (bool has_residual : {false, true}) {
-      compare_dropouts<BFloat16, float>(elements, has_residual);
-      compare_dropouts<double, double>(elements, has_residual);
-      compare_dropouts<Float16, Float16>(elements, has_residual);
+      compare_dropouts<BFloat16, float>(width, has_residual);
+      compare_dropouts<double, double>(width, has_residual);
+      compare_dropouts<Float16, Float16>(width, has_residual);
     }
   for (int64_t n : {1, 2, 7, 8, 31, 32, 512, 520, 1031, 4097})
     for (int64_t padding : {0, 3}) {

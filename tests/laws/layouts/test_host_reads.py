@@ -94,7 +94,7 @@ def no_upload(*given: object, **named: object) -> Tensor:
 
 def start_steps(engine: NativeEngine, rank: Rank) -> PendingReport:
     """Start two steps, since the second one has the results of the first; return its report."""
-    plan = StepPlan(MICRO_BATCHES, MICRO_BATCHES * rank.dp, 0.01, 0.1, TOKENS_PER_SAMPLE)
+    plan = StepPlan(MICRO_BATCHES, MICRO_BATCHES * rank.dp, 0.01, 0.1, TOKENS_PER_SAMPLE, 0)
     for _ in range(2):
         text = torch.empty((1, TOKENS_PER_SAMPLE + 1), dtype=torch.int64, device=META)
         batches = [{"text": text} for _ in range(MICRO_BATCHES)]

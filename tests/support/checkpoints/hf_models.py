@@ -193,7 +193,7 @@ def our_build(**changes: Any) -> ModelBuild:
         "ctx": ParallelContext.single(),
         "vocab": VocabSize(VOCABULARY, VOCABULARY),
         "seq_length": POSITIONS,
-        "streams": RandomStreams(1, tp_rank=0, dp_rank=0, pp_rank=0),
+        "streams": RandomStreams(1),
         "precision": PrecisionConfig(),
     }
     return ModelBuild(**(values | changes))

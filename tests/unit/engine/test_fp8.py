@@ -41,7 +41,7 @@ def table_of(**flags: Any) -> dict[str, str | None]:
 
 def step(engine: NativeEngine, count: int = 2) -> None:
     batches = iter(tiny_batches(count))
-    engine.train_step(batches, StepPlan(count, count, 0.01, 0.0, TOKENS_PER_SAMPLE))
+    engine.train_step(batches, StepPlan(count, count, 0.01, 0.0, TOKENS_PER_SAMPLE, 0))
 
 
 def test_linear_layers_of_blocks_are_in_fp8_and_nothing_else() -> None:

@@ -25,7 +25,7 @@ from tests.support.models import tiny_build, tiny_config
 ALONE = ParallelContext.single()
 ONE = gpt_task()
 TWO = replace(ONE, losses=("words", "order"))
-PLAN = StepPlan(2, 4, 0.1, 0.0, 12)
+PLAN = StepPlan(2, 4, 0.1, 0.0, 12, 0)
 DONE = OptimizerReport(applied=True, finite=True, grad_norm=2.0, loss_scale=1.0)
 
 

@@ -21,7 +21,7 @@ from megatron.model.specs import TokenFlops
 from megatron.progress import BatchSchedule, Duration, Progress
 from tests.unit.engine.engines import tiny_engine
 
-STEP = CompletedStep(StepPlan(2, 8, 0.01, 0.0, 16), StepReport(2.0, 1.0))
+STEP = CompletedStep(StepPlan(2, 8, 0.01, 0.0, 16, 0), StepReport(2.0, 1.0))
 
 
 @pytest.mark.parametrize(

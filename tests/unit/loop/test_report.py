@@ -26,6 +26,7 @@ PLAN = StepPlan(
     learning_rate=1.5e-4,
     weight_decay=0.1,
     seq_length=16,
+    first_sample=0,
 )
 
 

@@ -27,9 +27,9 @@ def test_a_plan_depends_on_the_progress_alone() -> None:
         seen: plan_step(config, length, Progress(iteration=1, consumed_samples=seen))
         for seen in (4, 0, 16, 4)
     }
-    assert plans[0] == StepPlan(2, 4, 0.0, 0.0, 16)
+    assert plans[0] == StepPlan(2, 4, 0.0, 0.0, 16, 0)
     assert plans[4].learning_rate == pytest.approx(0.005)  # half of the warm-up
-    assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16), 16)
+    assert plans[16] == StepPlan(4, 8, pytest.approx(0.01 * 32 / 40), pytest.approx(0.16), 16, 16)
     again = plan_step(config, length, Progress(iteration=9, consumed_samples=4))
     assert again == plans[4], "the number of iterations does not matter"
 
@@ -48,7 +48,7 @@ def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None
     assert [plan.seq_length for plan in plans] == [4, 4, 16, 16]
 
 
-PLAN = StepPlan(2, 8, 0.01, 0.0, 16)
+PLAN = StepPlan(2, 8, 0.01, 0.0, 16, 0)
 
 
 @pytest.mark.parametrize(

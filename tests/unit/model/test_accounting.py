@@ -318,7 +318,7 @@ def test_dropout_by_the_operations_of_pytorch_saves_masks() -> None:
         for fuse in (True, False)
     )
     tokens = 2 * 2048
-    assert apart - fused == config.num_layers * 2 * tokens * config.hidden_size
+    assert apart - fused == config.num_layers * 2 * tokens * config.hidden_size * 4  # factors, fp32
 
 
 @pytest.mark.parametrize("recompute", [False, True])

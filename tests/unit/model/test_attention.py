@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.config.model import PositionEmbedding
 from megatron.config.training import AttentionBackend
@@ -11,8 +12,10 @@ from megatron.errors import ConfigError
 from megatron.model.attention import SelfAttention
 from megatron.model.geometry import Geometry
 from megatron.model.positions import RotaryAngles
+from megatron.model.specs import ModelBuild
 from megatron.mpu.context import Group, ParallelContext
-from tests.support.models import roughen, tiny_build, tiny_config
+from megatron.mpu.random import Samples
+from tests.support.models import roughen, second_of_two, tiny_build, tiny_config
 from tests.support.operators import Operators
 
 
@@ -73,16 +76,60 @@ def test_a_kernel_that_is_not_there_is_an_error_with_its_flag() -> None:
     assert "--attention-backend fused, torch.float64 on cpu, 4 channels" in str(raised.value)
 
 
-def test_attention_dropout_draws_from_the_stream_of_split_tensors() -> None:
-    build = tiny_build()
+@pytest.mark.parametrize("masked", [False, True])
+def test_scores_are_dropped_by_sample_and_head_where_they_are_in_memory(masked: bool) -> None:
+    def dropped(build: ModelBuild, heads: slice, rows: slice) -> Tensor:
+        attention = SelfAttention(tiny_config(attention_dropout=0.5), build, layer=1)
+        q, k, v = qkv[:, rows, heads]
+        with build.streams.of(Samples(rows.start, rows.stop - rows.start)):
+            return attention._attend(q, k, v, mask, not masked)
+
+    qkv = torch.randn(3, 4, 4, 6, 5, dtype=torch.float64)
+    mask = torch.ones(6, 6, dtype=torch.bool).triu() if masked else None
+    before = torch.get_rng_state()
+    whole = dropped(tiny_build(), slice(0, 4), slice(0, 4))
+    part = dropped(tiny_build(second_of_two()), slice(2, 4), slice(2, 4))
+    torch.testing.assert_close(part, whole[2:, 2:], rtol=1e-14, atol=1e-14)
+    unfused = tiny_build(attention_backend=AttentionBackend.UNFUSED)
+    assert torch.equal(dropped(unfused, slice(0, 4), slice(0, 4)), whole)
+    plain = SelfAttention(tiny_config(), tiny_build(), layer=1)._attend(*qkv, mask, not masked)
+    assert not torch.equal(whole, plain)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_of_scores_keeps_their_mean() -> None:
+    attention = SelfAttention(tiny_config(attention_dropout=0.25), tiny_build(), layer=0)
+    q, v = torch.zeros(50, 4, 40, 4), torch.ones(50, 4, 40, 4)
+    out = attention._attend(q, q, v, None, False)
+    # Sums of 40 probabilities of 1/40 each; 8,000 of them of deviation 0.09 have 0.001.
+    assert out[..., 0].mean().item() == pytest.approx(1, abs=0.005)
+    assert out[..., 0].std().item() == pytest.approx((0.25 / 0.75 / 40) ** 0.5, rel=0.05)
+
+
+def test_kernels_that_hold_no_scores_draw_from_a_seed_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds = []
+
+    def attend(*_: object, **__: object) -> Tensor:
+        seeds.append(torch.initial_seed())
+        return torch.zeros(())
+
+    monkeypatch.setattr("megatron.model.attention.attend_by_torch", attend)
+    q = torch.zeros(2, 2, 6, 4)
+    before = torch.get_rng_state()
+    for ctx, layer, first in ((None, 0, 0), (None, 0, 0), (None, 1, 0), (None, 0, 2)):
+        build = tiny_build(ctx, attention_backend=AttentionBackend.FLASH)
+        attention = SelfAttention(tiny_config(attention_dropout=0.5), build, layer=layer)
+        with build.streams.of(Samples(first, 2)):
+            attention._attend(q, q, q, None, True)
+    build = tiny_build(second_of_two(), attention_backend=AttentionBackend.FLASH)
     attention = SelfAttention(tiny_config(attention_dropout=0.5), build, layer=0)
-    roughen(attention, ParallelContext.single())
-    before, default = build.streams.snapshot(), torch.get_rng_state()
-    attention(torch.randn(6, 2, 16, dtype=torch.float64), Geometry())
-    after = build.streams.snapshot()
-    assert torch.equal(before["replicated"], after["replicated"])
-    assert not torch.equal(before["tensor"], after["tensor"])
-    del default
+    with build.streams.of(Samples(0, 2)):
+        attention._attend(q, q, q, None, True)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 4
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_rotation_by_the_operations_of_pytorch_is_the_same() -> None:

@@ -14,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.model.gpt_model import GPTModel, GPTModelPipe, gpt_carry, gpt_layers
 from megatron.model.losses import LossSum
 from megatron.mpu.partition import is_sequence_parallel, partition_of
+from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange
 from tests.support.models import (
     TINY_VOCAB,
@@ -287,23 +288,28 @@ def test_recomputation_is_bitwise_the_same_with_dropout_on(switch: str) -> None:
         model = tiny_model(config, build)
         loss = model(tokens, labels=tokens).total
         loss.backward()
-        streams = list(build.streams.snapshot().values())
-        results.append([loss.detach(), *(p.grad for p in model.parameters()), *streams])
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for plain, again in zip(*results):
         assert torch.equal(plain, again)
 
 
-def test_evaluation_draws_no_random_numbers_and_drops_nothing() -> None:
+def test_evaluation_drops_nothing_and_training_drops_by_sample() -> None:
     config = tiny_config(hidden_dropout=0.5, attention_dropout=0.5)
     build = tiny_build()
     model, tokens = tiny_model(config, build), tiny_tokens()
-    before = build.streams.snapshot()
     model.eval()
-    torch.testing.assert_close(model(tokens), tiny_model(tiny_config())(tokens), rtol=0, atol=0)
-    assert all(torch.equal(before[n], s) for n, s in build.streams.snapshot().items())
+    with build.streams.of(None):  # nothing is drawn
+        torch.testing.assert_close(model(tokens), tiny_model(tiny_config())(tokens), rtol=0, atol=0)
     model.train()
-    assert not torch.equal(model(tokens), model(tokens))
-    assert not any(torch.equal(before[n], s) for n, s in build.streams.snapshot().items())
+    before = torch.get_rng_state()
+    first, again = model(tokens), model(tokens)
+    assert torch.equal(first, again)
+    with build.streams.of(Samples(1, 1)):
+        later = model(tokens[1:])
+    torch.testing.assert_close(later, first[:, 1:], **SAME)
+    with build.streams.of(Samples(2, 2)):
+        assert not torch.equal(model(tokens), first)
+    assert torch.equal(torch.get_rng_state(), before), "the default generator is another's"
 
 
 def test_a_training_step_works_after_an_inference_mode_pass() -> None:

@@ -1,4 +1,4 @@
-"""Tests of random streams: who draws alike, what a fork leaves behind, saving."""
+"""Tests of random streams: names make numbers, and the default generators are somebody else's."""
 
 import json
 import random
@@ -8,79 +8,120 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.mpu.random import RandomStreams, hash_seed
+from megatron.mpu.random import (
+    RandomStreams,
+    Samples,
+    default_states,
+    hash_seed,
+    set_default_states,
+)
+
+HERE = torch.device("cpu")
 
 
-def draw(streams: RandomStreams, name: str) -> list[float]:
-    with streams.fork(name):
-        return torch.rand(4).tolist()
-
-
-def test_replicated_is_equal_over_tp_and_tensor_is_not() -> None:
-    first, second = (RandomStreams(7, tp_rank=rank) for rank in (0, 1))
-    assert draw(first, "replicated") == draw(second, "replicated")
-    assert draw(first, "tensor") != draw(second, "tensor")
-
-
-def test_both_differ_between_replicas_parts_of_sequences_stages_and_seeds() -> None:
-    places = [
-        RandomStreams(7),
-        RandomStreams(7, dp_rank=1),
-        RandomStreams(7, pp_rank=1),
-        RandomStreams(7, cp_rank=1),
-        RandomStreams(8),
-    ]
-    draws = [tuple(draw(place, name)) for place in places for name in ("replicated", "tensor")]
-    assert len(set(draws)) == len(draws)
-
-
-def test_a_fork_leaves_the_default_generator_alone() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
+def test_rows_are_numbered_over_the_run_however_they_are_shared_out() -> None:
     streams = RandomStreams(7)
-    with streams.fork("tensor"), streams.fork("replicated"):
-        torch.rand(10)
-    with pytest.raises(ZeroDivisionError), streams.fork("tensor"):
-        _ = 1 / 0
-    assert torch.equal(torch.rand(4), expected)
+    with streams.of(Samples(6, 4)):
+        assert streams.rows(4, HERE).tolist() == [6, 7, 8, 9]
+        choices = streams.rows(12, HERE)  # three of each sample
+    parts = []
+    for first in (6, 8):
+        with streams.of(Samples(first, 2)):
+            parts += streams.rows(6, HERE).tolist()
+    assert choices.tolist() == parts == list(range(18, 30))
 
 
-def test_a_stream_continues_from_fork_to_fork() -> None:
-    once, twice = RandomStreams(7), RandomStreams(7)
-    with once.fork("tensor"):
-        expected = torch.rand(32).tolist()
-    with twice.fork("tensor"):
-        first = torch.rand(16).tolist()
-    draw(twice, "replicated")
-    with twice.fork("tensor"):
-        assert first + torch.rand(16).tolist() == expected
-
-
-def test_saved_states_continue_bit_for_bit() -> None:
-    def draws(streams: RandomStreams) -> list[object]:
-        own = [draw(streams, "replicated"), draw(streams, "tensor"), torch.rand(3).tolist()]
-        return [*own, np.random.rand(3).tolist(), random.random(), random.gauss(0, 1)]
-
-    outside = RandomStreams(0).state_dict()
+def test_tokens_have_the_number_of_their_row_and_position() -> None:
     streams = RandomStreams(7)
+    with streams.of(Samples(3, 2)):
+        whole = streams.tokens(2, torch.arange(8))
+        part = streams.tokens(2, torch.tensor([2, 3, 6]))
+    assert whole.shape == (8, 2)
+    assert len(set(whole.flatten().tolist())) == 16
+    assert torch.equal(part, whole[[2, 3, 6]])
+    with streams.of(Samples(4, 1)):
+        assert torch.equal(streams.tokens(1, torch.arange(8)), whole[:, 1:])
+
+
+def test_queries_have_the_number_of_their_row_head_and_position() -> None:
+    streams = RandomStreams(7)
+    with streams.of(Samples(3, 2)):
+        whole = streams.heads(2, range(6), 6, 8, HERE)
+        part = streams.heads(2, range(2, 4), 6, 8, HERE)
+    assert whole.shape == (2, 6, 8)
+    assert len(set(whole.flatten().tolist())) == 96
+    assert torch.equal(part, whole[:, 2:4])
+    with streams.of(Samples(4, 1)):
+        assert torch.equal(streams.heads(1, range(6), 6, 8, HERE), whole[1:])
+
+
+def test_nothing_is_drawn_without_samples_or_for_rows_that_they_do_not_share() -> None:
+    streams = RandomStreams(7)
+    with pytest.raises(ValueError, match=r"outside of `RandomStreams.of`"):
+        streams.rows(2, HERE)
+    with pytest.raises(ValueError, match="outside"), streams.generator("a"):
+        pass
+    with streams.of(Samples(0, 2)), pytest.raises(ValueError, match="3 rows of 2 samples"):
+        streams.rows(3, HERE)
+
+
+def test_the_samples_of_a_block_end_with_it() -> None:
+    streams = RandomStreams(7)
+    with streams.of(Samples(0, 2)):
+        with pytest.raises(ZeroDivisionError), streams.of(Samples(2, 2)):
+            _ = 1 / 0
+        assert streams.samples == Samples(0, 2)
+    assert streams.samples is None
+
+
+def test_what_is_made_once_is_made_anew_for_other_samples() -> None:
+    streams, made = RandomStreams(7), []
+
+    def make() -> torch.Tensor:
+        made.append(streams.samples)
+        return torch.zeros(1)
+
+    for samples in (Samples(0, 2), Samples(0, 2), Samples(2, 2), Samples(0, 2)):
+        with streams.of(samples):
+            assert streams.once("key", make) is streams.once("key", make)
+    streams.once("key", make)
+    assert made == [Samples(0, 2), Samples(2, 2), Samples(0, 2), None]
+
+
+def test_generators_follow_seed_place_and_samples_and_leave_the_default_alone() -> None:
+    def drawn(seed: int, place: str, samples: Samples) -> float:
+        streams = RandomStreams(seed)
+        with streams.of(samples), streams.generator(place, 1):
+            return float(torch.rand((), dtype=torch.float64))
+
+    before = torch.get_rng_state()
+    names = [(7, "a", Samples(0, 2)), (8, "a", Samples(0, 2)), (7, "b", Samples(0, 2))]
+    names += [(7, "a", Samples(2, 2))]
+    assert len({drawn(*one) for one in names}) == 4
+    assert drawn(*names[0]) == drawn(*names[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_saved_default_states_continue_bit_for_bit() -> None:
+    def draws() -> list[object]:
+        return [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
+
+    outside = default_states()
     random.gauss(0, 1)  # leaves half of a pair behind, which is part of the state
     np.random.randn()
-    draws(streams)
-    state = streams.state_dict()
+    draws()
+    state = default_states()
     json.dumps([state["numpy"], state["python"], state["device_type"]])
-    expected = draws(streams)
-    other = RandomStreams(1)
-    other.load_state_dict(state)
-    assert draws(other) == expected
-    other.load_state_dict(outside)
+    expected = [*draws(), random.gauss(0, 1), np.random.randn()]
+    draws()
+    set_default_states(state)
+    assert [*draws(), random.gauss(0, 1), np.random.randn()] == expected
+    set_default_states(outside)
 
 
 def test_states_of_another_device_are_refused() -> None:
-    streams = RandomStreams(7)
-    state = streams.state_dict() | {"device_type": "cuda"}
     with pytest.raises(CheckpointError, match="random states in the checkpoint are of another"):
-        streams.load_state_dict(state)
+        set_default_states(default_states() | {"device_type": "cuda"})
 
 
 def test_hash_seed_is_stable_and_tells_names_apart() -> None:

@@ -18,7 +18,6 @@ from megatron.checkpoint.load import storage
 from megatron.checkpoint.sharded import Snapshot
 from megatron.errors import CheckpointError
 from megatron.mpu.context import ParallelContext
-from megatron.mpu.random import RandomStreams
 from megatron.mpu.topology import Topology
 from tests.support.ranks import run_on_ranks
 from tests.unit.checkpoint.toy import LAYOUTS, differences, rank_at, snapshot_at
@@ -231,23 +230,18 @@ def test_every_rank_gets_its_own_generators_back(tmp_path):
 
 def generators_of_ranks(folder):
     ctx = context(2, 2)
-    streams = RandomStreams(1, tp_rank=ctx.tp.rank, dp_rank=ctx.dp.rank)
     random.seed(ctx.rank)
     np.random.seed(ctx.rank)
     torch.manual_seed(ctx.rank)
-    snapshot = Snapshot((), progress={}, config={}, generators=rng.capture(streams))
+    snapshot = Snapshot((), progress={}, config={}, generators=rng.capture())
     storage.save_snapshot(folder, snapshot, iteration=1, ctx=ctx)
-    before = draws(streams)
-    draws(streams)
+    before = draws()
+    draws()
     opened = storage.open_checkpoint(folder, ctx=ctx)
     assert rng.why_not_restorable(opened.manifest, ctx.topology) is None
-    rng.restore(opened.read_generators(), streams)
-    return before, draws(streams)
+    rng.restore(opened.read_generators())
+    return before, draws()
 
 
-def draws(streams):
-    numbers = [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]
-    for name in ("replicated", "tensor"):
-        with streams.fork(name):
-            numbers.append(torch.rand(2).tolist())
-    return numbers
+def draws():
+    return [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]

@@ -151,7 +151,9 @@ def norms_of_a_step(corpus: str) -> list[float]:
 
     step = engine.runtime.optimizer.step
     engine.runtime.optimizer.step = look
-    plan = StepPlan(3, 12, learning_rate=0.01, weight_decay=0.1, seq_length=TOKENS_PER_SAMPLE)
+    plan = StepPlan(
+        3, 12, learning_rate=0.01, weight_decay=0.1, seq_length=TOKENS_PER_SAMPLE, first_sample=0
+    )
     report = engine.train_step(iter(tiny_batches(3, size=4)), plan)
     return [report.grad_norm, *found]
 

@@ -230,7 +230,9 @@ def test_a_checkpoint_goes_from_engine_to_engine_and_grid_to_grid(
 
 def broken_then_mended(corpus: str, stage: int) -> list[StepReport | str]:
     engine = engine_of(piped(corpus, (1, 2, 1), stage))
-    plan = StepPlan(2, 8, learning_rate=0.01, weight_decay=0.1, seq_length=TOKENS_PER_SAMPLE)
+    plan = StepPlan(
+        2, 8, learning_rate=0.01, weight_decay=0.1, seq_length=TOKENS_PER_SAMPLE, first_sample=0
+    )
     messages: list[StepReport | str] = []
     name = "embedding.word.weight"
     weight = engine.stage.get_parameter(name)

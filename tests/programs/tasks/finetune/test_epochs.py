@@ -15,7 +15,7 @@ from tasks.finetune.rows import UNKNOWN
 from tests.programs.tasks.finetune.test_judging import rows_of
 
 EXAMPLES, BATCH, PER_EPOCH = 5, 4, 2
-PLAN = StepPlan(2, BATCH, 0.01, 0.0, 1)
+PLAN = StepPlan(2, BATCH, 0.01, 0.0, 1, 0)
 TRAINING = TrainingConfig(micro_batch_size=1, train_iters=1, seed=3)
 
 
