@@ -5,6 +5,7 @@ stays what it is when code moves; where its place is gone, putting it in fails. 
 get wrong: a collective that is "dropped" still happens, on a copy, so that all ranks go on.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -15,16 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron.model.dropout
 import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
+from megatron.engine.base import StepPlan
+from megatron.model.attention import SelfAttention
 from megatron.model.experts import mixture as moe
 from megatron.mpu import collectives
-from megatron.mpu.context import ReplicaGroups
+from megatron.mpu.context import Group, ReplicaGroups
 from megatron.mpu.context_parallel import attention as over_ranks
 from megatron.mpu.context_parallel.shares import SequenceShare
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.partition import partition_of
+from megatron.mpu.random import Samples
 from megatron.mpu.topology import Topology
 from megatron.optimizer import replicated_grads
 from megatron.optimizer.sharded_grads import ShardedGradBuffer
@@ -323,6 +328,34 @@ def _stale_parameters(grid: Topology) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _same_masks_on_replicas(grid: Topology) -> Iterator[None]:
+    """Every replica drops what the first one drops."""
+    real = StepPlan.samples
+
+    def samples(self: StepPlan, microbatch: int, replicas: Group) -> Samples:
+        return real(self, microbatch, dataclasses.replace(replicas, rank=0))
+
+    with patch.object(StepPlan, "samples", samples):
+        yield
+
+
+@contextmanager
+def _masks_of_the_first_part(grid: Topology) -> Iterator[None]:
+    """Every tp rank drops in its part of a sequence what the first one drops in its own."""
+    with patch.object(
+        megatron.model.dropout, "sequence_part", lambda length, tp: slice(0, length // tp.size)
+    ):
+        yield
+
+
+@contextmanager
+def _same_masks_for_all_heads(grid: Topology) -> Iterator[None]:
+    """Every tp rank drops scores of its heads as the first one does of its own."""
+    with patch.object(SelfAttention, "_own_heads", lambda self, count: range(count)):
+        yield
+
+
 _FIRST_LOSS, _FIRST_NORM, _SECOND_LOSS = (
     "loss of step 0",
     "gradient norm of step 0",
@@ -402,6 +435,13 @@ FAULTS: Mapping[str, Fault] = {
         "tp2 gqa swiglu", _FIRST_LOSS, _glu_halves_swapped
     ),
     "the GLU is cut as one matrix": Fault("tp2 gqa swiglu", _FIRST_LOSS, _glu_cut_as_one_matrix),
+    "replicas drop alike": Fault("dp2 dropout", _FIRST_LOSS, _same_masks_on_replicas),
+    "the parts of a sequence are dropped alike": Fault(
+        "tp2 sp dropout", _FIRST_LOSS, _masks_of_the_first_part
+    ),
+    "the heads of ranks are dropped alike": Fault(
+        "tp2 gqa swiglu dropout", _FIRST_LOSS, _same_masks_for_all_heads
+    ),
     "the gradient of a micro-batch is lost between stages": Fault(
         "pp2 1f1b", _FIRST_NORM, _second_gradient_lost
     ),

@@ -88,12 +88,16 @@ FREE: Mapping[str, Sequence[str]] = {
     "norm": ("layernorm", "rmsnorm"),
     "positions": ("learned", "rotary", "alibi"),
     "optimizer": ("adamw", "sgd"),
+    "dropout": ("no-dropout", "dropout"),
 }
 AXES = {**GRID_AXES, **FREE}
 _SIZES = ("tp", "pp", "cp", "dp", "ep")
 # The words of a case leave out what it does not use.
 _SILENT = frozenset(
-    {"no-sp", "no-pipeline", "even", "no-cp", "dense", "as-tp", "replicated", "at-end", "keep"}
+    {
+        *("no-sp", "no-pipeline", "even", "no-cp", "dense", "as-tp", "replicated", "at-end"),
+        *("keep", "no-dropout"),
+    }
 )
 
 _FULLY_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
@@ -153,6 +157,8 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "alibi": {"position_embedding_type": "alibi"},
     "adamw": {"weight_decay": 0.1},
     "sgd": {"optimizer": "sgd", "lr": 0.05},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "dropout-of-hidden-states": {"hidden_dropout": 0.1},
 }
 
 
@@ -167,6 +173,7 @@ class Model(NamedTuple):
     norm: str
     positions: str
     optimizer: str
+    dropout: str
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,10 @@ class Case:
         # Two chunks on each of four stages need eight layers, uneven stages more than one each.
         even = self.grid.stages == "even"
         layers = 8 if self.grid.pp == 4 and (self.grid.schedule == "interleaved" or not even) else 4
-        return Model(layers, self.grid.feed_forward, *self.free)
+        model = Model(layers, self.grid.feed_forward, *self.free)
+        if model.dropout == "dropout" and self.grid.exchange in ("p2p", "all_gather"):
+            return model._replace(dropout="dropout-of-hidden-states")  # of scores it is refused
+        return model
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -62,7 +62,12 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     **{f"zero{stage}": {"deepspeed": True, "zero_stage": str(stage)} for stage in range(4)},
 }
 RUNS: Mapping[str, Mapping[str, Any]] = {
-    "gated, grouped, untied, rotary": {**MODELS["llama"], **_ADAMW},
+    "gated, grouped, untied, rotary": {
+        **MODELS["llama"],
+        **_ADAMW,
+        "hidden_dropout": 0.1,  # what is dropped goes on at another layout, too
+        "attention_dropout": 0.1,
+    },
     "tied, learned": _ADAMW,
     "gated, grouped, tied, learned": {**_GATED, **_ADAMW},
     "untied, rotary, sgd": {

@@ -41,6 +41,8 @@ def test_micro_batches_and_replicas_make_no_difference(tmp_path: Path, order: st
             tiny_run(
                 corpus,
                 **MODELS["ragged"],
+                hidden_dropout=0.1,
+                attention_dropout=0.1,
                 micro_batch_size=size,
                 dataloader_type=order,
                 eval_iters=2,
@@ -74,6 +76,7 @@ EXPERTS: dict[str, Any] = {
     "moe_router_load_balancing_type": LoadBalancing.SEQ_AUX_LOSS,
     "moe_aux_loss_coeff": 0.1,
     "eod_mask_loss": True,
+    "hidden_dropout": 0.1,
 }
 CUTS: dict[int, list[dict[str, Any]]] = {
     1: [{"micro_batch_size": size} for size in (8, 1)],

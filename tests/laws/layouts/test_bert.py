@@ -40,7 +40,11 @@ from tests.support.tiny_bert import (
 SHAPE: dict[str, Any] = {"num_layers": 4, "train_iters": 3, "eval_iters": 1, "eval_interval": 3}
 MODELS: dict[str, dict[str, Any]] = {
     "pre-norm": {},
-    "original": {"apply_residual_connection_post_layernorm": True, "onnx_safe": True},
+    "original": {
+        "apply_residual_connection_post_layernorm": True,
+        "onnx_safe": True,
+        "hidden_dropout": 0.1,
+    },
     "untied, rotary, without order": {
         "untie_embeddings_and_output_weights": True,
         "position_embedding_type": "rope",

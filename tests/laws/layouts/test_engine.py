@@ -36,6 +36,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {**MODELS["ragged"], "optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9},
     "adamw": {
         **MODELS["llama"],
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
         "eod_mask_loss": True,
         # Far above rounding: AdamW divides by the size of a gradient, and one that is nothing but
         # rounding would otherwise become a step of full length, by another sign in each engine.
