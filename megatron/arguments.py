@@ -1,7 +1,7 @@
 """The command line: flags from the config groups, Megatron's older spellings, all errors at once.
 
-The meaning of a flag stands in the config group that owns it, the spellings of other Megatrons'
-scripts in `config.spellings`.
+The meaning of a flag stands in the config group that owns it, the answer to each flag of other
+Megatrons in `config.spellings` and `config.dependent_flags`.
 """
 
 import argparse
@@ -24,7 +24,10 @@ from megatron.config.dependent_flags import (
 from megatron.config.fields import FieldsError, add_flags, field_names, flag_name, from_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS, RunConfig
-from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.spellings.aliases import ALIASES, CONVERTED
+from megatron.config.spellings.no_effect import NO_EFFECT, Ignored
+from megatron.config.spellings.refused import REFUSED, REMOVED, Refused
+from megatron.config.spellings.usage import Values, look_up, take_values
 from megatron.errors import ConfigError, Finding, PreflightError
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -179,35 +182,62 @@ def _translate(
             words += ALIASES[word]
         elif word in EXPLAINED:
             continue  # `_from_dependent` reads it together with the others
-        elif word in NO_EFFECT:
-            values, because, only = NO_EFFECT[word]
-            if values == -1:
-                values = int(bool(rest) and not rest[0].startswith("--"))
-            given = " ".join([word, *rest[:values]])
-            asks_for_more = only is not None and rest[:1] != [only]
-            del rest[:values]
-            if asks_for_more:
-                problems.append(_refusal(given, f"{word} {only}, or leave it out"))
-            else:
-                log.info(f"{given}: accepted, has no effect here because {because}")
-        elif word in REMOVED or word in NOT_YET:
-            while rest and not rest[0].startswith("--"):
-                rest.pop(0)
-            problems.append(_removed(word) if word in REMOVED else _refusal(word, NOT_YET[word]))
+        elif word in CONVERTED:
+            words += _converted(word, take_values(Values.MANY, rest), problems)
+        elif (ignored := look_up(NO_EFFECT, word)) is not None:
+            problems += _without_effect(word, take_values(ignored.values, rest), ignored)
+        elif word in REMOVED:
+            take_values(Values.MANY, rest)
+            problems.append(_removed(word))
+        elif (refused := look_up(REFUSED, word)) is not None:
+            take_values(Values.MANY, rest)
+            problems.append(_refusal(word, refused))
         else:
             words.append(word)
     return words
+
+
+def _converted(word: str, values: Sequence[str], problems: list[ConfigError]) -> tuple[str, ...]:
+    given = " ".join([word, *values])
+    try:
+        ours = CONVERTED[word].words(values)
+    except ValueError:
+        problems.append(
+            ConfigError(
+                "a flag of another Megatron has a value without counterpart here",
+                found=given,
+                fix=f"use one that has: {CONVERTED[word].meaning}",
+            )
+        )
+        return ()
+    log.info(f"{given}: taken as {' '.join(ours)}")
+    return ours
+
+
+def _without_effect(word: str, values: Sequence[str], ignored: Ignored) -> list[ConfigError]:
+    given = " ".join([word, *values])
+    if ignored.only and (not values or not set(values) <= set(ignored.only)):
+        kept = " or ".join(f"{word} {value}" for value in ignored.only)
+        return [
+            ConfigError(
+                "this value is of a feature that this version does not have",
+                found=given,
+                fix=f"use {kept}, or leave it out: {ignored.because}",
+            )
+        ]
+    log.info(f"{given}: accepted, has no effect here because {ignored.because}")
+    return []
 
 
 def _removed(word: str) -> ConfigError:
     return ConfigError("this flag was removed long ago", found=word, fix=f"use {REMOVED[word]}")
 
 
-def _refusal(given: str, instead: str) -> ConfigError:
+def _refusal(word: str, refused: Refused) -> ConfigError:
     return ConfigError(
-        "this flag is of a feature that this version does not have",
-        found=given,
-        fix=f"use {instead}",
+        f"this flag is of a feature that this version does not have: {refused.feature}",
+        found=word,
+        fix=f"use {refused.instead}",
     )
 
 

@@ -16,7 +16,10 @@ from megatron.config.dependent_flags import DEPENDENT, OTHER_DEFAULTS
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
-from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.spellings.aliases import ALIASES, CONVERTED
+from megatron.config.spellings.no_effect import WITHOUT_EFFECT, NoEffect
+from megatron.config.spellings.refused import REFUSALS, REMOVED
+from megatron.config.spellings.usage import flags_of
 from megatron.program import run_program
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -24,7 +27,7 @@ HEAD = """\
 # Flags
 
 Written by `make docs` from the dataclasses in `megatron/config/` and the tables in
-`megatron/config/spellings.py`; edit those. `pretrain_gpt.py --help` shows the same.
+`megatron/config/spellings/`; edit those. `pretrain_gpt.py --help` shows the same.
 
 A switch is on when it is named alone; `--flag true` and `--flag false` are accepted too, and
 `--no-flag` turns it off. Flags cannot be shortened. A flag that is nowhere on this page is an
@@ -86,8 +89,13 @@ def _legacy_sections() -> Iterator[str]:
         + _table(("given", "means"), [(f"`{k}`", f"`{' '.join(v)}`") for k, v in ALIASES.items()])
     )
     yield (
-        "### Accepted, without effect\n\nEach use is logged, with the reason.\n\n"
-        + _table(("flag", "why"), [(f"`{k}`", v.because) for k, v in NO_EFFECT.items()])
+        "### Values that are written differently\n\n"
+        + _table(("flag", "means"), [(f"`{k}`", v.meaning) for k, v in CONVERTED.items()])
+    )
+    yield (
+        "### Accepted, without effect\n\nEach use is logged, with the reason. A star stands for "
+        "every flag with that prefix.\n\n"
+        + _table(("flags", "why"), [(_names(one.usage), _why(one)) for one in WITHOUT_EFFECT])
     )
     yield (
         "### Meaning depends on the flags beside them\n\n"
@@ -111,8 +119,19 @@ def _legacy_sections() -> Iterator[str]:
     )
     yield (
         "### Refused: features that this version does not have\n\n"
-        + _table(("flag", "use instead"), [(f"`{k}`", v) for k, v in NOT_YET.items()])
+        + _table(
+            ("feature", "flags", "use instead"),
+            [(one.feature, _names(one.flags), one.instead) for one in REFUSALS],
+        )
     )
+
+
+def _names(usage: str) -> str:
+    return ", ".join(f"`{flag}`" for flag, _ in flags_of(usage))
+
+
+def _why(one: NoEffect) -> str:
+    return one.because + (f"; only with {' or '.join(one.only)}" if one.only else "")
 
 
 def _spellings(field: dataclasses.Field[Any], hint: Any) -> str:

@@ -36,7 +36,7 @@ def flag(
     Args:
         aliases: other spellings of the flag.
         off: spellings that mean "no" (`--disable-bias-linear`), for a boolean field.
-        values: legacy spellings of an enum's values (`rotary` for `rope`).
+        values: legacy spellings of values of an enum or a boolean field (`rotary` for `rope`).
     """
     metadata = {
         "help": help,
@@ -287,7 +287,7 @@ def _argparse_options(
             "metavar": kind.__name__.upper(),
         }
     if kind is bool:
-        convert = _converter(name, bool, {}, problems)
+        convert = _converter(name, bool, field.metadata["values"], problems)
         return {"type": convert, "nargs": "?", "const": True, "metavar": "true|false"}
     if issubclass(kind, enum.Enum):
         convert = _converter(name, kind, field.metadata["values"], problems)
@@ -300,9 +300,8 @@ def _converter(
 ) -> Callable[[str], object]:
     def convert(text: str) -> object:
         try:
-            if kind is bool:
-                return {"true": True, "false": False}[text.lower()]
-            return kind(spellings.get(text, text))
+            word = spellings.get(text, text)
+            return {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
         except (ValueError, KeyError):
             problems.append(
                 ConfigError(

@@ -66,6 +66,7 @@ class LoggingConfig:
         False,
         help="record some steps with torch.profiler: a trace of each rank of --profile-ranks, and "
         "lines that say how much communication ran beside computation",
+        values={"pt": "true", "pt-full": "true"},
     )
     profile_step_start: int = flag(
         10, help="iterations that are done when the profile begins, those of a resumed run included"

@@ -12,7 +12,9 @@ from megatron.config.dependent_flags import EXPLAINED
 from megatron.config.fields import flag, flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.run import GROUPS
-from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.spellings.aliases import ALIASES, CONVERTED
+from megatron.config.spellings.no_effect import NO_EFFECT
+from megatron.config.spellings.refused import REFUSALS, REFUSED, REMOVED
 from tests.architecture.source_tree import MEGATRON, Source, imports, programs, sources, write_tree
 from tools.write_flag_docs import PAGE, page
 
@@ -140,15 +142,19 @@ def test_the_page_of_flags_is_up_to_date() -> None:
 
 
 def test_a_legacy_spelling_is_in_one_table_and_is_no_flag_of_ours() -> None:
-    tables = [*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET, *EXPLAINED]
+    tables = [*ALIASES, *CONVERTED, *NO_EFFECT, *REMOVED, *REFUSED, *EXPLAINED]
     assert [word for word, count in Counter(tables).items() if count > 1] == []
     assert sorted(set(tables) & every_flag()) == []
+    families = tuple(word[:-1] for word in tables if word.endswith("*"))
+    assert sorted(word for word in every_flag() if word.startswith(families)) == []
 
 
 def test_what_a_legacy_spelling_points_to_is_a_flag() -> None:
     ours = every_flag()
     targets = [words[0] for words in ALIASES.values()] + list(REMOVED.values())
-    targets += [word for text in NOT_YET.values() for word in re.findall(r"--[a-z0-9-]+", text)]
+    texts = [one.instead for one in REFUSALS] + [one.because for one in NO_EFFECT.values()]
+    texts += [one.meaning for one in CONVERTED.values()]
+    targets += [word for text in texts for word in re.findall(r"--[a-z0-9-]+", text)]
     assert sorted(set(targets) - ours) == []
 
 

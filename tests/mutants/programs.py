@@ -3,6 +3,47 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
+    "flags of other Megatrons": (
+        Mutant(
+            "every flag of Megatron-LM is answered by name",
+            "megatron/config/spellings/refused.py",
+            "--langrl-env-config ",
+            "",
+            "tests/unit/config/spellings/test_refused.py::"
+            "test_every_flag_of_other_megatrons_is_answered_by_name",
+        ),
+        Mutant(
+            "a value of a missing feature is not accepted",
+            "megatron/arguments.py",
+            "if ignored.only and (not values or not set(values) <= set(ignored.only)):",
+            "if ignored.only and not values:",
+            "tests/unit/config/spellings/test_no_effect.py::"
+            "test_a_value_that_asks_for_a_missing_feature_is_refused",
+        ),
+        Mutant(
+            "values of a flag without effect belong to it",
+            "megatron/config/spellings/usage.py",
+            "    del rest[:taken]\n",
+            "",
+            "tests/unit/config/spellings/test_no_effect.py::"
+            "test_flags_without_effect_change_nothing_and_are_said",
+        ),
+        Mutant(
+            "a flag with an answer of its own is not answered as its family",
+            "megatron/config/spellings/usage.py",
+            "    if word in table:\n        return table[word]\n",
+            "",
+            "tests/unit/config/spellings/test_usage.py::"
+            "test_a_flag_is_looked_up_by_its_name_before_the_longest_of_its_families",
+        ),
+        Mutant(
+            "values of another Megatron are those of ours that mean the same",
+            "megatron/config/spellings/aliases.py",
+            '"--profile-step-start", start, "--profile-step-end", end',
+            '"--profile-step-start", end, "--profile-step-end", start',
+            "tests/unit/config/spellings/test_aliases.py::test_values_are_written_as_ours",
+        ),
+    ),
     "preflight": (
         Mutant(
             "heads that do not divide over ranks are refused",

@@ -59,7 +59,8 @@ def test_everything_that_is_wrong_is_reported_together() -> None:
     )  # fmt: skip
     assert [error.problem for error in errors] == [
         "this flag was removed long ago",
-        "this flag is of a feature that this version does not have",
+        "this flag is of a feature that this version does not have: other optimizers than AdamW "
+        "and SGD",
         "a flag was given a value of the wrong kind",
         "there is no such flag",
         "there is no such model preset",

@@ -10,18 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments import (
-    ALIASES,
-    NO_EFFECT,
-    NOT_YET,
-    REMOVED,
-    CommandLineError,
-    _parser,
-    parse_args,
-)
+from megatron.arguments import CommandLineError, parse_args
 from megatron.config.activations import RecomputeMethod
 from megatron.config.deepspeed.plan import deepspeed_plan
-from megatron.config.dependent_flags import EXPLAINED
 from megatron.config.engine import RemoteDevice, ZeroStage
 from megatron.config.model import Activation, Normalization, PositionEmbedding
 from megatron.config.precision import Precision
@@ -119,80 +110,6 @@ BERT = """
 
 
 # Every flag of bigscience's parser, and those that Microsoft's adds.
-EVERY_FLAG = """
-    --DDP-impl --abort-on-unmet-fused-kernel-constraints --accumulate-allreduce-grads-in-fp32
-    --adam-beta1 --adam-beta2 --adam-eps --adlr-autoresume --adlr-autoresume-interval
-    --apply-layernorm-1p --apply-residual-connection-post-layernorm --attention-dropout
-    --attention-softmax-in-fp32 --batch-size --bert-load --bert-no-binary-head --bf16
-    --biencoder-projection-dim --biencoder-shared-query-context-model --block-data-path
-    --checkpoint-activations --checkpoint-in-cpu --checkpoint-num-layers --clip-grad
-    --codecarbon-dir --contigious-checkpointing --cpu-optimizer --cpu_torch_adam
-    --create-moe-param-group --data-cache-path --data-efficiency-curriculum-learning --data-impl
-    --data-parallel-random-init --data-path --dataloader-type --decoder-seq-length --deepscale
-    --deepscale_config --deepspeed --deepspeed-activation-checkpointing --deepspeed_config
-    --disable-bias-linear --disable-mem-efficient-ln --disable-moe-token-dropping
-    --disable-moe-top2-2nd-expert-sampling --distribute-checkpointed-activations
-    --distributed-backend --distributed-timeout-minutes --ds-sequence-parallel-fpdt
-    --ds-sequence-parallel-size --embed-layernorm --embedding-path --embedding-weights-in-fp32
-    --enable-expert-tensor-parallelism --enable-zbh1-pipeline --encoder-seq-length
-    --eod-mask-loss --eval-interval --eval-iters --eval-only --evidence-data-path
-    --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint --exit-signal-handler
-    --expert-interval --ffn-hidden-size --finetune --force-ds-sequence-parallel --fp16
-    --fp16-lm-cross-entropy --fp32-residual-connection --global-batch-size --glu-activation
-    --hidden-dropout --hidden-size --hidden-size-teacher --hysteresis --ict-head-size --ict-load
-    --img-dim --indexer-batch-size --indexer-log-interval --inference --init-method-std
-    --init-method-xavier-uniform --initial-loss-scale --kd --kd-alpha-ce --kd-beta-ce --kd-temp
-    --kill-switch-file --kill-switch-path --kv-channels --layernorm-epsilon --lazy-mpu-init
-    --load --load-tag --load-teacher --local_rank --log-batch-size-to-tensorboard --log-interval
-    --log-level --log-level-replica --log-memory-to-tensorboard --log-num-zeros-in-grad
-    --log-optimizer-states-to-tensorboard --log-params-norm --log-path
-    --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
-    --log-world-size-to-tensorboard --loss-on-targets-only --loss-scale --loss-scale-window --lr
-    --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-decay-tokens --lr-warmup-fraction
-    --lr-warmup-iters --lr-warmup-samples --lr-warmup-tokens --make-vocab-size-divisible-by
-    --mask-prob --max-position-embeddings --mean-noise-span-length --memory-centric-tiled-linear
-    --merge-file --micro-batch-size --min-loss-scale --min-lr --mlp-type --mmap-warmup
-    --model-parallel-size --moe-eval-capacity-factor --moe-expert-parallel-size --moe-loss-coeff
-    --moe-min-capacity --moe-train-capacity-factor --mos
-    --no-async-tensor-model-parallel-allreduce --no-bias-dropout-fusion --no-bias-gelu-fusion
-    --no-gradient-accumulation-fusion --no-load-lr-state --no-load-optim --no-load-rng
-    --no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard
-    --no-masked-softmax-fusion --no-persist-layer-norm --no-pipeline-parallel
-    --no-position-embedding --no-query-key-layer-scaling --no-save-optim --no-save-rng
-    --no-scatter-gather-tensors-in-pipeline --noise-density --normalization
-    --num-attention-heads --num-attention-heads-teacher --num-channels --num-classes
-    --num-experts --num-experts-switch --num-experts-teacher --num-key-value-heads --num-layers
-    --num-layers-per-virtual-pipeline-stage --num-layers-teacher --num-workers --onnx-safe
-    --openai-gelu --optimizer --overlap-p2p-communication --override-lr-scheduler
-    --pad-vocab-size-to --partition-activations --patch-dim --pipeline-model-parallel-size
-    --position-embedding-type --pp-partition-method --profile-backward --query-in-block-prob
-    --rampup-batch-size --random-ltd --recompute-granularity --remote-device
-    --repeated-dataloader --reset-attention-mask --reset-iteration --reset-position-ids
-    --retriever-report-topk-accuracies --retriever-score-scaling --retriever-seq-length
-    --return-data-index --reweight-loss-based-on-position-frequency --rotary-percent
-    --rotary-position-embeddings-theta --sample-rate --save --save-interval
-    --scattered-embeddings --seed --seq-length --sequence-parallel --sgd-momentum
-    --short-seq-prob --skip-train --skip-train-iteration-range --split --split-transformers
-    --squared-relu --standalone-embedding-stage --start-weight-decay --swiglu
-    --sync-tp-duplicated-parameters --synchronize-each-layer --tensor-model-parallel-size
-    --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size
-    --test-weighted-split-paths --test-weighted-split-paths-path --tile-factor
-    --timing-log-level --titles-data-path --tokenizer-model --tokenizer-name-or-path
-    --tokenizer-type --topk --train-data-exact-num-epochs --train-desc-path --train-doc-idx-path
-    --train-idx-path --train-iters --train-sample-idx-path --train-samples
-    --train-shuffle-idx-path --train-tokens --train-weighted-split-paths
-    --train-weighted-split-paths-path --trust-remote-code --universal-checkpoint
-    --untie-embeddings-and-output-weights --use-bnb-optimizer --use-checkpoint-args
-    --use-checkpoint-lr-scheduler --use-contiguous-buffers-in-ddp --use-cpu-initialization
-    --use-distributed-optimizer --use-flash-attn --use-one-sent-docs --use-pin-memory
-    --use-rotary-position-embeddings --use-tutel --valid-num-workers
-    --valid-weighted-split-paths --valid-weighted-split-paths-path --vocab-extra-ids
-    --vocab-file --vocab-size --warmup --weight-decay --weight-decay-incr-style
-    --zero-allgather-bucket-size --zero-contigious-gradients --zero-reduce-bucket-size
-    --zero-reduce-scatter --zero-stage
-"""
-
-
 def template(**changes: Any) -> dict[str, Any]:
     """The JSON that stands beside such scripts."""
     return {
@@ -362,9 +279,3 @@ def test_a_file_that_cannot_be_used_is_reported_with_all_else(
         parse_args([*words, "--hidden-dropout", "2"])
     found = [finding.error.problem for finding in caught.value.findings]
     assert found == [*problems, "a dropout probability is outside [0, 1)"]
-
-
-def test_every_flag_of_their_parsers_is_known_by_name() -> None:
-    tables = {*ALIASES, *NO_EFFECT, *REMOVED, *NOT_YET, *EXPLAINED}
-    tables |= set(_parser([])._option_string_actions)
-    assert sorted(set(EVERY_FLAG.split()) - tables) == []

@@ -11,7 +11,9 @@ from megatron.config.fp8 import AmaxAlgorithm, Fp8Config, Fp8Recipe
 from megatron.config.model import Activation, PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.precision import PrecisionConfig
-from megatron.config.spellings import ALIASES, NO_EFFECT, NOT_YET, REMOVED
+from megatron.config.spellings import refused
+from megatron.config.spellings.aliases import ALIASES, CONVERTED
+from megatron.config.spellings.no_effect import NO_EFFECT
 from megatron.config.training import TrainingConfig
 from megatron.errors import MegatronError
 from megatron.tokenizer.tokenizer import TokenizerSpec
@@ -304,7 +306,7 @@ def test_the_two_forms_of_gelu_are_what_the_flags_say() -> None:
 
 
 def test_no_other_table_explains_these_flags() -> None:
-    assert not EXPLAINED & {*ALIASES, *NO_EFFECT, *NOT_YET, *REMOVED}
+    assert not EXPLAINED & {*ALIASES, *CONVERTED, *NO_EFFECT, *refused.REFUSED, *refused.REMOVED}
     assert {one.flag for one in DEPENDENT} > EXPLAINED
 
 

@@ -119,13 +119,6 @@ def test_spellings_of_other_megatrons(words: list[str], form: Fp8Format) -> None
     assert config.fp8.fp8_wgrad == ("--no-fp8-wgrad" not in words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--fp8-recipe", "custom"], "tensorwise, delayed, rowwise, blockwise, mxfp8"),
-        (["--fp8-param-gather"], "--fp8-param-gather"),
-    ],
-)
-def test_what_is_not_built_is_refused(words: list[str], message: str) -> None:
-    (problem,) = problems_of(*words, "--fp8-format", "hybrid", "--bf16")
-    assert message in str(problem)
+def test_what_is_not_built_is_refused() -> None:
+    (problem,) = problems_of("--fp8-recipe", "custom", "--fp8-format", "hybrid", "--bf16")
+    assert "tensorwise, delayed, rowwise, blockwise, mxfp8" in str(problem)

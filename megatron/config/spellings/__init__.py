@@ -1,0 +1,1 @@
+"""Tables of the flags of other Megatrons, by the kind of answer that each gets."""

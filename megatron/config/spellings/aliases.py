@@ -1,0 +1,83 @@
+"""Flags of other Megatrons that stand for flags of ours.
+
+What a reader would get wrong: other names of one flag of ours are declared at its field, and flags
+whose meaning depends on those beside them in `config.dependent_flags`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+# Spellings that stand for one of ours, with its value; a value that is left out follows.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "--checkpoint-activations": ("--recompute-granularity", "full"),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--moe-layer-recompute": (
+        *("--recompute-granularity", "selective"),
+        *("--recompute-modules", "mlp"),
+    ),
+    "--activations-checkpoint-method": ("--recompute-granularity", "full", "--recompute-method"),
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--rotary-position-embeddings-theta": ("--rotary-base",),
+    "--distributed-timeout": ("--distributed-timeout-minutes",),
+    "--kill-switch-file": ("--kill-switch-path",),
+    "--train-data": ("--train-data-path",),
+    "--deepspeed-activation-checkpointing": ("--recompute-granularity", "full"),
+    "--partition-activations": ("--distribute-saved-activations", "true"),
+    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
+    "--fp8-e4m3": ("--fp8-format", "e4m3"),
+    "--fp8-hybrid": ("--fp8-format", "hybrid"),
+    "--disable-fp8-wgrad": ("--fp8-wgrad", "false"),
+    "--ds-sequence-parallel-size": ("--cp-comm-type", "a2a", "--context-parallel-size"),
+    "--encoder-num-layers": ("--num-layers",),
+    "--padded-vocab-size": ("--pad-vocab-size-to",),
+    "--no-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
+    "--disable-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
+    "--persistent-save-interval": ("--save-interval",),
+    "--save-retain-interval": ("--keep-last", "1", "--keep-every"),
+    "--check-weight-hash-across-dp-replicas-interval": ("--check-agreement-interval",),
+    "--dataloader-inter-document-masking": ("--reset-attention-mask", "true"),
+}
+
+
+class Conversion(NamedTuple):
+    """How the values of a flag are written here."""
+
+    meaning: str
+    words: Callable[[Sequence[str]], tuple[str, ...]]  # ValueError for values without counterpart
+
+
+def _table(flag: str, values: Mapping[str, str]) -> Conversion:
+    def words(given: Sequence[str]) -> tuple[str, ...]:
+        (value,) = given
+        if value not in values:
+            raise ValueError(value)
+        return flag, values[value]
+
+    return Conversion(", ".join(f"{k} is {flag} {v}" for k, v in values.items()), words)
+
+
+def _skipped(given: Sequence[str]) -> tuple[str, ...]:
+    return "--skip-train-iteration-range", *(f"{int(number)}-{number}" for number in given)
+
+
+def _profile_steps(given: Sequence[str]) -> tuple[str, ...]:
+    (value,) = given
+    start, end = value.split(",")
+    return "--profile-step-start", start, "--profile-step-end", end
+
+
+_FORMAT = _table("--checkpoint-format", {"torch": "megatron", "torch_dist": "sharded"})
+_STEPS = Conversion("2,3 is --profile-step-start 2 --profile-step-end 3", _profile_steps)
+
+# Flags whose values are written differently here.
+CONVERTED: Mapping[str, Conversion] = {
+    "--ckpt-format": _FORMAT,
+    "--dist-ckpt-format": _FORMAT,
+    "--logging-level": _table(
+        "--log-level",
+        {"10": "debug", "20": "info", "30": "warning", "40": "error", "50": "critical"},
+    ),
+    "--iterations-to-skip": Conversion("7 9 is --skip-train-iteration-range 7-7 9-9", _skipped),
+    "--profile-steps": _STEPS,
+    "--profile_steps": _STEPS,
+}

@@ -1,0 +1,461 @@
+"""Flags of other Megatrons that are refused: the feature that is missing, and what to use instead.
+
+A star stands for every flag with that prefix; a flag with an answer of its own stands in another
+group, or in another table.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron.config.spellings.usage import flags_of
+
+# Flags that all Megatrons removed, and their successors.
+REMOVED: Mapping[str, str] = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+}
+
+
+class Refused(NamedTuple):
+    """Flags of one feature that is missing here."""
+
+    flags: str
+    feature: str
+    instead: str  # after "use"
+
+
+_PROGRAMS = "pretrain_gpt.py or pretrain_bert.py"
+_MODEL = "a model of the flags on docs/flags.md; leave it out"
+
+REFUSALS: tuple[Refused, ...] = (
+    # Other models
+    Refused(
+        "--bert-load --biencoder-projection-dim --biencoder-shared-query-context-model "
+        "--block-data-path --embedding-path --evidence-data-path --ict-head-size --ict-load "
+        "--indexer-batch-size --indexer-log-interval --retriever-* --query-in-block-prob "
+        "--sample-rate --titles-data-path --use-one-sent-docs",
+        "models for retrieval",
+        _PROGRAMS,
+    ),
+    Refused("--retro-* --output-bert-embeddings --bert-embedder-type", "Retro models", _PROGRAMS),
+    Refused(
+        "--decoder-seq-length --decoder-num-layers --pipeline-model-parallel-split-rank",
+        "T5 models",
+        _PROGRAMS,
+    ),
+    Refused(
+        "--num-classes --img-dim --img-h --img-w --num-channels --patch-dim --classes-fraction "
+        "--data-per-class-fraction --no-data-sharding --head-lr-mult --vision-* "
+        "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*",
+        "models of images",
+        _PROGRAMS,
+    ),
+    Refused(
+        "--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim "
+        "--qk-pos-emb-head-dim --v-head-dim --cache-mla-latents",
+        "multi-latent attention",
+        "--num-query-groups for smaller keys and values",
+    ),
+    Refused(
+        "--yarn-* --no-yarn-* --rotary-scaling-factor --mscale --mscale-all-dim",
+        "rotary positions scaled as YaRN does",
+        "--use-rope-scaling or --rotary-seq-len-interpolation-factor",
+    ),
+    Refused(
+        "--hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model --mamba-* "
+        "--disable-mamba-mem-eff-path",
+        "hybrid models with Mamba layers",
+        "transformer layers alone; leave it out",
+    ),
+    Refused(
+        "--experimental-attention-variant --attention-output-gate --dsa-* --no-dsa-* "
+        "--disable-dsa-* --gdp-* --linear-*",
+        "sparse and linear attention",
+        "--sliding-window for fewer scores",
+    ),
+    Refused("--mtp-*", "prediction of several tokens at once", _MODEL),
+    Refused("--enable-mhc-connections --mhc-*", "hyper-connections", _MODEL),
+    Refused(
+        "--use-mup --mup-* --embedding-init-method-std",
+        "widths whose learning rates and scales follow muP",
+        "--init-method-std and --lr for this width",
+    ),
+    Refused(
+        "--heterogeneous-layers-config-* --mrope-section --qk-l2-norm --relative-attention-* "
+        "--output-logit-dtype --enable-gpt-oss",
+        "an architecture of layers that differ, or of other positions and logits",
+        _MODEL,
+    ),
+    Refused(
+        "--quick-geglu --glu-linear-offset --activation-func-clamp-value",
+        "the clamped gated unit of gpt-oss",
+        "--glu-activation",
+    ),
+    Refused(
+        "--window-size --window-attn-skip-freq",
+        "windows that some layers alone have, or that see later tokens",
+        "--sliding-window with the tokens that a token sees, itself included",
+    ),
+    Refused(
+        "--rotary-interleaved",
+        "rotation of neighbouring features",
+        "tools/convert_checkpoint.py, which permutes what other programs wrote",
+    ),
+    Refused("--no-rope-freq", "layers without rotary positions", _MODEL),
+    Refused("--apply-layernorm-1p", "weights of norms stored minus 1", "--normalization LayerNorm"),
+    Refused(
+        "--embedding-weights-in-fp32",
+        "an embedding in another dtype than the model",
+        "--fp32-residual-connection",
+    ),
+    # Experts
+    Refused(
+        "--num-experts-switch",
+        "the first router of Switch transformers",
+        "--num-experts with --moe-router-topk 1 and --moe-router-pre-softmax",
+    ),
+    Refused("--moe-input-jitter-eps", "noise on routers", "a router without noise; leave it out"),
+    Refused(
+        "--moe-router-force-*",
+        "choices that are not the router's",
+        "a choice by the router; leave it out",
+    ),
+    Refused(
+        "--moe-use-upcycling --moe-upcycling-granularity",
+        "experts made of an MLP while training starts",
+        "tools/upcycle_checkpoint.py, and --load of what it writes",
+    ),
+    Refused(
+        "--moe-latent-size --moe-apply-probs-on-input --moe-enable-routing-replay "
+        "--moe-expert-rank-capacity-factor --moe-mlp-glu-interleave-size "
+        "--moe-shared-expert-glu-interleave-size --moe-router-quantile-balancing-ema",
+        "another mixture of experts",
+        "the experts of --num-experts; leave it out",
+    ),
+    Refused(
+        "--create-moe-param-group",
+        "a learning rate for experts",
+        "one learning rate for all weights; leave it out",
+    ),
+    # Parallelism
+    Refused(
+        "--ds-sequence-parallel-fpdt* --force-ds-sequence-parallel",
+        "attention of a sequence in chunks (FPDT)",
+        "--sequence-parallel, or --context-parallel-size",
+    ),
+    Refused(
+        "--hierarchical-context-parallel-sizes --hybrid-context-parallel "
+        "--max-seqlen-per-dp-cp-rank",
+        "context parallelism in several levels",
+        "--context-parallel-size with --cp-comm-type",
+    ),
+    Refused(
+        "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards --gtp-*",
+        "weight shards within tensor parallelism (GTP)",
+        "--data-parallel-sharding-strategy optim_grads_params",
+    ),
+    Refused(
+        "--enable-full-sharding-in-hsdp",
+        "state that copies of the shards share out again",
+        "--num-distributed-optimizer-instances 1",
+    ),
+    Refused(
+        "--standalone-embedding-stage --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split",
+        "an embedding or a loss counted as a layer",
+        "--pipeline-balance parameters",
+    ),
+    Refused(
+        "--pipeline-model-parallel-layout",
+        "pipeline stages written as a text",
+        "--pipeline-layer-counts",
+    ),
+    Refused("--ddp-num-buckets", "a number of gradient buckets", "--ddp-bucket-size"),
+    Refused(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "a dtype of gradients for each parameter",
+        "--accumulate-allreduce-grads-in-fp32",
+    ),
+    Refused(
+        "--data-parallel-random-init",
+        "initial values that differ over replicas",
+        "one initial model for all replicas; leave it out",
+    ),
+    Refused(
+        "--fake-process-group",
+        "a run without communication",
+        "tools/plan.py, which rehearses a layout on one rank",
+    ),
+    Refused(
+        "--distributed-timeout-seconds-after-init",
+        "a timeout of its own for the start",
+        "--distributed-timeout-minutes",
+    ),
+    # Optimizer and numbers
+    Refused(
+        "--use-bnb-optimizer --lion-* --muon-* --no-use-layer-wise-param-layout "
+        "--disable-use-layer-wise-param-layout",
+        "other optimizers than AdamW and SGD",
+        "--optimizer adam",
+    ),
+    Refused(
+        "--qk-clip --qk-clip-alpha --qk-clip-threshold --log-max-attention-logit",
+        "clipping of queries and keys",
+        "--qk-layernorm",
+    ),
+    Refused(
+        "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",
+        "weight decay of norms",
+        "--weight-decay, which never decays norms; leave it out",
+    ),
+    Refused(
+        "--decoupled-lr --decoupled-min-lr",
+        "a learning rate of the embedding and the head",
+        "one learning rate for all weights; leave it out",
+    ),
+    Refused("--fp16-lm-cross-entropy", "a loss in fp16", "the loss in fp32; leave it out"),
+    Refused(
+        "--main-params-dtype",
+        "masters in other dtypes",
+        "fp32 masters, as every half-precision run does; leave it out",
+    ),
+    Refused(
+        "--main-grads-dtype",
+        "gradients kept in another dtype than they are reduced in",
+        "gradients in the dtype that they are reduced in; leave it out",
+    ),
+    Refused(
+        "--disable-bf16-reduced-precision-matmul",
+        "a switch for partial sums of matrix products",
+        "--deterministic-mode, or leave it out",
+    ),
+    Refused(
+        "--fp4-* --fp8-output-proj --fp8-quantizer-factory --te-precision-config-file "
+        "--kitchen-* --use-kitchen-attention",
+        "this precision",
+        "--fp8-format",
+    ),
+    Refused(
+        "--export-* --finetune-hf-dataset --finetune-data-split --finetune-data-files "
+        "--qad-train-target --freeze-base-for-mtp --modelopt-enabled",
+        "quantization by ModelOpt",
+        "tools/convert_checkpoint.py, whose files quantizers read",
+    ),
+    Refused(
+        "--batch-invariant-*",
+        "kernels whose bits do not depend on the batch",
+        "--deterministic-mode",
+    ),
+    # Length of a run, batches, evaluation
+    Refused(
+        "--step-batch-size-schedule --phase-transition-iterations --decrease-batch-size-if-needed",
+        "a batch size that changes in steps",
+        "--rampup-batch-size",
+    ),
+    Refused(
+        "--eval-global-batch-size --eval-micro-batch-size",
+        "batches of another size for evaluation",
+        "--eval-iters, the number of global batches per evaluation",
+    ),
+    Refused(
+        "--full-validation",
+        "evaluation of a whole dataset",
+        "--eval-iters with the global batches that it has",
+    ),
+    Refused(
+        "--multiple-validation-sets --validation-set-names",
+        "a loss per dataset",
+        "--valid-weighted-split-paths, each of whose groups is evaluated under its name",
+    ),
+    Refused(
+        "--start-eval-at-iter",
+        "a first iteration of evaluation",
+        "--eval-interval, a multiple of which is the first",
+    ),
+    Refused(
+        "--check-for-spiky-loss --check-for-large-grads",
+        "an end at large losses or gradients",
+        "--clip-grad, which bounds the gradient",
+    ),
+    # Data
+    Refused(
+        "--train-data-exact-num-epochs --return-data-index --train-idx-path --train-desc-path "
+        "--train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path "
+        "--repeated-dataloader",
+        "sample orders from files",
+        "--data-path and --data-cache-path, which keep sample orders",
+    ),
+    Refused(
+        "--data-args-path --per-split-data-args-path",
+        "paths of data from a file",
+        "--data-path, or --train-weighted-split-paths-path",
+    ),
+    Refused(
+        "--mock-data",
+        "data made up of random tokens",
+        "tools/make_corpus.py, and --data-path of what it writes",
+    ),
+    Refused(
+        "--reweight-loss-based-on-position-frequency",
+        "weights of tokens by their positions",
+        "--mtf or --sft, where each token counts once",
+    ),
+    Refused(
+        "--loss-on-targets-only",
+        "targets within plain text",
+        "--mtf on pairs of inputs and targets, or --sft on dialogues",
+    ),
+    Refused(
+        "--sft-tokenizer-prompt-format --chat-template",
+        "dialogues formatted while training",
+        "--sft on what tools/preprocess_sft.py wrote",
+    ),
+    Refused(
+        "--fim-split-sample",
+        "parts of documents that are rearranged",
+        "--fim-data without it, which takes each document by itself",
+    ),
+    Refused("--fim-fragment-rate", "a rate of fragments", "--fim-rate, the share of all documents"),
+    Refused(
+        "--fim-no-prefix",
+        "documents that are left alone",
+        "--fim-data without it, which treats all documents alike",
+    ),
+    Refused(
+        "--data-efficiency-curriculum-learning",
+        "a curriculum by measured difficulty",
+        "--curriculum-schedule",
+    ),
+    Refused(
+        "--random-ltd",
+        "layers that drop tokens (random-LTD)",
+        "all tokens in every layer; leave it out",
+    ),
+    Refused(
+        "--trust-remote-code",
+        "code that comes with a tokenizer",
+        "a tokenizer that needs no code of its own",
+    ),
+    Refused(
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --null-tokenizer-eod-id "
+        "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
+        "--allow-ambiguous-pad-tokens",
+        "options of a tokenizer",
+        "the files of --tokenizer-model or --tokenizer-name-or-path as they are",
+    ),
+    # Checkpoints
+    Refused("--load-tag", "tags of checkpoints", "--load with the folder of that checkpoint"),
+    Refused(
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args --yaml-cfg",
+        "flags from a file",
+        "the flags of the run that saved the checkpoint",
+    ),
+    Refused(
+        "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler "
+        "--use-checkpoint-opt-param-scheduler",
+        "a schedule from a checkpoint",
+        "the schedule flags of the run that saved the checkpoint",
+    ),
+    Refused(
+        "--override-ckpt-iteration --reset-iteration",
+        "another iteration than the checkpoint's",
+        "--finetune, which starts at iteration 0",
+    ),
+    Refused(
+        "--load-main-params-from-ckpt",
+        "masters of weights that are loaded without the optimizer's state",
+        "--load without --no-load-optim, which loads the masters",
+    ),
+    Refused(
+        "--pretrained-checkpoint",
+        "a second place to load from",
+        "--load with that folder, and --finetune",
+    ),
+    Refused(
+        "--ckpt-convert-*",
+        "conversion by a training program",
+        "tools/convert_checkpoint.py",
+    ),
+    Refused(
+        "--non-persistent-* --replication --replication-*",
+        "checkpoints on local disks of nodes",
+        "--async-save with --keep-last",
+    ),
+    # Memory
+    Refused(
+        "--fine-grained-activation-* --offload-modules --activation-offload-fraction "
+        "--delta-offload-bytes-across-pp-ranks --delay-offload-until-cuda-graph "
+        "--min-offloaded-tensor-size",
+        "activations of parts of layers in host memory",
+        "--cpu-offloading-num-layers, the layers that keep theirs there",
+    ),
+    Refused(
+        "--record-memory-history --memory-snapshot-path --log-memory-interval "
+        "--log-device-memory-used",
+        "a record of allocations",
+        "--log-memory-to-tensorboard",
+    ),
+    # Stopping and starting again, reports
+    Refused(
+        "--adlr-autoresume --adlr-autoresume-interval",
+        "NVIDIA's own resubmission of jobs",
+        "--exit-signal-handler, which saves on SIGTERM",
+    ),
+    Refused(
+        "--inprocess-*",
+        "a restart within a process",
+        "a launcher that starts the program again; --load continues from the newest checkpoint",
+    ),
+    Refused(
+        "--fault-injector-* --error-injection-* --result-rejected-tracker-filename",
+        "faults on purpose",
+        "a run without them; leave it out",
+    ),
+    Refused(
+        "--otel-* --run-workload-inspector-server",
+        "telemetry",
+        "--tensorboard-dir",
+    ),
+    Refused("--log-progress", "a file of progress", "--tensorboard-dir, or the lines of the log"),
+    Refused(
+        "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval",
+        "garbage collection at fixed iterations",
+        "Python's own collection; leave it out",
+    ),
+    Refused(
+        "--save-activations-interval --save-dgrads-interval --save-params-interval "
+        "--save-tokens-per-expert-interval --save-wgrads-interval --moe-routing-trace-*",
+        "dumps of tensors",
+        "--save-interval, whose checkpoints hold parameters and optimizer state",
+    ),
+    Refused("--sync-replicas", "replicas that are made equal", "--check-agreement-interval"),
+    # Other programs
+    Refused(
+        "--inference --ds-inference --inference-* --no-inference-* --max-tokens-to-oom "
+        "--decode-only-cuda-graphs "
+        "--enable-chunked-prefill --moe-pad-experts-for-cuda-graph-inference "
+        "--num-speculative-tokens --use-legacy-static-engine "
+        "--use-same-sampling-seed-across-dp-ranks",
+        "an inference engine in training programs",
+        "tools/generate_text.py, which continues prompts",
+    ),
+    Refused(
+        "--rl-* --no-rl-* --grpo-* --langrl-env-config --perform-rl-step --refit-method",
+        "reinforcement learning",
+        "--sft or --mtf for fine-tuning",
+    ),
+    Refused(
+        "--kd --kd-alpha-ce --kd-beta-ce --kd-temp --mos --num-layers-teacher "
+        "--num-experts-teacher --hidden-size-teacher --num-attention-heads-teacher --load-teacher "
+        "--logits-* --freeze-all-layers",
+        "distillation",
+        "a run without a teacher; leave it out",
+    ),
+    Refused("--compression-training", "compression of models", "the model as it is; leave it out"),
+)
+
+REFUSED: Mapping[str, Refused] = {
+    flag: group for group in REFUSALS for flag, _ in flags_of(group.flags)
+}

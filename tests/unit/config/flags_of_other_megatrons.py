@@ -1,0 +1,309 @@
+"""Every flag of three other Megatrons, as command lines: their names, and values of their kinds.
+
+bigscience's Megatron-DeepSpeed (December 2023), Microsoft's (December 2024) and Megatron-LM (August
+2026), as their parsers have them; of a family that is answered as one, some members. No run could
+have all of them at once.
+"""
+
+BIGSCIENCE = """
+--num-layers 2 --hidden-size 8 --ffn-hidden-size 32 --num-attention-heads 2 --kv-channels 4
+--max-position-embeddings 16 --make-vocab-size-divisible-by 128 --pad-vocab-size-to 128
+--layernorm-epsilon 1e-5 --sync-tp-duplicated-parameters
+--apply-residual-connection-post-layernorm --embed-layernorm --openai-gelu --onnx-safe true
+--bert-no-binary-head --position-embedding-type absolute --glu-activation swiglu
+--kill-switch-path stop --log-level info --log-level-replica error --log-params-norm
+--log-num-zeros-in-grad --tensorboard-log-interval 1 --tensorboard-queue-size 1000
+--log-timers-to-tensorboard --log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard
+--no-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --attention-dropout 0.1
+--hidden-dropout 0.1 --weight-decay 0.01 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.999
+--adam-eps 1e-8 --sgd-momentum 0.9 --micro-batch-size 1 --batch-size 1 --global-batch-size 8
+--rampup-batch-size 2 2 100 --checkpoint-activations --distribute-checkpointed-activations
+--checkpoint-num-layers 1 --train-iters 10 --train-samples 80 --train-tokens 800
+--log-interval 100 --exit-interval 5 --exit-duration-in-mins 10 --tensorboard-dir tb
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --optimizer adam
+--use-bnb-optimizer --dataloader-type single --cpu-optimizer --cpu_torch_adam --codecarbon-dir cc
+--eval-only false --skip-train-iteration-range 1-2 4-5 --inference
+--abort-on-unmet-fused-kernel-constraints --pp-partition-method type:transformer --seed 1234
+--init-method-std 0.02 --init-method-xavier-uniform --lr 1e-3 --lr-decay-style linear
+--lr-decay-iters 10 --lr-decay-samples 80 --lr-decay-tokens 800 --lr-warmup-fraction 0.1
+--lr-warmup-iters 0 --lr-warmup-samples 0 --warmup 1 --min-lr 0.0 --override-lr-scheduler
+--use-checkpoint-lr-scheduler --universal-checkpoint --save out --save-interval 5 --no-save-optim
+--no-save-rng --load out --no-load-optim --no-load-rng --finetune --fp16 --bf16 --loss-scale 1
+--initial-loss-scale 4096 --min-loss-scale 1 --loss-scale-window 1000 --hysteresis 2
+--fp32-residual-connection --no-query-key-layer-scaling --attention-softmax-in-fp32
+--accumulate-allreduce-grads-in-fp32 --fp16-lm-cross-entropy --tensor-model-parallel-size 1
+--pipeline-model-parallel-size 1 --model-parallel-size 1 --num-layers-per-virtual-pipeline-stage 1
+--distributed-backend gloo --DDP-impl local --use-contiguous-buffers-in-ddp
+--no-scatter-gather-tensors-in-pipeline --local_rank 0 --lazy-mpu-init true
+--use-cpu-initialization --eval-iters 10 --eval-interval 100 --data-path 1 corpus --split 969,30,1
+--train-weighted-split-paths "a" --valid-weighted-split-paths "a" "b"
+--test-weighted-split-paths "a" --train-weighted-split-paths-path a
+--valid-weighted-split-paths-path a --test-weighted-split-paths-path a --log-path logs
+--vocab-file vocab --merge-file merges --vocab-extra-ids 0 --seq-length 16 --encoder-seq-length 16
+--decoder-seq-length 16 --retriever-seq-length 256 --sample-rate 1.0 --mask-prob 0.15
+--short-seq-prob 0.1 --mmap-warmup --num-workers 2 --valid-num-workers 2
+--tokenizer-type GPT2BPETokenizer --tokenizer-name-or-path bpe --data-impl mmap
+--reset-position-ids --reset-attention-mask --eod-mask-loss --loss-on-targets-only
+--reweight-loss-based-on-position-frequency --noise-density 0.1 --mean-noise-span-length 3
+--adlr-autoresume --adlr-autoresume-interval 1000 --ict-head-size 8 --biencoder-projection-dim 0
+--biencoder-shared-query-context-model --ict-load x --bert-load x --titles-data-path x
+--query-in-block-prob 0.1 --use-one-sent-docs --evidence-data-path x
+--retriever-report-topk-accuracies 1 5 --retriever-score-scaling --block-data-path x
+--embedding-path x --indexer-batch-size 128 --indexer-log-interval 1000 --num-classes 1000
+--img-dim 224 --num-channels 3 --patch-dim 16 --zero-stage 1.0 --zero-reduce-scatter
+--zero-contigious-gradients --zero-reduce-bucket-size 0 --zero-allgather-bucket-size 0
+--remote-device none --use-pin-memory --scattered-embeddings --split-transformers
+--memory-centric-tiled-linear --tile-factor 1 --deepspeed-activation-checkpointing
+--partition-activations --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer
+--profile-backward --deepspeed --deepspeed_config ds.json --deepscale --deepscale_config ds.json
+"""
+
+# What Microsoft's fork has and bigscience's does not.
+MICROSOFT = """
+--encoder-num-layers 2 --decoder-num-layers 2 --pipeline-model-parallel-split-rank 1 --ds-inference
+--inference-batch-times-seqlen-threshold 512 --max-tokens-to-oom 12000 --ds_fused_adam
+--no-initialization --no-contiguous-buffers-in-local-ddp --use-ring-exchange-p2p
+--empty-unused-memory-level 1 --no-barrier-with-level-1-timing
+--ds-sequence-parallel-fpdt-chunk-size 65536 --ds-sequence-parallel-fpdt-offloading
+--ds-sequence-parallel-fpdt --ds-sequence-parallel-size 2 --force-ds-sequence-parallel
+--use-dataset-only false --aml-data-download-path x --output-bert-embeddings
+--bert-embedder-type megatron --fp8-e4m3 --fp8-hybrid --no-fp8-wgrad --fp8-margin 0
+--fp8-interval 1 --fp8-amax-history-len 1 --fp8-amax-compute-algo most_recent --profile pt-full
+--profile_steps 2,3 --profile-ranks 0 1 --img-h 224 --img-w 224 --classes-fraction 1
+--data-per-class-fraction 1 --no-data-sharding --head-lr-mult 1 --vision-pretraining
+--vision-pretraining-type classify --vision-backbone-type vit --swin-backbone-type tiny
+--mask-type random --mask-factor 1 --iter-per-epoch 1250 --dino-local-img-size 96
+--dino-local-crops-number 10 --dino-head-hidden-size 2048 --dino-bottleneck-size 256
+--dino-freeze-last-layer 1 --dino-norm-last-layer --dino-warmup-teacher-temp 0.04
+--dino-teacher-temp 0.07 --dino-warmup-teacher-temp-epochs 30 --retro-workdir x
+--retro-add-retriever --retro-cyclic-train-iters 1 --retro-encoder-layers 2
+--retro-encoder-hidden-dropout 0.1 --retro-encoder-attention-dropout 0.1 --retro-num-neighbors 2
+--retro-num-retrieved-chunks 2 --retro-return-doc-ids --num-experts 4 --mlp-type standard --topk 1
+--expert-interval 2 --moe-expert-parallel-size 1 --enable-expert-tensor-parallelism
+--moe-train-capacity-factor 1 --moe-eval-capacity-factor 1 --moe-min-capacity 4
+--moe-loss-coeff 0.1 --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling
+--create-moe-param-group --use-tutel --num-experts-switch 4 --use-flash-attn --use-flash-attn-v1
+--use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder
+--data-efficiency-curriculum-learning --random-ltd --train-data-exact-num-epochs 1
+--return-data-index --train-idx-path x --train-desc-path x --train-doc-idx-path x
+--train-sample-idx-path x --train-shuffle-idx-path x --repeated-dataloader --kd --mos
+--kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1 --num-layers-teacher 2 --num-experts-teacher 2
+--hidden-size-teacher 8 --num-attention-heads-teacher 2 --load-teacher x --reset-iteration
+--num-key-value-heads 2 --use-rotary-position-embeddings --rotary-percent 1.0
+--rotary-position-embeddings-theta 10000 --no-position-embedding --normalization rmsnorm --swiglu
+--squared-relu --untie-embeddings-and-output-weights --apply-layernorm-1p --disable-bias-linear
+--embedding-weights-in-fp32 --no-persist-layer-norm --disable-mem-efficient-ln
+--use-distributed-optimizer --enable-zbh1-pipeline --enable-zbh1-exact-semantics
+--no-pipeline-parallel --overlap-p2p-communication --recompute-granularity full
+--recompute-method uniform --recompute-num-layers 1 --recompute-activations --sequence-parallel
+--no-gradient-accumulation-fusion --no-async-tensor-model-parallel-allreduce
+--distributed-timeout-minutes 10 --standalone-embedding-stage --data-parallel-random-init
+--exit-signal-handler --kill-switch-file stop --load-tag x --exit-on-missing-checkpoint
+--use-checkpoint-args --no-load-lr-state --skip-train --lr-warmup-tokens 0
+--start-weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style constant
+--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler --timing-log-level 0
+--timing-log-option minmax --log-memory-to-tensorboard --log-world-size-to-tensorboard
+--log-optimizer-states-to-tensorboard --train-data-path a --valid-data-path a --test-data-path a
+--data-cache-path x --vocab-size 100 --tokenizer-model x --trust-remote-code --compression-training
+--transformer-impl local --rotary-seq-len-interpolation-factor 2
+"""
+
+# What Megatron-LM has and neither of the two does.
+MEGATRON_LM = """
+--group-query-attention --num-query-groups 2 --ckpt-format torch --auto-detect-ckpt-format
+--calculate-per-token-loss --tiktoken-pattern v2 --no-create-attention-mask-in-dataloader
+--padded-vocab-size 128 --dist-ckpt-strictness log_all
+--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
+--log-throughput --spec local --fp8-format hybrid --disable-gloo-process-groups
+--enable-experimental --manual-gc --moe-layer-recompute --mock-data --softmax-type vanilla
+--glu-linear-offset 1 --activation-func-clamp-value 7 --quick-geglu --window-size 127,0
+--window-attn-skip-freq 2 --profile-step-start 10 --profile-step-end 12 --logging-level 20
+--rerun-mode validate_results --data-parallel-sharding-strategy optim --log-progress
+--decoupled-lr 1e-3 --decoupled-min-lr 0 --rotary-interleaved --moe-latent-size 8 --use-nccl-ub
+--per-split-data-args-path x --deterministic-mode --manual-gc-interval 10
+--save-retain-interval 10 --check-weight-hash-across-dp-replicas-interval 10
+--moe-flex-dispatcher-backend deepep --linear-conv-kernel-dim 4 --step-batch-size-schedule "0:16"
+--cp-comm-type p2p --record-memory-history --disable-bf16-reduced-precision-matmul
+--no-rope-freq 4 --rope-type rope --inference-max-seq-length 2560 --inference-max-requests 8
+--inference-dynamic-batching-buffer-size-gb 40 --inference-dynamic-batching-max-requests 8
+--inference-dynamic-batching-max-tokens 8 --inference-dynamic-batching-num-cuda-graphs 16
+--inference-logging-step-interval 1 --decode-only-cuda-graphs
+--no-inference-dynamic-batching-prefix-caching --inference-dynamic-batching-prefix-caching
+--enable-chunked-prefill --inference-dynamic-batching-unified-memory-level 0
+--moe-pad-experts-for-cuda-graph-inference --inference-dynamic-batching-block-size 256
+--inference-dynamic-batching-prefix-caching-eviction-policy lru --attention-backend auto
+--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --use-fused-weighted-squared-relu
+--hybrid-layer-pattern M* --mamba-head-dim 64 --mamba-num-heads 2 --mamba-state-dim 128
+--mamba-num-groups 8 --is-hybrid-model --hybrid-override-pattern M* --fp8-param-gather
+--fp8-recipe delayed --first-last-layers-bf16 --num-layers-at-start-in-bf16 1
+--num-layers-at-end-in-bf16 1 --ckpt-fully-parallel-load --ckpt-fully-parallel-save
+--ckpt-assume-constant-structure --cuda-graph-impl none --cuda-graph-scope attn mlp
+--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 128 --qk-pos-emb-head-dim 64
+--v-head-dim 128 --rotary-scaling-factor 1 --mscale 1 --mscale-all-dim 1 --q-lora-rank 32
+--te-rng-tracker --inference-rng-tracker --init-model-with-meta-device --use-megatron-fsdp
+--fsdp-double-buffer --megatron-fsdp-main-grads-dtype auto --megatron-fsdp-grad-comm-dtype auto
+--fsdp-manual-registration --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1
+--straggler-minmax-count 1 --log-straggler --disable-straggler-on-startup
+--tensor-parallel-num-weight-shards 1 --expert-tensor-parallel-num-weight-shards 1
+--grpo-prompts-per-step 32 --grpo-group-size 2 --grpo-iterations 2 --grpo-clamp-eps-lower 0.01
+--grpo-clamp-eps-upper 0.01 --grpo-kl-beta 0.001 --langrl-env-config x --rl-use-sequence-packing
+--grpo-entropy-term-weight 0 --rl-sequence-packing-algo fifo --rl-default-temperature 1
+--rl-default-top-p 0 --rl-partial-rollouts --no-rl-partial-rollouts --rl-persist-cuda-graphs
+--rl-default-top-k -1 --rl-inference-logprobs-is-correction
+--rl-importance-sampling-truncation-coef 1 --rl-skip-bos-token --persistent-save-interval 5
+--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --kitchen-config-file x
+--kitchen-recipe-number 1 --eval-global-batch-size 8 --eval-micro-batch-size 1 --full-validation
+--multiple-validation-sets --start-eval-at-iter 5 --validation-set-names a b
+--load-main-params-from-ckpt --override-ckpt-iteration 5 --use-mp-args-from-checkpoint-args
+--data-args-path x --pipeline-model-parallel-layout Et|tL --account-for-embedding-in-pipeline-split
+--account-for-loss-in-pipeline-split --exit-signal SIGTERM
+--distributed-timeout-seconds-after-init 60 --yaml-cfg x --fake-process-group
+--check-for-spiky-loss --check-for-large-grads --log-memory-interval 5 --log-device-memory-used
+--use-pytorch-profiler --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra
+--pytorch-profiler-collect-shapes --memory-snapshot-path x --nvtx-ranges --record-shapes
+--apply-wd-to-qk-layernorm --no-weight-decay-cond-type apply_wd_to_qk_layernorm
+--embedding-init-method-std 0.02 --use-mup --mup-base-hidden-size 8 --mup-attn-scale-power 1
+--mup-base-head-dim 4 --mup-embedding-mult 1 --mup-output-mult 1 --mup-width-mult 1
+--chat-template x --no-tokenizer-sentencepiece-ignore-extra-whitespaces
+--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --null-tokenizer-eod-id 99
+--null-tokenizer-pad-id -1 --tiktoken-num-special-tokens 1000
+--tokenizer-hf-no-include-special-tokens --tokenizer-metadata x --tokenizer-special-tokens a b
+--tokenizer-sentencepiece-legacy --moe-shared-expert-gate --yarn-beta-fast 32 --yarn-beta-slow 1
+--yarn-original-max-position-embeddings 4096 --yarn-correction-range-round-to-int
+--no-yarn-correction-range-round-to-int --iterations-to-skip 3 4 --no-pad-vocab-size
+--disable-pad-vocab-size --dataloader-inter-document-masking --verify-integrity
+--dist-ckpt-format torch_dist --use-dist-ckpt --num-distributed-optimizer-instances 1
+--use-persistent-ckpt-worker --async-strategy nvrx --async-ckpt-cpu-priority 10
+--async-ckpt-io-priority 3 --async-ckpt-use-cpu-shm
+--ckpt-fully-parallel-load-exchange-algo broadcast --ckpt-fully-parallel-load-process-group dp
+--ckpt-fully-parallel-load-per-rank-objects --ckpt-fully-parallel-save-process-group dp
+--ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path x --ckpt-drop-redundant-extra-state
+--no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity
+--no-ckpt-fully-parallel-save --dist-ckpt-save-pre-mcore-014 --dist-ckpt-workers 2
+--dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
+--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load --no-save-tokenizer-assets
+--disable-save-tokenizer-assets --flight-recorder-dump-path x --no-flight-recorder-dump-on-timeout
+--create-all-gather-group --ddp-average-in-collective --ddp-pad-buckets-for-high-nccl-busbw
+--ddp-reduce-scatter-with-fp32-accumulation --disable-symmetric-registration
+--high-priority-stream-groups dp pp --nccl-communicator-config-path x --no-align-grad-reduce
+--disable-align-grad-reduce --no-align-param-gather --no-gradient-reduce-div-fusion
+--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush
+--overlap-param-gather-with-optimizer-step --sharp-enabled-group dp --use-sharp
+--suggested-communication-unit-size 1 --use-tp-pp-dp-mapping --tp-comm-overlap
+--tp-comm-overlap-cfg x --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend nccl
+--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad
+--disable-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag
+--no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --no-tp-comm-split-ag
+--disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs
+--pipeline-model-parallel-comm-backend nccl --defer-embedding-wgrad-compute
+--wgrad-deferral-limit 0 --delay-wgrad-compute --microbatch-group-size-per-virtual-pipeline-stage 2
+--symmetric-ar-type one_shot --nccl-all-reduce-for-prefill --high-priority-a2a-comm-stream
+--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding
+--apply-query-key-layer-scaling --disable-jit-fuser --flash-attention-version 3 --flash-decode
+--fused-residual-rmsnorm --mlp-chunks-for-prefill 1 --mlp-chunks-for-training 1
+--use-grouped-gemm-for-dense-mlp --use-grouped-gemm-for-shared-expert --use-te-activation-func
+--use-transformer-engine-op-fuser --cuda-graph-modules attn --cuda-graph-warmup-steps 3
+--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --moe-combine-bwd-dtype bf16
+--moe-deepep-num-sms 20 --moe-dispatch-fwd-dtype bf16 --moe-enable-deepep
+--moe-flex-dispatcher-num-sms 20 --moe-hybridep-num-blocks-permute 1
+--moe-hybridep-num-blocks-unpermute 1 --moe-hybridep-num-sms 16
+--moe-hybridep-num-sms-preprocessing 1 --moe-hybridep-pad-uneven-dispatch-inputs
+--moe-ncclep-zero-copy --moe-permute-fusion-into-hybridep --moe-router-padding-for-fp8
+--moe-router-padding-for-quantization --moe-single-grouped-bias --moe-single-grouped-weight
+--moe-use-grouped-tensor --overlap-moe-expert-parallel-comm
+--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release
+--moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu 1
+--moe-paged-stash-buffer-size-factor-cuda 1 --moe-paged-stash-page-size 1 --config-logger-dir x
+--no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d
+--use-torch-optimizer-for-cpu-offload --train-sync-interval 5 --no-manual-gc-eval
+--disable-manual-gc-eval --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
+--gpu-sniff-test-interval 5 --dump-param-to-param-group-map x --test-mode
+--tokenizer-hf-no-use-fast --use-gigatoken --log-energy --straggler-ctrlr-port 65535 --disable-msc
+--enable-msc --object-storage-cache-path x --dataloader-defer-npy-index-mmap
+--dataloader-fast-cache-load --mid-level-dataset-surplus 0.005 --num-dataset-builder-threads 1
+--per-dataset-sequences-path x --app-tag-run-name x --app-tag-run-version 1 --no-one-logger
+--one-logger-async --one-logger-project x --one-logger-run-name x --calc-ft-timeouts
+--enable-ft-package --ft-num-warmup-iters 5 --num-speculative-tokens 1 --use-legacy-static-engine
+--use-same-sampling-seed-across-dp-ranks --batch-invariant-mode --batch-invariant-backend x
+--mamba-inference-conv-states-dtype fp32 --mamba-inference-ssm-states-dtype fp32
+--cache-mla-latents --perform-rl-step --refit-method nccl --grpo-filter-groups-with-same-reward
+--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward --outer-dp-sharding-strategy no_shard
+--enable-full-sharding-in-hsdp --megatron-fsdp-version 1 --megatron-fsdp-main-params-dtype auto
+--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer
+--fsdp-db-use-persist-buf-on-alloc-fail --fp8-output-proj --fp8-quantizer-factory x
+--disable-fp8-wgrad --fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather
+--fp4-quantizer-factory x --te-precision-config-file x --keep-fp8-transpose-cache
+--reuse-grad-buf-for-mxfp8-param-ag --kitchen-attention-backend sdpa --use-kitchen-attention
+--hierarchical-context-parallel-sizes 2 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16
+--lion-beta1 0.9 --lion-beta2 0.99 --muon-coefficient-type x --muon-extra-scale-factor 1
+--muon-fp32-matmul-prec medium --muon-momentum 0.95 --muon-nesterov --muon-no-split-qkv
+--muon-num-ns-steps 5 --muon-scalar-optimizer adam --muon-scale-mode x --muon-tp-mode x
+--muon-use-syrk --no-use-layer-wise-param-layout --disable-use-layer-wise-param-layout --qk-clip
+--qk-clip-alpha 0.5 --qk-clip-threshold 100 --log-max-attention-logit --mla-down-proj-fusion
+--experimental-attention-variant dsa --attention-output-gate --dsa-indexer-head-dim 4
+--dsa-indexer-k-norm-epsilon 1e-5 --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff 0
+--dsa-indexer-n-heads 2 --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset 1
+--dsa-indexer-topk 8 --dsa-indexer-topk-freq 1 --dsa-indexer-use-sparse-loss --dsa-kernel-backend x
+--no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation
+--no-dsa-indexer-scoring-relu --disable-dsa-indexer-scoring-relu --gdp-cutedsl-kernel
+--gdp-num-chunk-states-to-recompute 1 --gdp-num-householder 1 --linear-attention-freq 4
+--linear-key-head-dim 128 --linear-num-key-heads 16 --linear-num-value-heads 32
+--linear-value-head-dim 128 --disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype fp32
+--mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern M --mtp-standalone
+--mtp-use-repeated-layer --enable-mhc-connections --mhc-init-gating-factor 1
+--mhc-num-residual-streams 4 --mhc-recompute-layer-num 1 --mhc-sinkhorn-iterations 20
+--gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub --gtp-remat-opt-in-modules a b
+--gtp-remat-reduce-scatter-with-fp32-accumulation --moe-apply-probs-on-input
+--moe-enable-routing-replay --moe-expert-rank-capacity-factor 1 --moe-mlp-glu-interleave-size 1
+--moe-shared-expert-glu-interleave-size 1 --moe-router-force-biased 1
+--moe-router-quantile-balancing-ema 0.9 --moe-upcycling-granularity 1
+--heterogeneous-layers-config-encoded-json x --heterogeneous-layers-config-path x
+--mrope-section 1 2 3 --qk-l2-norm --relative-attention-max-distance 128
+--relative-attention-num-buckets 32 --output-logit-dtype fp32 --fine-grained-activation-offloading
+--fine-grained-activation-offloading-max-inflight-offloads 1 --offload-modules a b
+--activation-offload-fraction 1 --delta-offload-bytes-across-pp-ranks 1
+--delay-offload-until-cuda-graph --min-offloaded-tensor-size 1048576
+--non-persistent-ckpt-type global --non-persistent-global-ckpt-dir x
+--non-persistent-save-interval 5 --non-persistent-local-ckpt-algo atomic
+--non-persistent-local-ckpt-dir x --replication --replication-factor 2 --replication-jump 8
+--ckpt-convert-format torch --ckpt-convert-save x --ckpt-convert-update-legacy-dist-opt-format
+--save-activations-interval 5 --save-dgrads-interval 5 --save-params-interval 5
+--save-tokens-per-expert-interval 5 --save-wgrads-interval 5
+--moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits
+--moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters 5
+--moe-routing-trace-path x --inprocess-restart --inprocess-max-iterations 5
+--inprocess-progress-watchdog-interval 5 --fault-injector-ranks 0 1 --error-injection-rate 0
+--error-injection-type transient_error --result-rejected-tracker-filename x --logits-save-path x
+--freeze-all-layers --otel-enabled --otel-service-name x --otel-span-groups a
+--run-workload-inspector-server --allow-ambiguous-pad-tokens --phase-transition-iterations 5
+--decrease-batch-size-if-needed --ddp-param-name-patterns-for-fp32-local-accumulation a
+--export-model-type GPTModel --export-legacy-megatron --export-te-mcore-model
+--export-default-te-spec --export-kv-cache-quant fp8 --export-real-quant-cfg x
+--export-quant-cfg x --export-kd-cfg x --export-kd-teacher-load x
+--export-kd-teacher-model-config x --export-kd-teacher-ckpt-format torch --export-qk-l2-norm
+--export-moe-apply-probs-on-input --export-offline-model --export-force-local-attention
+--finetune-hf-dataset x --finetune-data-split train --finetune-data-files x --qad-train-target x
+--freeze-base-for-mtp --modelopt-enabled --enable-gpt-oss --use-mcore-models --qk-layernorm
+--rotary-base 10000 --use-rope-scaling --rope-scaling-factor 8 --sliding-window 8 --add-qkv-bias
+--norm-epsilon 1e-5 --async-save --ckpt-step 5
+--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100 --ddp-num-buckets 4
+--grad-reduce-in-bf16 --use-precision-aware-optimizer --main-grads-dtype fp32
+--main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32
+--context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+--num-virtual-stages-per-pipeline-rank 1 --decoder-first-pipeline-num-layers 1
+--decoder-last-pipeline-num-layers 1 --recompute-modules core_attn --cpu-offloading-num-layers 0
+--no-rope-fusion --no-bias-swiglu-fusion --lr-wsd-decay-style linear --lr-wsd-decay-iters 1
+--lr-wsd-decay-samples 1 --lr-warmup-init 0 --fim-data --fim-rate 0.5 --fim-spm-rate 0.5
+--fim-split-sample x --fim-fragment-rate 0.5 --fim-no-prefix x --fim-prefix-token a
+--fim-middle-token a --fim-suffix-token a --fim-pad-token a --fim-eod-token a --sft
+--sft-tokenizer-prompt-format nemotron --no-mmap-bin-files --moe-layer-freq 1
+--moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
+--moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-router-topk 2 --moe-router-pre-softmax
+--moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1
+--moe-router-score-function softmax --moe-router-dtype fp32 --moe-router-enable-expert-bias
+--moe-router-bias-update-rate 1e-3 --moe-router-force-load-balancing --moe-router-fusion
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01
+--moe-input-jitter-eps 0 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity
+--moe-token-drop-policy probs --moe-token-dispatcher-type alltoall --moe-permute-fusion
+--moe-per-layer-logging --moe-use-upcycling
+"""
