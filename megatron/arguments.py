@@ -62,7 +62,7 @@ def parse_args(
     own_fields = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = _with_extra_flags(parser, extra_args_provider)
-    argv = sys.argv[1:] if argv is None else argv
+    argv = _in_full(sys.argv[1:] if argv is None else argv, parser)
     given = _read(parser, argv, problems)
     extra = {name: given.pop(name) for name in sorted(given) if name not in own_fields}
     defaults = dict(args_defaults or {})
@@ -104,7 +104,9 @@ def parse_given(argv: Sequence[str], *, beside: Iterable[str] = ()) -> dict[str,
         CommandLineError: with all that is wrong.
     """
     problems: list[ConfigError] = []
-    given = _read(_parser(problems), argv, problems, beside)
+    parser = _parser(problems)
+    argv = _in_full(argv, parser, beside)
+    given = _read(parser, argv, problems, beside)
     typed = {name: value for name, value in given.items() if value is not None}
     values = _preset(typed.pop("model_preset", None), problems) | typed
     values |= _from_dependent(argv, values, problems)
@@ -122,7 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(problems: list[ConfigError]) -> argparse.ArgumentParser:
     parser = _Parser(
-        allow_abbrev=False,  # a shortened flag would change meaning when a longer one is added
+        allow_abbrev=False,  # `_in_full` says what it took, and knows flags of other Megatrons
         description="Pretrain a language model. Every flag is listed once, with its default in "
         "brackets.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=100),
@@ -166,6 +168,40 @@ def _with_extra_flags(
             fix="end the function with `return parser`",
         )
     return extended
+
+
+def _in_full(
+    argv: Sequence[str], parser: argparse.ArgumentParser, beside: Iterable[str] = ()
+) -> list[str]:
+    """Return a command line whose shortened flags are written in full; log each of them once.
+
+    A flag is short for the only one of ours that begins so, unless another Megatron has it.
+    """
+    names = [*parser._option_string_actions, *beside]
+    tables = (names, ALIASES, CONVERTED, EXPLAINED, REMOVED)
+    words = []
+    for word in argv:
+        name, *value = _split_equals(word)
+        answered = any(name in table for table in tables) or any(
+            look_up(table, name) is not None for table in (NO_EFFECT, REFUSED)
+        )
+        longer = [] if answered or not name.startswith("--") else _beginning_with(name, names)
+        meanings = {_meaning(one, parser) for one in longer}
+        if len(meanings) == 1 and None not in meanings:
+            log.info(f"{name}: taken as {longer[0]}, the only flag that begins so")
+            word = "=".join([longer[0], *value])
+        words.append(word)
+    return words
+
+
+def _beginning_with(start: str, names: Iterable[str]) -> list[str]:
+    return sorted((name for name in names if name.startswith(start)), key=len)
+
+
+def _meaning(name: str, parser: argparse.ArgumentParser) -> tuple[str, object] | None:
+    """Return what tells two flags apart that are no spellings of one; None: not of this parser."""
+    action = parser._option_string_actions.get(name)
+    return None if action is None else (action.dest, action.const)
 
 
 def _translate(
@@ -265,14 +301,13 @@ def _unknown_flags(unknown: Iterable[str], known: Iterable[str]) -> list[ConfigE
             )
             continue
         after_unknown_flag = True
-        near = difflib.get_close_matches(word, [*names, *ALIASES], n=1, cutoff=0.5)
-        problems.append(
-            ConfigError(
-                "there is no such flag",
-                found=word,
-                fix=f"did you mean {near[0]}?" if near else "see --help for every flag",
-            )
-        )
+        if longer := _beginning_with(word, names):
+            fix = f"several flags begin so: use {' or '.join(longer)}"
+        elif near := difflib.get_close_matches(word, [*names, *ALIASES], n=1, cutoff=0.5):
+            fix = f"did you mean {near[0]}?"
+        else:
+            fix = "see --help for every flag"
+        problems.append(ConfigError("there is no such flag", found=word, fix=fix))
     return problems
 
 

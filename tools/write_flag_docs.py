@@ -30,8 +30,9 @@ Written by `make docs` from the dataclasses in `megatron/config/` and the tables
 `megatron/config/spellings/`; edit those. `pretrain_gpt.py --help` shows the same.
 
 A switch is on when it is named alone; `--flag true` and `--flag false` are accepted too, and
-`--no-flag` turns it off. Flags cannot be shortened. A flag that is nowhere on this page is an
-error, and so is one whose feature this version lacks: nothing is swallowed.
+`--no-flag` turns it off. A flag may be shortened while no other begins so, and the log says what
+it was taken as. A flag that is nowhere on this page is an error, and so is one whose feature this
+version lacks: nothing is swallowed.
 
 Rules that need more than one group (shapes against ranks, batches against replicas, schedules
 against the length of the training) are the checks of `megatron/preflight/`, which run before

@@ -13,6 +13,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_every_flag_of_other_megatrons_is_answered_by_name",
         ),
         Mutant(
+            "a beginning of several flags stands for none of them",
+            "megatron/arguments.py",
+            "if len(meanings) == 1 and None not in meanings:",
+            "if meanings and None not in meanings:",
+            "tests/unit/test_arguments.py::"
+            "test_a_beginning_of_several_flags_is_answered_with_all_of_them",
+        ),
+        Mutant(
             "a value of a missing feature is not accepted",
             "megatron/arguments.py",
             "if ignored.only and (not values or not set(values) <= set(ignored.only)):",

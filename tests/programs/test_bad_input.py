@@ -243,10 +243,10 @@ BAD_FLAGS: Sequence[tuple[str, str, int, type[MegatronError], Sequence[str]]] = 
     ),
     (
         "an unknown flag",
-        "--num-layer 3",
+        "--num-layrs 3",
         1,
         ConfigError,
-        ["there is no such flag", "found: --num-layer", "did you mean --num-layers?"],
+        ["there is no such flag", "found: --num-layrs", "did you mean --num-layers?"],
     ),
     (
         "a flag of a later version",
@@ -335,7 +335,7 @@ def test_a_launcher_that_says_half_of_it_is_refused() -> None:
 
 
 def test_wrong_flags_end_the_program_before_torch_is_imported(prefix: str, tmp_path: Path) -> None:
-    flags = small_run(prefix, "--num-layer", "3", "--num-attention-heads", "3", "--lr", "fast")
+    flags = small_run(prefix, "--num-layrs", "3", "--num-attention-heads", "3", "--lr", "fast")
     words = [sys.executable, "-X", "importtime", PRETRAIN, *flags]
     ended = run_program(words, cwd=tmp_path, within_s=ENDS_WITHIN_S)
     assert ended.status == ConfigError.exit_code

@@ -15,6 +15,7 @@ from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import DecayStyle
 from megatron.config.run import GROUPS
 from megatron.errors import ConfigError, PreflightError
+from tests.support.output import without_times
 from tests.unit.config.groups import COMMAND, a_run, problems_of
 
 FLAG_NAMES = [flag_name(name) for group in GROUPS.values() for name in field_names(group)]
@@ -83,9 +84,9 @@ def test_every_required_flag_is_asked_for_at_once() -> None:
 @pytest.mark.parametrize(
     ("word", "near"),
     [
-        ("--num-layer", "--num-layers"),
+        ("--num-layrs", "--num-layers"),
         ("--hiddensize", "--hidden-size"),
-        ("--lr-warmup-iter", "--lr-warmup-iters"),
+        ("--lr-warmup-itres", "--lr-warmup-iters"),
         ("--checkpoint-activation", "--checkpoint-activations"),
     ],
 )
@@ -101,11 +102,12 @@ def test_a_flag_without_one_of_its_letters_is_never_taken(data: st.DataObject) -
     name = data.draw(st.sampled_from([name for name in FLAG_NAMES if len(name) > 6]))
     at = data.draw(st.integers(2, len(name) - 1))
     wrong = name[:at] + name[at + 1 :]
-    if wrong in _parser([])._option_string_actions:
+    begin_so = {n for n in _parser([])._option_string_actions if n.startswith(wrong)}
+    if wrong in begin_so or len(begin_so) == 1:
         return
     errors = problems_of(wrong, "1")
     assert errors[0].found == wrong
-    assert errors[0].fix.startswith("did you mean --")
+    assert errors[0].fix.startswith("several flags begin so" if begin_so else "did you mean --")
 
 
 def test_a_flag_that_is_like_no_other_is_refused_too() -> None:
@@ -113,9 +115,43 @@ def test_a_flag_that_is_like_no_other_is_refused_too() -> None:
     assert error.fix == "see --help for every flag"
 
 
-def test_a_flag_cannot_be_shortened() -> None:
-    (error,) = problems_of("--see", "7")
+@pytest.mark.parametrize("words", [["--see", "7"], ["--see=7"]])
+def test_a_flag_may_be_shortened_to_what_no_other_begins_with(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse_args([*COMMAND, *words]).training.seed == 7
+    said = without_times(capsys.readouterr().out)
+    assert said == "--see: taken as --seed, the only flag that begins so\n"
+
+
+def test_a_shortened_flag_is_read_as_in_full() -> None:
+    assert parse_given(["--no-save-op"]) == {"save_optim": False}
+    assert parse_given(["--deepspeed-c", "a"]) == {"deepspeed_config": "a"}
+    # The rule of the flag in full holds: Megatron-LM ignores it alone.
+    (error,) = problems_of("--num-query", "1")
+    assert error.found == "--num-query-groups 1 without --group-query-attention"
+
+
+def test_a_beginning_of_several_flags_is_answered_with_all_of_them() -> None:
+    (error,) = problems_of("--num-layer", "7")
     assert error.problem == "there is no such flag"
+    assert error.fix.startswith("several flags begin so: use --num-layers or --num-layers-at-")
+
+
+def test_what_begins_a_flag_of_the_program_too_is_not_taken_from_it() -> None:
+    assert parse_given(["--see", "7"]) == {"seed": 7}
+    for beside in ("--seen", "--seed-of-prompts"):
+        with pytest.raises(PreflightError) as caught:
+            parse_given(["--see", "7"], beside=[beside])
+        (finding,) = caught.value.findings
+        assert finding.error.fix.startswith("several flags begin so: use --see")
+
+
+def test_a_flag_of_another_megatron_is_not_short_for_one_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parse_given(["--exit-signal", "SIGTERM"]) == {}  # nor --exit-signal-handler
+    assert "accepted, has no effect" in capsys.readouterr().out
 
 
 def test_a_word_without_a_flag_is_refused() -> None:

@@ -190,7 +190,7 @@ def test_flags_that_contradict_the_checkpoint_are_refused(models: Exported, pair
         [*words, models.ours, *script],
         [*words, models.megatron, *script],
         [*words, models.ours, "--fp32", "--fp16"],
-        [*words, models.ours, "--num-layer", "2"],
+        [*words, models.ours, "--num-layrs", "2"],
     )
     for said in deeper:
         assert "flags and checkpoint describe different models" in said

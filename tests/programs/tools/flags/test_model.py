@@ -43,7 +43,7 @@ def test_a_flag_that_nobody_has_is_refused_with_the_nearest_of_both() -> None:
         read("--load x --promt a")
     assert "did you mean --prompt?" in str(raised.value)
     with pytest.raises(PreflightError) as raised:
-        read("--load x --num-layer 3")
+        read("--load x --num-layrs 3")
     assert "did you mean --num-layers?" in str(raised.value)
     with pytest.raises(PreflightError, match="1 check failed") as raised:
         read("--load x --num-layers three")
