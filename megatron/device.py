@@ -7,7 +7,7 @@ never a silent fallback.
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,9 @@ import torch
 
 from megatron import host
 from megatron.errors import MachineError
+
+_ROOMS = 3  # for what comes, what is computed, and what goes
+_ALIGNED = 32  # bytes, at whose multiples kernels may load several elements at once
 
 # Stands in for the values of a tensor on `meta`: from what they are, and a tensor of their shape.
 Answer = Callable[[str, torch.Tensor], torch.Tensor]
@@ -222,6 +225,78 @@ class HostCopy:
         if self._device.type == "cuda":
             self._done.synchronize()
         return self._values
+
+
+class RoundTrip:
+    """Takes tensors of host memory to the device, part by part, and their new values back.
+
+    On a GPU parts take turns in rooms of fixed size, on streams of their own: one part comes while
+    another is computed and a third goes back. On a CPU these are plain copies. A context for each
+    round: what the round before took back may be taken there again.
+
+    Args:
+        nbytes: of the largest part, of which each tensor takes a multiple of 32.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._hosts: list[torch.Tensor] = []
+        self._here: list[torch.Tensor] = []
+        self._is_gpu = _CURRENT.device.type == "cuda"
+        if not self._is_gpu:
+            return
+        self._turn = 0
+        self._rooms = [
+            torch.empty(nbytes, dtype=torch.uint8, device=_CURRENT.device) for _ in range(_ROOMS)
+        ]
+        self._is_free: list[torch.cuda.Event | None] = [None] * _ROOMS
+        self._coming = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._going = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> "RoundTrip":
+        if self._is_gpu:
+            self._coming.wait_stream(self._going)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hosts, self._here = [], []
+
+    def there(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return one part on the device, for kernels launched from here on."""
+        self._hosts = list(tensors)
+        if not self._is_gpu:
+            self._here = [tensor.clone() for tensor in tensors]
+            return self._here
+        room, free = self._rooms[self._turn], self._is_free[self._turn]
+        self._here, at = [], 0
+        for tensor in tensors:
+            place = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._here.append(place)
+            at += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        if free is not None:
+            self._coming.wait_event(free)
+        with torch.cuda.stream(self._coming):
+            for tensor, place in zip(tensors, self._here):
+                place.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._coming)
+        return self._here
+
+    def back(self) -> None:
+        """Take the new values of the last part back."""
+        if not self._is_gpu:
+            for tensor, new in zip(self._hosts, self._here):
+                tensor.copy_(new)
+            return
+        self._going.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._going):
+            for tensor, new in zip(self._hosts, self._here):
+                tensor.copy_(new, non_blocking=True)
+        self._is_free[self._turn] = self._going.record_event()
+        self._turn = (self._turn + 1) % _ROOMS
+
+    def settle(self) -> None:
+        """Wait until all new values are in host memory."""
+        if self._is_gpu:
+            self._going.synchronize()
 
 
 def _copying_stream() -> torch.cuda.Stream:

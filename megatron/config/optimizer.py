@@ -71,6 +71,14 @@ class OptimizerConfig:
     )
     sgd_momentum: float = flag(0.9, help="momentum of SGD")
     clip_grad: float = flag(1.0, help="largest global L2 norm of the gradient; 0 does not clip")
+    optimizer_cpu_offload: bool = flag(
+        False,
+        help="AdamW's state and the fp32 weights of a half-precision model wait in host memory, "
+        "and come to the device part by part for an update",
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0, help="share of them that waits there, 0 to 1, with --optimizer-cpu-offload"
+    )
 
     def __post_init__(self) -> None:
         raise_all(self._problems())
@@ -89,6 +97,26 @@ class OptimizerConfig:
             value = getattr(self, name)
             yield from check_field(
                 value >= 0, name, value, problem="it cannot be negative", fix="use 0 or more"
+            )
+        yield from check_field(
+            0 <= self.optimizer_offload_fraction <= 1,
+            "optimizer_offload_fraction",
+            self.optimizer_offload_fraction,
+            problem="a share of the optimizer's state is outside [0, 1]",
+            fix="use 1 for all of it",
+        )
+        if self.optimizer_offload_fraction != 1 and not self.optimizer_cpu_offload:
+            yield ConfigError(
+                "a share of the optimizer's state was named, and none of it leaves the device",
+                found=f"--optimizer-offload-fraction {self.optimizer_offload_fraction} without "
+                "--optimizer-cpu-offload",
+                fix="add --optimizer-cpu-offload, or leave it out",
+            )
+        if self.optimizer_cpu_offload and self.optimizer is not OptimizerKind.ADAM:
+            yield ConfigError(
+                "only the state of AdamW can wait in host memory",
+                found=f"--optimizer-cpu-offload with --optimizer {self.optimizer}",
+                fix="leave out --optimizer-cpu-offload, or use --optimizer adam",
             )
         for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
             if getattr(self, f"{name}_dtype") is StateDtype.BF16:

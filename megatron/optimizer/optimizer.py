@@ -9,7 +9,6 @@ makes updates, for its own elements alone.
 """
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -26,7 +25,8 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.json_values import JsonObject, JsonValue
 from megatron.mpu.context import ParallelContext, Replicas
 from megatron.mpu.scalar_sums import HostScalars, ScalarSums
-from megatron.ops.adamw import AdamwRule, AdamwTensors, adamw_step_
+from megatron.ops.adamw import AdamwRule
+from megatron.optimizer.adamw import StepScalars, update_slots
 from megatron.optimizer.buckets import ElementRange
 from megatron.optimizer.clip_grads import (
     clip_factor,
@@ -37,13 +37,14 @@ from megatron.optimizer.clip_grads import (
 from megatron.optimizer.data_parallel import DistributedDataParallel, Shards
 from megatron.optimizer.grad_buffer import HALF_DTYPES
 from megatron.optimizer.grad_scaler import GradScaler, build_scaler
+from megatron.optimizer.host_state import HostState, first_share
 from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.slots import Slot
 from megatron.optimizer.update_rule import fresh_state, update_rule
 
 APPLIED = "update applied"  # among the scalars of `MegatronOptimizer.update`
 _NAMES_SHOWN = 5
 _STEPS, _SCALER = "steps", "loss_scaler"
-_MASTER = "master"
 # Scalars of a step: the sums over all ranks, and what `update` makes of them.
 _SQUARES, _NOT_FINITE, _ZEROS = "squares of gradients", "gradients not finite", "zero gradients"
 _NORM, _LOSS_SCALE = "gradient norm", "loss scale"
@@ -86,26 +87,6 @@ def read_scalars(scalars: JsonObject) -> OptimizerScalars:
     return OptimizerScalars(steps, numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """This rank's part of the update of a parameter, and the tensors the update rule works on.
-
-    `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
-    `values` or its fp32 master, and `state` what the rule keeps of it.
-    """
-
-    name: str
-    parameter: Parameter
-    owned: ElementRange | None
-    values: Tensor
-    weight: Tensor
-    state: dict[str, Tensor]
-
-    @property
-    def has_master(self) -> bool:
-        return self.weight is not self.values
-
-
 class MegatronOptimizer(ABC):
     """Turns the gradients of parameters with global names into an update; see the subclasses.
 
@@ -124,6 +105,7 @@ class MegatronOptimizer(ABC):
         self._groups = tuple(groups)
         self._shards = shards
         self._config = config
+        self._host = HostState()
         self._scaler = scaler
         self._ctx = ctx
         # On the device, where it is decided whether an update counts.
@@ -132,8 +114,13 @@ class MegatronOptimizer(ABC):
         counted = {
             name for (name, _), is_own in zip(pairs, owned_by_this_rank(pairs, ctx)) if is_own
         }
+        on_host = self._waiting_on_host(pairs)
         by_group = [
-            [slot for pair in group.parameters if (slot := self._slot_of(*pair)) is not None]
+            [
+                self._slot_of(name, parameter, name in on_host)
+                for name, parameter in group.parameters
+                if self._elements(parameter)
+            ]
             for group in self._groups
         ]
         self._by_group = by_group
@@ -247,7 +234,11 @@ class MegatronOptimizer(ABC):
         ]
         self._steps += applied
         if self._sgd is None:
-            self._step_adamw(gradients, norm.new_ones(()) * factor, applied, rates)
+            numbers = StepScalars(norm.new_ones(()) * factor, applied, self._steps)
+            of_slot = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
+            for (rate, decay), slots in zip(rates, self._by_group, strict=True):
+                rule = self._rule(rate, decay)
+                update_slots(slots, of_slot, rule, numbers, self._host)
         else:
             self._step_sgd(self._sgd, gradients, factor, applied, rates)
         if self._shards is not None:
@@ -297,7 +288,8 @@ class MegatronOptimizer(ABC):
         parameter, or is one-dimensional where `owned_ranges` makes it a part. They are the live
         tensors, not copies.
         """
-        return {slot.name: self._state_of(slot) for slot in self._slots}
+        self._host.settle()
+        return {slot.name: slot.tensors() for slot in self._slots}
 
     def owned_ranges(self) -> dict[str, ElementRange]:
         """Return the flattened elements of each sharded parameter that this rank updates.
@@ -340,21 +332,37 @@ class MegatronOptimizer(ABC):
     def _publish(self) -> None:
         """Bring the model's parameters up to date with weights that SGD updated."""
 
-    def _slot_of(self, name: str, parameter: Parameter) -> _Slot | None:
-        """Return this rank's part of the update of a parameter; None if other ranks do it all."""
+    def _rule(self, rate: float, decay: float) -> AdamwRule:
+        config = self._config
+        return AdamwRule(rate, config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
+
+    def _elements(self, parameter: Parameter) -> int:
+        """Return how many elements of a parameter this rank updates."""
+        return parameter.numel() if self._shards is None else self._shards.owned(parameter).size
+
+    def _waiting_on_host(self, pairs: Sequence[tuple[str, Parameter]]) -> frozenset[str]:
+        """Return the names of parameters whose state waits in host memory."""
+        if not self._config.optimizer_cpu_offload:
+            return frozenset()
+        sizes = [self._elements(parameter) for _, parameter in pairs]
+        count = first_share(sizes, self._config.optimizer_offload_fraction)
+        return frozenset(name for name, _ in pairs[:count])
+
+    def _slot_of(self, name: str, parameter: Parameter, on_host: bool) -> Slot:
+        """Return this rank's part of the update of a parameter."""
         if self._shards is None:
             owned, values = None, parameter.detach()
         else:
-            owned = self._shards.owned(parameter)
-            if not owned.size:
-                return None
-            values = self._shards.values(parameter)
+            owned, values = self._shards.owned(parameter), self._shards.values(parameter)
         weight = self._weight_of(values)
         state = fresh_state(weight, self._config)
         state.pop("step", None)  # of each weight; here one count serves all
-        return _Slot(name, parameter, owned, values, weight, state)
+        if on_host:
+            weight = weight if weight is values else self._host.keep(weight)
+            state = {kind: self._host.keep(tensor) for kind, tensor in state.items()}
+        return Slot(name, parameter, owned, values, weight, state, on_host)
 
-    def _gradient(self, slot: _Slot) -> Tensor:
+    def _gradient(self, slot: Slot) -> Tensor:
         gradient = getattr(slot.parameter, "main_grad", None)
         if gradient is None:
             gradient = slot.parameter.grad
@@ -371,36 +379,6 @@ class MegatronOptimizer(ABC):
         if self._is_adam:
             return gradient.contiguous()
         return gradient.to(slot.weight.dtype)  # a copy only for half-precision gradients
-
-    def _step_adamw(
-        self,
-        gradients: Sequence[Tensor],
-        factor: Tensor,
-        applied: Tensor,
-        rates: Sequence[tuple[float, float]],
-    ) -> None:
-        """Update weights, state and the model's half-precision parameters in one pass.
-
-        Args:
-            rates: learning rate and weight decay of each group.
-        """
-        config = self._config
-        gradient_of = dict(zip((slot.name for slot in self._slots), gradients, strict=True))
-        for (rate, decay), slots in zip(rates, self._by_group, strict=True):
-            rule = AdamwRule(rate, config.adam_beta1, config.adam_beta2, config.adam_eps, decay)
-            by_dtypes: defaultdict[tuple[torch.dtype, ...], list[_Slot]] = defaultdict(list)
-            for slot in slots:
-                dtypes = (slot.weight.dtype, slot.values.dtype, gradient_of[slot.name].dtype)
-                by_dtypes[dtypes].append(slot)
-            for alike in by_dtypes.values():
-                tensors = AdamwTensors(
-                    weights=[slot.weight for slot in alike],
-                    grads=[gradient_of[slot.name] for slot in alike],
-                    means=[slot.state["exp_avg"] for slot in alike],
-                    squares=[slot.state["exp_avg_sq"] for slot in alike],
-                    published=[slot.values for slot in alike if slot.has_master],
-                )
-                adamw_step_(tensors, rule, factor=factor, applied=applied, steps=self._steps)
 
     def _step_sgd(
         self,
@@ -422,11 +400,6 @@ class MegatronOptimizer(ABC):
             slot.weight.grad = gradient
         rule.step()
         self._publish()  # rounds masters, which changes no bit where they are as they were
-
-    def _state_of(self, slot: _Slot) -> dict[str, Tensor]:
-        # torch's SGD notes the momentum that it does not have.
-        state = {kind: tensor for kind, tensor in slot.state.items() if isinstance(tensor, Tensor)}
-        return {**state, _MASTER: slot.weight} if slot.has_master else state
 
     @property
     def _is_adam(self) -> bool:
@@ -458,6 +431,7 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
 
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model without optimizer state."""
+        self._host.settle()
         with torch.no_grad():
             for slot in self._with_master():
                 slot.weight.copy_(slot.values)
@@ -471,7 +445,7 @@ class MixedPrecisionOptimizer(MegatronOptimizer):
         for slot in slots:
             slot.weight.grad = None  # a half-precision gradient was widened for this step only
 
-    def _with_master(self) -> list[_Slot]:
+    def _with_master(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.has_master]
 
 

@@ -80,6 +80,8 @@ def deepspeed_flags_have_an_engine(plan: RunPlan) -> Iterator[MegatronError]:
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config.optimizer, name) is StateDtype.BF16:
             yield _of_the_native_engine(f"{flag_name(name)} bf16", f"{flag_name(name)} fp32")
+    if config.optimizer.optimizer_cpu_offload:
+        yield _of_the_native_engine("--optimizer-cpu-offload", "--cpu-optimizer")
 
 
 def deepspeed_json_agrees_with_the_flags(plan: RunPlan) -> Iterator[MegatronError]:

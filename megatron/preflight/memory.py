@@ -28,11 +28,16 @@ class KeptBytes:
     weights: int
     gradients: int
     optimizer: int
+    waiting: int = 0  # of the optimizer's, in host memory
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer
+
+    def needed(self, *, on_host: bool) -> int:
+        """Return the bytes of memory of the device, which may be the host."""
+        return self.total if on_host else self.total - self.waiting
 
 
 def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None) -> KeptBytes:
@@ -50,10 +55,12 @@ def kept_bytes(config: RunConfig, parameters: int, *, updated: int | None = None
     share = parameters if updated is None else updated
     sharding = config.parallel.sharding
     gradients = share if sharding.shards_gradients else parameters
+    offloads = config.optimizer.optimizer_cpu_offload
     return KeptBytes(
         weights=(share if sharding.shards_parameters else parameters) * width,
         gradients=gradients * config.precision.gradient_precision.num_bytes,
         optimizer=share * state,
+        waiting=int(share * state * config.optimizer.optimizer_offload_fraction) * offloads,
     )
 
 
@@ -102,10 +109,15 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     parameters_of_rank, updated = even_share(plan, rows)
     shares = config.parallel.sharding.shards_state
     kept = kept_bytes(config, parameters_of_rank, updated=updated if shares else None)
-    if ranks * kept.total <= room:
+    if not on_host:
+        yield from _waiting_problems(kept.waiting, plan.launch.local_world_size)
+    needed = kept.needed(on_host=on_host)
+    if ranks * needed <= room:
         return
-    flags_that_fit = _sharding_that_fits(config, parameters_of_rank, updated, room // ranks)
-    enough = plan.model_ranks * -(-ranks * kept.total // max(1, room))
+    flags_that_fit = _flags_that_fit(
+        config, parameters_of_rank, updated, room // ranks, on_host=on_host
+    )
+    enough = plan.model_ranks * -(-ranks * needed // max(1, room))
     yield MachineError(
         "the weights and what training keeps of them do not fit into memory",
         found=f"about {in_gib(kept.total)} on a rank (weights {in_gib(kept.weights)}, gradients "
@@ -119,7 +131,22 @@ def weights_and_state_fit_in_memory(plan: RunPlan) -> Iterator[MegatronError]:
     )
 
 
-def _sharding_that_fits(config: RunConfig, parameters: int, updated: int, room: int) -> str | None:
+def _waiting_problems(waiting: int, ranks: int) -> Iterator[MachineError]:
+    """Yield the error of too little host memory for what waits there, of all ranks of a host."""
+    room = host.available_memory_bytes()
+    if room is not None and ranks * waiting > room:
+        yield MachineError(
+            "the optimizer's state does not fit into the memory of the host",
+            found=f"about {in_gib(waiting)} of each of {ranks} ranks of this host; {in_gib(room)} "
+            "are there",
+            fix="use a smaller --optimizer-offload-fraction, --use-distributed-optimizer, or more "
+            "hosts",
+        )
+
+
+def _flags_that_fit(
+    config: RunConfig, parameters: int, updated: int, room: int, *, on_host: bool
+) -> str | None:
     """Return the flags of the least that replicas have to share out more, if that is enough."""
     full = ShardingStrategy.OPTIM_GRADS_PARAMS
     for flags, sharding in (
@@ -128,6 +155,6 @@ def _sharding_that_fits(config: RunConfig, parameters: int, updated: int, room: 
     ):
         parallel = replace(config.parallel, data_parallel_sharding_strategy=sharding)
         kept = kept_bytes(replace(config, parallel=parallel), parameters, updated=updated)
-        if kept.total <= room:
+        if kept.needed(on_host=on_host) <= room:
             return flags
     return None

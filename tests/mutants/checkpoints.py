@@ -28,8 +28,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         ),
         Mutant(
             "fp32 masters are part of the saved state",
-            "megatron/optimizer/optimizer.py",
-            "return {**state, _MASTER: slot.weight} if slot.has_master else state",
+            "megatron/optimizer/slots.py",
+            "return {**state, MASTER: self.weight} if self.has_master else state",
             "return state",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_state_may_be_kept_in_bf16_and_the_masters_never_are",

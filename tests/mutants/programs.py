@@ -145,8 +145,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "ranks of a host share its memory",
             "megatron/preflight/memory.py",
-            "    if ranks * kept.total <= room:\n",
-            "    if kept.total <= room:\n",
+            "    if ranks * needed <= room:\n",
+            "    if needed <= room:\n",
             "tests/unit/preflight/test_memory.py::test_ranks_of_one_host_share_its_memory",
         ),
         Mutant(

@@ -19,6 +19,29 @@ _SUM = f"{_GRADS}test_what_is_kept_is_the_sum_over_micro_batches[False-dtype0]"
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
     "sharding": (
         Mutant(
+            "new state goes back to host memory",
+            "megatron/device.py",
+            "                tensor.copy_(new)\n",
+            "                pass\n",
+            "tests/unit/optimizer/test_host_state.py::test_parts_come_are_changed_and_go_back",
+        ),
+        Mutant(
+            "parts fit into their room",
+            "megatron/optimizer/host_state.py",
+            "room -= -(-(stop - start) // _GRAIN) * _GRAIN",
+            "room -= stop - start",
+            "tests/unit/optimizer/test_host_state.py::"
+            "test_parts_hold_every_element_once_in_order_and_fit",
+        ),
+        Mutant(
+            "masters that wait on the host are updated",
+            "megatron/optimizer/adamw.py",
+            "return [*means, slot.weight] if slot.has_master else means",
+            "return means",
+            "tests/unit/optimizer/test_adamw.py::"
+            "test_state_on_the_host_is_updated_to_the_same_bits",
+        ),
+        Mutant(
             "shares of sums of several micro-batches add up",
             "megatron/optimizer/sharded_grads.py",
             "reduction.flat.data.add_(share)",

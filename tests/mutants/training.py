@@ -271,16 +271,16 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "AdamW skips a step with an overflow",
             "megatron/optimizer/optimizer.py",
-            "factor=factor, applied=applied, steps",
-            "factor=factor, applied=torch.ones_like(applied), steps",
+            "StepScalars(norm.new_ones(()) * factor, applied, ",
+            "StepScalars(norm.new_ones(()) * factor, torch.ones_like(applied), ",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_a_bad_gradient_changes_nothing_and_is_reported",
         ),
         Mutant(
             "AdamW counts its own step in the corrections of its state",
             "megatron/optimizer/optimizer.py",
-            "applied=applied, steps=self._steps)",
-            "applied=applied, steps=self._steps + 1)",
+            "applied, self._steps)",
+            "applied, self._steps + 1)",
             "tests/unit/optimizer/test_optimizer.py::"
             "test_float64_updates_and_clipping_equal_torchs",
         ),

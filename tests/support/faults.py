@@ -20,6 +20,7 @@ import megatron.model.dropout
 import megatron.model.mlp
 import megatron.optimizer.optimizer
 from megatron.config.run import RunConfig
+from megatron.device import RoundTrip
 from megatron.engine.base import StepPlan
 from megatron.model.attention import SelfAttention
 from megatron.model.experts import mixture as moe
@@ -329,6 +330,13 @@ def _stale_parameters(grid: Topology) -> Iterator[None]:
 
 
 @contextmanager
+def _state_stays_as_it_came(grid: Topology) -> Iterator[None]:
+    """New state of the optimizer does not go back to host memory."""
+    with patch.object(RoundTrip, "back", lambda self: None):
+        yield
+
+
+@contextmanager
 def _same_masks_on_replicas(grid: Topology) -> Iterator[None]:
     """Every replica drops what the first one drops."""
     real = StepPlan.samples
@@ -435,6 +443,9 @@ FAULTS: Mapping[str, Fault] = {
         "tp2 gqa swiglu", _FIRST_LOSS, _glu_halves_swapped
     ),
     "the GLU is cut as one matrix": Fault("tp2 gqa swiglu", _FIRST_LOSS, _glu_cut_as_one_matrix),
+    "new state stays on the device": Fault(
+        "dp2 on-host", "loss of step 2", _state_stays_as_it_came
+    ),
     "replicas drop alike": Fault("dp2 dropout", _FIRST_LOSS, _same_masks_on_replicas),
     "the parts of a sequence are dropped alike": Fault(
         "tp2 sp dropout", _FIRST_LOSS, _masks_of_the_first_part

@@ -75,7 +75,7 @@ GRID_AXES: Mapping[str, Sequence[Any]] = {
     "expert_parts": ("as-tp", "whole", "halves"),
     "dp": (1, 2, 4),
     "optimizer_state": (
-        *("replicated", "distributed", "gather-overlapped"),
+        *("replicated", "distributed", "gather-overlapped", "on-host"),
         *_SHARDED,
     ),
     "reduction": ("at-end", "overlapped"),
@@ -128,6 +128,8 @@ _FLAGS: Mapping[Any, Mapping[str, Any]] = {
     "halves": {"expert_tensor_parallel_size": 2},
     "distributed": {"use_distributed_optimizer": True},
     "gather-overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    # AdamW's; that of SGD stays.
+    "on-host": {"use_distributed_optimizer": True, "optimizer_cpu_offload": True},
     "sharded-gradients": {"data_parallel_sharding_strategy": "optim_grads"},
     "fully-sharded": _FULLY_SHARDED,
     "fully-prefetched": {**_FULLY_SHARDED, "overlap_param_gather": True},
@@ -230,6 +232,8 @@ class Case:
             flags["pipeline_layer_counts"] = {2: (1, 3), 4: (1, 3, 2, 2)}[grid.pp]
         for value in grid:
             flags |= _FLAGS.get(value, {})
+        if self.model.optimizer == "sgd":
+            flags["optimizer_cpu_offload"] = False
         return flags
 
     def __str__(self) -> str:

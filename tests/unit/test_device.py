@@ -1,7 +1,7 @@
 """The device of a process, on the CPU, and with a CUDA device that is only pretended."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +131,17 @@ class PretendedStream:
     def wait_stream(self, other: "PretendedStream") -> None:
         self.done.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event: str) -> None:
+        self.done.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        event = f"event {sum(one.startswith('event') for one in self.done)}"
+        self.done.append(event)
+        return event
+
+    def synchronize(self) -> None:
+        self.done.append(f"all waits for {self.name}")
+
 
 class PretendedTensor:
     """A tensor of the host."""
@@ -173,6 +184,55 @@ def test_tensors_go_to_a_gpu_on_a_stream_of_their_own(
     ]
     device.upload(tensors)
     assert done[7:] == done[:7], "the stream is made once"
+
+
+def test_parts_come_and_go_on_streams_of_their_own_and_take_turns_in_rooms(
+    two_cuda_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    kernels, streams = PretendedStream("kernels", done), iter(("coming", "going"))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: PretendedStream(next(streams), done))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(done.append(stream.name)))
+    device.select("cuda", local_rank=0)
+    trip = device.RoundTrip(128)
+    hosts = [[torch.arange(5.0), torch.ones(8).bfloat16()] for _ in range(4)]
+    places = set()
+    with trip:
+        for part in hosts:
+            wide, narrow = trip.there(part)
+            assert torch.equal(wide, part[0])
+            assert torch.equal(narrow, part[1])
+            assert wide.data_ptr() % 32 == narrow.data_ptr() % 32 == 0
+            places.add(wide.data_ptr())
+            wide += 1
+            narrow *= 2
+            trip.back()
+    trip.settle()
+    for wide, narrow in hosts:
+        assert wide.tolist() == [1, 2, 3, 4, 5]
+        assert narrow.tolist() == [2] * 8
+    assert len(places) == 3, "the fourth part is where the first was"
+    a_part = ["coming", "kernels waits for coming", "going waits for kernels", "going"]
+    assert done == [
+        "coming waits for going",
+        *(step for at in range(3) for step in (*a_part, f"event {at}")),
+        *("coming waits for event 0", *a_part, "event 3", "all waits for going"),
+    ]
+
+
+def test_on_a_cpu_parts_are_copies() -> None:
+    device.select("cpu")
+    trip, values = device.RoundTrip(64), torch.zeros(3)
+    with trip:
+        (there,) = trip.there([values])
+        there += 1
+        assert not values.any()
+        trip.back()
+    trip.settle()
+    assert values.tolist() == [1, 1, 1]
 
 
 def test_tensors_of_the_host_are_on_a_cpu_already() -> None:

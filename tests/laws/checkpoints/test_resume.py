@@ -122,6 +122,8 @@ SHARED: dict[str, dict[str, Any]] = {
         "moe_expert_capacity_factor": 1.0,
         "expert_model_parallel_size": 2,
         "use_distributed_optimizer": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
     },
     "the matrices of experts": {**MODELS["mixtral"], "expert_tensor_parallel_size": 2},
     "parameters": {**DROPOUT, "data_parallel_sharding_strategy": "optim_grads_params"},

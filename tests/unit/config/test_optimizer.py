@@ -25,6 +25,19 @@ def test_decay_rates_are_below_one(name: str, value: float) -> None:
     assert caught.value.found == f"--{name.replace('_', '-')} {value}"
 
 
+def test_a_share_that_waits_on_the_host_is_a_share_of_what_does() -> None:
+    OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    for share in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match=r"outside \[0, 1\]"):
+            OptimizerConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=share)
+    with pytest.raises(ConfigError, match="none of it leaves the device") as caught:
+        OptimizerConfig(optimizer_offload_fraction=0.5)
+    assert "add --optimizer-cpu-offload" in caught.value.fix
+    with pytest.raises(ConfigError, match="only the state of AdamW") as caught:
+        OptimizerConfig(optimizer_cpu_offload=True, optimizer=OptimizerKind.SGD)
+    assert caught.value.found == "--optimizer-cpu-offload with --optimizer sgd"
+
+
 @pytest.mark.parametrize(
     ("state", "beta"), [("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")]
 )

@@ -74,6 +74,7 @@ def test_flags_of_deepspeed_need_deepspeed() -> None:
         ({"ddp_bucket_size": 5}, ["--ddp-bucket-size", "--zero-reduce-bucket-size"]),
         ({"pipeline_schedule": "zero-bubble"}, ["--pipeline-schedule zero-bubble", "1f1b"]),
         ({"check_collectives": True}, ["--check-collectives", "comms_logger"]),
+        ({"optimizer_cpu_offload": True}, ["--optimizer-cpu-offload", "use --cpu-optimizer"]),
         ({"exp_avg_dtype": "bf16"}, ["--exp-avg-dtype bf16", "--exp-avg-dtype fp32"]),
         (
             {"num_virtual_stages_per_pipeline_rank": 2},

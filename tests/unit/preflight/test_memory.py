@@ -121,6 +121,27 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(CHECK, asked) == []
 
 
+def test_state_that_waits_on_the_host_takes_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = {"device": "auto", "optimizer_cpu_offload": True}
+    on_gpu, on_host = needed() // 2, needed() // 2  # 16 of 32 bytes a parameter
+    monkeypatch.setattr(device, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(device, "total_memory_bytes", lambda index: on_gpu)
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: 2 * on_host)
+    only(found(CHECK, plan(world_size=2, device="auto")), "do not fit into memory")
+    assert found(CHECK, plan(world_size=2, **waiting)) == []
+    only(found(CHECK, plan(world_size=2, **waiting, optimizer_offload_fraction=0.9)), "do not fit")
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: 2 * on_host - 1)
+    only(
+        found(CHECK, plan(world_size=2, **waiting)),
+        "does not fit into the memory of the host",
+        "each of 2 ranks",
+        "--optimizer-offload-fraction",
+    )
+    monkeypatch.setattr(device, "cuda_is_available", lambda: False)  # nothing leaves a CPU
+    monkeypatch.setattr(host, "available_memory_bytes", lambda: needed() - 1)
+    only(found(CHECK, plan(optimizer_cpu_offload=True)), "do not fit into memory")
+
+
 def test_what_another_check_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_memory_bytes", lambda: 0)
     assert found(CHECK, plan(world_size=3, tensor_model_parallel_size=2)) == []

@@ -1,0 +1,39 @@
+"""A rank's part of the update of one parameter: its values, and what the optimizer keeps of it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.optimizer.buckets import ElementRange
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """This rank's part of the update of a parameter, and the tensors the update rule works on.
+
+    `values` is the parameter itself or, of a sharded one, `owned` elements of it, flat. `weight` is
+    `values` or its fp32 master, and `state` what the rule keeps of it. State and master of a slot
+    that is `on_host` are in host memory.
+    """
+
+    name: str
+    parameter: Parameter
+    owned: ElementRange | None
+    values: Tensor
+    weight: Tensor
+    state: dict[str, Tensor]
+    on_host: bool = False
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the rule works on a wider copy of the values."""
+        return self.weight is not self.values
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what the optimizer keeps, by kind."""
+        # torch's SGD notes the momentum that it does not have.
+        state = {kind: tensor for kind, tensor in self.state.items() if isinstance(tensor, Tensor)}
+        return {**state, MASTER: self.weight} if self.has_master else state
