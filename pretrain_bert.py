@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from megatron.engine.base import PretrainTask
 
 
+# Megatron's scripts for BERT name no tokenizer: it is a lower-casing WordPiece unless they do.
+TOKENIZER_TYPE = "BertWordPieceLowerCase"
+
+
 def program() -> None:
     """Train, and end with the exit status of the outcome; also installed as a command."""
     run_program(main)
@@ -22,10 +26,9 @@ def program() -> None:
 
 def main() -> None:
     """Read the flags, then train."""
-    # Megatron's scripts for BERT name no tokenizer: it is a lower-casing WordPiece unless they do.
     pretrain_from_flags(
         lambda config: bert_task(order_head=config.data.bert_binary_head),
-        tokenizer_type="BertWordPieceLowerCase",
+        tokenizer_type=TOKENIZER_TYPE,
     )
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from megatron.engine.base import PretrainTask
 
 
+# Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
+TOKENIZER_TYPE = "GPT2BPETokenizer"
+
+
 def program() -> None:
     """Train, and end with the exit status of the outcome; also installed as a command."""
     run_program(main)
@@ -22,8 +26,7 @@ def program() -> None:
 
 def main() -> None:
     """Read the flags, then train."""
-    # Megatron's scripts for GPT name no tokenizer: it is GPT-2's unless they do.
-    pretrain_from_flags(lambda _: gpt_task(), tokenizer_type="GPT2BPETokenizer")
+    pretrain_from_flags(lambda _: gpt_task(), tokenizer_type=TOKENIZER_TYPE)
 
 
 def gpt_task() -> PretrainTask:

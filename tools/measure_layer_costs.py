@@ -39,6 +39,7 @@ from megatron.mpu.stage_plan import LayerRange, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checks import MODEL_CHECKS
 from megatron.program import run_program
+from pretrain_gpt import TOKENIZER_TYPE
 
 DIGITS = 3  # significant ones of a cost; clocks are not better than that
 BLOCKS_TIMED = 3  # transformer layers, whose passes together give the median of each
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(
         argv,
         extra_args_provider=_own_flags,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        args_defaults={"tokenizer_type": TOKENIZER_TYPE},
     )
     repeats = int(config.extra["repeats"])
     if repeats < 1:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 if importlib.util.find_spec("megatron") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pretrain_bert
+import pretrain_gpt
 from megatron.arguments import parse_args, parse_given
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -32,8 +34,6 @@ from megatron.planning.step_time import StepTime, bubble, model_flops_share, ste
 from megatron.preflight.checks import LAYOUT_CHECKS
 from megatron.preflight.run import RunPlan, run_preflight
 from megatron.program import run_program
-from pretrain_bert import bert_task
-from pretrain_gpt import gpt_task
 
 GIB, MIB = 2**30, 2**20
 
@@ -178,7 +178,7 @@ def _value(config: RunConfig, flag: str) -> object:
 def _config(argv: Sequence[str], **defaults: object) -> tuple[RunConfig, bool]:
     """Return the config of the flags, and whether they are those of a BERT."""
     is_bert = "bert" in argv[argv.index("--task") + 1 :][:1] if "--task" in argv else False
-    tokenizer = "BertWordPieceLowerCase" if is_bert else "GPT2BPETokenizer"
+    tokenizer = (pretrain_bert if is_bert else pretrain_gpt).TOKENIZER_TYPE
     config = parse_args(
         argv,
         extra_args_provider=_own_flags,
@@ -290,7 +290,9 @@ def _hardware(path: str | None, config: RunConfig) -> Hardware | None:
 
 
 def _task(config: RunConfig, is_bert: bool) -> Any:
-    return bert_task(order_head=config.data.bert_binary_head) if is_bert else gpt_task()
+    if is_bert:
+        return pretrain_bert.bert_task(order_head=config.data.bert_binary_head)
+    return pretrain_gpt.gpt_task()
 
 
 def _rank_as_json(rank: RankPlan) -> dict[str, Any]:

@@ -3,7 +3,30 @@
 from tests.mutants.mutant import Mutant
 
 SUBJECTS: dict[str, tuple[Mutant, ...]] = {
-    "flags of other Megatrons": (
+    "flags and scripts of other Megatrons": (
+        Mutant(
+            "programs that are called by their path are not run",
+            "tools/launch_scripts/sandbox.py",
+            "    */*)\n",
+            "    */*/none)\n",
+            "tests/programs/tools/launch_scripts/test_sandbox.py::"
+            "test_nothing_is_deleted_overwritten_or_called",
+        ),
+        Mutant(
+            "commands see the arguments of their function",
+            "tools/launch_scripts/sandbox.py",
+            """trap '! _is_replaced "$@"' DEBUG""",
+            """trap '! _is_replaced' DEBUG""",
+            "tests/programs/tools/launch_scripts/test_sandbox.py::"
+            "test_variables_arrays_functions_and_arguments_are_expanded",
+        ),
+        Mutant(
+            "a layout is checked against the ranks of the launcher",
+            "tools/launch_scripts/verdicts.py",
+            "    if started.world_size is None:\n        return config, []\n",
+            "    if True:\n        return config, []\n",
+            "tests/programs/tools/launch_scripts/test_verdicts.py::test_refusals_say_why",
+        ),
         Mutant(
             "every flag of Megatron-LM is answered by name",
             "megatron/config/spellings/refused.py",

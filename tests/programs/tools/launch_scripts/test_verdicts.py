@@ -1,0 +1,90 @@
+"""What would become of commands: works, notes, refusals, and the spelling of ours."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import parse_args
+from tools.launch_scripts.commands import Started
+from tools.launch_scripts.verdicts import Kind, lines_about, spelled_out, verdict_of
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 10 --lr 1e-4 "
+    "--data-path corpus --vocab-file vocab.json --merge-file merges.txt"
+)
+
+
+def started(more: str = "", *, program: str = "pretrain_gpt.py", ranks: int | None = 8) -> Started:
+    return Started(program, tuple(f"{SMALL} {more}".split()), ranks)
+
+
+def test_a_command_of_ours_works_and_its_spelling_means_the_same() -> None:
+    more = "--bf16 --adam-beta2 0.95 --global-batch-size 32 --no-save-optim"
+    verdict = verdict_of(started(f"{more} --split 90,5,5"))
+    assert (verdict.kind, verdict.notes, verdict.reasons) == (Kind.WORKS, (), ())
+    program, *ours = verdict.ours
+    assert program == "pretrain_gpt.py"
+    assert "--bf16" in ours
+    assert "--no-save-optim" in ours
+    again = parse_args(ours)
+    assert list(spelled_out(again)) == ours
+    given = [*started(f"{more} --split 90,5,5").flags, "--tokenizer-type", "GPT2BPETokenizer"]
+    assert again == parse_args(given)
+
+
+def test_notes_are_what_the_run_would_say() -> None:
+    verdict = verdict_of(started("--DDP-impl local --checkpoint-activations"))
+    assert verdict.kind is Kind.NOTES
+    (note,) = verdict.notes
+    assert note.startswith("--DDP-impl local: accepted, has no effect here")
+    assert "--recompute-granularity" in verdict.ours
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--no-such-flag-at-all 3", "there is no such flag"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3"),
+    ],
+)
+def test_refusals_say_why(more: str, reason: str) -> None:
+    verdict = verdict_of(started(more))
+    assert verdict.kind is Kind.REFUSED
+    assert any(reason in one for one in verdict.reasons)
+    assert verdict.ours == ()
+
+
+def test_without_a_number_of_ranks_the_flags_alone_are_checked() -> None:
+    assert verdict_of(started("--tensor-model-parallel-size 4", ranks=None)).kind is Kind.WORKS
+
+
+def test_a_bert_names_no_tokenizer_either() -> None:
+    verdict = verdict_of(started(program="/opt/m/pretrain_bert.py", ranks=1))
+    assert verdict.kind is Kind.WORKS
+    assert "BertWordPieceLowerCase" in verdict.ours
+
+
+def test_other_programs_are_here_or_are_not() -> None:
+    def kind(program: str) -> tuple[Kind, str]:
+        verdict = verdict_of(started(program=program))
+        return verdict.kind, "".join(verdict.reasons)
+
+    assert kind("/opt/m/tools/preprocess_data.py") == (Kind.UNCHECKED, "")
+    assert kind("pretrain_t5.py")[1].startswith("no program here trains T5 models")
+    assert kind("tools/nothing.py") == (
+        Kind.REFUSED,
+        "there is no tools/nothing.py here\n  found: tools/nothing.py",
+    )
+
+
+def test_a_page_can_be_pasted(tmp_path: Path) -> None:
+    lines = list(lines_about(verdict_of(started("--data-path 'a' --DDP-impl local"))))
+    assert lines[0] == "pretrain_gpt.py on 8 ranks: works, with notes"
+    command = lines[lines.index("  the same in our spelling:") + 1 :]
+    assert all(line.endswith(" \\") for line in command[:-1])
+    assert max(map(len, command)) < 100
+    refused = list(lines_about(verdict_of(started("--mla-x 1", ranks=None))))
+    assert refused[0] == "pretrain_gpt.py on an unknown number of ranks: refused"
+    assert refused[1].startswith("  - ")

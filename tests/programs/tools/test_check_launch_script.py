@@ -1,0 +1,83 @@
+"""The program that says what would become of launch scripts, for one script and for a folder."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from tools import check_launch_script
+
+GOOD = """
+torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 16 \
+    --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 \
+    --train-iters 2 --lr 1e-3 --data-path corpus --vocab-file v.json --merge-file m.txt {}
+"""
+
+
+def check(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        check_launch_script.main(argv)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, capsys.readouterr().out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    scripts = {
+        "good.sh": GOOD.format(""),
+        "notes.slurm": GOOD.format("$1 --DDP-impl local"),
+        "refused.sh": GOOD.format("--multi-latent-attention --mtp-num-layers 1"),
+        "empty.sh": "exit 2\n",
+    }
+    (tmp_path / "below").mkdir()
+    for name, text in scripts.items():
+        (tmp_path / "below" / name).write_text(text)
+    return tmp_path
+
+
+def test_one_script_is_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    below = folder / "below"
+    code, text = check(str(below / "good.sh"), capsys=capsys)
+    assert code == 0
+    assert "pretrain_gpt.py on 4 ranks: works\n" in text
+    assert "--tokenizer-type GPT2BPETokenizer" in text
+    code, text = check(str(below / "notes.slurm"), "--fp16", capsys=capsys)
+    assert code == 0
+    assert "--DDP-impl local: accepted" in text
+    assert " --fp16" in text
+    code, text = check(str(below / "refused.sh"), capsys=capsys)
+    assert code == 1
+    assert text.count("fix: ") == 2
+    code, text = check(str(below / "empty.sh"), capsys=capsys)
+    assert code == 1
+    assert "it ended with status 2 and started no program" in text
+
+
+def test_a_folder_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = check(str(folder), capsys=capsys)
+    assert code == 1
+    lines = text.splitlines()
+    assert [line.split()[:2] for line in lines[:4]] == [
+        ["below/empty.sh", "starts"],
+        ["below/good.sh", "works"],
+        ["below/notes.slurm", "works,"],
+        ["below/refused.sh", "refused"],
+    ]
+    assert "(and 1 more)" in lines[3]
+    assert lines[-1] == "2 of 4 scripts would run"
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no launch script in the folder"):
+        check_launch_script.main([str(tmp_path)])
+    with pytest.raises(ConfigError, match="there is no such script"):
+        check_launch_script.main([str(tmp_path / "none.sh")])
+
+
+def test_scripts_of_this_project_that_need_no_file_would_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    examples = Path(__file__).resolve().parents[3] / "examples"
+    for name in ("pretrain_gpt_tp.sh", "pretrain_bert.sh", "pretrain_gpt_deepspeed.sh"):
+        code, text = check(str(examples / name), capsys=capsys)
+        assert code == 0, text

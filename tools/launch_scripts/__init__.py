@@ -1,0 +1,1 @@
+"""Reads what launch scripts would start, without starting it."""

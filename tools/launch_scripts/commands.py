@@ -1,0 +1,82 @@
+"""What the calls of launchers start: a program, its flags, and on how many ranks."""
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+from tools.launch_scripts.sandbox import LauncherCall
+
+_NODES = ("--nnodes", "--num_nodes", "--num-nodes", "--num_machines")
+_PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
+_ALL = ("--num_processes",)
+_LAUNCH_MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "accelerate.commands.launch": "accelerate",
+}
+
+
+class Started(NamedTuple):
+    """A program that a script would start.
+
+    `world_size` is None where the launcher's options do not tell.
+    """
+
+    program: str
+    flags: tuple[str, ...]
+    world_size: int | None
+
+
+def started_by(call: LauncherCall) -> Started | None:
+    """Return what a launcher would start; None where that is no program (`python -c`)."""
+    words = list(call.arguments)
+    launcher = call.name
+    if launcher.startswith("python"):
+        at = next((at for at, word in enumerate(words) if word in _LAUNCH_MODULES), None)
+        if at is not None and at and words[at - 1] == "-m":
+            launcher, words = _LAUNCH_MODULES[words[at]], words[at + 1 :]
+        elif "-c" in words[:2] or "-" in words[:1]:
+            return None
+    at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "-m"), None)
+    if at is None:
+        return None
+    options, (program, *flags) = words[:at], words[at:]
+    if program == "-m":
+        if not flags:
+            return None
+        program, *flags = flags[0].replace(".", "/") + ".py", *flags[1:]
+    return Started(program, tuple(flags), _world_size(launcher, options))
+
+
+def known_name(program: str) -> str:
+    """Return the path of a program below the root of its repository, as far as one can tell."""
+    parts = PurePath(program).parts
+    for at, part in enumerate(parts):
+        if part in ("tasks", "tools", "examples") and at < len(parts) - 1:
+            return "/".join(parts[at:])
+    return parts[-1]
+
+
+def _world_size(launcher: str, options: Sequence[str]) -> int | None:
+    """Return nodes x processes of each; None where one of them is no number."""
+    if launcher.startswith("python"):
+        return 1
+    whole = _value(options, _ALL)
+    if whole is not None:
+        return int(whole) if whole.isdecimal() else None
+    nodes, per_node = _value(options, _NODES) or "1", _value(options, _PER_NODE)
+    if per_node is None:  # DeepSpeed takes all GPUs, torchrun one process
+        per_node = "1" if launcher == "torchrun" else "all"
+    nodes = re.sub(r"^\d+:", "", nodes)  # of an elastic range the largest
+    return int(nodes) * int(per_node) if nodes.isdecimal() and per_node.isdecimal() else None
+
+
+def _value(options: Sequence[str], names: Sequence[str]) -> str | None:
+    for at, word in enumerate(options):
+        name, _, value = word.partition("=")
+        if name in names:
+            return value if value else next(iter(options[at + 1 : at + 2]), None)
+    return None

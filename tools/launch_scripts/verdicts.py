@@ -1,0 +1,161 @@
+"""Whether a program and its flags would run here, with what notes, or why not."""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import pretrain_bert
+import pretrain_gpt
+from megatron.arguments import CommandLineError, parse_args
+from megatron.config.fields import default_of, flag_name, to_plain
+from megatron.config.run import GROUPS, RunConfig
+from megatron.data.kinds.program_data import BERT_DATA, GPT_DATA, ProgramData
+from megatron.errors import MegatronError, PreflightError
+from megatron.launch import Launch
+from megatron.preflight.checks import LAYOUT_CHECKS
+from megatron.preflight.run import RunPlan, run_preflight
+from tools.launch_scripts.commands import Started, known_name
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PRETRAINING = {
+    "pretrain_gpt.py": (pretrain_gpt.TOKENIZER_TYPE, GPT_DATA),
+    "pretrain_bert.py": (pretrain_bert.TOKENIZER_TYPE, BERT_DATA),
+}
+_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+# What another Megatron's program is for, where there is none here.
+_MISSING = {
+    "pretrain_t5.py": "T5 models",
+    "pretrain_prefix_lm.py": "prefix language models",
+    "pretrain_ict.py": "models for retrieval",
+    "pretrain_retro.py": "Retro models",
+    "pretrain_vision_classify.py": "models of images",
+    "pretrain_vision_inpaint.py": "models of images",
+    "pretrain_vision_dino.py": "models of images",
+    "pretrain_vlm.py": "models of images and text",
+    "pretrain_mamba.py": "hybrid models",
+    "pretrain_hybrid.py": "hybrid models",
+    "train_rl.py": "reinforcement learning",
+}
+
+
+class Kind(StrEnum):
+    """What would become of a command."""
+
+    WORKS = "works"
+    NOTES = "works, with notes"
+    REFUSED = "refused"
+    UNCHECKED = "program is here, flags are not checked"
+
+
+class CommandVerdict(NamedTuple):
+    """What would become of a command, and why.
+
+    `ours` is the command in the spelling of this project; empty unless it works.
+    """
+
+    started: Started
+    kind: Kind
+    notes: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    ours: tuple[str, ...] = ()
+
+
+def verdict_of(started: Started) -> CommandVerdict:
+    """Return what would become of a command; files that its flags name may be absent."""
+    name = known_name(started.program)
+    if name in _PRETRAINING:
+        return _of_pretraining(started, name)
+    if (_ROOT / name).is_file():
+        return CommandVerdict(started, Kind.UNCHECKED)
+    feature = _MISSING.get(name)
+    reason = f"no program here trains {feature}" if feature else f"there is no {name} here"
+    return CommandVerdict(started, Kind.REFUSED, reasons=(f"{reason}\n  found: {started.program}",))
+
+
+def _of_pretraining(started: Started, name: str) -> CommandVerdict:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        config, reasons = _checked(started, *_PRETRAINING[name])
+    notes = tuple(_TIME.sub("", line) for line in printed.getvalue().splitlines())
+    if config is None or reasons:
+        return CommandVerdict(
+            started, Kind.REFUSED, notes, tuple(str(reason) for reason in reasons)
+        )
+    ours = (name, *spelled_out(config))
+    return CommandVerdict(started, Kind.NOTES if notes else Kind.WORKS, notes, ours=ours)
+
+
+def _checked(
+    started: Started, tokenizer: str, reads: ProgramData
+) -> tuple[RunConfig | None, list[MegatronError]]:
+    try:
+        config = parse_args(started.flags, args_defaults={"tokenizer_type": tokenizer})
+    except CommandLineError as several:
+        return None, [finding.error for finding in several.findings]
+    if started.world_size is None:
+        return config, []
+    size = started.world_size
+    plan = RunPlan(config, Launch(world_size=size, local_world_size=size), reads=reads)
+    try:
+        run_preflight(plan, LAYOUT_CHECKS)
+    except PreflightError as several:
+        return config, [finding.error for finding in several.findings]
+    return config, []
+
+
+def spelled_out(config: RunConfig) -> Iterator[str]:
+    """Yield the words of a command line with the values of `config` that are not the defaults."""
+    for name, group in GROUPS.items():
+        chosen = getattr(config, name)
+        plain = to_plain(chosen)
+        for field in fields(group):
+            value = getattr(chosen, field.name)
+            if value == default_of(group, field.name) or value is None:
+                continue
+            if isinstance(value, bool):
+                yield flag_name(field.name) if value else "--no-" + flag_name(field.name)[2:]
+                continue
+            shown = plain[field.name]
+            words: Sequence[object] = shown if isinstance(shown, list) else [shown]
+            yield flag_name(field.name)
+            yield from (str(word) for word in words)
+
+
+def lines_about(verdict: CommandVerdict) -> Iterator[str]:
+    """Yield the lines of a page about one command."""
+    started = verdict.started
+    ranks = "an unknown number of ranks" if started.world_size is None else f"{started.world_size}"
+    of_ranks = ranks if started.world_size is None else f"{ranks} rank{'s' * (ranks != '1')}"
+    yield f"{started.program} on {of_ranks}: {verdict.kind}"
+    for reason in verdict.reasons:
+        yield from ("  " + line for line in f"- {reason}".splitlines())
+    if verdict.notes:
+        yield "  notes:"
+        yield from (f"    {note}" for note in verdict.notes)
+    if verdict.ours:
+        yield "  the same in our spelling:"
+        yield from _wrapped(verdict.ours)
+
+
+def _wrapped(words: Sequence[str], width: int = 96) -> Iterator[str]:
+    """Yield lines of a command, which end with a backslash but for the last."""
+    pieces: list[str] = []
+    for word in map(shlex.quote, words):
+        if word.startswith("--") or not pieces or not pieces[-1].startswith("--"):
+            pieces.append(word)
+        else:
+            pieces[-1] += f" {word}"
+    line = "    " + pieces[0]
+    for piece in pieces[1:]:
+        if len(line) + len(piece) > width:
+            yield line + " \\"
+            line = "        " + piece
+        else:
+            line += " " + piece
+    yield line
