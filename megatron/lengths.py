@@ -1,6 +1,7 @@
 """From the flags to how large batches are, how long samples are, and how long a run is."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from megatron.config.curriculum import (
     Curriculum,
@@ -9,6 +10,7 @@ from megatron.config.curriculum import (
     one_curriculum,
 )
 from megatron.config.deepspeed.plan import user_json
+from megatron.config.optimizer import ScheduleConfig, warmup_samples
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.progress import BatchSchedule, Duration, TokenCount
@@ -42,9 +44,25 @@ def curriculum(config: RunConfig) -> Curriculum | None:
 
 def token_count(config: RunConfig, batches: BatchSchedule) -> TokenCount:
     """Return the tokens that iterations of the run consume."""
-    grows = curriculum(config)
+    return _token_count(batches, curriculum(config), config.data.seq_length)
+
+
+@lru_cache(maxsize=16)  # called at every step with the same arguments
+def warmup_tokens(
+    schedule: ScheduleConfig, batches: BatchSchedule, grows: Curriculum | None, seq_length: int
+) -> int:
+    """Return the tokens of a warm-up in samples or iterations, after which tokens decay.
+
+    Args:
+        grows: the length of training samples by iteration; None: `seq_length`.
+    """
+    samples = warmup_samples(schedule, batches.global_batch_size)
+    return _token_count(batches, grows, seq_length).of_samples(samples)
+
+
+def _token_count(batches: BatchSchedule, grows: Curriculum | None, seq_length: int) -> TokenCount:
     if grows is None:
-        return TokenCount(batches, lambda _: config.data.seq_length)
+        return TokenCount(batches, lambda _: seq_length)
     return TokenCount(batches, grows.length_at, grows.settled_at)
 
 

@@ -211,13 +211,18 @@ class TokenCount:
 
     def before(self, iteration: int) -> int:
         """Return the tokens consumed before iteration `iteration` (from 0)."""
-        batches, settled = self.batch_schedule, min(iteration, self.settled_at)
-        tokens = samples = 0
-        for number in range(settled):
-            size = batches.global_batch_size_at(samples)
-            samples, tokens = samples + size, tokens + size * self.length_at(number)
-        rest = batches.samples_before(iteration) - samples
-        return tokens + rest * self.length_at(settled)
+        return self.of_samples(self.batch_schedule.samples_before(iteration))
+
+    def of_samples(self, samples: int) -> int:
+        """Return the tokens of the run's first `samples` samples."""
+        tokens = counted = iteration = 0
+        while iteration < self.settled_at:
+            size = self.batch_schedule.global_batch_size_at(counted)
+            if counted + size > samples:
+                break
+            tokens += size * self.length_at(iteration)
+            counted, iteration = counted + size, iteration + 1
+        return tokens + (samples - counted) * self.length_at(iteration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class ScheduleConfig:
         None, help="samples over which it decays; when not set, the whole training"
     )
     lr_decay_tokens: int | None = flag(
-        None, help="tokens over which it decays; then warm-up is in tokens too"
+        None, help="tokens at which its decay ends, which begins where warm-up in any unit ends"
     )
     lr_warmup_iters: int = flag(0, help="iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, help="samples of linear warm-up")
@@ -267,21 +267,13 @@ class ScheduleConfig:
             )
 
     def _token_problems(self) -> Iterator[ConfigError]:
-        """Yield an error if only a part of the schedule is in tokens."""
+        """Yield an error if only the warm-up is in tokens, or the decay of a WSD schedule."""
         in_tokens = self.lr_decay_tokens is not None
         if self.lr_warmup_tokens and not in_tokens:
             yield ConfigError(
                 "warm-up is in tokens, and the decay of the learning rate is not",
                 found=f"--lr-warmup-tokens {self.lr_warmup_tokens} without --lr-decay-tokens",
                 fix="add --lr-decay-tokens, or use --lr-warmup-samples",
-            )
-        other = self.lr_warmup_iters or self.lr_warmup_samples
-        if in_tokens and other:
-            unit = "iters" if self.lr_warmup_iters else "samples"
-            yield ConfigError(
-                "the decay of the learning rate is in tokens, and warm-up is not",
-                found=f"--lr-decay-tokens {self.lr_decay_tokens}, --lr-warmup-{unit} {other}",
-                fix="use --lr-warmup-tokens, or --lr-warmup-fraction",
             )
         if in_tokens and self.lr_decay_style is DecayStyle.WSD:
             yield ConfigError(
@@ -305,3 +297,8 @@ class ScheduleConfig:
                 found=f"--start-weight-decay {ends[0]}, --end-weight-decay {ends[1]}",
                 fix="add --weight-decay-incr-style linear, or use --weight-decay",
             )
+
+
+def warmup_samples(schedule: ScheduleConfig, global_batch_size: int) -> int:
+    """Return the length of a warm-up in samples or iterations; 0 where it has another unit."""
+    return schedule.lr_warmup_samples or schedule.lr_warmup_iters * global_batch_size

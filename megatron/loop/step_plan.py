@@ -3,6 +3,7 @@
 from megatron.config.curriculum import Curriculum
 from megatron.config.run import RunConfig
 from megatron.engine.base import StepPlan, StepReport
+from megatron.lengths import warmup_tokens
 from megatron.optimizer.schedule import learning_rate, weight_decay
 from megatron.progress import Duration, Progress
 
@@ -29,6 +30,7 @@ def plan_step(
             tokens=progress.consumed_tokens,
             total_samples=total,
             global_batch_size=batches.global_batch_size,
+            warmup_tokens=warmup_tokens(config.schedule, batches, curriculum, full_length),
         ),
         weight_decay=weight_decay(
             config.schedule, config.optimizer.weight_decay, samples=seen, total_samples=total

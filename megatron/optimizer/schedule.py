@@ -9,12 +9,24 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.config.optimizer import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
+from megatron.config.optimizer import (
+    DecayStyle,
+    ScheduleConfig,
+    WeightDecayStyle,
+    WsdDecayStyle,
+    warmup_samples,
+)
 from megatron.errors import ConfigError
 
 
 def learning_rate(
-    config: ScheduleConfig, *, samples: int, tokens: int, total_samples: int, global_batch_size: int
+    config: ScheduleConfig,
+    *,
+    samples: int,
+    tokens: int,
+    total_samples: int,
+    global_batch_size: int,
+    warmup_tokens: int = 0,
 ) -> float:
     """Return the learning rate of the iteration that starts at `samples` consumed.
 
@@ -22,13 +34,16 @@ def learning_rate(
         tokens: those of these samples, by which a schedule with `lr_decay_tokens` goes instead.
         total_samples: samples of the whole training; the decay length when none is given.
         global_batch_size: turns lengths given in iterations into samples.
+        warmup_tokens: tokens of a warm-up in samples or iterations, where the decay is in tokens.
     """
-    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
+    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size, warmup_tokens)
     at = samples if config.lr_decay_tokens is None else tokens
-    if at <= warmup:
-        if warmup == 0:
+    in_samples = warmup_samples(config, global_batch_size)
+    done, needed = (samples, in_samples) if in_samples else (at, warmup)
+    if done <= needed:
+        if needed == 0:
             return config.lr
-        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * at / warmup
+        return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * done / needed
     if config.lr_decay_style is DecayStyle.CONSTANT:
         return config.lr
     if at > decay:
@@ -64,7 +79,12 @@ def weight_decay(
 
 
 def learning_rate_problems(
-    config: ScheduleConfig, *, total_samples: int, global_batch_size: int, samples_based: bool
+    config: ScheduleConfig,
+    *,
+    total_samples: int,
+    global_batch_size: int,
+    samples_based: bool,
+    warmup_tokens: int = 0,
 ) -> Iterator[ConfigError]:
     """Yield the errors of a schedule once the length of the training is known.
 
@@ -72,9 +92,10 @@ def learning_rate_problems(
 
     Args:
         samples_based: the training is measured with --train-samples rather than --train-iters.
+        warmup_tokens: tokens of a warm-up in samples or iterations, where the decay is in tokens.
     """
     yield from _unit_problems(config, samples_based)
-    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size)
+    warmup, decay, anneal = _lengths(config, total_samples, global_batch_size, warmup_tokens)
     unit = 1 if samples_based else global_batch_size
     flags = "samples" if samples_based else "iters"
     if config.lr_decay_tokens is not None:
@@ -117,18 +138,20 @@ class _Lengths(NamedTuple):
     anneal: int  # the last part of WSD
 
 
-def _lengths(config: ScheduleConfig, total_samples: int, global_batch_size: int) -> _Lengths:
+def _lengths(
+    config: ScheduleConfig, total_samples: int, global_batch_size: int, warmup_tokens: int
+) -> _Lengths:
     if config.lr_decay_tokens is not None:
-        share = config.lr_warmup_fraction
-        warmup_tokens = config.lr_warmup_tokens if share is None else share * config.lr_decay_tokens
-        return _Lengths(warmup_tokens, config.lr_decay_tokens, 0)
-    decay = config.lr_decay_samples or total_samples
-    if config.lr_decay_iters is not None:
-        decay = config.lr_decay_iters * global_batch_size
-    warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * global_batch_size
+        warmup: float = config.lr_warmup_tokens or warmup_tokens
+        decay, anneal = config.lr_decay_tokens, 0
+    else:
+        warmup = warmup_samples(config, global_batch_size)
+        decay = config.lr_decay_samples or total_samples
+        if config.lr_decay_iters is not None:
+            decay = config.lr_decay_iters * global_batch_size
+        anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
-    anneal = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * global_batch_size
     return _Lengths(warmup, decay, anneal)
 
 

@@ -12,7 +12,7 @@ from megatron.config.model import PositionEmbedding
 from megatron.config.optimizer import StateDtype
 from megatron.config.precision import Precision
 from megatron.errors import ConfigError, MegatronError
-from megatron.lengths import batch_schedule, curriculum, duration
+from megatron.lengths import batch_schedule, curriculum, duration, warmup_tokens
 from megatron.model_build import vocabulary
 from megatron.mpu.topology import Topology
 from megatron.optimizer.schedule import learning_rate_problems
@@ -207,16 +207,18 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that warm-up, decay and training lengths agree, in one unit."""
     if plan.data_parallel_size is None:
         return
-    training = plan.config.training
+    training, schedule = plan.config.training, plan.config.schedule
     try:
         batches = batch_schedule(training, plan.data_parallel_size)
+        grows = curriculum(plan.config)
     except ConfigError:
-        return  # batch_splits_into_microbatches reports it
+        return  # batch_splits_into_microbatches or curriculum_fits_the_samples reports it
     yield from learning_rate_problems(
-        plan.config.schedule,
+        schedule,
         total_samples=duration(plan.config, batches).total_samples,
         global_batch_size=batches.global_batch_size,
         samples_based=training.train_samples is not None,
+        warmup_tokens=warmup_tokens(schedule, batches, grows, plan.config.data.seq_length),
     )
 
 

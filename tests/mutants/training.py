@@ -338,8 +338,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "warm-up begins at its initial rate",
             "megatron/optimizer/schedule.py",
-            "return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * at / warmup",
-            "return config.lr * at / warmup",
+            "return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * done / needed",
+            "return config.lr * done / needed",
             "tests/unit/optimizer/test_schedule.py::"
             "test_the_first_iteration_of_a_warmup_runs_at_its_initial_value",
         ),
@@ -366,6 +366,15 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "at = samples",
             "tests/unit/optimizer/test_schedule.py::"
             "test_a_schedule_in_tokens_looks_at_tokens_alone",
+        ),
+        Mutant(
+            "a decay in tokens begins at the tokens of a warm-up in iterations",
+            "megatron/loop/step_plan.py",
+            "            warmup_tokens=warmup_tokens(config.schedule, batches, curriculum, "
+            "full_length),\n",
+            "",
+            "tests/laws/schedules/test_tokens.py::"
+            "test_a_decay_in_tokens_begins_where_a_warmup_in_iterations_ended",
         ),
         Mutant(
             "a decay begins where warm-up ends",

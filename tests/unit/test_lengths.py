@@ -14,6 +14,7 @@ from megatron.lengths import (
     duration,
     num_samples,
     token_count,
+    warmup_tokens,
 )
 from megatron.progress import Progress
 from tests.support.tiny import tiny_run
@@ -123,3 +124,13 @@ def test_the_json_of_deepspeed_speaks_of_lengths_too_and_must_not_contradict(
     assert curriculum(tiny_run("nowhere", **through, **GROWS)) == asked
     with pytest.raises(ConfigError, match="give two curricula"):
         curriculum(tiny_run("nowhere", **through, **(GROWS | {"curriculum_iters": 5})))
+
+
+def test_the_tokens_of_a_warmup_are_those_of_its_samples() -> None:
+    grows = {"curriculum_schedule": "fixed_discrete", "curriculum_seqlens": (8, 32)}
+    grows |= {"curriculum_seqlens_until": (2,)}
+    config = tiny_run("nowhere", global_batch_size=4, train_iters=10, lr_warmup_iters=3, **grows)
+    batches, length = batch_schedule(config.training, 1), config.data.seq_length
+    each = [curriculum(config).length_at(at) for at in range(3)]  # type: ignore[union-attr]
+    assert warmup_tokens(config.schedule, batches, None, length) == 12 * length
+    assert warmup_tokens(config.schedule, batches, curriculum(config), length) == 4 * sum(each)

@@ -44,6 +44,17 @@ def test_a_schedule_in_tokens_is_the_one_in_samples(corpus: str) -> None:
     assert in_tokens == in_samples
 
 
+def test_a_decay_in_tokens_begins_where_a_warmup_in_iterations_ended(corpus: str) -> None:
+    in_tokens = {"lr_decay_tokens": 6 * BATCH, "lr_warmup_tokens": 2 * BATCH}
+    assert of(corpus, lr_decay_tokens=6 * BATCH, lr_warmup_iters=2) == of(corpus, **in_tokens)
+    _, rates, _ = of(corpus, **GROWS, lr_decay_tokens=6 * BATCH, lr_warmup_iters=2)
+    read = [8 * length for length in (4, 8, 12, 16, 16, 16)]  # each iteration's
+    warmup = read[0] + read[1]
+    seen = [sum(read[:at]) for at in range(2, 6)]
+    decay = [0.01 * (1 - (at - warmup) / (6 * BATCH - warmup)) for at in seen]
+    assert rates == pytest.approx([0.0, 0.005, *decay], rel=1e-12)
+
+
 def test_a_run_ends_at_its_tokens_with_the_numbers_of_a_longer_one(corpus: str) -> None:
     decay = {"lr_decay_tokens": 6 * BATCH}
     longer, shorter = of(corpus, **decay), of(corpus, **decay, train_tokens=3 * BATCH)

@@ -226,11 +226,6 @@ REFUSED = [
     ("--apply-layernorm-1p", "--apply-layernorm-1p", "use --normalization LayerNorm"),
     ("--save-interval 10", "--save-interval 10 without --save", "--save"),
     ("--finetune", "--finetune without --load", "--load"),
-    (
-        "--lr-decay-tokens 1000 --lr-warmup-iters 2",
-        "--lr-decay-tokens 1000, --lr-warmup-iters 2",
-        "use --lr-warmup-tokens, or --lr-warmup-fraction",
-    ),
 ]
 
 

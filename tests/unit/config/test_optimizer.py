@@ -130,14 +130,6 @@ def test_all_that_is_wrong_is_said_together() -> None:
             "warm-up is in tokens, and the decay of the learning rate is not",
         ),
         (
-            {"lr_decay_tokens": 50, "lr_warmup_samples": 5},
-            "the decay of the learning rate is in tokens, and warm-up is not",
-        ),
-        (
-            {"lr_decay_tokens": 50, "lr_warmup_iters": 5},
-            "the decay of the learning rate is in tokens, and warm-up is not",
-        ),
-        (
             {"lr_decay_tokens": 50, "lr_decay_style": DecayStyle.WSD, "lr_wsd_decay_iters": 5},
             "a WSD schedule is in iterations or samples",
         ),

@@ -311,6 +311,23 @@ def test_a_schedule_in_tokens_looks_at_tokens_alone() -> None:
     assert rates == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.0, 0.0])
 
 
+def test_a_decay_in_tokens_begins_where_a_warmup_in_samples_or_iterations_ended() -> None:
+    for warmup in ({"lr_warmup_samples": 20}, {"lr_warmup_iters": 2}):
+        schedule = config(**warmup, lr_decay_tokens=1100, min_lr=0.0)
+        rates = [
+            learning_rate(
+                schedule,
+                samples=samples,
+                tokens=tokens,
+                total_samples=TOTAL,
+                global_batch_size=BATCH,
+                warmup_tokens=100,
+            )
+            for samples, tokens in ((0, 0), (10, 30), (20, 100), (30, 350), (60, 1100))
+        ]
+        assert rates == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.0])
+
+
 def test_a_warmup_longer_than_its_decay_is_refused_in_tokens_too() -> None:
     schedule = config(lr_warmup_tokens=200, lr_decay_tokens=100)
     (error,) = learning_rate_problems(
