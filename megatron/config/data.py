@@ -62,7 +62,9 @@ class DataConfig:
     data_path: tuple[str, ...] | None = flag(
         None, help="PREFIX, or WEIGHT PREFIX pairs, of .bin/.idx files; --split divides them"
     )
-    split: str = flag("969, 30, 1", help="shares of train, validation and test in --data-path")
+    split: str = flag(
+        "969, 30, 1", help="shares of train, validation and test in --data-path; 0: no such data"
+    )
     train_data_path: tuple[str, ...] | None = flag(
         None, help="prefixes for training only, used whole"
     )

@@ -201,6 +201,12 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
+def splits_without_share(split: str) -> tuple[str, ...]:
+    """Return which of validation and test have a share of 0: such data is not evaluated on."""
+    evaluated = zip(SPLITS[1:], parse_split(split)[1:], strict=True)
+    return tuple(name for name, share in evaluated if share == 0)
+
+
 def split_ranges(split: str, num_documents: int) -> tuple[int, int, int, int]:
     """Return borders b: split k holds documents b[k]..b[k + 1] - 1, in Megatron's rounding.
 
@@ -293,6 +299,10 @@ def build_train_valid_test_datasets(
     datasets: list[SampleDataset | None] = []
     for number, (name, wanted) in enumerate(zip(SPLITS, num_samples)):
         if wanted <= 0:
+            datasets.append(None)
+            continue
+        if data_path is not None and name in splits_without_share(split):
+            log.info(f"--split {split}: nothing is evaluated on {name} data")
             datasets.append(None)
             continue
         words = separate[number] if data_path is None else data_path

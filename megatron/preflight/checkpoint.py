@@ -9,6 +9,7 @@ from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.format import PlannedRun
 from megatron.checkpoint.load import storage
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.data.data_utils import splits_without_share
 from megatron.errors import ConfigError, MegatronError
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.run import RunPlan
@@ -46,13 +47,15 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
     flags, training = plan.config.checkpoint, plan.config.training
     if flags.keep_best is None:
         return
-    evaluates = training.eval_iters and training.eval_interval
+    evaluates = training.eval_iters and training.eval_interval and _has_validation_data(plan)
     if not evaluates or not flags.save_interval:
         yield ConfigError(
             "the best checkpoints cannot be determined",
             found=f"--keep-best {flags.keep_best} with --eval-iters {training.eval_iters}, "
-            f"--eval-interval {training.eval_interval}, --save-interval {flags.save_interval}",
-            fix="give --save-interval, --eval-iters and --eval-interval, or drop --keep-best",
+            f"--eval-interval {training.eval_interval}, --save-interval {flags.save_interval}, "
+            f"--split {plan.config.data.split}",
+            fix="give --save-interval, --eval-iters, --eval-interval and validation a share in "
+            "--split, or drop --keep-best",
         )
     elif flags.save_interval % training.eval_interval:
         yield ConfigError(
@@ -61,6 +64,14 @@ def best_checkpoints_can_be_told(plan: RunPlan) -> Iterator[MegatronError]:
             f"--eval-interval {training.eval_interval}",
             fix="use a --save-interval that is a multiple of --eval-interval",
         )
+
+
+def _has_validation_data(plan: RunPlan) -> bool:
+    data = plan.config.data
+    try:
+        return data.data_path is None or "valid" not in splits_without_share(data.split)
+    except ConfigError:
+        return True  # corpora_open_and_are_whole reports the --split
 
 
 def checkpoint_format_can_hold_the_run(plan: RunPlan) -> Iterator[MegatronError]:

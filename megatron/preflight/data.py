@@ -24,6 +24,7 @@ from megatron.data.data_utils import (
     parse_data_path,
     parse_split,
     split_ranges,
+    splits_without_share,
 )
 from megatron.data.indexed_dataset import MMapIndexedDataset
 from megatron.data.kinds.dataset_kind import DatasetKind
@@ -148,10 +149,17 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
     if data.has_weighted_splits:
         yield from _groups_without_supply(plan, wanted, batches.global_batch_size)
         return
+    unused = () if data.data_path is None else splits_without_share(data.split)
+    if training.eval_only and len(unused) == 2:
+        yield ConfigError(
+            "an evaluation alone was asked for, and there is no data for it",
+            found=f"--eval-only, --split {data.split}",
+            fix="give validation or test a share in --split, such as 90,5,5",
+        )
     separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
     for index, name in enumerate(SPLITS):
         words = data.data_path or separate[index]
-        if not wanted[index]:
+        if not wanted[index] or name in unused:
             continue
         if words is None:
             yield ConfigError(

@@ -127,6 +127,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/preflight/test_config.py::test_a_curriculum_that_does_not_fit_is_refused",
         ),
         Mutant(
+            "a share of 0 is no data to evaluate on",
+            "megatron/data/data_utils.py",
+            "if data_path is not None and name in splits_without_share(split):",
+            "if data_path is not None and not splits_without_share(split):",
+            "tests/unit/data/test_data_utils.py::"
+            "test_a_share_of_zero_says_that_there_is_no_such_data",
+        ),
+        Mutant(
             "each checkpoint to choose from has a loss",
             "megatron/preflight/checkpoint.py",
             "elif flags.save_interval % training.eval_interval:",

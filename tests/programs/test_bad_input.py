@@ -215,10 +215,10 @@ BAD_FLAGS: Sequence[tuple[str, str, int, type[MegatronError], Sequence[str]]] = 
     ),
     (
         "a split without documents",
-        "--split 99,1,0",
+        "--split 90,10,0.001",
         1,
         DataError,
-        ["the test split has no documents", "--split 99,1,0", "--eval-iters 0"],
+        ["the test split has no documents", "--split 90,10,0.001", "--eval-iters 0"],
     ),
     (
         "a split smaller than a batch",
@@ -578,10 +578,11 @@ def test_a_flipped_bit_ends_all_ranks_with_its_file_and_bytes(
 
 def test_a_run_without_evaluation_needs_no_data_for_it(prefix: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    flags = ["--split", "100,0,0", "--eval-iters", "0", "--save", str(save)]
+    flags = ["--split", "100,0,0", "--save", str(save)]
     done = run_program(pretrain_words(*small_run(prefix, *flags)), cwd=tmp_path)
     assert done.status == 0, done.text
     assert (save / TRACKER).read_text() == "4\n"
+    assert "--split 100,0,0: nothing is evaluated on valid data" in done.out
     assert "validation loss" not in done.out
     assert not unfinished(tmp_path)
 

@@ -171,6 +171,14 @@ def test_a_split_that_is_not_asked_for_is_none_even_without_documents(tmp_path):
     assert splits.test is None
 
 
+def test_a_share_of_zero_says_that_there_is_no_such_data(tmp_path, capsys):
+    prefix = write_corpus(tmp_path / "c", [10] * 10)
+    splits = build(tmp_path, data_path=(prefix,), split="90,0,10", num_samples=(20, 4, 4))
+    assert splits.valid is None
+    assert isinstance(splits.test, GPTDataset)
+    assert "--split 90,0,10: nothing is evaluated on valid data" in capsys.readouterr().out
+
+
 def test_a_used_split_without_documents_names_the_split_and_the_fix(tmp_path):
     prefix = write_corpus(tmp_path / "c", [10] * 10)
     with pytest.raises(DataError, match=r"the valid split of .* has no documents") as raised:

@@ -122,7 +122,12 @@ def test_the_best_checkpoints_need_losses_to_compare() -> None:
     good = {"save_interval": 20, "eval_interval": 10, "eval_iters": 1}
     assert found(best_checkpoints_can_be_told, plan()) == []
     assert found(best_checkpoints_can_be_told, plan(**keep, **good)) == []
-    for missing in ({"eval_iters": 0}, {"eval_interval": 0}, {"save_interval": None}):
+    for missing in (
+        {"eval_iters": 0},
+        {"eval_interval": 0},
+        {"save_interval": None},
+        {"split": "9,0,1"},
+    ):
         run_plan = plan(**keep, **{**good, **missing})
         only(found(best_checkpoints_can_be_told, run_plan), "cannot be determined", "--keep-best 2")
     run_plan = plan(**keep, **{**good, "save_interval": 15})

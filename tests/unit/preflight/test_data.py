@@ -114,13 +114,24 @@ def test_other_files_of_a_tokenizer_of_the_same_size_are_announced(
 
 
 def test_an_empty_split_that_is_used_is_found(corpus: str) -> None:
-    used = plan(corpus, eval_iters=1, split="100,0,0")
+    used = plan(corpus, eval_iters=1, split="1000,0.1,0.1")
     errors = [str(error) for error in found(rules.splits_hold_enough_samples, used)]
     assert len(errors) == 2
     assert "the valid split has no documents" in errors[0]
     assert "the test split has no documents" in errors[1]
     assert "--eval-iters 0" in errors[0]
-    assert found(rules.splits_hold_enough_samples, plan(corpus, split="100,0,0")) == []
+    assert found(rules.splits_hold_enough_samples, plan(corpus, split="1000,0.1,0.1")) == []
+
+
+def test_a_split_without_a_share_is_not_evaluated_on(corpus: str) -> None:
+    without = plan(corpus, eval_iters=1, split="100,0,0")
+    assert found(rules.splits_hold_enough_samples, without) == []
+    alone = plan(corpus, eval_iters=1, split="100,0,0", eval_only=True)
+    only(
+        found(rules.splits_hold_enough_samples, alone),
+        "an evaluation alone was asked for, and there is no data for it",
+        "--eval-only, --split 100,0,0",
+    )
 
 
 def test_a_split_smaller_than_a_batch_is_found(corpus: str) -> None:

@@ -290,7 +290,7 @@ def test_a_split_of_sentences_is_a_range_of_documents(tmp_path):
             first, end, _ = dataset.samples.row(i)
             assert doc_idx[start] <= first < end <= doc_idx[stop]
     with pytest.raises(DataError, match=r"the valid split of .* has no documents"):
-        KINDS["bert"].build(tmp_path, (24, 6, 0), data_path=(prefix,), split="100,0,0")
+        KINDS["bert"].build(tmp_path, (24, 6, 0), data_path=(prefix,), split="1000,0.1,0.1")
 
 
 def test_the_flags_of_sentences_reach_their_samples():

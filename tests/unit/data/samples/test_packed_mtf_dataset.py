@@ -87,7 +87,7 @@ def test_splits_share_no_pair_and_have_them_whole(tmp_path_factory, sizes, seed)
 
 
 def test_a_split_without_samples_is_not_built(tmp_path):
-    options = {"data_path": (write_pairs(tmp_path, [(2, 3)] * 10),), "split": "80,20,0"}
+    options = {"data_path": (write_pairs(tmp_path, [(2, 3)] * 10),), "split": "800,200,0.1"}
     options["place"] = IndexPlace()
     train, valid, test = build_train_valid_test_datasets(rows(1), num_samples=(4, 0, 0), **options)
     assert isinstance(train, PackedMTFDataset)
