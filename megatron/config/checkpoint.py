@@ -104,18 +104,6 @@ class CheckpointConfig:
                 yield from check_field(
                     value > 0, name, value, problem="it is not positive", fix="use 1 or more"
                 )
-        if self.save_interval is not None and self.save is None:
-            yield ConfigError(
-                "checkpoints have an interval but no place",
-                found=f"--save-interval {self.save_interval} without --save",
-                fix="add --save FOLDER, or drop --save-interval",
-            )
-        if self.finetune and self.load is None:
-            yield ConfigError(
-                "fine-tuning needs weights to start from",
-                found="--finetune without --load",
-                fix="add --load FOLDER",
-            )
         yield from self._problems_of_retention()
         yield from self._problems_of_loading()
 

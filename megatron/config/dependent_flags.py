@@ -229,6 +229,12 @@ def _pre_softmax(given: GivenFlags) -> Iterator[Meaning]:
         yield FlagValue("moe_router_pre_softmax", False, because)
 
 
+def _save_interval(given: GivenFlags) -> Iterator[Meaning]:
+    interval = given.values.get("save_interval")
+    if interval is not None and given.values.get("save") is None:
+        yield NoChange("nothing is saved without --save")
+
+
 _FULLY_SHARDED = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 
 
@@ -255,6 +261,7 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         )
         for flag in _FULLY_SHARDED
     ),
+    DependentFlag("--save-interval", "no effect without `--save`", _save_interval),
     DependentFlag(
         "--no-position-embedding",
         "beside `--position-embedding-type rope` (or any other without a table) no effect, as in "

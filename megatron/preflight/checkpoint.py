@@ -19,6 +19,12 @@ def checkpoint_to_load_exists(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that --load holds a checkpoint, unless a run that resumes starts for the first time."""
     flags = plan.config.checkpoint
     if flags.load is None:
+        if flags.finetune:
+            yield ConfigError(
+                "fine-tuning needs weights to start from",
+                found="--finetune without --load",
+                fix="add --load FOLDER",
+            )
         return
     if starts_fresh_if_empty(flags.load, flags.save) and storage.never_held_a_checkpoint(
         flags.load

@@ -135,6 +135,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_share_of_zero_says_that_there_is_no_such_data",
         ),
         Mutant(
+            "weights to fine-tune are loaded from somewhere",
+            "megatron/preflight/checkpoint.py",
+            "        if flags.finetune:\n",
+            "        if flags.finetune and flags.save:\n",
+            "tests/unit/preflight/test_checkpoint.py::test_fine_tuning_needs_weights",
+        ),
+        Mutant(
             "each checkpoint to choose from has a loss",
             "megatron/preflight/checkpoint.py",
             "elif flags.save_interval % training.eval_interval:",

@@ -18,17 +18,6 @@ def test_counts_are_positive(name: str) -> None:
         CheckpointConfig(**{"save": "s", name: 0})
 
 
-def test_an_interval_needs_a_place() -> None:
-    with pytest.raises(ConfigError, match="an interval but no place") as caught:
-        CheckpointConfig(save_interval=5)
-    assert caught.value.found == "--save-interval 5 without --save"
-
-
-def test_fine_tuning_needs_weights() -> None:
-    with pytest.raises(ConfigError, match="fine-tuning needs weights to start from"):
-        CheckpointConfig(finetune=True)
-
-
 @pytest.mark.parametrize(
     ("flags", "problem", "found"),
     [

@@ -224,8 +224,6 @@ REFUSED = [
         for kind in ("fp16", "fp8")
     ),
     ("--apply-layernorm-1p", "--apply-layernorm-1p", "use --normalization LayerNorm"),
-    ("--save-interval 10", "--save-interval 10 without --save", "--save"),
-    ("--finetune", "--finetune without --load", "--load"),
 ]
 
 
@@ -244,6 +242,14 @@ def test_a_tokenizer_of_megatron_lm_alone_is_refused_by_name(kind: str) -> None:
         TokenizerSpec(tokenizer_type=kind).build()
     assert kind in caught.value.found
     assert "GPT2BPETokenizer" in caught.value.fix
+
+
+def test_an_interval_of_saves_without_a_place_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "--save-interval: accepted, has no effect here because nothing is saved without --save"
+    assert parse_args([*COMMAND, "--save-interval", "10"]).checkpoint.save is None
+    assert said in capsys.readouterr().out
+    parse_args([*COMMAND, "--save-interval", "10", "--save", "here"])
+    assert "--save-interval" not in capsys.readouterr().out
 
 
 def test_presets_count_as_given() -> None:

@@ -26,6 +26,11 @@ def test_nothing_to_load_and_a_first_start_are_fine(tmp_path: Path) -> None:
     assert found(checkpoint_to_load_exists, plan(save=here, load=f"{here}/../run")) == []
 
 
+def test_fine_tuning_needs_weights() -> None:
+    errors = found(checkpoint_to_load_exists, plan(finetune=True))
+    only(errors, "fine-tuning needs weights to start from", "--finetune without --load")
+
+
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     empty = str(tmp_path / "empty")
     for flags in ({"load": empty}, {"load": empty, "save": str(tmp_path / "other")}):

@@ -88,3 +88,8 @@ def test_going_on_loads_all_and_saves_in_two_places() -> None:
         "s/last",
         1,
     )
+
+
+def test_finetune_alone_begins_with_the_pretrained_model() -> None:
+    start = start_of(CheckpointConfig(finetune=True), pretrained="bert", epochs=1)
+    assert (start.kind, start.folder) == (StartKind.PRETRAINED, "bert")
