@@ -48,7 +48,9 @@ class LoggingConfig:
     log_learning_rate_to_tensorboard: bool = flag(
         True, help="write the learning rate", off=("--no-log-learnig-rate-to-tensorboard",)
     )
-    log_loss_scale_to_tensorboard: bool = flag(True, help="write the loss scale")
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, help="write the loss scale", off=("--disable-log-loss-scale-to-tensorboard",)
+    )
     log_batch_size_to_tensorboard: bool = flag(False, help="write the global batch size")
     log_validation_ppl_to_tensorboard: bool = flag(False, help="write validation perplexity")
     log_timers_to_tensorboard: bool = flag(False, help="write iteration times")

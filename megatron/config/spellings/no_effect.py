@@ -203,6 +203,12 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "--empty-unused-memory-level N", "the caching allocator keeps memory for its next use"
     ),
     NoEffect(
+        "--cpu-offloading --cpu-offloading-activations --cpu-offloading-double-buffering "
+        "--cpu-offloading-retain-pinned-cpu-buffers",
+        "--cpu-offloading-num-layers says whose activations wait in host memory, and how they get "
+        "there changes no result",
+    ),
+    NoEffect(
         "--no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d "
         "--use-torch-optimizer-for-cpu-offload",
         "how state reaches host memory changes no result",

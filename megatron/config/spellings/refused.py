@@ -385,6 +385,12 @@ REFUSALS: tuple[Refused, ...] = (
     ),
     # Memory
     Refused(
+        "--cpu-offloading-weights --no-cpu-offloading-activations "
+        "--disable-cpu-offloading-activations",
+        "weights in host memory, or a choice between them and activations",
+        "--cpu-offloading-num-layers for activations, --optimizer-cpu-offload for AdamW's state",
+    ),
+    Refused(
         "--fine-grained-activation-* --offload-modules --activation-offload-fraction "
         "--delta-offload-bytes-across-pp-ranks --delay-offload-until-cuda-graph "
         "--min-offloaded-tensor-size",
@@ -418,6 +424,7 @@ REFUSALS: tuple[Refused, ...] = (
         "telemetry",
         "--tensorboard-dir",
     ),
+    Refused("--wandb-*", "Weights & Biases", "--tensorboard-dir"),
     Refused("--log-progress", "a file of progress", "--tensorboard-dir, or the lines of the log"),
     Refused(
         "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval",

@@ -215,6 +215,11 @@ MEGATRON_LM = """
 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu 1
 --moe-paged-stash-buffer-size-factor-cuda 1 --moe-paged-stash-page-size 1 --config-logger-dir x
 --no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d
+--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --cpu-offloading --cpu-offloading-weights
+--cpu-offloading-activations --cpu-offloading-double-buffering --no-cpu-offloading-activations
+--cpu-offloading-retain-pinned-cpu-buffers --disable-cpu-offloading-activations
+--wandb-project x --wandb-exp-name x --wandb-save-dir x --wandb-entity x
+--disable-log-loss-scale-to-tensorboard
 --use-torch-optimizer-for-cpu-offload --train-sync-interval 5 --no-manual-gc-eval
 --disable-manual-gc-eval --exit-signal-handler-for-dataloader --exit-signal-handler-for-training
 --gpu-sniff-test-interval 5 --dump-param-to-param-group-map x --test-mode
