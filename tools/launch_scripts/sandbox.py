@@ -38,6 +38,7 @@ _READERS = (
 )
 _COPIED_SUFFIXES = ("", ".sh", ".slurm", ".sbatch", ".json", ".yaml", ".yml", ".txt", ".env")
 _MOST_BYTES = 1 << 20  # of a file that is copied: scripts and configs are small
+_PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 _SHOWN = 200  # characters of a call that was skipped
 _GPUS = 8  # that a node seems to have
 
@@ -139,6 +140,8 @@ def recorded(
         )
         _copy(script.resolve().parent, folder)
         shutil.copy(script, folder / script.name)
+        for program in _PROGRAMS:  # scripts look whether they stand in their repository
+            (folder / program).touch()
         _put_stand_ins(tools, bash)
         guard.write_text(_GUARD)
         calls, skipped = root / "calls", root / "skipped"

@@ -59,6 +59,11 @@ def test_scripts_and_files_beside_it_are_there(tmp_path: Path) -> None:
     assert calls_of(done) == ["python a.py --a --b 2", "python a.py --c --b 2"]
 
 
+def test_programs_that_a_script_looks_for_are_there(tmp_path: Path) -> None:
+    text = '[ -f "pretrain_gpt.py" ] || exit 1\nmkdir -p out/logs\ntorchrun pretrain_gpt.py --x 1\n'
+    assert calls_of(run(tmp_path, text)) == ["torchrun pretrain_gpt.py --x 1"]
+
+
 def test_what_a_script_writes_can_be_read_while_it_is_looked_at(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("cat <<EOT > ds.json\n{}\nEOT\ndeepspeed a.py --deepspeed_config ds.json\n")
