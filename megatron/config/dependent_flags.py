@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.config.experts import LoadBalancing, RouterScoreFunction
+from megatron.config.fp8 import Fp8Recipe
 from megatron.config.model import PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
 from megatron.errors import ConfigError
@@ -67,6 +68,12 @@ def _no_position_embedding(given: GivenFlags) -> Iterator[Meaning]:
         )
     else:
         yield NoChange(f"--position-embedding-type {kind} has no table of positions")
+
+
+def _fp8_recipe(given: GivenFlags) -> Iterator[Meaning]:
+    of_history = ("fp8_amax_history_len", "fp8_amax_compute_algo")
+    if "fp8_recipe" not in given.values and any(name in given.values for name in of_history):
+        yield FlagValue("fp8_recipe", Fp8Recipe.DELAYED, "a history of largest values is described")
 
 
 def _group_query_attention(given: GivenFlags) -> Iterator[Meaning]:
@@ -287,6 +294,12 @@ DEPENDENT: tuple[DependentFlag, ...] = (
         "that names the activation",
         _no_bias_gelu_fusion,
         is_ours=False,
+    ),
+    DependentFlag(
+        "--fp8-recipe",
+        f"`{Fp8Recipe.DELAYED}` where it is not given beside `--fp8-amax-history-len` or "
+        "`--fp8-amax-compute-algo`, as in other Megatrons",
+        _fp8_recipe,
     ),
     DependentFlag(
         "--disable-bias-linear",

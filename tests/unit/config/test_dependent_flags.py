@@ -252,6 +252,22 @@ def test_an_interval_of_saves_without_a_place_is_said(capsys: pytest.CaptureFixt
     assert "--save-interval" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ("", "tensorwise"),
+        ("--fp8-amax-history-len 16", "delayed"),
+        ("--fp8-amax-compute-algo max", "delayed"),
+        ("--fp8-recipe delayed --fp8-amax-history-len 16", "delayed"),
+    ],
+)
+def test_a_history_of_largest_values_is_that_of_delayed_scales(words: str, recipe: str) -> None:
+    given = [*COMMAND, "--bf16", "--fp8-format", "hybrid", *words.split()]
+    assert parse_args(given).fp8.fp8_recipe == recipe
+    with pytest.raises(MegatronError, match="scales come from the values at hand"):
+        parse_args([*given, "--fp8-recipe", "tensorwise", "--fp8-amax-history-len", "16"])
+
+
 def test_presets_count_as_given() -> None:
     base = [*COMMAND[6:], "--model-preset", "mixtral-8x7b"]
     words = ["--no-position-embedding", "--group-query-attention", "--no-bias-gelu-fusion"]
