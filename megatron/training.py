@@ -23,7 +23,7 @@ from megatron.initialize import initialize_megatron, shutdown_megatron
 from megatron.lengths import batch_schedule
 from megatron.lengths import duration as duration_of
 from megatron.loop.data_feed import DataFeed
-from megatron.loop.hooks import CompletedStep, SaveCheckpoints, due
+from megatron.loop.hooks import CompletedStep, SaveCheckpoints, collected_around, due
 from megatron.loop.startup import agree_on_files
 from megatron.loop.training_loop import TrainingLoop, training_loop
 from megatron.model_build import model_build
@@ -129,9 +129,11 @@ class Validate:
 
     def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
         """Evaluate if it is due; return the progress with its validation samples."""
-        if self.precedes_next_step(progress):
+        if not self.precedes_next_step(progress):
+            return progress
+        flags = self.loop.config.training
+        with collected_around(flags.manual_gc and flags.manual_gc_eval):
             return self.data.validate(self.loop.engine, progress, self.loop.step_log)
-        return progress
 
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return whether an evaluation is due."""

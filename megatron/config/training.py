@@ -171,6 +171,19 @@ class TrainingConfig:
     nonfinite_limit: int = flag(
         10, help="iterations in a row that may be skipped under --nonfinite-policy skip"
     )
+    manual_gc: bool = flag(
+        False,
+        help="collect Python's garbage at --manual-gc-interval and around evaluations, on all "
+        "ranks after the same steps, and at no other time",
+    )
+    manual_gc_interval: int = flag(
+        0, help="iterations between collections; 0: around evaluations alone"
+    )
+    manual_gc_eval: bool = flag(
+        True,
+        help="with --manual-gc, collect before and after an evaluation",
+        off=("--disable-manual-gc-eval",),
+    )
     check_agreement_interval: int = flag(
         100, help="iterations between comparisons of the counters over ranks; 0 for only at saves"
     )
@@ -230,6 +243,7 @@ class TrainingConfig:
             "eval_interval",
             "eval_iters",
             "check_agreement_interval",
+            "manual_gc_interval",
             "seed",
             "cpu_offloading_num_layers",
         ):
@@ -244,6 +258,12 @@ class TrainingConfig:
                 if self.train_iters is None
                 else f"--train-iters {self.train_iters} and --train-samples {self.train_samples}",
                 fix="give one of the two",
+            )
+        if self.manual_gc_interval and not self.manual_gc:
+            yield ConfigError(
+                "an interval of collections was given, and Python collects by itself",
+                found=f"--manual-gc-interval {self.manual_gc_interval} without --manual-gc",
+                fix="add --manual-gc, or leave it out",
             )
         ramp = self.rampup_batch_size
         if ramp is not None:

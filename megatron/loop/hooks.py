@@ -5,7 +5,9 @@ the hook itself consumed samples. All ranks call each hook at the same steps. Wh
 get wrong: the next step has been started by then, unless a hook says that it has to wait.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,6 +58,47 @@ class ReportStep:
     def precedes_next_step(self, progress: Progress) -> bool:
         """Return whether a line is due, whose time ends here, or the parameters are read."""
         return self.with_params_norm or self.step_log.has_line(progress)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectGarbage:
+    """Collect Python's garbage every --manual-gc-interval; not at all where that is 0."""
+
+    interval: int
+
+    def __call__(self, progress: Progress, step: CompletedStep, /) -> Progress:
+        """Collect if it is due, on all ranks after the same step: none then waits for another."""
+        if due(self.interval, progress):
+            gc.collect()
+        return progress
+
+    def precedes_next_step(self, progress: Progress) -> bool:
+        """Return False: what is garbage has nothing to do with the step."""
+        return False
+
+
+@contextmanager
+def collecting_by_hand(is_wanted: bool) -> Iterator[None]:
+    """Keep Python from collecting garbage by itself inside the block, if that is wanted."""
+    if not is_wanted or not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def collected_around(is_wanted: bool) -> Iterator[None]:
+    """Collect Python's garbage before and after the block, if that is wanted."""
+    if is_wanted:
+        gc.collect()
+    yield
+    if is_wanted:
+        gc.collect()
 
 
 @dataclass(frozen=True, slots=True)

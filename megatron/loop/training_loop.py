@@ -18,10 +18,12 @@ from megatron.lengths import curriculum as curriculum_of
 from megatron.loop.hooks import (
     AgreeOnState,
     CheckNumbers,
+    CollectGarbage,
     CompletedStep,
     Hook,
     ReportStep,
     SaveCheckpoints,
+    collecting_by_hand,
     state_of,
 )
 from megatron.loop.profile import Profile
@@ -71,6 +73,7 @@ class TrainingLoop:
             self.profile,
             CheckNumbers(flags),
             AgreeOnState(self.engine, self.world, flags.check_agreement_interval),
+            CollectGarbage(flags.manual_gc_interval),
             *own_hooks,
             save,
         )
@@ -174,6 +177,7 @@ def training_loop(
             announce_deepspeed(config, step_log, replicas=context.dp.size)
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
+        resources.enter_context(collecting_by_hand(config.training.manual_gc))
         saves = resources.enter_context(BackgroundSaves(context))
         profile = resources.enter_context(Profile(config.logging, context.world))
         agree_on_state(state_of(progress, engine), context.world)

@@ -269,6 +269,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/optimizer/test_optimizer.py::test_adamw_makes_no_rule_of_torchs",
         ),
         Mutant(
+            "garbage is collected at its interval alone",
+            "megatron/loop/hooks.py",
+            "        if due(self.interval, progress):\n            gc.collect()",
+            "        if self.interval:\n            gc.collect()",
+            "tests/unit/loop/test_hooks.py::test_garbage_is_collected_at_its_interval",
+        ),
+        Mutant(
             "AdamW skips a step with an overflow",
             "megatron/optimizer/optimizer.py",
             "StepScalars(norm.new_ones(()) * factor, applied, ",

@@ -427,11 +427,6 @@ REFUSALS: tuple[Refused, ...] = (
     Refused("--wandb-*", "Weights & Biases", "--tensorboard-dir"),
     Refused("--log-progress", "a file of progress", "--tensorboard-dir, or the lines of the log"),
     Refused(
-        "--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval",
-        "garbage collection at fixed iterations",
-        "Python's own collection; leave it out",
-    ),
-    Refused(
         "--save-activations-interval --save-dgrads-interval --save-params-interval "
         "--save-tokens-per-expert-interval --save-wgrads-interval --moe-routing-trace-*",
         "dumps of tensors",

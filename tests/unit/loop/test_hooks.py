@@ -1,5 +1,6 @@
 """What follows a step: when each hook acts, and that it acts on the real thing."""
 
+import gc
 import math
 
 import pytest
@@ -10,9 +11,12 @@ from megatron.engine.base import StepPlan, StepReport
 from megatron.errors import NumericsError
 from megatron.loop.hooks import (
     CheckNumbers,
+    CollectGarbage,
     CompletedStep,
     ReportStep,
     SaveCheckpoints,
+    collected_around,
+    collecting_by_hand,
     due,
     state_of,
 )
@@ -37,6 +41,42 @@ def test_the_state_that_ranks_compare_is_what_decides_the_next_step() -> None:
     assert state["loss scale"] == 2.0**32
     assert (state["iteration"], state["consumed_samples"]) == (3, 24)
     assert "nonfinite_in_a_row" in state
+
+
+def test_garbage_is_collected_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    for interval in (2, 0):
+        hook = CollectGarbage(interval)
+        for iteration in range(1, 5):
+            at = Progress(iteration=iteration)
+            monkeypatch.setattr(gc, "collect", lambda now=iteration: collected.append(now))
+            assert hook(at, STEP) == at
+            assert not hook.precedes_next_step(at)
+    assert collected == [2, 4]
+
+
+def test_garbage_is_collected_before_and_after_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: done.append("collected"))
+    for is_wanted in (True, False):
+        with collected_around(is_wanted):
+            done.append("evaluated")
+    assert done == ["collected", "evaluated", "collected", "evaluated"]
+
+
+def test_python_collects_by_itself_again_after_the_block() -> None:
+    with collecting_by_hand(False):
+        assert gc.isenabled()
+    with collecting_by_hand(True):
+        assert not gc.isenabled()
+        with collecting_by_hand(True):
+            pass
+        assert not gc.isenabled(), "it was off before the inner one"
+    with pytest.raises(ZeroDivisionError), collecting_by_hand(True):
+        _ = 1 / 0
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("wanted", [True, False])
