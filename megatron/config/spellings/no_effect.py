@@ -48,7 +48,8 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         "--te-rng-tracker --inference-rng-tracker",
-        "random numbers depend on the seed, the parameter or layer and the step alone",
+        "random numbers depend on the seed and on the parameter, or on the layer, the sample and "
+        "the token",
     ),
     NoEffect("--exit-signal N", "the signal to save and to exit is SIGTERM", ("SIGTERM",)),
     NoEffect(
@@ -97,6 +98,11 @@ WITHOUT_EFFECT: tuple[NoEffect, ...] = (
         "the tokenizer is always that of the flags",
     ),
     # Attention, norms and other kernels
+    NoEffect(
+        "--apply-layernorm-1p",
+        "weights of norms are stored as they are, and not minus 1; as they are never decayed, they "
+        "are trained alike",
+    ),
     NoEffect(
         "--no-masked-softmax-fusion --use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 "
         "--use-flash-attn-triton --use-flash-attn-builder --flash-attention-version N "

@@ -103,7 +103,6 @@ REFUSALS: tuple[Refused, ...] = (
         "tools/convert_checkpoint.py, which permutes what other programs wrote",
     ),
     Refused("--no-rope-freq", "layers without rotary positions", _MODEL),
-    Refused("--apply-layernorm-1p", "weights of norms stored minus 1", "--normalization LayerNorm"),
     Refused(
         "--embedding-weights-in-fp32",
         "an embedding in another dtype than the model",

@@ -223,7 +223,6 @@ REFUSED = [
         for which in ("", "-sq")
         for kind in ("fp16", "fp8")
     ),
-    ("--apply-layernorm-1p", "--apply-layernorm-1p", "use --normalization LayerNorm"),
 ]
 
 
