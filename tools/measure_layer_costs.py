@@ -35,6 +35,7 @@ from megatron.model.specs import Carry, LayerSpec, ModelBuild
 from megatron.model.stage import PipelineStage, blocks_of
 from megatron.model_build import model_build
 from megatron.mpu.collectives import all_reduce
+from megatron.mpu.random import Samples
 from megatron.mpu.stage_plan import LayerRange, plan_stages, ranges_of_counts
 from megatron.pipeline.plan import pipeline_plan
 from megatron.preflight.checks import MODEL_CHECKS
@@ -104,9 +105,10 @@ def measure(config: RunConfig, build: ModelBuild, *, repeats: int) -> list[Layer
         initialize_parameters(layer, seed=config.training.seed, ctx=build.ctx)
         layer.train()
         targets = labels if at == len(specs) - 1 else None
-        passes[at] = [_timed(layer, build, carry, targets) for _ in range(repeats + 1)][1:]
-        with torch.no_grad():
-            carry = layer(carry)
+        with build.streams.of(Samples(0, config.training.micro_batch_size)):
+            passes[at] = [_timed(layer, build, carry, targets) for _ in range(repeats + 1)][1:]
+            with torch.no_grad():
+                carry = layer(carry)
     for alike in kinds.values():
         of_all = [one for at in alike for one in passes.get(at, ())]
         passes |= dict.fromkeys(alike, of_all)
