@@ -7,6 +7,7 @@ a table of its scripts. Exit code 1 if anything is refused, or a script starts n
 """
 
 import argparse
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,8 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron.errors import ConfigError
 from megatron.program import run_program
-from tools.launch_scripts.commands import started_by
-from tools.launch_scripts.sandbox import recorded
+from tools.launch_scripts.commands import Started, started_by
+from tools.launch_scripts.sandbox import EndlessScriptError, recorded
 from tools.launch_scripts.verdicts import CommandVerdict, Kind, lines_about, verdict_of
 
 _SCRIPTS = ("*.sh", "*.slurm", "*.sbatch")
@@ -72,18 +73,20 @@ def check(script: Path, arguments: Sequence[str], seconds: float) -> Checked:
     Raises:
         ConfigError: there is no such script, or no bash.
     """
-    if not script.is_file():
-        raise ConfigError("there is no such script", found=script, fix="name a file, or a folder")
+    verdicts: dict[Started, CommandVerdict] = {}
     try:
         with recorded(script, arguments, seconds=seconds) as done:
-            started = [one for call in done.calls if (one := started_by(call)) is not None]
-            verdicts = tuple(verdict_of(one) for one in dict.fromkeys(started))
-    except ConfigError as error:
+            for call in done.calls:
+                started = started_by(call)
+                if started is not None and started not in verdicts:
+                    with contextlib.chdir(call.folder):  # where its flags name what it has written
+                        verdicts[started] = verdict_of(started)
+    except EndlessScriptError as error:
         return Checked(script, (), problem=str(error))
     problem = ""
     if not verdicts:
         problem = f"it ended with status {done.status} and started no program\n{done.said}".strip()
-    return Checked(script, verdicts, done.skipped, problem)
+    return Checked(script, tuple(verdicts.values()), done.skipped, problem)
 
 
 def page(checked: Checked) -> Iterator[str]:

@@ -7,8 +7,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "programs that are called by their path are not run",
             "tools/launch_scripts/sandbox.py",
-            "    */*)\n",
-            "    */*/none)\n",
+            """[[ "${words[0]-}" == */* ]] || return 1""",
+            """[[ "${words[0]-}" == */none ]] || return 1""",
             "tests/programs/tools/launch_scripts/test_sandbox.py::"
             "test_nothing_is_deleted_overwritten_or_called",
         ),

@@ -34,7 +34,7 @@ _BEFORE_OTHERS = (
 _READERS = (
     *("basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "hostname", "id", "ls"),
     *("nproc", "readlink", "realpath", "seq", "sort", "tail", "tr", "uname", "uniq", "wc", "awk"),
-    *("whoami", "xargs", "paste", "od", "bc", "sh", "bash"),
+    *("whoami", "xargs", "paste", "od", "bc", "bash"),
 )
 _COPIED_SUFFIXES = ("", ".sh", ".slurm", ".sbatch", ".json", ".yaml", ".yml", ".txt", ".env")
 _MOST_BYTES = 1 << 20  # of a file that is copied: scripts and configs are small
@@ -42,12 +42,13 @@ _PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 _SHOWN = 200  # characters of a call that was skipped
 _GPUS = 8  # that a node seems to have
 
-_RECORD = """#!{bash}
+# Stand-ins are privileged (-p), so that the guard is not over them.
+_RECORD = """#!{bash} -p
 # Writes down how it was called: the number of arguments, its name, the folder, the arguments.
 printf '%s\\0' "$#" "${{0##*/}}" "$PWD" "$@" >> "$LAUNCH_RECORDS"
 """
 # Runs what stands behind its own options: another launcher, or a shell.
-_HAND_ON = """#!{bash}
+_HAND_ON = """#!{bash} -p
 for word in "$@"; do
   case "${{word##*/}}" in
     {programs}|bash|sh) exec "${{word##*/}}" "${{@:2}}" ;;
@@ -59,40 +60,57 @@ done
 """
 # extdebug, by which a trap can skip a command, is set late: at its start bash would look for its
 # debugger.
-_GUARD = """
+_GUARD = r"""
 set -o noclobber -o functrace
 command_not_found_handle() {
-  printf '%s\\0' "$*" >> "$LAUNCH_SKIPPED"
+  printf '%s\0' "$*" >> "$LAUNCH_SKIPPED"
 }
+_skip() {
+  printf '%s\0' "$BASH_COMMAND" >> "$LAUNCH_SKIPPED"
+}
+# Of `NAME=value NAME='other value' command`, one assignment before the command.
+_assignment="^[A-Za-z_][A-Za-z_0-9]*=(\"[^\"\`(]*\"|'[^']*'|[^[:space:]\"'\`(])*[[:space:]]+"
+# Succeeds where a command is skipped, or another one has run in its place.
 _is_replaced() {
   shopt -s extdebug
-  local word="${BASH_COMMAND%%[[:space:]]*}" name
-  if [[ "$word" =~ ^[\\"]?\\$\\{?([A-Za-z_][A-Za-z_0-9]*)\\}?[\\"]?$ ]]; then
-    name="${BASH_REMATCH[1]}"
-    [[ -v "$name" ]] && word="${!name%%[[:space:]]*}"
-  fi
-  case "$word" in
-    cd) eval "$BASH_COMMAND" 2> /dev/null; return 0 ;;
-    source|.)
-      local file="${BASH_COMMAND#* }"
-      eval "file=${file%% *}"
-      [[ -r "$file" && "$(realpath "$file")" == "$LAUNCH_FOLDER"/* ]] && return 1
-      printf '%s\\0' "$BASH_COMMAND" >> "$LAUNCH_SKIPPED"
-      return 0 ;;
-    *=*|*'('*) return 1 ;;
-    */*)
-      local base="${word##*/}" rest="${BASH_COMMAND#"${BASH_COMMAND%%[[:space:]]*}"}"
-      if [[ -x "$LAUNCH_BIN/$base" ]]; then eval "$base $rest"
-      elif [[ "$word" == *.sh && -r "$word" ]]; then eval "bash $word $rest"
-      elif [[ "$word" == *.py ]]; then eval "python $word $rest"
-      else printf '%s\\0' "$BASH_COMMAND" >> "$LAUNCH_SKIPPED"; fi
-      return 0 ;;
-  esac
-  return 1
+  local call="$BASH_COMMAND" before="" first rest
+  local -a words
+  while [[ "$call" =~ $_assignment ]]; do
+    before+="${BASH_REMATCH[0]}"
+    call="${call#"${BASH_REMATCH[0]}"}"
+  done
+  [[ "$call" =~ ^(exec|command)[[:space:]]+([^-\<\>].*)$ ]] && call="${BASH_REMATCH[2]}"
+  words=()
+  while [[ "$call" && ! "${words[*]-}" ]]; do  # what stands first may expand to nothing
+    first="${call%%[[:space:]]*}" rest="${call#"${call%%[[:space:]]*}"}"
+    call="${rest#"${rest%%[![:space:]]*}"}"
+    case "$first" in
+      cd) eval "$BASH_COMMAND" 2> /dev/null; return 0 ;;
+      source|.)
+        eval "words=($rest)"
+        [[ -r "${words[0]}" && "$(realpath "${words[0]}")" == "$LAUNCH_FOLDER"/* ]] && return 1
+        _skip; return 0 ;;
+      *=*|*'('*|*'`'*) return 1 ;;
+      *'$'*|\"*|\'*) eval "words=($first)" 2> /dev/null || { _skip; return 0; } ;;
+      *) words=("$first") ;;
+    esac
+  done
+  [[ "${words[0]-}" == */* ]] || return 1
+  local base="${words[0]##*/}"
+  if [[ -x "$LAUNCH_BIN/$base" ]]; then words[0]="$base"
+  elif [[ "$base" == *.sh && -r "${words[0]}" ]]; then words=(bash "${words[@]}")
+  elif [[ "$base" == *.py ]]; then words=(python "${words[@]}")
+  else _skip; return 0; fi
+  eval "$before \"\${words[@]}\" $rest"
+  return 0
 }
 # With the arguments that the command sees, and a status that `set -e` takes for no failure.
 trap '! _is_replaced "$@"' DEBUG
 """
+
+
+class EndlessScriptError(ConfigError):
+    """A script was ended, since it did not end by itself."""
 
 
 class LauncherCall(NamedTuple):
@@ -122,7 +140,8 @@ def recorded(
         seconds: after which it is ended.
 
     Raises:
-        ConfigError: there is no such script, no bash on this machine, or it does not end.
+        ConfigError: there is no such script, or no bash on this machine.
+        EndlessScriptError: it does not end.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -178,7 +197,7 @@ def _run(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        raise ConfigError(
+        raise EndlessScriptError(
             "a launch script does not end",
             found=f"{command[1]} after {seconds:.0f} s",
             fix="take out what waits for something, or give a longer --seconds",
@@ -200,13 +219,14 @@ def _put_stand_ins(tools: Path, bash: str) -> None:
     stand_ins = {name: _RECORD.format(bash=bash) for name in LAUNCHERS}
     passing = _HAND_ON.format(bash=bash, programs="|".join((*LAUNCHERS, *_BEFORE_OTHERS)))
     stand_ins |= dict.fromkeys(_BEFORE_OTHERS, passing)
-    stand_ins["tee"] = f"#!{bash}\ncat\n"
-    stand_ins["sleep"] = stand_ins["mkdir"] = stand_ins["wait"] = f"#!{bash}\n"
-    stand_ins["nvidia-smi"] = f"#!{bash}\nfor i in {{1..{_GPUS}}}; do echo 'a GPU'; done\n"
-    stand_ins["scontrol"] = f"#!{bash}\necho node0\n"
+    stand_ins["tee"] = f"#!{bash} -p\ncat\n"
+    stand_ins["sleep"] = stand_ins["mkdir"] = f"#!{bash} -p\n"
+    stand_ins["sh"] = f'#!{bash} -p\nexec bash "$@"\n'  # another shell would not be guarded
+    stand_ins["nvidia-smi"] = f"#!{bash} -p\nfor i in {{1..{_GPUS}}}; do echo 'a GPU'; done\n"
+    stand_ins["scontrol"] = f"#!{bash} -p\necho node0\n"
     # It may edit files in place.
     sed = shutil.which("sed")
-    stand_ins["sed"] = f'#!{bash}\n[[ " $* " == *" -i"* ]] || exec {sed} "$@"\n'
+    stand_ins["sed"] = f'#!{bash} -p\n[[ " $* " == *" -i"* ]] || exec {sed} "$@"\n'
     for name, text in stand_ins.items():
         path = tools / name
         path.write_text(text)

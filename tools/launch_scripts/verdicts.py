@@ -130,9 +130,9 @@ def spelled_out(config: RunConfig) -> Iterator[str]:
 def lines_about(verdict: CommandVerdict) -> Iterator[str]:
     """Yield the lines of a page about one command."""
     started = verdict.started
-    ranks = "an unknown number of ranks" if started.world_size is None else f"{started.world_size}"
-    of_ranks = ranks if started.world_size is None else f"{ranks} rank{'s' * (ranks != '1')}"
-    yield f"{started.program} on {of_ranks}: {verdict.kind}"
+    size = started.world_size
+    ranks = {None: "an unknown number of ranks", 1: "1 rank"}.get(size, f"{size} ranks")
+    yield f"{started.program} on {ranks}: {verdict.kind}"
     for reason in verdict.reasons:
         yield from ("  " + line for line in f"- {reason}".splitlines())
     if verdict.notes:

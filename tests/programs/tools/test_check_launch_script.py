@@ -53,6 +53,17 @@ def test_one_script_is_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "it ended with status 2 and started no program" in text
 
 
+def test_files_that_a_script_writes_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    json = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}'
+    flags = "--deepspeed --deepspeed_config ds.json --zero-stage 1"
+    script.write_text(f"cat <<EOT > ds.json\n{json}\nEOT\n{GOOD.format(flags)}")
+    code, text = check(str(script), capsys=capsys)
+    assert code == 0, text
+
+
 def test_a_folder_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = check(str(folder), capsys=capsys)
     assert code == 1

@@ -40,6 +40,33 @@ def test_variables_arrays_functions_and_arguments_are_expanded(tmp_path: Path) -
     assert (done.status, done.skipped) == (0, ())
 
 
+def test_launchers_that_are_called_by_their_path_are_written_down_whole(tmp_path: Path) -> None:
+    text = """
+    CUDA_VISIBLE_DEVICES=0,1 NAME="two words" /opt/conda/bin/python a.py --x 1
+    CMD="/opt/conda/bin/python -u b.py --y 2"
+    $CMD --z 3
+    ALL=(/opt/conda/bin/torchrun --nnodes 1 c.py "two words")
+    "${ALL[@]}" --last
+    NOTHING=; $NOTHING /opt/conda/bin/python g.py
+    exec_it() { exec /opt/conda/bin/python "$@"; }
+    (exec_it d.py --w 4)
+    command /opt/conda/bin/deepspeed e.py 2>&1 | tee log.txt
+    sh -c "/opt/conda/bin/python f.py"
+    """
+    done = run(tmp_path, text)
+    assert calls_of(done) == [
+        "python a.py --x 1",
+        "python -u b.py --y 2 --z 3",
+        "torchrun --nnodes 1 c.py two words --last",
+        "python g.py",
+        "python d.py --w 4",
+        "deepspeed e.py",
+        "python f.py",
+    ]
+    assert "two words" in done.calls[2].arguments
+    assert done.skipped == ()
+
+
 def test_a_batch_script_is_told_what_slurm_would_tell(tmp_path: Path) -> None:
     text = """#SBATCH --nodes=3
 #SBATCH --ntasks-per-node 1
@@ -91,6 +118,11 @@ def test_nothing_is_deleted_overwritten_or_called(tmp_path: Path) -> None:
     source {program}
     (rm {precious}); echo $(/bin/rm {precious})
     bash -c "/bin/rm {precious}"
+    sh -c "/bin/rm {precious}"
+    A=1 B="2 3" /bin/rm {precious}
+    REMOVE=(/bin/rm {precious}); "${{REMOVE[@]}}"
+    ALSO="/bin/rm {precious}"; $ALSO
+    command /bin/rm {precious}; (exec /bin/rm {precious})
     python a.py
     echo lost > {precious}
     """
