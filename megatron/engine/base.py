@@ -5,6 +5,7 @@ decay, micro-batches) and an engine obeys; what comes back holds the same number
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +119,13 @@ class StepPlan:
         size = self.global_batch_size // (self.num_microbatches * replicas.size)
         before = microbatch * replicas.size + replicas.rank
         return Samples(self.first_sample + before * size, size)
+
+
+def samples_of_passes(
+    plan: StepPlan, build: ModelBuild
+) -> Callable[[int], AbstractContextManager[None]]:
+    """Return the context of a forward pass by the number of its micro-batch: its samples."""
+    return lambda microbatch: build.streams.of(plan.samples(microbatch, build.ctx.dp))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ optimizer divides by the count of all of them.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
 
@@ -27,6 +26,7 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
+    samples_of_passes,
 )
 from megatron.engine.cuts import stage_ranges
 from megatron.engine.expert_load import ExpertLoads
@@ -278,11 +278,7 @@ class NativeEngine:
         self, microbatches: Iterator[MicroBatch], plan: StepPlan, scale: float | Tensor
     ) -> list[Tensor]:
         """Run all passes of a step; in the first one check that FP8 and compiling are active."""
-        count, replicas = plan.num_microbatches, self._context.dp
-
-        def of(microbatch: int) -> AbstractContextManager[None]:
-            return self._build.streams.of(plan.samples(microbatch, replicas))
-
+        count, of = plan.num_microbatches, samples_of_passes(plan, self._build)
         if self._has_proven_fp8:
             losses = self._executor.train(microbatches, count, scale=scale, of=of)
         else:

@@ -29,6 +29,7 @@ from megatron.engine.base import (
     RawBatch,
     StepPlan,
     StepReport,
+    samples_of_passes,
 )
 from megatron.engine.deepspeed.grid import DeepSpeedGrid, mark_tensor_parallel
 from megatron.engine.deepspeed.interface import DeepSpeedRuntime, partitioned
@@ -138,13 +139,12 @@ class DeepSpeedEngine:
         factors = self._updates.loss_factor * self._context.dp.size / counts
         self._weigh_router_losses(plan)
         self.runtime.train()
-        sums = []
+        sums, of = [], samples_of_passes(plan, self._build)
         with weights_saved_by_reference(self.plan.stage):
             for at in range(plan.num_microbatches):
                 inputs, labels = micro_batches.pop(0)
                 self.runtime.set_gradient_accumulation_boundary(not micro_batches)
-                of = self._build.streams.of(plan.samples(at, self._context.dp))
-                with self._timers("forward-compute"), of:
+                with self._timers("forward-compute"), of(at):
                     total, count = self.runtime(inputs, labels)
                 with self._timers("backward-compute"):
                     loss = torch.sum(total * factors.to(total.dtype))

@@ -21,6 +21,7 @@ from megatron.engine.base import (
     PretrainTask,
     RawBatch,
     StepPlan,
+    samples_of_passes,
 )
 from megatron.engine.cuts import StageCut, stage_ranges
 from megatron.engine.deepspeed.engine import DeepSpeedEngine, json_for_deepspeed
@@ -58,10 +59,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         factors = self._updates.loss_factor * self._context.dp.size * count / counts
         self._weigh_router_losses(plan)
         with self._loss.multiplied_by(factors) as sums:
-            self.runtime.train_on(
-                micro_batches,
-                lambda at: self._build.streams.of(plan.samples(at, self._context.dp)),
-            )
+            self.runtime.train_on(micro_batches, samples_of_passes(plan, self._build))
         return self._reported(sums, self._updates.outcome(), plan, signals)
 
     def evaluate(self, batches: Iterator[RawBatch], num_microbatches: int) -> EvaluationSum:
