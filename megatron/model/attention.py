@@ -150,8 +150,6 @@ class SelfAttention(nn.Module):
         if mask is None and dropout == 0 and not is_chosen:
             return attend(q, k, v, causal=causal)
         if dropout > 0 and self._holds_scores(q):
-            own = self._own_heads(q.shape[1])
-            numbers = self._streams.heads(q.shape[0], own, self._heads, q.shape[2], q.device)
             return attend_dropping(
                 q,
                 k,
@@ -159,7 +157,7 @@ class SelfAttention(nn.Module):
                 causal=causal and mask is None,
                 mask=mask,
                 probability=dropout,
-                names=(self.dropout_seed, numbers),
+                names=(self.dropout_seed, self._numbers_of(q)),
             )
         # Not those of the whole model: ranks that exchange tokens for heads may have more keys.
         if mask is not None:
@@ -196,6 +194,15 @@ class SelfAttention(nn.Module):
         if self._backend is AttentionBackend.AUTO:
             return q.device.type == "cpu"
         return _KERNELS[self._backend] is SDPBackend.MATH
+
+    def _numbers_of(self, q: Tensor) -> Tensor:
+        """Return the numbers of the queries of every row and head: the same ones in all layers."""
+        batch, heads, length, _ = q.shape
+        own = self._own_heads(heads)
+        return self._streams.once(
+            ("queries", batch, own, length, q.device),
+            lambda: self._streams.heads(batch, own, self._heads, length, q.device),
+        )
 
     def _own_heads(self, count: int) -> range:
         """Return which heads this rank has in attention, `count` of them."""

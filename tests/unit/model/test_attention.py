@@ -97,6 +97,15 @@ def test_scores_are_dropped_by_sample_and_head_where_they_are_in_memory(masked: 
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_layers_share_the_numbers_of_queries_and_drop_other_scores() -> None:
+    build, config = tiny_build(), tiny_config(attention_dropout=0.5)
+    first, second = (SelfAttention(config, build, layer=layer) for layer in range(2))
+    q = torch.randn(2, 4, 6, 4, dtype=torch.float64)
+    assert first._numbers_of(q) is second._numbers_of(q)
+    assert first._numbers_of(q) is not first._numbers_of(q[:1])
+    assert not torch.equal(first._attend(q, q, q, None, True), second._attend(q, q, q, None, True))
+
+
 def test_dropout_of_scores_keeps_their_mean() -> None:
     attention = SelfAttention(tiny_config(attention_dropout=0.25), tiny_build(), layer=0)
     q, v = torch.zeros(50, 4, 40, 4), torch.ones(50, 4, 40, 4)
