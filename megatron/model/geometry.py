@@ -55,7 +55,9 @@ class AttentionGeometry:
         self._angles = RotaryAngles(config) if kind is PositionEmbedding.ROPE else None
         self._slopes: Tensor | None = None
         if kind is PositionEmbedding.ALIBI:
-            slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float64)
+            # On the CPU also where layers are built without values, as `device("meta")` does.
+            listed = alibi_slopes(config.num_attention_heads)
+            slopes = torch.tensor(listed, dtype=torch.float64, device="cpu")
             self._slopes = slopes.chunk(build.ctx.tp.size)[build.ctx.tp.rank]
             if not self._share.paired:  # heads are shared out over cp
                 self._slopes = self._slopes.chunk(build.ctx.cp.size)[build.ctx.cp.rank]

@@ -53,6 +53,24 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_a_part_touches_no_more_than_its_rows",
         ),
         Mutant(
+            "BLOOM's residual is taken where its config says",
+            "megatron/checkpoint/formats/huggingface/families/bloom.py",
+            """            "apply_residual_connection_post_layernorm", False
+        ),""",
+            """            "apply_residual_connection_post_layernorm", False
+        ) and False,""",
+            "tests/unit/checkpoint/formats/huggingface/families/test_bloom.py::"
+            "test_the_residual_is_taken_where_the_config_says",
+        ),
+        Mutant(
+            "the rotating share of a head is read in either spelling",
+            "megatron/checkpoint/formats/huggingface/families/fields.py",
+            'inner.number("partial_rotary_factor", fields.number(name, default))',
+            'inner.number("partial_rotary_factor", default)',
+            "tests/unit/checkpoint/formats/huggingface/families/test_phi3.py::"
+            "test_the_rotating_share_is_read_from_both_spellings_and_written",
+        ),
+        Mutant(
             "GPT-NeoX has parallel branches unless it says no",
             "megatron/checkpoint/formats/huggingface/families/gpt_neox.py",
             'fields.boolean("use_parallel_residual", True)',

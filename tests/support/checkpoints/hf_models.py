@@ -31,6 +31,7 @@ VOCABULARY, POSITIONS = 53, 64
 LOGITS = 1e-5
 
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 _SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -71,6 +72,17 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "bloom": ("BloomConfig", _BLOOM),
+    "bloom, residual after the norm, 6 heads, untied": (
+        "BloomConfig",
+        {
+            **_BLOOM,
+            "hidden_size": 48,
+            "n_head": 6,
+            "apply_residual_connection_post_layernorm": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama": ("LlamaConfig", _SHAPE),
     "llama 3.1": (
         "LlamaConfig",
@@ -94,6 +106,21 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {**_SHAPE, "num_key_value_heads": 2, "sliding_window": 6}),
+    "phi3": ("Phi3Config", {**_SHAPE, "num_key_value_heads": 2, "pad_token_id": 0}),
+    "phi3, window, half rotates, tied": (
+        "Phi3Config",
+        {
+            **_SHAPE,
+            "pad_token_id": 0,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("Qwen2Config", {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen2, window": (
         "Qwen2Config",

@@ -46,6 +46,7 @@ class Family:
         dense_layers: beside such layers it may have others.
         plain_heads: it has no groups of queries, and heads that together are as wide as the
             hidden states.
+        ffn_factor: an MLP is this many times as wide as the hidden states; None: of any width.
         read_config: fields of `ModelConfig` as plain values.
         write_config: the config.json without what all families have.
         kinds: the kinds of our models that it holds, as defined in `model_kind`.
@@ -66,6 +67,7 @@ class Family:
     read_sizes: Callable[[Fields], Sizes]
     write_config: Callable[[ModelConfig, Sizes], dict[str, JsonValue]]
     plain_heads: bool = False
+    ffn_factor: int | None = None
     experts: bool = False
     dense_layers: bool = False
     kinds: tuple[str, ...] = (model_kind.GPT,)
@@ -88,6 +90,9 @@ class Family:
         if config.has_experts != self.experts:
             supported = "experts" if self.experts else "one MLP in a layer"
             yield f"--num-experts {config.num_experts} ({self.model_type} has {supported})"
+        own_width = config.hidden_size * (self.ffn_factor or 0)
+        if own_width not in (0, config.ffn_width):
+            yield f"--ffn-hidden-size {config.ffn_width} ({self.model_type} has {own_width})"
         if not self.plain_heads:
             return
         heads, width = config.num_attention_heads, config.head_width

@@ -106,6 +106,11 @@ class Fields:
             raise self.wrong_kind(name, value, "a whole number above 0")
         return value
 
+    def integer_of(self, *names: str) -> int:
+        """Return a whole number above 0 that releases call by one of several names."""
+        found = [value for name in names if (value := self.integer(name, None)) is not None]
+        return int(found[0] if found else self.integer(names[-1]))
+
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a number, as a float, or the default."""
         value = self.get(name, default)
@@ -200,6 +205,12 @@ def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, obj
     elif kind != "default":
         raise fields.refused(f"{where}.rope_type", kind, ["default", "linear", "llama3"])
     return result
+
+
+def read_rotary_share(fields: Fields, name: str, default: float) -> float:
+    """Return the share of a head that rotates: the field `name`, before transformers 5."""
+    inner = Fields(fields.path, fields.mapping("rope_parameters"))
+    return float(inner.number("partial_rotary_factor", fields.number(name, default)))
 
 
 def rope_scaling(config: ModelConfig) -> dict[str, JsonValue] | None:

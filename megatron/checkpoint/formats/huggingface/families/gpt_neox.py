@@ -5,7 +5,12 @@ channels as ours does, so no row moves.
 """
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
+from megatron.checkpoint.formats.huggingface.families.fields import (
+    Fields,
+    read_rope,
+    read_rotary_share,
+    rope_scaling,
+)
 from megatron.checkpoint.formats.huggingface.families.gpt2 import (
     ACTIVATION_NAMES,
     PLAIN_ACTIVATIONS,
@@ -17,7 +22,6 @@ from megatron.json_values import JsonValue
 
 def _read(fields: Fields) -> dict[str, object]:
     fields.must_be("attention_bias", True, True, why="biases in the MLP alone")
-    share = fields.number("rotary_pct", 0.25)
     return {
         "num_layers": fields.integer("num_hidden_layers"),
         "hidden_size": fields.integer("hidden_size"),
@@ -31,9 +35,7 @@ def _read(fields: Fields) -> dict[str, object]:
         "untie_embeddings_and_output_weights": not fields.boolean("tie_word_embeddings", False),
         **fields.choice("hidden_act", PLAIN_ACTIVATIONS, "gelu"),
         **read_rope(fields, base_name="rotary_emb_base"),
-        "rotary_percent": float(
-            fields.mapping("rope_parameters").get("partial_rotary_factor", share)
-        ),
+        "rotary_percent": read_rotary_share(fields, "rotary_pct", 0.25),
     }
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.formats.huggingface.families.bert import BERT
+from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
 from megatron.checkpoint.formats.huggingface.families.family import Family
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
@@ -14,6 +15,7 @@ from megatron.checkpoint.formats.huggingface.families.llama import LLAMA
 from megatron.checkpoint.formats.huggingface.families.megatron_bert import MEGATRON_BERT
 from megatron.checkpoint.formats.huggingface.families.mistral import MISTRAL
 from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
+from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.config.model import ModelConfig
@@ -24,7 +26,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            *(GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3),
+            *(GPT2, GPT_NEOX, BLOOM, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
             *(BERT, MEGATRON_BERT),
         )

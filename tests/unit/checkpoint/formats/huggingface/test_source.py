@@ -113,6 +113,12 @@ def _halves_swapped(weight: Tensor) -> Tensor:
     return torch.cat(weight.chunk(2)[::-1])
 
 
+def _groups_turned_round(weight: Tensor) -> Tensor:
+    """The rows of both groups of queries, each with the other's key and value."""
+    queries, rest = weight.unflatten(0, (2, -1)).split((16, 16), dim=1)
+    return torch.cat((queries, rest.flip(0)), dim=1).flatten(0, 1)
+
+
 def _experts_turned_round(weight: Tensor) -> Tensor:
     return weight.flip(0)
 
@@ -139,6 +145,11 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("gpt_neox", changed_config(use_parallel_residual=False)),
         ("gpt_neox", changed_config(rotary_percent=1.0)),
         ("gpt_neox", changed_weights("qkv.weight", _heads_in_blocks)),
+        ("bloom", changed_config(embed_layernorm=False)),
+        ("bloom", changed_config(position_embedding_type="none")),
+        ("bloom", changed_config(onnx_safe=True)),
+        ("bloom", changed_config(apply_residual_connection_post_layernorm=True)),
+        ("bloom", changed_weights("qkv.weight", _heads_in_blocks)),
         ("llama", changed_weights("fc1.weight", _halves_swapped)),
         ("llama", changed_weights("qkv.weight", _pairs_of_neighbours)),
         ("llama", changed_config(position_embedding_type="none")),
@@ -146,6 +157,10 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("llama 3.1", changed_config(rotary_base=10000.0)),
         ("mistral", changed_config(sliding_window=None)),
         ("mistral", changed_config(sliding_window=7)),
+        ("phi3", changed_weights("qkv.weight", _groups_turned_round)),
+        ("phi3", changed_weights("fc1.weight", _halves_swapped)),
+        ("phi3, window, half rotates, tied", changed_config(rotary_percent=1.0)),
+        ("phi3, window, half rotates, tied", changed_config(sliding_window=7)),
         ("qwen2", changed_weights("qkv.bias", torch.zeros_like)),
         ("qwen3", changed_config(qk_layernorm=False)),
         ("qwen3", changed_config(layernorm_epsilon=1e-1)),

@@ -112,7 +112,7 @@ def test_what_config_says_is_what_transformers_said(case: str, tmp_path: Path) -
         transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (there, back)
     )
     ours = {"bos_token_id", "eos_token_id", "pad_token_id", "architectures", "dtype"}
-    ours |= {"_name_or_path", "n_inner", "max_window_layers"}
+    ours |= {"_name_or_path", "n_inner", "max_window_layers", "original_max_position_embeddings"}
     if case == GELU_FAST:
         assert (one.pop("hidden_act"), other["hidden_act"]) == ("gelu_fast", "gelu_new")
     if case == "qwen2_moe":  # every second layer, which is written as a list of the others
@@ -145,6 +145,8 @@ OURS = {
     "gpt2": {"ffn_hidden_size": 20, "squared_relu": True, "layernorm_epsilon": 1e-2},
     "gpt_neox": {"position_embedding_type": PositionEmbedding.ROPE, "rotary_percent": 0.75},
     "llama": {**LLAMA, "rotary_base": 77.0, "untie_embeddings_and_output_weights": True},
+    "bloom": {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True},
+    "phi3": {**LLAMA, "rotary_percent": 0.5, "sliding_window": 9, "kv_channels": 12},
     "mistral": {**LLAMA, "sliding_window": 3},
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, "qk_layernorm": True, "kv_channels": 12},

@@ -16,14 +16,22 @@ LLAMA = {
     "swiglu": True,
     "add_bias_linear": False,
 }
+BLOOM = {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True}
 HELD = {
     "gpt2": [{}, {"untie_embeddings_and_output_weights": True}, {"onnx_safe": True}],
     "gpt_neox": [
         {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": parallel}
         for parallel in (False, True)
     ],
+    "bloom": [
+        {**BLOOM, "apply_residual_connection_post_layernorm": after} for after in (False, True)
+    ],
     "llama": [LLAMA, {**LLAMA, "add_bias_linear": True, "num_query_groups": 2, "kv_channels": 6}],
     "mistral": [LLAMA, {**LLAMA, "sliding_window": 4}],
+    "phi3": [
+        LLAMA,
+        {**LLAMA, "rotary_percent": 0.5, "sliding_window": 4, "num_query_groups": 2},
+    ],
     "qwen2": [{**LLAMA, "add_qkv_bias": True, "sliding_window": 4}],
     "qwen3": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6}],
     "mixtral": [
@@ -92,18 +100,14 @@ def test_every_tensor_has_a_rule_and_every_key_is_used_once(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
     family, config = FAMILIES[name], tiny_config(**HELD[name][0])
-    for change, message in (
-        ({"embed_layernorm": True}, "--embed-layernorm True"),
-        ({"position_embedding_type": PositionEmbedding.ALIBI}, "--position-embedding-type alibi"),
-        (
-            {
-                "apply_residual_connection_post_layernorm": (
-                    not config.apply_residual_connection_post_layernorm
-                )
-            },
-            "--apply-residual-connection",
-        ),
-    ):
+    changes = [
+        ({"embed_layernorm": not config.embed_layernorm}, "--embed-layernorm "),
+        ({"position_embedding_type": PositionEmbedding.NONE}, "--position-embedding-type none"),
+    ]
+    after = "apply_residual_connection_post_layernorm"
+    if after in family.supported:
+        changes.append(({after: not getattr(config, after)}, "--apply-residual-connection"))
+    for change, message in changes:
         lacking = list(family.lacks(dataclasses.replace(config, **change)))
         assert any(text.startswith(message) for text in lacking)
 
@@ -111,5 +115,7 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
 def test_families_of_plain_heads_say_so() -> None:
     wide = tiny_config(kv_channels=6)
     assert list(FAMILIES["gpt2"].lacks(wide)) == ["--kv-channels 6 (gpt2 has 4)"]
+    narrow = tiny_config(**BLOOM, ffn_hidden_size=20)
+    assert list(FAMILIES["bloom"].lacks(narrow)) == ["--ffn-hidden-size 20 (bloom has 64)"]
     grouped = tiny_config(num_query_groups=2)
     assert list(FAMILIES["gpt2"].lacks(grouped)) == ["--num-query-groups 2 (gpt2 has 4)"]

@@ -32,6 +32,7 @@ def test_values_of_the_right_kind_are_given() -> None:
     assert given.mapping("none") == {}
     assert given.choice("text", {"a": 1, "b": 2}, "a") == 2
     assert given.choice("absent", {"a": 1, "b": 2}, "a") == 1
+    assert given.integer_of("absent", "none", "n") == given.integer_of("n", "absent") == 3
     assert given.has("none")
     assert not given.has("absent")
 

@@ -54,3 +54,27 @@ def test_another_activation_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no model here does") as caught:
         read(hidden_act="gelu_new")
     assert "'hidden_act' is 'gelu_new'" in str(caught.value)
+
+
+def test_smollm_is_a_tied_llama() -> None:
+    """As on the hub: HuggingFaceTB/SmolLM2-135M, but for its sizes."""
+    released = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "is_llama_config": True,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+    }
+    fields = Fields(Path("config.json"), SHAPE | released)
+    config = from_plain(ModelConfig, LLAMA.read_config(fields))
+    LLAMA.read_sizes(fields)
+    assert config.tied
+    assert (config.rotary_base, config.layernorm_epsilon) == (100000.0, 1e-5)
+    # Two names that no class of transformers reads.
+    assert fields.unread() == ["is_llama_config", "rope_interleaved"]

@@ -45,8 +45,10 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
     [
         ({}, "gpt2"),
         (HELD["gpt_neox"][0], "gpt_neox"),
+        (HELD["bloom"][0], "bloom"),
         (LLAMA, "llama"),
         ({**LLAMA, "sliding_window": 4}, "mistral"),
+        (HELD["phi3"][1], "phi3"),
         (HELD["qwen2"][0], "qwen2"),
         (HELD["qwen3"][0], "qwen3"),
         (HELD["mixtral"][0], "mixtral"),
