@@ -1,4 +1,6 @@
-"""Reads which layers have experts, as Megatron's flags spell it: every N-th, or a list of 0 and 1.
+"""Reads which layers have a part, such as experts, as Megatron's flags spell it.
+
+That is every N-th, or a list of 0 and 1.
 
 A list may be added up and repeated as in Python, such as ([0]*3+[1]*58). It is read as a syntax
 tree and never run.
@@ -11,11 +13,15 @@ from megatron.errors import ConfigError
 EVERY_LAYER = "1"
 
 
-def layers_of_pattern(text: str, layers: int) -> tuple[bool, ...]:
+def layers_of_pattern(
+    text: str, layers: int, *, flag: str = "--moe-layer-freq", last: bool = False
+) -> tuple[bool, ...]:
     """Return for each of `layers` whether the pattern has a 1 for it.
 
     Args:
         text: N for the layers 0, N, 2N, .. (0 is the first); or a list of 0 and 1 for all layers.
+        flag: whose value it is.
+        last: N is for the layers N - 1, 2N - 1, .. instead.
 
     Raises:
         ConfigError: it is neither, or a list of another length.
@@ -25,28 +31,28 @@ def layers_of_pattern(text: str, layers: int) -> tuple[bool, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             "this is no pattern of layers",
-            found=f"--moe-layer-freq {text}",
+            found=f"{flag} {text}",
             fix=f"use 2 for every second layer, or a list such as {example(layers)}",
         ) from error
     if isinstance(value, int):
         if value < 1:
             raise ConfigError(
                 "layers cannot be counted in such steps",
-                found=f"--moe-layer-freq {text}",
+                found=f"{flag} {text}",
                 fix="use 1 for all layers, or 2 for every second one",
             )
-        return tuple(layer % value == 0 for layer in range(layers))
+        return tuple((layer + last) % value == 0 for layer in range(layers))
     if len(value) != layers:
         raise ConfigError(
             "the pattern is not of as many layers as the model has",
-            found=f"--moe-layer-freq {text}, --num-layers {layers}",
+            found=f"{flag} {text}, --num-layers {layers}",
             fix=f"give {layers} of them, such as {example(layers)}",
         )
     return tuple(bool(one) for one in value)
 
 
 def example(layers: int) -> str:
-    """Return a pattern of `layers` layers of which the first has no experts."""
+    """Return a pattern of `layers` layers that leaves out the first."""
     return f"([0]*1+[1]*{layers - 1})"
 
 

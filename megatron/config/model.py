@@ -120,6 +120,11 @@ class ModelConfig:
     rope_scaling_original_length: int = flag(
         8192, help="with --use-rope-scaling, tokens of the sequences that were trained on before"
     )
+    no_rope_freq: str | None = flag(
+        None,
+        help="layers that do not rotate queries and keys: N for the last of every N, or a list of "
+        "0 and 1 for all layers, in which 1 does not rotate, such as ([0]*3+[1])*9, as in SmolLM3",
+    )
     normalization: Normalization = flag(
         Normalization.LAYER_NORM,
         help="kind of normalisation",
@@ -310,6 +315,7 @@ class ModelConfig:
                 fix="use 1.0 for LLaMA, 0.25 for GPT-NeoX",
             )
         yield from self._rope_scaling_problems()
+        yield from self._layer_problems()
         yield from expert_problems(self)
         if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
             yield ConfigError(
@@ -357,6 +363,21 @@ class ModelConfig:
                 f"--rope-scaling-high-freq-factor {high}",
                 fix="use 1 and 4, as Llama 3.1 does",
             )
+
+    def _layer_problems(self) -> Iterator[ConfigError]:
+        if self.no_rope_freq is None:
+            return
+        if self.position_embedding_type is not PositionEmbedding.ROPE:
+            yield ConfigError(
+                "some layers were not to rotate in a model that does not rotate",
+                found=f"--no-rope-freq {self.no_rope_freq}, "
+                f"--position-embedding-type {self.position_embedding_type}",
+                fix="add --position-embedding-type rope, or drop --no-rope-freq",
+            )
+        try:
+            _ = self.layers_without_rotation
+        except ConfigError as error:
+            yield error
 
     def _head_problems(self) -> Iterator[ConfigError]:
         heads, hidden = self.num_attention_heads, self.hidden_size
@@ -433,6 +454,16 @@ class ModelConfig:
         return layers_of_pattern(self.moe_layer_freq, layers)
 
     @property
+    def layers_without_rotation(self) -> tuple[int, ...]:
+        """Numbers of the layers that do not rotate queries and keys though the others do."""
+        if self.no_rope_freq is None:
+            return ()
+        pattern = layers_of_pattern(
+            self.no_rope_freq, self.num_layers, flag="--no-rope-freq", last=True
+        )
+        return tuple(layer for layer, is_without in enumerate(pattern) if is_without)
+
+    @property
     def expert_width(self) -> int:
         """Width of the middle of one expert; with a gated unit, of each of its two halves."""
         return self.moe_ffn_hidden_size or self.ffn_width
@@ -497,8 +528,10 @@ class ModelConfig:
         that do not apply (frequencies of a model without rotation) are left out.
         """
         fields = to_plain(self)
-        for spelling in _ACTIVATION_FLAGS:
+        for spelling in (*_ACTIVATION_FLAGS, "no_rope_freq"):
             del fields[spelling]
+        if self.layers_without_rotation:
+            fields["layers_without_rotation"] = [*self.layers_without_rotation]
         fields |= {
             "ffn_hidden_size": self.ffn_width,
             "kv_channels": self.head_width,
@@ -537,6 +570,8 @@ class ModelConfig:
             names |= {"ffn_hidden_size", "moe_ffn_hidden_size"}
         if "expert_layers" in names:
             names |= set(_LAYER_FLAGS)
+        if "layers_without_rotation" in names:
+            names.add("no_rope_freq")
         own_fields, other_fields = to_plain(self), to_plain(other)
         return [
             name

@@ -70,6 +70,7 @@ class SelfAttention(nn.Module):
         self._heads, self._place = heads, ("attention", layer)
         seed = torch.tensor(self._streams.seed_of("dropout", *self._place))
         self.register_buffer("dropout_seed", seed, persistent=False)
+        self._rotates = layer not in config.layers_without_rotation
         self._rotate = rotate if build.fuse_rope else partial(rotate_reference, back=False)
         for problem in sharing_problems(
             config, build.ctx.topology, build.context_exchange, build.attention_backend
@@ -118,7 +119,7 @@ class SelfAttention(nn.Module):
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        if geometry.rotation is not None:
+        if geometry.rotation is not None and self._rotates:
             queries = self._rotate(queries, *geometry.rotation)
             keys = self._rotate(keys, *geometry.rotation)
         q = queries.flatten(2, 3).permute(1, 2, 0, 3)  # [b, a/tp, s, d]

@@ -173,7 +173,7 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "the first of every N layers has experts",
             "megatron/config/layer_pattern.py",
-            "tuple(layer % value == 0 for layer in range(layers))",
+            "tuple((layer + last) % value == 0 for layer in range(layers))",
             "tuple((layer + 1) % value == 0 for layer in range(layers))",
             "tests/unit/config/test_layer_pattern.py::test_a_pattern_is_what_megatron_makes_of_it",
         ),

@@ -71,6 +71,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_the_rotating_share_is_read_from_both_spellings_and_written",
         ),
         Mutant(
+            "a layer that SmolLM3 does not rotate is not rotated",
+            "megatron/model/attention.py",
+            "layer not in config.layers_without_rotation",
+            "layer + 1 not in config.layers_without_rotation",
+            "tests/unit/checkpoint/formats/huggingface/test_source.py::"
+            "test_logits_are_those_of_transformers[smollm3]",
+        ),
+        Mutant(
             "GPT-NeoX has parallel branches unless it says no",
             "megatron/checkpoint/formats/huggingface/families/gpt_neox.py",
             'fields.boolean("use_parallel_residual", True)',

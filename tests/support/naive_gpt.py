@@ -85,7 +85,8 @@ def _attention(
         if config.qk_layernorm:
             q = _norm(config, state, f"{name}.query_norm", q)
             k = _norm(config, state, f"{name}.key_norm", k)
-        if config.position_embedding_type == "rope":
+        layer = int(name.split(".")[1])
+        if config.position_embedding_type == "rope" and layer not in config.layers_without_rotation:
             q, k = (_rotated(config, t, positions) for t in (q, k))
         rows = []
         for i in range(x.shape[0]):

@@ -137,6 +137,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {
         "position_embedding_type": "rope",
+        "no_rope_freq": "2",
         "normalization": "RMSNorm",
         "swiglu": True,
         "moe_ffn_hidden_size": 12,

@@ -102,7 +102,6 @@ REFUSALS: tuple[Refused, ...] = (
         "rotation of neighbouring features",
         "tools/convert_checkpoint.py, which permutes what other programs wrote",
     ),
-    Refused("--no-rope-freq", "layers without rotary positions", _MODEL),
     Refused(
         "--embedding-weights-in-fp32",
         "an embedding in another dtype than the model",

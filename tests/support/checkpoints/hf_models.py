@@ -133,6 +133,29 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3Config", {**_SHAPE, "num_key_value_heads": 2, "head_dim": 16}),
+    "smollm3": (
+        "SmolLM3Config",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 2,
+            "no_rope_layers": [1, 0],
+            "rope_theta": 500.0,
+            "pad_token_id": 0,
+        },
+    ),
+    "smollm3, biases, the first does not rotate, untied": (
+        "SmolLM3Config",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 2,
+            "no_rope_layers": [0, 1],
+            "rope_theta": 500.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
     "mixtral": ("MixtralConfig", {**_SHAPE, **_EXPERTS}),
     "mixtral, window, 3 of 5, tied": (
         "MixtralConfig",

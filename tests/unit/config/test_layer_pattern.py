@@ -71,6 +71,13 @@ def test_anything_else_is_refused(text: str) -> None:
     assert "use 2 for every second layer, or a list such as ([0]*1+[1]*4)" in str(caught.value)
 
 
+def test_steps_may_be_for_the_last_of_every_few_layers() -> None:
+    assert layers_of_pattern("2", 5, last=True) == (False, True, False, True, False)
+    assert layers_of_pattern("[1,0,0]", 3, last=True) == (True, False, False)
+    with pytest.raises(ConfigError, match="--no-rope-freq 0"):
+        layers_of_pattern("0", 5, flag="--no-rope-freq")
+
+
 def test_other_steps_and_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"in such steps[\s\S]*--moe-layer-freq 0"):
         layers_of_pattern("0", 5)

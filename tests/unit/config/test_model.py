@@ -203,6 +203,8 @@ ROPE = {"position_embedding_type": PositionEmbedding.ROPE}
         ),
         ({"use_rope_scaling": True}, "in a model that does not rotate"),
         ({"rotary_seq_len_interpolation_factor": 2.0}, "in a model that does not rotate"),
+        ({"no_rope_freq": "2"}, "in a model that does not rotate"),
+        ({**ROPE, "no_rope_freq": "[1]"}, "not of as many layers"),
         (
             {**ROPE, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
             "scaled in two ways",
@@ -219,6 +221,16 @@ def test_switches_of_the_newer_families_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         ModelConfig(**SMALL, **values)
+
+
+def test_layers_that_do_not_rotate() -> None:
+    every = ModelConfig(**SMALL, **ROPE)
+    last = ModelConfig(**SMALL, **ROPE, no_rope_freq="2")
+    listed = ModelConfig(**SMALL, **ROPE, no_rope_freq="[0, 1]")
+    assert (every.layers_without_rotation, last.layers_without_rotation) == ((), (1,))
+    assert last.fields_that_differ(listed) == []
+    assert last.fields_that_differ(every) == ["no_rope_freq"]
+    assert every.fields_that_differ(ModelConfig(**SMALL, **ROPE, no_rope_freq="[0]*2")) == []
 
 
 def test_what_makes_another_network_is_named_as_it_was_spelled() -> None:

@@ -39,6 +39,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "rotary_base": 100.0,
     },
+    "rope in some layers": {"position_embedding_type": "rope", "no_rope_freq": "[1,0]"},
     "alibi": {"position_embedding_type": "alibi"},
     "alibi of six heads": {
         "position_embedding_type": "alibi",

@@ -82,6 +82,8 @@ def config_of_args(args: Mapping[str, Any]) -> Groups:
     groups_ = _query_groups(given)
     if groups_ is not None:
         model["num_query_groups"] = groups_
+    if given.get("no_rope_freq"):
+        model["no_rope_freq"] = str(given["no_rope_freq"])  # N, or a list
     if given.get("bias_gelu_fusion") is False and not _has_another_activation(model):
         model["onnx_safe"] = True  # without the fused kernel Megatron computes the exact GELU
     if given.get("tokenizer_type") in TOKENIZER_TYPES:
@@ -115,7 +117,7 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if name in groups.get(group, {})
     }
     seq_length = args.get("seq_length")
-    positions = model.position_embedding_type
+    positions, without = model.position_embedding_type, model.layers_without_rotation
     is_tanh = model.activation is Activation.GELU_TANH
     length = groups.get("training", {})
     args |= {
@@ -128,6 +130,7 @@ def args_of_config(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "position_embedding_type": positions.value,
         "add_position_embedding": positions is PositionEmbedding.LEARNED,
         "use_rotary_position_embeddings": positions is PositionEmbedding.ROPE,
+        "no_rope_freq": [int(at in without) for at in range(model.num_layers)] if without else None,
         "normalization": model.normalization.value,
         "norm_epsilon": model.layernorm_epsilon,
         # Megatron leaves the fused kernel, and with it the tanh form, where there are no biases.

@@ -172,4 +172,5 @@ def _spelled(name: str) -> str:
     return {
         "glu": "--glu-activation",
         "activation": "activation",
+        "layers_without_rotation": "layers without rotation",
     }.get(name) or flag_name(name)

@@ -14,6 +14,7 @@ from megatron.errors import CheckpointError
 from megatron.json_values import JsonObject, JsonValue
 
 _REQUIRED: Any = object()
+ROTARY_BASE = 10000.0  # the default of transformers, but for some families
 T = TypeVar("T")
 
 # Written by every family, without effect on the network: bookkeeping, generation, training.
@@ -176,13 +177,15 @@ class Fields:
         )
 
 
-def read_rope(fields: Fields, *, base_name: str = "rope_theta") -> dict[str, object]:
+def read_rope(
+    fields: Fields, *, base_name: str = "rope_theta", default: float = ROTARY_BASE
+) -> dict[str, object]:
     """Return the rotary fields of our model, from either spelling.
 
     That is `rope_theta` beside `rope_scaling` (before transformers 5), or all of it in
     `rope_parameters`.
     """
-    base = fields.number(base_name, 10000.0)
+    base = fields.number(base_name, default)
     rope = dict(fields.mapping("rope_parameters")) or dict(fields.mapping("rope_scaling"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     where = "rope_parameters" if fields.mapping("rope_parameters") else "rope_scaling"

@@ -71,6 +71,7 @@ GPT_NEOX = Family(
     head=("embed_out.weight", "lm_head.weight"),
     supported={
         "position_embedding_type": (PositionEmbedding.ROPE,),
+        "layers_without_rotation": ((),),
         "normalization": (Normalization.LAYER_NORM,),
         "glu": (None,),
         "activation": tuple(ACTIVATION_NAMES),

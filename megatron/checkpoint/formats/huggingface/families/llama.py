@@ -7,7 +7,12 @@ head: the permutation of Meta's own release is undone in the files already.
 from collections.abc import Mapping, Sequence
 
 from megatron.checkpoint.formats.huggingface.families.family import Family, Sizes
-from megatron.checkpoint.formats.huggingface.families.fields import Fields, read_rope, rope_scaling
+from megatron.checkpoint.formats.huggingface.families.fields import (
+    ROTARY_BASE,
+    Fields,
+    read_rope,
+    rope_scaling,
+)
 from megatron.checkpoint.formats.huggingface.families.layouts import (
     QkvApart,
     Same,
@@ -33,6 +38,7 @@ _GLU_NAMES = {
 SUPPORTED: Mapping[str, Sequence[object]] = {
     "position_embedding_type": (PositionEmbedding.ROPE,),
     "rotary_percent": (1.0,),
+    "layers_without_rotation": ((),),
     "normalization": (Normalization.RMS_NORM,),
     "glu": tuple(_GLU_NAMES),
     "use_parallel_residual": (False,),
@@ -42,11 +48,14 @@ SUPPORTED: Mapping[str, Sequence[object]] = {
 BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
 
-def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, object]:
+def read_shape(
+    fields: Fields, *, head_width: int | None = None, rotary_base: float = ROTARY_BASE
+) -> dict[str, object]:
     """Return the fields that LLaMA and its descendants spell alike.
 
     Args:
         head_width: of a head when config.json does not give it; None: hidden size / heads.
+        rotary_base: where config.json gives none.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     width = fields.integer("head_dim", head_width)
@@ -66,7 +75,7 @@ def read_shape(fields: Fields, *, head_width: int | None = None) -> dict[str, ob
         "untie_embeddings_and_output_weights": not fields.boolean("tie_word_embeddings", False),
         "add_bias_linear": False,
         **fields.choice("hidden_act", _GLU, "silu"),
-        **read_rope(fields),
+        **read_rope(fields, default=rotary_base),
     }
 
 
@@ -124,10 +133,15 @@ def tensors(
     return table
 
 
-def _read(fields: Fields) -> dict[str, object]:
+def read_biases(fields: Fields) -> dict[str, object]:
+    """Return whether all matrices of the blocks have biases, or none."""
     bias = fields.boolean("attention_bias", False)
     fields.must_be("mlp_bias", bias, False, why="biases in one half of a block alone")
-    return read_shape(fields) | {"add_bias_linear": bias}
+    return {"add_bias_linear": bias}
+
+
+def _read(fields: Fields) -> dict[str, object]:
+    return read_shape(fields) | read_biases(fields)
 
 
 def _write(config: ModelConfig, sizes: Sizes) -> dict[str, JsonValue]:

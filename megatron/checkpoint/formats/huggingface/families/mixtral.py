@@ -21,14 +21,11 @@ def _read(fields: Fields) -> dict[str, object]:
     # Of training alone: a loss of whole micro-batches, and whether to compute it.
     fields.number("router_aux_loss_coef", None)
     fields.boolean("output_router_logits", False)
-    inner = fields.mapping("rope_parameters")
-    has_base = fields.get("rope_theta", None) is not None or "rope_theta" in inner
-    return llama.read_shape(fields) | {
+    return llama.read_shape(fields, rotary_base=_ROTARY_BASE) | {
         "layernorm_epsilon": fields.number("rms_norm_eps", _EPSILON),
         "sliding_window": fields.integer("sliding_window", None),
         "num_experts": fields.integer("num_local_experts", 8),
         "moe_router_topk": fields.integer("num_experts_per_tok", 2),
-        **({} if has_base else {"rotary_base": _ROTARY_BASE}),
     }
 
 

@@ -18,6 +18,7 @@ from megatron.checkpoint.formats.huggingface.families.mixtral import MIXTRAL
 from megatron.checkpoint.formats.huggingface.families.phi3 import PHI3
 from megatron.checkpoint.formats.huggingface.families.qwen import QWEN2, QWEN3
 from megatron.checkpoint.formats.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from megatron.checkpoint.formats.huggingface.families.smollm3 import SMOLLM3
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -26,7 +27,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            *(GPT2, GPT_NEOX, BLOOM, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3),
+            *(GPT2, GPT_NEOX, BLOOM, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
             *(BERT, MEGATRON_BERT),
         )

@@ -162,6 +162,8 @@ def _heads_in_blocks(weight: Tensor) -> Tensor:
         ("phi3, window, half rotates, tied", changed_config(rotary_percent=1.0)),
         ("phi3, window, half rotates, tied", changed_config(sliding_window=7)),
         ("qwen2", changed_weights("qkv.bias", torch.zeros_like)),
+        ("smollm3", changed_config(no_rope_freq=None)),
+        ("smollm3", changed_config(no_rope_freq="[1,0]")),
         ("qwen3", changed_config(qk_layernorm=False)),
         ("qwen3", changed_config(layernorm_epsilon=1e-1)),
         ("mixtral", changed_config(moe_router_score_function=RouterScoreFunction.SIGMOID)),

@@ -150,6 +150,7 @@ OURS = {
     "mistral": {**LLAMA, "sliding_window": 3},
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, "qk_layernorm": True, "kv_channels": 12},
+    "smollm3": {**LLAMA, "no_rope_freq": "[1,0]", "add_bias_linear": True},
     "mixtral": {
         **LLAMA,
         "num_experts": 5,

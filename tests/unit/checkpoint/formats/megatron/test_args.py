@@ -112,6 +112,7 @@ def test_lengths_tokenizers_and_numbers_of_the_training_cross_over() -> None:
         {"add_bias_linear": False},
         {"add_bias_linear": False, "onnx_safe": True},
         {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_base": 5e5},
+        {"position_embedding_type": "rope", "no_rope_freq": "2"},
         {"position_embedding_type": "alibi", "embed_layernorm": True},
         {"position_embedding_type": "none", "ffn_hidden_size": 24},
     ],

@@ -34,6 +34,7 @@ HELD = {
     ],
     "qwen2": [{**LLAMA, "add_qkv_bias": True, "sliding_window": 4}],
     "qwen3": [{**LLAMA, "qk_layernorm": True, "kv_channels": 6}],
+    "smollm3": [LLAMA, {**LLAMA, "no_rope_freq": "2"}],
     "mixtral": [
         {**LLAMA, "num_experts": 3},
         {**LLAMA, "num_experts": 2, "sliding_window": 4, "kv_channels": 6},
@@ -115,6 +116,9 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
 def test_families_of_plain_heads_say_so() -> None:
     wide = tiny_config(kv_channels=6)
     assert list(FAMILIES["gpt2"].lacks(wide)) == ["--kv-channels 6 (gpt2 has 4)"]
+    assert list(FAMILIES["llama"].lacks(tiny_config(**LLAMA, no_rope_freq="2"))) == [
+        "layers without rotation (1,) (llama has ())"
+    ]
     narrow = tiny_config(**BLOOM, ffn_hidden_size=20)
     assert list(FAMILIES["bloom"].lacks(narrow)) == ["--ffn-hidden-size 20 (bloom has 64)"]
     grouped = tiny_config(num_query_groups=2)

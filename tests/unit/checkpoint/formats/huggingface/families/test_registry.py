@@ -51,6 +51,7 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         (HELD["phi3"][1], "phi3"),
         (HELD["qwen2"][0], "qwen2"),
         (HELD["qwen3"][0], "qwen3"),
+        (HELD["smollm3"][1], "smollm3"),
         (HELD["mixtral"][0], "mixtral"),
         (HELD["qwen2_moe"][0], "qwen2_moe"),
         (HELD["qwen3_moe"][0], "qwen3_moe"),
