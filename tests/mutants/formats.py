@@ -79,6 +79,14 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "test_logits_are_those_of_transformers[smollm3]",
         ),
         Mutant(
+            "Falcon's old architecture has one group where it says multi-query",
+            "megatron/checkpoint/formats/huggingface/families/falcon.py",
+            "groups = 1 if is_multi_query else heads",
+            "groups = groups if is_multi_query else heads",
+            "tests/unit/checkpoint/formats/huggingface/families/test_falcon.py::"
+            "test_groups_depend_on_the_architecture",
+        ),
+        Mutant(
             "GPT-NeoX has parallel branches unless it says no",
             "megatron/checkpoint/formats/huggingface/families/gpt_neox.py",
             'fields.boolean("use_parallel_residual", True)',

@@ -40,6 +40,10 @@ _SHAPE = {
     "intermediate_size": 56,
     "max_position_embeddings": POSITIONS,
 }
+_FALCON = {
+    **{name: value for name, value in _SHAPE.items() if name != "intermediate_size"},
+    "new_decoder_architecture": True,
+}
 _EXPERTS = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {
     "num_key_value_heads": 2,
@@ -82,6 +86,11 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
             "apply_residual_connection_post_layernorm": True,
             "tie_word_embeddings": False,
         },
+    ),
+    "falcon": ("FalconConfig", {**_FALCON, "num_kv_heads": 2, "ffn_hidden_size": 56}),
+    "falcon, biases, untied": (
+        "FalconConfig",
+        {**_FALCON, "bias": True, "activation": "gelu_new", "tie_word_embeddings": False},
     ),
     "llama": ("LlamaConfig", _SHAPE),
     "llama 3.1": (

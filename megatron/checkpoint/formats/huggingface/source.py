@@ -309,10 +309,8 @@ def _known_keys(family: Family, stored: Collection[str], directory: Path) -> dic
     """
     bare = not any(key.startswith(family.prefix) for key in stored)
     known: dict[str, str] = {}
-    for key in stored:
-        if family.is_buffer(key):
-            continue
-        name = family.respelled(key)
+    names = [(n, key) for key in stored if not family.is_buffer(key) for n in family.keys_for(key)]
+    for name, key in names:
         if name in family.head and family.head[0] not in known:
             name = family.head[0]
         elif bare:

@@ -52,6 +52,7 @@ class Family:
         kinds: the kinds of our models that it holds, as defined in `model_kind`.
         above: beginnings of the keys of heads, which have no prefix.
         spellings: endings of keys in old releases to what they are now.
+        for_several: endings of keys to those of several keys of the table, all with this value.
         copies: keys that may be stored although they repeat a tensor of ours, which is named.
         of_heads: the architecture of a BERT with these heads, in place of `architecture`.
     """
@@ -73,6 +74,7 @@ class Family:
     kinds: tuple[str, ...] = (model_kind.GPT,)
     above: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
+    for_several: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     of_heads: Callable[[BertHeads], str] | None = None
 
@@ -156,6 +158,13 @@ class Family:
             if key.endswith(old):
                 return key.removesuffix(old) + new
         return key
+
+    def keys_for(self, key: str) -> tuple[str, ...]:
+        """Return the keys of the table that a key in files stands for, as they are spelled now."""
+        for one, several in self.for_several.items():
+            if key.endswith(one):
+                return tuple(key.removesuffix(one) + other for other in several)
+        return (self.respelled(key),)
 
     def is_buffer(self, key: str) -> bool:
         """Return whether `key` holds no weights."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from megatron.checkpoint import model_kind
 from megatron.checkpoint.formats.huggingface.families.bert import BERT
 from megatron.checkpoint.formats.huggingface.families.bloom import BLOOM
+from megatron.checkpoint.formats.huggingface.families.falcon import FALCON
 from megatron.checkpoint.formats.huggingface.families.family import Family
 from megatron.checkpoint.formats.huggingface.families.gpt2 import GPT2
 from megatron.checkpoint.formats.huggingface.families.gpt_neox import GPT_NEOX
@@ -27,7 +28,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            *(GPT2, GPT_NEOX, BLOOM, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
+            *(GPT2, GPT_NEOX, BLOOM, FALCON, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3),
             *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
             *(BERT, MEGATRON_BERT),
         )

@@ -146,6 +146,13 @@ OURS = {
     "gpt_neox": {"position_embedding_type": PositionEmbedding.ROPE, "rotary_percent": 0.75},
     "llama": {**LLAMA, "rotary_base": 77.0, "untie_embeddings_and_output_weights": True},
     "bloom": {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True},
+    "falcon": {
+        "position_embedding_type": PositionEmbedding.ROPE,
+        "use_parallel_residual": True,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "squared_relu": True,
+    },
     "phi3": {**LLAMA, "rotary_percent": 0.5, "sliding_window": 9, "kv_channels": 12},
     "mistral": {**LLAMA, "sliding_window": 3},
     "qwen2": {**LLAMA, "add_qkv_bias": True},

@@ -17,6 +17,7 @@ LLAMA = {
     "add_bias_linear": False,
 }
 BLOOM = {"position_embedding_type": PositionEmbedding.ALIBI, "embed_layernorm": True}
+FALCON = {"position_embedding_type": PositionEmbedding.ROPE, "use_parallel_residual": True}
 HELD = {
     "gpt2": [{}, {"untie_embeddings_and_output_weights": True}, {"onnx_safe": True}],
     "gpt_neox": [
@@ -25,6 +26,10 @@ HELD = {
     ],
     "bloom": [
         {**BLOOM, "apply_residual_connection_post_layernorm": after} for after in (False, True)
+    ],
+    "falcon": [
+        {**FALCON, "add_bias_linear": False},
+        {**FALCON, "num_query_groups": 2, "onnx_safe": True},
     ],
     "llama": [LLAMA, {**LLAMA, "add_bias_linear": True, "num_query_groups": 2, "kv_channels": 6}],
     "mistral": [LLAMA, {**LLAMA, "sliding_window": 4}],
@@ -106,7 +111,7 @@ def test_what_a_family_lacks_is_spelled_as_a_flag(name: str) -> None:
         ({"position_embedding_type": PositionEmbedding.NONE}, "--position-embedding-type none"),
     ]
     after = "apply_residual_connection_post_layernorm"
-    if after in family.supported:
+    if after in family.supported and not config.use_parallel_residual:
         changes.append(({after: not getattr(config, after)}, "--apply-residual-connection"))
     for change, message in changes:
         lacking = list(family.lacks(dataclasses.replace(config, **change)))

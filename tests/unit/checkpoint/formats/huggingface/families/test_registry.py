@@ -46,6 +46,8 @@ def test_an_unknown_family_is_refused_with_the_nearest_name() -> None:
         ({}, "gpt2"),
         (HELD["gpt_neox"][0], "gpt_neox"),
         (HELD["bloom"][0], "bloom"),
+        (HELD["falcon"][0], "falcon"),
+        (HELD["falcon"][1], "falcon"),
         (LLAMA, "llama"),
         ({**LLAMA, "sliding_window": 4}, "mistral"),
         (HELD["phi3"][1], "phi3"),
