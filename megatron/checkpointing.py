@@ -30,7 +30,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.deepspeed.plan import recorded_json
 from megatron.config.fields import from_plain, plain_default, to_plain
 from megatron.config.model import ModelConfig
-from megatron.config.run import GROUPS, RECORDED_JSON, RunConfig
+from megatron.config.run import GROUPS, RECORDED_JSON, RUN_NAME, RunConfig
 from megatron.data.corpus.sources import changed_sources
 from megatron.engine.base import Engine, PretrainTask
 from megatron.engine.state import FP8_SCALARS, HISTORY_PREFIX
@@ -87,7 +87,7 @@ def save_checkpoint(
     snapshot = Snapshot(
         tensors=state.tensors,
         progress=progress.to_plain(),
-        config=config.to_plain() | _recorded(config, runtime.context.dp.size),
+        config=config.to_plain() | _recorded(config, runtime),
         scalars=state.scalars,
         generators=rng.capture() if flags.save_rng else None,
         data={**sources, **_vocabulary_source(runtime)},
@@ -169,6 +169,7 @@ def load_checkpoint(
     log.info(f"successfully loaded checkpoint from {opened.directory} at iteration {iteration}")
     if flags.finetune:
         return Progress()
+    runtime.run_name.value = str(opened.manifest.config.get(RUN_NAME, {}).get("name", ""))
     if flags.load_rng:
         _restore_generators(opened, runtime)
     _warn_of_changes(opened, config, {**sources, **_vocabulary_source(runtime)})
@@ -240,10 +241,13 @@ def _may_cast(opened: OpenedCheckpoint, task: PretrainTask) -> bool:
     return not opened.is_native or bool(task.begins_with)
 
 
-def _recorded(config: RunConfig, replicas: int) -> dict[str, Any]:
-    """Return the complete JSON given to DeepSpeed, to be stored beside the flags."""
-    given = recorded_json(config, data_parallel_size=replicas)
-    return {RECORDED_JSON: given} if given else {}
+def _recorded(config: RunConfig, runtime: Runtime) -> dict[str, Any]:
+    """Return what is stored beside the flags: DeepSpeed's complete JSON, the run's name."""
+    beside = {
+        RECORDED_JSON: recorded_json(config, data_parallel_size=runtime.context.dp.size),
+        RUN_NAME: {"name": runtime.run_name.value} if runtime.run_name.value else {},
+    }
+    return {key: values for key, values in beside.items() if values}
 
 
 def _vocabulary_source(runtime: Runtime) -> dict[str, str]:

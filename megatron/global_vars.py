@@ -5,7 +5,7 @@ Library code below the training edge never reads from here; it is given what it 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.run import FlatView, RunConfig
 from megatron.errors import NotInitialisedError
@@ -14,11 +14,12 @@ from megatron.mpu.context import ParallelContext
 from megatron.mpu.random import RandomStreams
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.trackers.tracker import RunName
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The state of an initialised process: its flags, groups, timers and tokenizer."""
+    """The state of an initialised process: its flags, groups, timers, tokenizer and run."""
 
     config: RunConfig
     launch: Launch
@@ -28,6 +29,7 @@ class Runtime:
     timers: Timers
     initialised_at: str  # file:line of the call, for the error of a second one
     process: int  # pid: a forked child has not initialised anything
+    run_name: RunName = field(default_factory=RunName)
 
 
 _runtime: Runtime | None = None

@@ -45,6 +45,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     fix_algorithms,
+    forget_variables,
     launch_from_environment,
     order_kernels,
     set_library_environment,
@@ -59,6 +60,7 @@ from megatron.preflight.run import Check, RunPlan, collect_findings, run_preflig
 from megatron.preflight.source import source_digests
 from megatron.timers import Timers
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatron.trackers.reporting import secrets_not_needed
 
 _FILLS = "fill_uninitialized_memory"  # a property that torch's types leave out
 _ON_SHUTDOWN: list[Callable[[], None]] = []  # what this module joined or started, oldest first
@@ -105,6 +107,8 @@ def initialize_megatron(
         replica_level=logging.log_level_replica,
     )
     _choose_threads(config, launch)
+    if not config.engine.deepspeed:  # its monitors, which rank 0 writes, have the same variables
+        forget_variables(secrets_not_needed(config.trackers, launch.rank, launch.world_size))
     # Before the checks, which ask CUDA for its devices.
     connections = order_kernels(config.parallel.tensor_model_parallel_size)
     tokenizer, tokenizer_error = _try_tokenizer(config)

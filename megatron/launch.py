@@ -7,7 +7,7 @@ printed by one rank only, at once.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
@@ -87,6 +87,15 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
 def set_library_environment(launch: Launch) -> None:
     """Set LOCAL_RANK, which DeepSpeed reads, if the launcher has not."""
     os.environ.setdefault("LOCAL_RANK", str(launch.device_index))
+
+
+def forget_variables(names: Iterable[str]) -> None:
+    """Remove variables from the environment, which processes that this one starts will inherit.
+
+    What the system shows of this process itself (/proc/PID/environ) is as it was started.
+    """
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def order_kernels(tensor_parallel_size: int) -> str | None:

@@ -80,7 +80,16 @@ def run(task: PretrainTask, runtime: Runtime) -> Progress:
         data = resources.enter_context(closing(_data_feed(task, runtime, duration)))
         batches_of = partial(_batches_of, config, data.training(progress))
         loop = resources.enter_context(
-            training_loop(engine, config, context, build, duration, progress, runtime.timers)
+            training_loop(
+                engine,
+                config,
+                context,
+                build,
+                duration,
+                progress,
+                runtime.timers,
+                runtime.run_name,
+            )
         )
         if config.training.eval_only:
             progress = data.validate(engine, progress, loop.step_log)

@@ -21,6 +21,7 @@ from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.runtime import LaunchConfig, LoggingConfig
+from megatron.config.trackers import TrackersConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from megatron.json_values import JsonValue
@@ -46,6 +47,7 @@ class RunConfig:
     launch: LaunchConfig
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
+    trackers: TrackersConfig = dataclasses.field(default_factory=TrackersConfig)
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # a program's own flags
 
     def to_plain(self) -> dict[str, dict[str, JsonValue]]:
@@ -66,7 +68,7 @@ class RunConfig:
                 found="no " + ", ".join(missing),
                 fix="read it with the version that wrote it",
             )
-        unknown = sorted(set(values) - set(GROUPS) - {"extra", RECORDED_JSON})
+        unknown = sorted(set(values) - set(GROUPS) - {"extra", RECORDED_JSON, RUN_NAME})
         if unknown:
             raise ConfigError(
                 "a stored run config holds groups that this version does not know",
@@ -100,13 +102,15 @@ GROUPS: "Mapping[str, type[DataclassInstance]]" = {
     "parallel": ParallelConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "trackers": TrackersConfig,
     "launch": LaunchConfig,
     "engine": EngineConfig,
 }
 # Groups that a stored config may lack, and what may be beside the groups: the JSON that
-# DeepSpeed was given, which follows from the flags and a file.
-ADDED_LATER = frozenset({"engine", "fp8"})
+# DeepSpeed was given, which follows from the flags and a file; and how trackers know the run.
+ADDED_LATER = frozenset({"engine", "fp8", "trackers"})
 RECORDED_JSON = "deepspeed_json"
+RUN_NAME = "run_in_trackers"
 
 
 class FlatView:

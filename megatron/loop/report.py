@@ -1,8 +1,8 @@
-"""The reports of a run: step lines, a progress bar, TensorBoard, throughput, MFU and memory.
+"""The reports of a run: step lines, a progress bar, throughput, MFU, memory; values for trackers.
 
 A step has two lines: a short one to read, with the time, and that of Megatron-DeepSpeed, which
-other people's scripts parse; tokens/s, MFU and memory follow at its end. The TensorBoard tags are
-Megatron-DeepSpeed's too. The last rank prints and writes.
+other people's scripts parse; tokens/s, MFU and memory follow at its end. The names of values, equal
+in all trackers, are Megatron-DeepSpeed's TensorBoard tags. The last rank prints.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import add
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron import device, log
 from megatron.config.runtime import LoggingConfig
@@ -19,6 +19,7 @@ from megatron.engine.base import EvaluationSum, StepPlan, StepReport
 from megatron.model.specs import TokenFlops
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
+from megatron.trackers.reporting import Trackers
 
 # Peak dense half-precision TFLOP/s of one device, from the makers' data sheets.
 PEAK_TFLOPS: Mapping[str, float] = {
@@ -75,7 +76,7 @@ class _Window:
 
 
 class StepLog:
-    """Reports iterations on the terminal at intervals, and in TensorBoard."""
+    """Reports iterations on the terminal at intervals, and to the trackers."""
 
     def __init__(
         self,
@@ -84,20 +85,16 @@ class StepLog:
         *,
         flops_per_token: Callable[[int], TokenFlops],
         world_size: int,
-        is_writer: bool,
-        purge_step: int,
         with_length: bool = False,
         losses: tuple[str, ...] = ("lm loss",),
         timers: Timers | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
-        """Open the TensorBoard file on the writing rank.
+        """Take over the `trackers` that are open on this rank, and close them at the end.
 
         Args:
             flops_per_token: FLOPs of one token's forward and backward pass, by the length of its
                 sample.
-            is_writer: whether this rank (the last) prints and writes.
-            purge_step: events at or after this iteration, of an earlier run that got further than
-                its last checkpoint, are hidden.
             with_length: whether the length of samples is reported, since it changes.
             losses: the names of the model's losses.
         """
@@ -109,15 +106,7 @@ class StepLog:
         self._window = _Window()
         self._bar: log.ProgressBar | None = None  # from the first step on
         self._stopped = self._window.started
-        self._writer: Any = None
-        if is_writer and config.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # a second of imports, one rank only
-
-            self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
-                config.tensorboard_dir,
-                max_queue=config.tensorboard_queue_size,
-                purge_step=purge_step or None,
-            )
+        self._trackers = trackers or Trackers()
 
     def __enter__(self) -> "StepLog":
         return self
@@ -130,13 +119,7 @@ class StepLog:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        if self._writer is not None:
-            self._writer.close()
-
-    def text(self, tag: str, words: str) -> None:
-        """Store a text in TensorBoard (the run's flags)."""
-        if self._writer is not None:
-            self._writer.add_text(tag, words)
+        self._trackers.close()
 
     def restart_clock(self) -> None:
         """Restart the clock: earlier time (set-up, evaluation) does not count."""
@@ -158,18 +141,18 @@ class StepLog:
         """Count one iteration, report it if it is due, and stop the clock until `resume_clock`.
 
         Args:
-            extra: further numbers for the line and TensorBoard, such as `params_norm`.
+            extra: further numbers for the line and the trackers, such as `params_norm`.
         """
         window = self._window
         window.add(plan, report, self._flops_per_token(plan.seq_length))
         if progress.iteration % self._config.tensorboard_log_interval == 0:
-            self._write_step(progress, plan, report, extra)
+            self._record_step(progress, plan, report, extra)
         if self.has_line(progress):
             device.synchronize()
             speed = self._speed(time.perf_counter() - window.started)
             short = self._short_line(progress, plan, report, speed)
             log.last_rank(f"{short}\n{self._line(progress, plan, report, speed, extra)}")
-            self._write_speed(progress, speed)
+            self._record_speed(progress, speed)
             self._window = _Window()
         if self._bar is None:
             before = progress.iteration - 1
@@ -178,7 +161,7 @@ class StepLog:
         self._stopped = time.perf_counter()
 
     def evaluation(self, name: str, result: EvaluationSum, progress: Progress) -> None:
-        """Log and store one evaluation of the dataset `name` (validation or test)."""
+        """Log and record one evaluation of the dataset `name` (validation or test)."""
         values = [
             f"{loss} value: {mean:.6E} | {loss} PPL: {_perplexity(mean):.6E} |"
             for loss, mean in zip(self._losses, result.means)
@@ -191,14 +174,13 @@ class StepLog:
         means = [f"{loss} {mean:.4g}" for loss, mean in zip(self._losses, result.means)]
         frame = "-" * len(words)
         log.last_rank("\n".join([" | ".join([short, *means]), frame, words, frame]))
+        numbers: dict[str, float] = {}
         for loss, mean in zip(self._losses, result.means):
             tag = f"lm-loss-validation/{name}/{loss} validation"
-            self._scalar(tag, mean, progress.iteration)
-            self._scalar(f"{tag} vs samples", mean, progress.consumed_samples)
-            self._scalar(f"{tag} vs tokens", mean, progress.consumed_tokens)
+            numbers[tag] = mean
             if self._config.log_validation_ppl_to_tensorboard:
-                self._scalar(f"{tag} ppl", _perplexity(mean), progress.iteration)
-                self._scalar(f"{tag} ppl vs samples", _perplexity(mean), progress.consumed_samples)
+                numbers[f"{tag} ppl"] = _perplexity(mean)
+        self._trackers.log_scalars(numbers, progress)
 
     def _speed(self, elapsed: float) -> Speed:
         window = self._window
@@ -290,20 +272,17 @@ class StepLog:
         parts.append(f"memory (GiB): {device.peak_memory_bytes() / 2**30:.2f}")
         return " " + " | ".join(parts) + " |"
 
-    def _write_step(
+    def _record_step(
         self, progress: Progress, plan: StepPlan, report: StepReport, extra: Mapping[str, float]
     ) -> None:
-        if self._writer is None:
-            return
-        config, at = self._config, progress.iteration
-        samples, tokens = progress.consumed_samples, progress.consumed_tokens
-        self._scalar("steps-vs-samples/y=steps,x=samples", at, samples)
-        self._scalar("steps-vs-samples/y=samples,x=steps", samples, at)
-        self._scalar("steps-vs-tokens/y=steps,x=tokens", at, tokens)
-        self._scalar("steps-vs-tokens/y=tokens,x=steps", tokens, at)
+        config = self._config
+        numbers: dict[str, float] = {
+            "steps-vs-samples/y=samples,x=steps": progress.consumed_samples,
+            "steps-vs-tokens/y=tokens,x=steps": progress.consumed_tokens,
+            "grad-norm/grad-norm": report.grad_norm,
+        }
         if self._with_length:
-            self._scalar("curriculum_seqlen", plan.seq_length, at)
-        numbers: dict[str, float] = {"grad-norm/grad-norm": report.grad_norm}
+            numbers["curriculum_seqlen"] = plan.seq_length
         if config.log_learning_rate_to_tensorboard:
             numbers["learning-rate/learning-rate"] = plan.learning_rate
         if config.log_batch_size_to_tensorboard:
@@ -331,36 +310,24 @@ class StepLog:
         if config.log_memory_to_tensorboard:
             numbers["memory/allocated-bytes"] = device.memory_allocated_bytes()
             numbers["memory/peak-bytes"] = device.peak_memory_bytes()
-        for tag, value in numbers.items():
-            self._scalar(tag, value, at)
-            self._scalar(f"{tag} vs samples", value, samples)
-            if tag.startswith(("lm-loss", "learning-rate")):
-                self._scalar(f"{tag} vs tokens", value, tokens)
+        self._trackers.log_scalars(numbers, progress)
 
-    def _write_speed(self, progress: Progress, speed: Speed) -> None:
-        if self._writer is None:
-            return
-        at, samples = progress.iteration, progress.consumed_samples
+    def _record_speed(self, progress: Progress, speed: Speed) -> None:
+        numbers: dict[str, float] = {}
         if self._config.log_timers_to_tensorboard:
-            self._scalar("iteration-time/iteration-time", speed.seconds_per_iteration, at)
-            tag = "iteration-time/iteration-time vs samples"
-            self._scalar(tag, speed.seconds_per_iteration, samples)
+            numbers["iteration-time/iteration-time"] = speed.seconds_per_iteration
             for name, seconds in self._timers.elapsed().items():  # of the whole window
-                self._scalar(f"time/{name}-time", seconds, at)
-        self._scalar("iteration-time/samples per second", speed.samples_per_second, at)
-        self._scalar("iteration-time/tokens per second", speed.tokens_per_second, at)
-        self._scalar("iteration-time/TFLOPs per gpu (estimated)", speed.tflops_per_device, at)
+                numbers[f"time/{name}-time"] = seconds
+        numbers["iteration-time/samples per second"] = speed.samples_per_second
+        numbers["iteration-time/tokens per second"] = speed.tokens_per_second
+        numbers["iteration-time/TFLOPs per gpu (estimated)"] = speed.tflops_per_device
         if speed.model_flops_utilisation is not None:
-            self._scalar("iteration-time/MFU", speed.model_flops_utilisation, at)
+            numbers["iteration-time/MFU"] = speed.model_flops_utilisation
         if speed.hardware_flops_utilisation is not None:
-            self._scalar("iteration-time/HFU", speed.hardware_flops_utilisation, at)
+            numbers["iteration-time/HFU"] = speed.hardware_flops_utilisation
         if self._config.log_world_size_to_tensorboard:
-            self._scalar("iteration-time/world_size", self._world_size, at)
-        self._writer.flush()
-
-    def _scalar(self, tag: str, value: float, at: int) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(tag, value, at)
+            numbers["iteration-time/world_size"] = self._world_size
+        self._trackers.log_scalars(numbers, progress)
 
 
 def _peak_of(device_name: str) -> float | None:

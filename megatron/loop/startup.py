@@ -2,10 +2,10 @@
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from megatron import device, log
 from megatron.checkpoint.folder.shared_view import refuse_separate_disks
@@ -13,16 +13,20 @@ from megatron.config.deepspeed.plan import deepspeed_plan, recorded_json
 from megatron.config.experts import LoadBalancing
 from megatron.config.run import RunConfig
 from megatron.engine.base import Engine, PretrainTask
+from megatron.json_values import JsonObject
 from megatron.launch import Launch
 from megatron.lengths import curriculum as curriculum_of
 from megatron.lengths import token_count
 from megatron.loop.report import StepLog
 from megatron.model.specs import ModelBuild
-from megatron.mpu.collectives import all_gather_object
+from megatron.mpu.collectives import all_gather_object, broadcast_object
 from megatron.mpu.context import Group, ParallelContext
 from megatron.preflight.agreement import agree_on_data
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
+from megatron.trackers.redaction import redacted
+from megatron.trackers.reporting import Trackers, open_trackers, services_of, writing_rank
+from megatron.trackers.tracker import RunName, TrackedRun
 
 
 def agree_on_files(
@@ -51,32 +55,45 @@ def open_step_log(
     duration: Duration,
     progress: Progress,
     timers: Timers,
+    run_name: RunName,
 ) -> StepLog:
-    """Return the log of a run's steps, with its flags stored in TensorBoard."""
-    step_log = StepLog(
+    """Return the log of a run's steps, with the trackers open on the rank that writes to them.
+
+    All ranks call it together: a run that needs a name and has none is given one.
+    """
+    if services_of(config.trackers) and not run_name.value:
+        run_name.value = broadcast_object(secrets.token_hex(16), context.world)
+    trackers = Trackers()
+    if context.world.rank == writing_rank(config.trackers, context.world.size):
+        trackers = open_trackers(
+            TrackedRun(
+                logging=config.logging,
+                trackers=config.trackers,
+                name=run_name.value,
+                configs=_configs(config, replicas=context.dp.size),
+                first_iteration=progress.iteration + 1,
+            )
+        )
+    return StepLog(
         config.logging,
         duration,
         flops_per_token=lru_cache(
             lambda length: task.flops_per_token(config.model, replace(build, seq_length=length))
         ),
         world_size=context.world.size,
-        is_writer=context.world.is_last,
-        purge_step=progress.iteration + 1 if progress.iteration else 0,
         with_length=curriculum_of(config) is not None,
         losses=task.losses,
         timers=timers,
+        trackers=trackers,
     )
-    step_log.text("flags", _as_block(config.to_plain()))
-    return step_log
 
 
-def announce_deepspeed(config: RunConfig, step_log: StepLog, *, replicas: int) -> None:
-    """Print and store DeepSpeed's complete JSON, its defaults included."""
+def announce_deepspeed(config: RunConfig, *, replicas: int) -> None:
+    """Print DeepSpeed's complete JSON, its defaults included."""
     given = recorded_json(config, data_parallel_size=replicas)
     log.info("DeepSpeed's JSON, complete:\n" + json.dumps(given, indent=1))
     for remark in deepspeed_plan(config, data_parallel_size=replicas).remarks:
         log.info(f"DeepSpeed's JSON: {remark}")
-    step_log.text("deepspeed", _as_block(given))
 
 
 def announce_run(
@@ -135,5 +152,10 @@ def _num_parameters(engine: Engine, stages: Group) -> int:
     return sum(all_sizes.values())
 
 
-def _as_block(values: Mapping[str, Any]) -> str:
-    return "```\n" + json.dumps(values, indent=1) + "\n```"
+def _configs(config: RunConfig, *, replicas: int) -> dict[str, JsonObject]:
+    """Return what trackers store of what the run was told."""
+    given = recorded_json(config, data_parallel_size=replicas)
+    configs: dict[str, JsonObject] = {"flags": config.to_plain()}
+    if given:
+        configs["deepspeed"] = given
+    return {title: redacted(values) for title, values in configs.items()}

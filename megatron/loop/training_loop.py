@@ -36,6 +36,7 @@ from megatron.mpu.context import Group, ParallelContext
 from megatron.preflight.agreement import agree_on_state
 from megatron.progress import Duration, Progress
 from megatron.timers import Timers
+from megatron.trackers.tracker import RunName
 
 # The micro-batches of the next step on this rank; None if that iteration is not to be trained on.
 StepBatches = Callable[[StepPlan, Progress], Iterator[RawBatch] | None]
@@ -159,6 +160,7 @@ def training_loop(
     duration: Duration,
     progress: Progress,
     timers: Timers,
+    run_name: RunName,
 ) -> Iterator[TrainingLoop]:
     """Prepare a training on all ranks together: its log, stop conditions and saves.
 
@@ -168,13 +170,14 @@ def training_loop(
     Args:
         engine: with the weights to begin with.
         progress: how far they are.
+        run_name: by which trackers know the run; made here where one is needed.
     """
     with ExitStack() as resources:
         step_log = resources.enter_context(
-            open_step_log(engine.task, config, context, build, duration, progress, timers)
+            open_step_log(engine.task, config, context, build, duration, progress, timers, run_name)
         )
         if config.engine.deepspeed:
-            announce_deepspeed(config, step_log, replicas=context.dp.size)
+            announce_deepspeed(config, replicas=context.dp.size)
         stop = StopConditions(config.training, duration, context.world)
         resources.enter_context(stop.listening())
         resources.enter_context(collecting_by_hand(config.training.manual_gc))

@@ -11,6 +11,7 @@ from megatron.preflight import (
     fp8,
     machine,
     memory,
+    trackers,
 )
 from megatron.preflight.run import Check
 
@@ -44,6 +45,9 @@ CHECKS: tuple[Check, ...] = (
     config.intervals_make_sense,
     config.profile_is_of_steps_and_ranks_of_the_run,
     config.tokenizer_knows_ends_of_documents,
+    trackers.trackers_write_from_a_rank_of_the_run,
+    trackers.trackers_are_installed,
+    trackers.trackers_have_their_keys,
     machine.save_folder_can_be_written,
     memory.weights_and_state_fit_in_memory,
     data.flags_of_data_are_read,

@@ -90,7 +90,14 @@ class FineTuning:
             _check_batches(progress, batch_size)
         duration = Duration(self._batches, train_iters=epochs * batches.per_epoch)
         with training_loop(
-            self._engine, config, context, self._build, duration, progress, runtime.timers
+            self._engine,
+            config,
+            context,
+            self._build,
+            duration,
+            progress,
+            runtime.timers,
+            runtime.run_name,
         ) as loop:
             progress, reason = loop.train(
                 progress,

@@ -15,7 +15,7 @@ LAYERS: tuple[frozenset[str], ...] = (  # lower first
     frozenset({"log", "device", "atomic", "launch", "spans"}),
     frozenset({"config", "ops", "progress", "timers"}),
     frozenset({"mpu", "data", "tokenizer", "lengths"}),
-    frozenset({"model", "optimizer", "pipeline", "checkpoint"}),
+    frozenset({"model", "optimizer", "pipeline", "checkpoint", "trackers"}),
     frozenset({"model_build"}),
     frozenset({"engine", "preflight", "generation"}),
     frozenset({"loop", "planning"}),

@@ -138,10 +138,89 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "DeepSpeed's JSON is announced",
             "megatron/loop/training_loop.py",
-            "            announce_deepspeed(config, step_log, replicas=context.dp.size)",
+            "            announce_deepspeed(config, replicas=context.dp.size)",
             "            pass",
             "tests/programs/tasks/finetune/test_training.py::"
             "test_the_json_of_deepspeed_is_announced_and_stored",
+        ),
+        Mutant(
+            "a tracker that fails does not end the run",
+            "megatron/trackers/reporting.py",
+            "            self._opened.pop(title, None)\n",
+            "            raise\n",
+            "tests/unit/trackers/test_reporting.py::"
+            "test_a_tracker_that_fails_is_said_once_and_the_others_go_on",
+        ),
+        Mutant(
+            "a tracker that failed is said once",
+            "megatron/trackers/reporting.py",
+            "            self._opened.pop(title, None)\n",
+            "",
+            "tests/unit/trackers/test_reporting.py::"
+            "test_a_tracker_that_fails_is_said_once_and_the_others_go_on",
+        ),
+        Mutant(
+            "a tracker that does not open does not end the run",
+            "megatron/trackers/reporting.py",
+            "        except Exception as error:\n            _say_failure(",
+            "        except AssertionError as error:\n            _say_failure(",
+            "tests/unit/trackers/test_reporting.py::"
+            "test_a_tracker_that_does_not_open_is_said_and_the_others_do",
+        ),
+        Mutant(
+            "configs are recorded without secrets",
+            "megatron/loop/startup.py",
+            "{title: redacted(values) for",
+            "{title: dict(values) for",
+            "tests/unit/loop/test_startup.py::test_flags_and_the_json_of_deepspeed_are_stored",
+        ),
+        Mutant(
+            "a failure is said without the password in an address",
+            "megatron/trackers/reporting.py",
+            'redacted_text(f"{type(error).__name__}: {error}")',
+            'f"{type(error).__name__}: {error}"',
+            "tests/unit/trackers/test_reporting.py::"
+            "test_a_tracker_that_fails_is_said_once_and_the_others_go_on",
+        ),
+        Mutant(
+            "a resumed run keeps its name in trackers",
+            "megatron/checkpointing.py",
+            'get(RUN_NAME, {}).get("name", "")',
+            'get(RUN_NAME, {}).get("", "")',
+            "tests/distributed/trackers/test_reporting.py::"
+            "test_a_resumed_run_is_one_run_and_its_key_stays_with_the_rank_that_writes",
+        ),
+        Mutant(
+            "ranks that do not write forget keys",
+            "megatron/initialize.py",
+            "forget_variables(secrets_not_needed(",
+            "tuple(secrets_not_needed(",
+            "tests/distributed/trackers/test_reporting.py::"
+            "test_a_resumed_run_is_one_run_and_its_key_stays_with_the_rank_that_writes",
+        ),
+        Mutant(
+            "keys are looked for on the rank that writes alone",
+            "megatron/preflight/trackers.py",
+            "    if launch.rank != writing_rank(flags, launch.world_size):\n        return\n",
+            "",
+            "tests/unit/preflight/test_trackers.py::"
+            "test_a_key_is_looked_for_on_the_rank_that_writes_alone",
+        ),
+        Mutant(
+            "only offline a run of Weights & Biases needs no key",
+            "megatron/trackers/wandb.py",
+            "mode in _WITHOUT_KEY or wandb.login(verify=False, prompt=False)",
+            "mode or wandb.login(verify=False, prompt=False)",
+            "tests/unit/trackers/test_wandb.py::"
+            "test_a_key_that_is_absent_or_misshapen_is_said_without_the_key",
+        ),
+        Mutant(
+            "a password on the command line is refused",
+            "megatron/config/trackers.py",
+            'if "@" in parts.netloc:',
+            'if "@" in parts.path:',
+            "tests/unit/config/test_trackers.py::"
+            "test_a_password_on_the_command_line_is_refused_and_not_repeated",
         ),
         Mutant(
             "tokens per second count all replicas",

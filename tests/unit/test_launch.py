@@ -1,5 +1,7 @@
 """What a launcher sets is read whole, or refused."""
 
+import subprocess
+
 import pytest
 
 from megatron import launch as environment
@@ -8,6 +10,7 @@ from megatron.launch import (
     Launch,
     fair_threads,
     fix_algorithms,
+    forget_variables,
     launch_from_environment,
     order_kernels,
     set_library_environment,
@@ -229,3 +232,10 @@ def test_libraries_are_told_the_local_rank_unless_they_know(
     assert told == {"LOCAL_RANK": "1"}
     set_library_environment(Launch())
     assert told == {"LOCAL_RANK": "1"}
+
+
+def test_variables_that_are_forgotten_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    forget_variables(("WANDB_API_KEY", "COMET_API_KEY"))
+    child = subprocess.run(["cat", "/proc/self/environ"], capture_output=True, check=True)
+    assert b"WANDB_API_KEY" not in child.stdout

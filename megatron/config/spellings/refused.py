@@ -422,7 +422,6 @@ REFUSALS: tuple[Refused, ...] = (
         "telemetry",
         "--tensorboard-dir",
     ),
-    Refused("--wandb-*", "Weights & Biases", "--tensorboard-dir"),
     Refused("--log-progress", "a file of progress", "--tensorboard-dir, or the lines of the log"),
     Refused(
         "--save-activations-interval --save-dgrads-interval --save-params-interval "

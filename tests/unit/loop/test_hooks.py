@@ -89,8 +89,6 @@ def test_a_step_is_reported_with_the_norm_of_the_parameters_if_asked(
         Duration(BatchSchedule(1, 8, 4), train_iters=10),
         flops_per_token=lambda _: TokenFlops(10**9, 10**9, 10**9),
         world_size=1,
-        is_writer=True,
-        purge_step=0,
     )
     at = Progress(3, 24, 384)
     assert ReportStep(step_log, engine, wanted)(at, STEP) == at

@@ -16,7 +16,9 @@ from megatron.loop import report as report_module
 from megatron.loop.report import PEAK_TFLOPS, StepLog
 from megatron.model.specs import TokenFlops
 from megatron.progress import BatchSchedule, Duration, Progress
+from megatron.trackers.reporting import open_trackers
 from tests.support.output import without_times
+from tests.unit.trackers.runs import tracked_run
 
 TEN = Duration(BatchSchedule(1, 8, 4), train_iters=10)
 # Four replicas have two of the eight samples each: what is counted is the global batch.
@@ -35,14 +37,14 @@ def flops(model: int, *, again: float = 0.0) -> TokenFlops:
 
 
 def step_log(*, with_length: bool = False, again: float = 0.0, **flags: Any) -> StepLog:
+    config = LoggingConfig(**flags)
     return StepLog(
-        LoggingConfig(**flags),
+        config,
         TEN,
         flops_per_token=lambda length: flops(10**9 * length // 16, again=again),
         world_size=4,
-        is_writer=True,
-        purge_step=0,
         with_length=with_length,
+        trackers=open_trackers(tracked_run(config)),
     )
 
 
@@ -109,8 +111,6 @@ def test_the_short_line_fits_160_columns_and_has_no_words_of_megatrons(
         Duration(BatchSchedule(1, 8, 1), train_iters=9_000_000),
         flops_per_token=lambda _: flops(1),
         world_size=1,
-        is_writer=True,
-        purge_step=0,
         losses=("lm loss", "sop loss"),
     )
     log._window.started, clock[0] = 100.0, 100.9
@@ -224,7 +224,6 @@ def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
         if name.endswith("_to_tensorboard")
     }
     with step_log(tensorboard_dir=str(tmp_path), log_interval=1, peak_tflops=1.0, **flags) as log:
-        log.text("flags", "--lr 1")
         log.step(at(1), PLAN, StepReport(4.0, 1.0, num_zeros=3), params_norm=2.0)
         log.evaluation("validation", EvaluationSum(20.0, 10), at(1))
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -268,31 +267,17 @@ def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     assert (loss.step, loss.value) == (128, 4.0)
 
 
-def test_ranks_that_do_not_write_leave_no_file(tmp_path: Path) -> None:
-    with StepLog(
-        LoggingConfig(tensorboard_dir=str(tmp_path)),
-        TEN,
-        flops_per_token=lambda _: flops(1),
-        world_size=2,
-        is_writer=False,
-        purge_step=0,
-    ) as log:
-        log.text("flags", "")
-        log.step(at(1), PLAN, StepReport(4.0, 1.0))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_each_of_several_losses_has_a_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    config = LoggingConfig(log_interval=2, tensorboard_dir=str(tmp_path))
     log = StepLog(
-        LoggingConfig(log_interval=2, tensorboard_dir=str(tmp_path)),
+        config,
         TEN,
         flops_per_token=lambda _: flops(10**9),
         world_size=1,
-        is_writer=True,
-        purge_step=0,
         losses=("lm loss", "sop loss"),
+        trackers=open_trackers(tracked_run(config)),
     )
     with log:
         log.step(at(3), PLAN, StepReport(5.0, 1.0, means=(4.0, 1.0)))

@@ -63,17 +63,21 @@ def test_flags_and_the_json_of_deepspeed_are_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_run("nowhere", tensorboard_dir=str(tmp_path), deepspeed=True, fp64=False)
+    config = dataclasses.replace(config, extra={"my_api_key": "s3cret"})
     runtime = runtime_of(config)
     length, build = duration(config, batch_schedule(config.training, 1)), model_build(runtime)
     task = tiny_engine().task
-    with open_step_log(
-        task, config, runtime.context, build, length, Progress(), runtime.timers
-    ) as step_log:
-        announce_deepspeed(config, step_log, replicas=1)
+    timers, name = runtime.timers, runtime.run_name
+    with open_step_log(task, config, runtime.context, build, length, Progress(), timers, name):
+        announce_deepspeed(config, replicas=1)
     output = capsys.readouterr().out.partition("DeepSpeed's JSON, complete:\n")[2]
     given, _ = json.JSONDecoder().raw_decode(output)
     assert given["train_batch_size"] == 8
-    assert set(EventAccumulator(str(tmp_path)).Reload().Tags()["tensors"]) == {
-        "flags/text_summary",
-        "deepspeed/text_summary",
+    events = EventAccumulator(str(tmp_path)).Reload()
+    stored = {
+        tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
     }
+    assert set(stored) == {"flags/text_summary", "deepspeed/text_summary"}
+    assert '"my_api_key": "(redacted)"' in stored["flags/text_summary"]
+    assert name.value == "", "TensorBoard needs none"

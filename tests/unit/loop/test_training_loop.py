@@ -55,8 +55,6 @@ class Steps:
                 duration,
                 flops_per_token=lambda _: TokenFlops(1, 1, 1),
                 world_size=1,
-                is_writer=False,
-                purge_step=0,
             ),
             self._stop,
             cast(Any, SimpleNamespace(poll=lambda: None, wait=lambda: None)),

@@ -14,6 +14,7 @@ from megatron.preflight import (
     fp8,
     machine,
     memory,
+    trackers,
 )
 from megatron.preflight.checks import CHECKS, LAYOUT_CHECKS, MODEL_CHECKS
 from megatron.preflight.run import collect_findings
@@ -22,7 +23,7 @@ from tests.unit.preflight.plans import plan
 
 MODULES = (
     *(checkpoint, compiling, config, context_parallel, data, deepspeed, experts, fp8),
-    *(machine, memory),
+    *(machine, memory, trackers),
 )
 
 

@@ -1,0 +1,1 @@
+"""Where the numbers of a run are recorded: TensorBoard, and services that are each optional."""

@@ -1,0 +1,42 @@
+"""Takes secrets out of what is recorded elsewhere: passwords in addresses, and values of keys.
+
+A word in a name tells a key. Only texts are taken out, so that numbers of tokens stay.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from megatron.json_values import JsonObject, JsonValue
+
+REDACTED = "(redacted)"
+_WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
+_SECRET_NAME = re.compile(rf"(?:^|[^a-z]){_WORDS}$", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/\s@]+@")
+_PARAMETER = re.compile(rf"([?&][^=&\s]*{_WORDS}=)[^&\s]+", re.IGNORECASE)
+
+
+def redacted(values: JsonObject) -> dict[str, JsonValue]:
+    """Return `values` without secrets, at any depth."""
+    return {
+        name: REDACTED if _is_secret(name, value) else _value(value)
+        for name, value in values.items()
+    }
+
+
+def redacted_text(text: str) -> str:
+    """Return `text` without users and passwords in addresses, and without keys after `?` or `&`."""
+    return _PARAMETER.sub(rf"\1{REDACTED}", _USER.sub(f"{REDACTED}@", text))
+
+
+def _is_secret(name: str, value: JsonValue) -> bool:
+    return isinstance(value, str) and bool(value) and _SECRET_NAME.search(name) is not None
+
+
+def _value(value: JsonValue) -> JsonValue:
+    if isinstance(value, str):
+        return redacted_text(value)
+    if isinstance(value, Mapping):
+        return redacted(value)
+    if isinstance(value, Sequence):
+        return [_value(item) for item in value]
+    return value

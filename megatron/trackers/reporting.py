@@ -1,0 +1,86 @@
+"""The trackers of a run: which are asked for, how they are opened, and what a failing one does.
+
+A tracker never stops a run. One that fails, at its opening or later, is said once and dropped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from megatron import log
+from megatron.config.trackers import TrackersConfig
+from megatron.progress import Progress
+from megatron.trackers import comet, mlflow, trackio, wandb
+from megatron.trackers.redaction import redacted_text
+from megatron.trackers.tracker import Service, TrackedRun, Tracker
+
+SERVICES: tuple[Service, ...] = (wandb.SERVICE, mlflow.SERVICE, comet.SERVICE, trackio.SERVICE)
+
+
+def services_of(flags: TrackersConfig) -> tuple[Service, ...]:
+    """Return the services that the flags ask for."""
+    return tuple(service for service in SERVICES if getattr(flags, service.field))
+
+
+def writing_rank(flags: TrackersConfig, world_size: int) -> int:
+    """Return the rank that writes to all trackers; by default the last, as in Megatron."""
+    return world_size - 1 if flags.tracker_rank is None else flags.tracker_rank
+
+
+def secrets_not_needed(flags: TrackersConfig, rank: int, world_size: int) -> tuple[str, ...]:
+    """Return the variables with keys of the services asked for, on ranks that do not write."""
+    if rank == writing_rank(flags, world_size):
+        return ()
+    return tuple(name for service in services_of(flags) for name in service.secrets)
+
+
+class Trackers:
+    """The open trackers of this rank; none on the ranks that do not write."""
+
+    def __init__(self, opened: Mapping[str, Tracker] = MappingProxyType({})) -> None:
+        self._opened = dict(opened)
+
+    def log_scalars(self, values: Mapping[str, float], at: Progress) -> None:
+        """Hand numbers to every tracker."""
+        for title, tracker in tuple(self._opened.items()):
+            with self._dropped_if_it_fails(title):
+                tracker.log_scalars(values, at)
+
+    def close(self) -> None:
+        """Close every tracker."""
+        while self._opened:
+            title, tracker = self._opened.popitem()
+            with self._dropped_if_it_fails(title):
+                tracker.close()
+
+    @contextmanager
+    def _dropped_if_it_fails(self, title: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._opened.pop(title, None)
+            _say_failure(title, error)
+
+
+def open_trackers(run: TrackedRun) -> Trackers:
+    """Open TensorBoard and the services that the flags ask for, on the rank that writes."""
+    opened: dict[str, Tracker] = {}
+    openers: dict[str, Callable[[TrackedRun], Tracker]] = {
+        service.title: service.open for service in services_of(run.trackers)
+    }
+    if run.logging.tensorboard_dir is not None:
+        from megatron.trackers.tensorboard import TensorBoard  # a second of imports, one rank only
+
+        openers["TensorBoard"] = TensorBoard
+    for title, opener in openers.items():
+        try:
+            opened[title] = opener(run)
+        except Exception as error:
+            _say_failure(title, error)
+    return Trackers(opened)
+
+
+def _say_failure(title: str, error: Exception) -> None:
+    # As an error, so that the rank prints it that writes; the run goes on.
+    words = redacted_text(f"{type(error).__name__}: {error}")
+    log.error(f"{title} records nothing from here on; the run continues without it: {words}")
