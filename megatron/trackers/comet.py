@@ -1,8 +1,10 @@
 """Comet. COMET_START_ONLINE=false writes archives, which `comet upload` sends later."""
 
+import logging
 from collections.abc import Mapping
 
 from megatron.progress import Progress
+from megatron.trackers.redaction import REDACTED
 from megatron.trackers.tracker import Service, TrackedRun
 
 
@@ -16,6 +18,9 @@ class CometTracker:
         """
         import comet_ml
 
+        key = comet_ml.get_config()["comet.api_key"]
+        for handler in logging.getLogger("comet_ml").handlers if key else ():
+            handler.addFilter(_WithoutKey(key))
         self._experiment = comet_ml.start(
             project_name=run.trackers.comet_project,
             experiment_key=run.name,
@@ -39,6 +44,18 @@ class CometTracker:
     def close(self) -> None:
         """Wait until all is written or sent."""
         self._experiment.end()
+
+
+class _WithoutKey(logging.Filter):
+    """Takes the key out of Comet's own messages, which repeat one that is refused."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key = key
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = record.getMessage().replace(self._key, REDACTED), ()
+        return True
 
 
 def _problem() -> str | None:

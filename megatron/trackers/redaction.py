@@ -11,6 +11,7 @@ from megatron.json_values import JsonObject, JsonValue
 REDACTED = "(redacted)"
 _WORDS = r"(?:api[_-]?key|key|token|secret|password|passwd|credentials?|signature|sig)"
 _SECRET_NAME = re.compile(rf"(?:^|[^a-z]){_WORDS}$", re.IGNORECASE)
+_OPAQUE = re.compile(r"\b(?=\w*\d)\w{20,}\b")
 _USER = re.compile(r"(?<=://)[^/\s@]+@")
 _PARAMETER = re.compile(rf"([?&][^=&\s]*{_WORDS}=)[^&\s]+", re.IGNORECASE)
 
@@ -26,6 +27,14 @@ def redacted(values: JsonObject) -> dict[str, JsonValue]:
 def redacted_text(text: str) -> str:
     """Return `text` without users and passwords in addresses, and without keys after `?` or `&`."""
     return _PARAMETER.sub(rf"\1{REDACTED}", _USER.sub(f"{REDACTED}@", text))
+
+
+def redacted_failure(error: Exception) -> str:
+    """Return the kind and the message of an error, also without words that may be keys.
+
+    Libraries repeat a key that a service refuses: long words with a digit are left out.
+    """
+    return _OPAQUE.sub(REDACTED, redacted_text(f"{type(error).__name__}: {error}"))
 
 
 def _is_secret(name: str, value: JsonValue) -> bool:

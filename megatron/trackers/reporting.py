@@ -11,7 +11,7 @@ from megatron import log
 from megatron.config.trackers import TrackersConfig
 from megatron.progress import Progress
 from megatron.trackers import comet, mlflow, trackio, wandb
-from megatron.trackers.redaction import redacted_text
+from megatron.trackers.redaction import redacted_failure
 from megatron.trackers.tracker import Service, TrackedRun, Tracker
 
 SERVICES: tuple[Service, ...] = (wandb.SERVICE, mlflow.SERVICE, comet.SERVICE, trackio.SERVICE)
@@ -82,5 +82,5 @@ def open_trackers(run: TrackedRun) -> Trackers:
 
 def _say_failure(title: str, error: Exception) -> None:
     # As an error, so that the rank prints it that writes; the run goes on.
-    words = redacted_text(f"{type(error).__name__}: {error}")
+    words = redacted_failure(error)
     log.error(f"{title} records nothing from here on; the run continues without it: {words}")

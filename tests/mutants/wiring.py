@@ -177,8 +177,8 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
         Mutant(
             "a failure is said without the password in an address",
             "megatron/trackers/reporting.py",
-            'redacted_text(f"{type(error).__name__}: {error}")',
-            'f"{type(error).__name__}: {error}"',
+            "words = redacted_failure(error)",
+            "words = repr(error)",
             "tests/unit/trackers/test_reporting.py::"
             "test_a_tracker_that_fails_is_said_once_and_the_others_go_on",
         ),
@@ -213,6 +213,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "mode or wandb.login(verify=False, prompt=False)",
             "tests/unit/trackers/test_wandb.py::"
             "test_a_key_that_is_absent_or_misshapen_is_said_without_the_key",
+        ),
+        Mutant(
+            "Comet's messages do not repeat its key",
+            "megatron/trackers/comet.py",
+            "            handler.addFilter(_WithoutKey(key))",
+            "            del handler",
+            "tests/unit/trackers/test_comet.py::test_its_messages_do_not_repeat_the_key",
         ),
         Mutant(
             "a password on the command line is refused",

@@ -1,5 +1,7 @@
 """The calls to Comet, against a stand-in for its large library."""
 
+import io
+import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,16 @@ def test_an_experiment_is_continued_by_the_name_of_the_run(monkeypatch: pytest.M
     assert asked == {"project_name": "tiny", "experiment_key": NAME, "mode": "get_or_create"}
     assert not any(recorded.values()), "nothing is recorded but what we hand over"
     assert rest == [("parameters", CONFIGS), ("metrics", (VALUES, 3)), ("end", None)]
+
+
+def test_its_messages_do_not_repeat_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stand_in(monkeypatch, **{"comet.api_key": "s3cret"})
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    monkeypatch.setattr(logging.getLogger("comet_ml"), "handlers", [handler])
+    CometTracker(tracked_run(comet_project="tiny"))
+    logging.getLogger("comet_ml.connection").error("the given key %r is invalid", "s3cret")
+    assert said.getvalue() == "the given key '(redacted)' is invalid\n"
 
 
 def test_only_a_run_that_is_sent_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

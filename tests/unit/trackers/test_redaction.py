@@ -1,6 +1,6 @@
 """What leaves the machine holds no password and no key, and everything else as it was."""
 
-from megatron.trackers.redaction import REDACTED, redacted, redacted_text
+from megatron.trackers.redaction import REDACTED, redacted, redacted_failure, redacted_text
 
 
 def test_secrets_are_taken_out_at_any_depth_and_nothing_else() -> None:
@@ -24,4 +24,11 @@ def test_errors_of_libraries_lose_the_password_in_an_address() -> None:
     text = "no answer from http://me:s3cret@host:5000/api?token=s3cret"
     assert redacted_text(text) == (
         f"no answer from http://{REDACTED}@host:5000/api?token={REDACTED}"
+    )
+
+
+def test_errors_of_libraries_lose_what_may_be_a_key() -> None:
+    error = PermissionError(f"the key '{'f4ke' * 6}' is invalid on https://www.service.com/v2")
+    assert redacted_failure(error) == (
+        f"PermissionError: the key '{REDACTED}' is invalid on https://www.service.com/v2"
     )
