@@ -16,8 +16,9 @@ from megatron.config.training import TrainingConfig
 from megatron.progress import BatchSchedule, Duration, TokenCount
 
 
-def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSchedule:
+def batch_schedule(config: RunConfig, data_parallel_size: int) -> BatchSchedule:
     """Return the global batch size over the run; ConfigError where it does not divide."""
+    training = config.training
     one_each = training.micro_batch_size * data_parallel_size
     ramp = training.rampup_batch_size
     return BatchSchedule(
@@ -25,6 +26,9 @@ def batch_schedule(training: TrainingConfig, data_parallel_size: int) -> BatchSc
         training.global_batch_size or one_each,
         data_parallel_size,
         rampup=None if ramp is None else (ramp[0], ramp[1], ramp[2]),
+        steps=tuple(
+            (step.first_token // config.data.seq_length, step.size) for step in training.batch_steps
+        ),
     )
 
 

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.errors import CheckpointError, ConfigError
@@ -75,21 +76,24 @@ class Progress:
 class BatchSchedule:
     """The global batch size as a function of the samples consumed so far.
 
-    Without `rampup` it is constant. With `rampup = (start, increment, samples)` it grows in equal
-    stretches of samples, as in Megatron: start + increment * floor(consumed * steps / samples), and
-    `global_batch_size` from `samples` on. It is computed in integers, so that no stretch ends an
-    iteration early or late by rounding.
+    Without `rampup` and `steps` it is constant. With `rampup = (start, increment, samples)` it
+    grows in equal stretches of samples, as in Megatron: start + increment * floor(consumed * steps
+    / samples), and `global_batch_size` from `samples` on. It is computed in integers, so that no
+    stretch ends an iteration early or late by rounding. With `steps` it is that of the last one
+    that has begun, and `global_batch_size` is the largest of them.
     """
 
     micro_batch_size: int
     global_batch_size: int
     data_parallel_size: int
     rampup: tuple[int, int, int] | None = None
+    steps: tuple[tuple[int, int], ...] = ()  # (consumed samples from which on, size), from 0 on
 
     def __post_init__(self) -> None:
         self._check_global_batch_size()
         if self.rampup is not None:
             self._check_rampup(*self.rampup)
+        self._check_steps()
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -103,6 +107,8 @@ class BatchSchedule:
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the samples in the iteration that starts at `consumed_samples`."""
+        if self.steps:
+            return next(size for begin, size in self.steps[::-1] if begin <= consumed_samples)
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -136,12 +142,14 @@ class BatchSchedule:
         return done
 
     def _stretches(self) -> Iterator["_Stretch"]:
+        for (_, size), (until, _) in pairwise(self.steps):
+            yield _Stretch(size, until)
         if self.rampup is not None:
             start, increment, samples = self.rampup
             steps = (self.global_batch_size - start) // increment
             for step in range(steps):
                 yield _Stretch(start + step * increment, _ceil_divide((step + 1) * samples, steps))
-        yield _Stretch(self.global_batch_size, None)
+        yield _Stretch(self.steps[-1][1] if self.steps else self.global_batch_size, None)
 
     def _check_global_batch_size(self) -> None:
         unit = self.samples_per_microbatch
@@ -154,6 +162,25 @@ class BatchSchedule:
                 f"{self.micro_batch_size} on {self.data_parallel_size} data-parallel ranks "
                 f"({unit} samples at a time)",
                 fix="use --global-batch-size " + " or ".join(nearest),
+            )
+
+    def _check_steps(self) -> None:
+        begins = [begin for begin, _ in self.steps]
+        if begins[:1] not in ([], [0]) or any(a >= b for a, b in pairwise(begins)):
+            raise ConfigError(
+                "two batch sizes of a schedule begin with the same sample",
+                found=f"sizes {[size for _, size in self.steps]} from samples {begins} on",
+                fix="let each size of --step-batch-size-schedule last for one sample or more",
+            )
+        unit = self.samples_per_microbatch
+        uneven = [size for _, size in self.steps if size % unit]
+        if uneven:
+            raise ConfigError(
+                "a step of the batch-size schedule does not divide into whole micro-batches",
+                found=f"a global batch of {uneven[0]} in --step-batch-size-schedule, "
+                f"--micro-batch-size {self.micro_batch_size} on {self.data_parallel_size} "
+                f"data-parallel ranks ({unit} samples at a time)",
+                fix=f"use multiples of {unit}",
             )
 
     def _check_rampup(self, start: int, increment: int, samples: int) -> None:

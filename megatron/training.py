@@ -68,7 +68,7 @@ def pretrain(
 def run(task: PretrainTask, runtime: Runtime) -> Progress:
     """Train until a stop condition holds; the caller has already checked that it can."""
     config, context = runtime.config, runtime.context
-    duration = duration_of(config, batch_schedule(config.training, context.dp.size))
+    duration = duration_of(config, batch_schedule(config, context.dp.size))
     build = model_build(runtime)
     sources = data_sources(config.data)
     agree_on_files(config.checkpoint.save, sources, runtime.launch, context)

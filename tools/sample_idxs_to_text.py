@@ -118,7 +118,7 @@ def _lines(config: RunConfig, start: int, stop: int) -> Iterator[str]:
 
 
 def _training_data(config: RunConfig) -> Any:
-    batches = batch_schedule(config.training, config.extra["data_parallel_size"])
+    batches = batch_schedule(config, config.extra["data_parallel_size"])
     length = duration(config, batches)
     wanted = num_samples(config.training, length, batches.global_batch_size)[0]
     request = DatasetRequest(

@@ -12,6 +12,7 @@ from megatron.config.experts import LoadBalancing, RouterScoreFunction
 from megatron.config.fp8 import Fp8Recipe
 from megatron.config.model import PositionEmbedding
 from megatron.config.parallel import ShardingStrategy
+from megatron.config.training import parse_batch_steps
 from megatron.errors import ConfigError
 
 
@@ -242,6 +243,17 @@ def _save_interval(given: GivenFlags) -> Iterator[Meaning]:
         yield NoChange("nothing is saved without --save")
 
 
+def _step_batch_size_schedule(given: GivenFlags) -> Iterator[Meaning]:
+    text = given.values.get("step_batch_size_schedule")
+    if not isinstance(text, str) or given.values.get("global_batch_size") is not None:
+        return
+    try:
+        largest = max(step.size for step in parse_batch_steps(text))
+    except ConfigError:
+        return  # the training's own checks report it
+    yield FlagValue("global_batch_size", largest, "it is the largest of the schedule")
+
+
 _FULLY_SHARDED = ("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
 
 
@@ -267,6 +279,11 @@ DEPENDENT: tuple[DependentFlag, ...] = (
             is_ours=False,
         )
         for flag in _FULLY_SHARDED
+    ),
+    DependentFlag(
+        "--global-batch-size",
+        "the largest of `--step-batch-size-schedule` where it is not given",
+        _step_batch_size_schedule,
     ),
     DependentFlag("--save-interval", "no effect without `--save`", _save_interval),
     DependentFlag(

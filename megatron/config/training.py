@@ -1,8 +1,12 @@
 """TrainingConfig: batches, length of samples and runs, what ends a run, evaluation, memory."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
 
 from megatron.config.activations import (
     ALL_LAYERS,
@@ -16,6 +20,42 @@ from megatron.config.curriculum import CurriculumSchedule, curriculum_problems
 from megatron.config.fields import check_field, check_loss_weight, flag, raise_all
 from megatron.config.skips import skip_problems, skipped_ranges
 from megatron.errors import ConfigError
+
+
+class BatchStep(NamedTuple):
+    """A part of the training with a global batch size of its own."""
+
+    first_token: int
+    size: int
+
+
+_SUFFIXES = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
+
+
+def parse_batch_steps(text: str) -> tuple[BatchStep, ...]:
+    """Return the steps of "0:768 250B:1536 ...", in order; raises ConfigError."""
+    steps = []
+    for word in text.split():
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", word)
+        tokens = found and Decimal(found[1]).scaleb(_SUFFIXES[found[2]])
+        if not found or tokens is None or tokens != int(tokens):
+            raise _bad_steps(text, f"{word} is not TOKENS:SIZE")
+        steps.append(BatchStep(int(tokens), int(found[3])))
+    if not steps or steps[0].first_token != 0:
+        raise _bad_steps(text, "it does not begin with token 0")
+    for step, following in pairwise(steps):
+        if following.first_token <= step.first_token:
+            raise _bad_steps(text, f"{following.first_token} does not follow {step.first_token}")
+    return tuple(steps)
+
+
+def _bad_steps(text: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"the schedule of batch sizes cannot be read: {why}",
+        found=f'--step-batch-size-schedule "{text}"',
+        fix="write sizes with the tokens from which on they hold, such as "
+        '--step-batch-size-schedule "0:256 2.5B:512 100B:1024"',
+    )
 
 
 class NonfinitePolicy(StrEnum):
@@ -45,6 +85,11 @@ class TrainingConfig:
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, help="START INCREMENT SAMPLES: grow the global batch linearly from START"
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        help='"0:SIZE TOKENS:SIZE ...": the global batch size from so many tokens on, with K, M, B '
+        "or T for thousands, millions, ...",
     )
     train_iters: int | None = flag(None, help="iterations to train for")
     train_samples: int | None = flag(None, help="samples to train for")
@@ -268,6 +313,42 @@ class TrainingConfig:
         ramp = self.rampup_batch_size
         if ramp is not None:
             yield from self._ramp_problems(ramp)
+        yield from self._step_problems()
+
+    @property
+    def batch_steps(self) -> tuple[BatchStep, ...]:
+        """The batch sizes of --step-batch-size-schedule; empty without it."""
+        text = self.step_batch_size_schedule
+        return () if text is None else parse_batch_steps(text)
+
+    def _step_problems(self) -> Iterator[ConfigError]:
+        try:
+            steps = self.batch_steps
+        except ConfigError as error:
+            yield error
+            return
+        if not steps:
+            return
+        shown = f'--step-batch-size-schedule "{self.step_batch_size_schedule}"'
+        largest = max(step.size for step in steps)
+        if self.global_batch_size != largest:
+            yield ConfigError(
+                "the global batch size is not the largest of its schedule",
+                found=f"--global-batch-size {self.global_batch_size}, {shown}",
+                fix=f"use --global-batch-size {largest}, or leave it out",
+            )
+        if self.rampup_batch_size is not None:
+            yield ConfigError(
+                "the batch size follows two schedules",
+                found=f"--rampup-batch-size and {shown}",
+                fix="keep one of the two",
+            )
+        if self.train_samples is None:
+            yield ConfigError(
+                "a schedule of batch sizes needs training measured in samples",
+                found=f"{shown} with --train-iters",
+                fix="give --train-samples instead of --train-iters",
+            )
 
     def _ramp_problems(self, ramp: tuple[int, ...]) -> Iterator[ConfigError]:
         shown = "--rampup-batch-size " + " ".join(map(str, ramp))

@@ -113,7 +113,7 @@ class World:
                     "a plan does not support a flag of the run", found=flag, fix=f"leave out {flag}"
                 )
         topology = Topology.of(config.parallel, world_size)
-        batches = batch_schedule(config.training, topology.dp)
+        batches = batch_schedule(config, topology.dp)
         # Compiled layers have the same shapes.
         plain = replace(config, training=replace(config.training, compile=False))
         count = batches.global_batch_size // batches.samples_per_microbatch

@@ -43,7 +43,7 @@ def pipeline_fits_the_model_and_the_batch(plan: RunPlan) -> Iterator[MegatronErr
     if plan.data_parallel_size is not None:
         # Ramps climb, so the first step has the fewest. Another check reports what does not divide.
         with suppress(ConfigError):
-            batches = batch_schedule(plan.config.training, plan.data_parallel_size)
+            batches = batch_schedule(plan.config, plan.data_parallel_size)
             fewest = batches.num_microbatches_at(0)
     yield from plan_problems(
         plan.config.parallel,
@@ -154,7 +154,7 @@ def vocabulary_pads_to_an_even_size(plan: RunPlan) -> Iterator[MegatronError]:
 def batch_splits_into_microbatches(plan: RunPlan) -> Iterator[MegatronError]:
     """Check that every global batch of a ramp is whole micro-batches on every replica."""
     if plan.data_parallel_size is not None:
-        batch_schedule(plan.config.training, plan.data_parallel_size)
+        batch_schedule(plan.config, plan.data_parallel_size)
     yield from ()
 
 
@@ -209,7 +209,7 @@ def schedule_fits_the_training(plan: RunPlan) -> Iterator[MegatronError]:
         return
     training, schedule = plan.config.training, plan.config.schedule
     try:
-        batches = batch_schedule(training, plan.data_parallel_size)
+        batches = batch_schedule(plan.config, plan.data_parallel_size)
         grows = curriculum(plan.config)
     except ConfigError:
         return  # batch_splits_into_microbatches or curriculum_fits_the_samples reports it

@@ -140,7 +140,7 @@ def splits_hold_enough_samples(plan: RunPlan) -> Iterator[MegatronError]:
         return
     training, data = plan.config.training, plan.config.data
     try:
-        batches = batch_schedule(training, plan.data_parallel_size)
+        batches = batch_schedule(plan.config, plan.data_parallel_size)
         wanted = num_samples(training, duration(plan.config, batches), batches.global_batch_size)
         parse_split(data.split)
         _tokens_of_a_sample(data, plan.reads.kind(data))
@@ -178,7 +178,7 @@ def mixtures_draw_from_every_corpus(plan: RunPlan) -> Iterator[MegatronError]:
         return
     training, data = plan.config.training, plan.config.data
     try:
-        batches = batch_schedule(training, plan.data_parallel_size)
+        batches = batch_schedule(plan.config, plan.data_parallel_size)
         length = duration(plan.config, batches)
         wanted, *_ = num_samples(training, length, batches.global_batch_size)
         parts: Sequence[WeightedPrefix | WeightedRange]

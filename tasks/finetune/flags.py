@@ -57,7 +57,9 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("--keep-best", "--keep-every"), _BEST),
     "--load-only": "--pretrained-checkpoint, of which everything but the head is loaded, with "
     "--load-except for more that is not",
-    "--rampup-batch-size": "one --global-batch-size",
+    **dict.fromkeys(
+        ("--rampup-batch-size", "--step-batch-size-schedule"), "one --global-batch-size"
+    ),
     "--z-loss-coeff": "the cross entropy over classes alone; leave it out",
     "--skip-train-iteration-range": "files without those examples",
     "--eval-only": "--epochs 0",

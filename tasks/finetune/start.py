@@ -84,7 +84,7 @@ def finetuning_config(
 ) -> RunConfig:
     """Return the run's flags with the length and the --load of a fine-tuning."""
     replicas = RunPlan(config, launch).data_parallel_size or 1  # the checks report errors
-    batches = batch_schedule(config.training, replicas)
+    batches = batch_schedule(config, replicas)
     iterations = max(1, epochs * num_batches(examples, batches.global_batch_size))
     checkpoint = replace(
         config.checkpoint, load=start.folder, finetune=True, load_except=start.load_except

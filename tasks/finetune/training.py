@@ -54,7 +54,7 @@ class FineTuning:
         self._config, self._runtime, self._question = config, runtime, question
         self._start = start
         self._context: ParallelContext = runtime.context
-        self._batches = batch_schedule(config.training, self._context.dp.size)
+        self._batches = batch_schedule(config, self._context.dp.size)
         self._build, task = model_build(runtime), task_of(question)
         self._engine = build_engine(config, task, self._build, runtime.tokenizer, runtime.timers)
         if start.kind is not StartKind.RESUMED:

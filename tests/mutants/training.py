@@ -444,6 +444,13 @@ SUBJECTS: dict[str, tuple[Mutant, ...]] = {
             "tests/unit/test_progress.py::test_a_ramp_grows_as_in_megatron",
         ),
         Mutant(
+            "a step of the batch size begins with its tokens",
+            "megatron/lengths.py",
+            "step.first_token // config.data.seq_length",
+            "step.first_token",
+            "tests/unit/test_lengths.py::test_steps_of_the_batch_size_begin_at_their_tokens",
+        ),
+        Mutant(
             "a run ends with the last batch that fits",
             "megatron/progress.py",
             "fitting = (samples - consumed) // size",

@@ -17,9 +17,15 @@ RAMP = BatchSchedule(2, 32, 4, rampup=(8, 8, 300))  # 8, 16, 24 for 100 samples 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> BatchSchedule:
-    """Any valid schedule with small numbers, with a ramp or without."""
+    """Any valid schedule with small numbers: constant, with a ramp, or in steps."""
     micro, parallel, start = (draw(st.integers(1, 4)) for _ in range(3))
     unit = micro * parallel
+    if draw(st.booleans()):
+        begins = draw(st.lists(st.integers(1, 500), max_size=4, unique=True))
+        sizes = [unit * draw(st.integers(1, 4)) for _ in (0, *begins)]
+        return BatchSchedule(
+            micro, max(sizes), parallel, steps=tuple(zip([0, *sorted(begins)], sizes))
+        )
     steps, increment = draw(st.integers(0, 5)), draw(st.integers(1, 3))
     whole = unit * (start + steps * increment)
     ramp = (unit * start, unit * increment, draw(st.integers(1, 500))) if steps else None
@@ -132,13 +138,13 @@ def test_no_step_of_a_ramp_comes_early_or_late_by_rounding(
 
 
 @given(schedules(), st.integers(0, 2000))
-def test_every_batch_is_whole_micro_batches_and_batches_never_shrink(
+def test_every_batch_is_whole_micro_batches_and_a_ramp_never_shrinks(
     schedule: BatchSchedule, consumed: int
 ) -> None:
     size = schedule.global_batch_size_at(consumed)
     assert size == schedule.num_microbatches_at(consumed) * schedule.samples_per_microbatch
     assert size in schedule.sizes
-    assert schedule.global_batch_size_at(consumed + 1) >= size
+    assert schedule.steps or schedule.global_batch_size_at(consumed + 1) >= size
 
 
 @given(schedules(), st.integers(0, 80))
@@ -155,6 +161,28 @@ def test_iterations_within_samples_are_those_of_a_walk(
 ) -> None:
     count = sum(consumed <= samples for consumed in walk(schedule, samples)[1:])
     assert schedule.iterations_within(samples) == count
+
+
+def test_each_step_of_the_batch_size_begins_with_its_sample() -> None:
+    stepped = BatchSchedule(2, 24, 4, steps=((0, 8), (100, 24), (250, 16)))
+    at = stepped.global_batch_size_at
+    assert [at(n) for n in (0, 99, 100, 249, 250, 10**9)] == [8, 8, 24, 24, 16, 16]
+    assert stepped.sizes == (8, 24, 16)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (((0, 8), (100, 12)), "does not divide into whole micro-batches(.|\n)*multiples of 8"),
+        (((0, 8), (0, 16)), "begin with the same sample"),
+        (((5, 8),), "begin with the same sample"),
+    ],
+)
+def test_steps_that_do_not_work_are_refused(
+    steps: tuple[tuple[int, int], ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BatchSchedule(4, 16, 2, steps=steps)
 
 
 @pytest.mark.parametrize(("size", "fix"), [(18, "16 or 24"), (3, "8$")])

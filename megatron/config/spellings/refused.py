@@ -247,9 +247,9 @@ REFUSALS: tuple[Refused, ...] = (
     ),
     # Length of a run, batches, evaluation
     Refused(
-        "--step-batch-size-schedule --phase-transition-iterations --decrease-batch-size-if-needed",
-        "a batch size that changes in steps",
-        "--rampup-batch-size",
+        "--phase-transition-iterations --decrease-batch-size-if-needed",
+        "a batch size that changes at iterations, or that is made to fit",
+        "--step-batch-size-schedule, with multiples of all micro-batches of a pass",
     ),
     Refused(
         "--eval-global-batch-size --eval-micro-batch-size",

@@ -273,6 +273,16 @@ def test_presets_count_as_given() -> None:
     assert parse_args([*base, *words]) == parse_args(base)
 
 
+def test_a_schedule_of_batch_sizes_names_the_global_batch_size() -> None:
+    samples = " ".join(COMMAND).replace("--train-iters", "--train-samples").split()
+    stepped = [*samples, "--step-batch-size-schedule", "0:16 1K:64 2K:32"]
+    assert parse_args(stepped).training.global_batch_size == 64
+    with pytest.raises(MegatronError, match="the global batch size is not the largest"):
+        parse_args([*stepped, "--global-batch-size", "16"])
+    with pytest.raises(MegatronError, match="cannot be read"):
+        parse_args([*samples, "--step-batch-size-schedule", "16"])
+
+
 @pytest.mark.parametrize("word", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
 def test_a_switch_of_full_sharding_is_its_strategy(word: str) -> None:
     full = ShardingStrategy.OPTIM_GRADS_PARAMS

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.fields import FieldsError
+from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from tests.unit.config.groups import some_training
 
@@ -89,6 +90,45 @@ def test_every_ramp_of_whole_steps_is_accepted(start: int, increment: int, steps
         train_samples=100_000,
     )
     assert config.rampup_batch_size == (start, increment, 1000)
+
+
+def in_steps(text: str, **flags: Any) -> TrainingConfig:
+    values = {"global_batch_size": 3072, "train_iters": None, "train_samples": 10**6}
+    return some_training(step_batch_size_schedule=text, **(values | flags))
+
+
+def test_steps_of_the_batch_size_are_counted_in_tokens() -> None:
+    steps = in_steps("0:768 1:16 2.4K:32 1.5M:3072 250B:1536 1.25T:8").batch_steps
+    tokens = (0, 1, 2400, 1_500_000, 250 * 10**9, 1_250 * 10**9)
+    assert steps == tuple(zip(tokens, (768, 16, 32, 3072, 1536, 8)))
+    assert some_training().batch_steps == ()
+
+
+NOT_SIZES = ("", "0", "0:0", "0:-1", "0:8, 5:3072", "0 : 3072")
+NOT_TOKENS = ("0:8 .5:3072", "0:8 0.5:3072", "0:8 1k:3072")
+NOT_IN_ORDER = ("5:3072", "0:8 1B:16 1B:3072", "0:8 2:16 1:3072")
+
+
+@pytest.mark.parametrize("text", [*NOT_SIZES, *NOT_TOKENS, *NOT_IN_ORDER])
+def test_steps_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="schedule of batch sizes cannot be read"):
+        in_steps(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"global_batch_size": 16}, "not the largest of its schedule"),
+        ({"global_batch_size": None}, "not the largest of its schedule"),
+        ({"rampup_batch_size": (1024, 1024, 100)}, "follows two schedules"),
+        ({"train_iters": 10, "train_samples": None}, "needs training measured in samples"),
+    ],
+)
+def test_steps_go_up_to_the_global_batch_size_in_samples(
+    flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        in_steps("0:768 1B:3072", **flags)
 
 
 def test_all_that_is_wrong_is_said_together() -> None:

@@ -44,7 +44,7 @@ def made(task: PretrainTask, config: RunConfig) -> DataFeed:
         ParallelContext.single(),
         Launch(),
         tokenizer_of(config),
-        duration(config, batch_schedule(config.training, 1)),
+        duration(config, batch_schedule(config, 1)),
     )
 
 

@@ -49,7 +49,7 @@ def test_a_run_is_announced_with_its_size_and_its_length(
 ) -> None:
     runtime = runtime_of(tiny_run("nowhere", train_iters=5))
     config, engine = runtime.config, tiny_engine()
-    length = duration(config, batch_schedule(config.training, 1))
+    length = duration(config, batch_schedule(config, 1))
     build = model_build(runtime)
     announce_run(engine, config, runtime.context, build, length, Progress(2, 16, 256))
     output = capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_flags_and_the_json_of_deepspeed_are_stored(
     config = tiny_run("nowhere", tensorboard_dir=str(tmp_path), deepspeed=True, fp64=False)
     config = dataclasses.replace(config, extra={"my_api_key": "s3cret"})
     runtime = runtime_of(config)
-    length, build = duration(config, batch_schedule(config.training, 1)), model_build(runtime)
+    length, build = duration(config, batch_schedule(config, 1)), model_build(runtime)
     task = tiny_engine().task
     timers, name = runtime.timers, runtime.run_name
     with open_step_log(task, config, runtime.context, build, length, Progress(), timers, name):

@@ -22,7 +22,7 @@ def test_a_plan_depends_on_the_progress_alone() -> None:
         start_weight_decay=0.0,
         end_weight_decay=0.48,
     )
-    length = duration(config, batch_schedule(config.training, 1))
+    length = duration(config, batch_schedule(config, 1))
     plans = {
         seen: plan_step(config, length, Progress(iteration=1, consumed_samples=seen))
         for seen in (4, 0, 16, 4)
@@ -36,7 +36,7 @@ def test_a_plan_depends_on_the_progress_alone() -> None:
 
 def test_a_plan_has_the_length_that_the_curriculum_gives_its_iteration() -> None:
     config = tiny_run("nowhere")
-    length = duration(config, batch_schedule(config.training, 1))
+    length = duration(config, batch_schedule(config, 1))
     discrete = Curriculum(
         schedule=CurriculumSchedule.FIXED_DISCRETE,
         min_length=4,

@@ -42,7 +42,7 @@ class Steps:
         self.skipped: set[int] = set()
         self.signal_during = 0
         self._report, self._started, self._evaluate = report, 0, evaluate
-        duration = duration_of(config, batch_schedule(config.training, 1))
+        duration = duration_of(config, batch_schedule(config, 1))
         self._stop = StopConditions(config.training, duration, WORLD)
         self._loop = TrainingLoop(
             cast(Engine, self),
